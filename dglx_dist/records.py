@@ -1,0 +1,165 @@
+"""The frozen records in which the rooms of the package meet.
+
+Shape letters used in docstrings: N nodes, E edges, F feature columns, K asked rows, P parts,
+W ranks, S servers, B seeds of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+EdgeType: TypeAlias = tuple[str, str, str]
+"""Canonical edge type: (source node type, relation, destination node type)."""
+
+NODE_TYPE = "_N"
+"""DGL's name of the only node type of a homogeneous graph."""
+
+EDGE_TYPE: EdgeType = ("_N", "_E", "_N")
+"""DGL's name of the only edge type of a homogeneous graph."""
+
+FEATURE, LABEL = "feat", "label"
+SPLITS = ("train_mask", "val_mask", "test_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseRows:
+    """A (N, F) matrix kept as compressed rows, for features that are mostly zero."""
+
+    indptr: Array
+    """(N + 1,) int64: row n is at ``indptr[n]:indptr[n + 1]``."""
+    indices: Array
+    """(nnz,) int32 columns in [0, F)."""
+    values: Array
+    """(nnz,) of any numeric dtype."""
+    num_columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, F)."""
+        return len(self.indptr) - 1, self.num_columns
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the dense rows."""
+        return self.values.dtype
+
+    def dense(self, rows: Array) -> Array:
+        """Return the dense rows ``rows`` ((K,) int64, any order) as (K, F)."""
+        out = np.zeros((len(rows), self.num_columns), dtype=self.values.dtype)
+        first, counts = self.indptr[rows], self.indptr[rows + 1] - self.indptr[rows]
+        row_of = np.repeat(np.arange(len(rows)), counts)
+        within = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        position = np.repeat(first, counts) + within
+        out[row_of, self.indices[position]] = self.values[position]
+        return out
+
+
+NodeColumn: TypeAlias = Array | SparseRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawGraph:
+    """A whole graph in memory (or memory-mapped), as a dataset source returns it.
+
+    Ids are 0..N-1 per node type, in the order of the source. A homogeneous graph has the one node
+    type ``_N`` and the one edge type ``("_N", "_E", "_N")``.
+    """
+
+    name: str
+    num_nodes: Mapping[str, int]
+    edges: Mapping[EdgeType, tuple[Array, Array]]
+    """Per edge type (source ids, destination ids), both (E,) int32 or int64; direction is kept."""
+    node_data: Mapping[str, Mapping[str, NodeColumn]] = field(default_factory=dict)
+    """node type -> name -> (N, ...) array. Usual names: feat, label, train_mask, val_mask, test_mask."""
+    edge_data: Mapping[EdgeType, Mapping[str, Array]] = field(default_factory=dict)
+    """edge type -> name -> (E, ...) array in the order of ``edges``."""
+    num_classes: Mapping[str, int] = field(default_factory=dict)
+    """node type -> number of classes of its ``label``; labels are -1 where there is none."""
+    user_ids: Mapping[str, Array] = field(default_factory=dict)
+    """node type -> (N,) int64 or unicode array of the ids the user knows, when they are not 0..N-1."""
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether there is one node type and one edge type."""
+        return len(self.num_nodes) == 1 and len(self.edges) == 1
+
+    @property
+    def total_nodes(self) -> int:
+        """Nodes of all types."""
+        return sum(self.num_nodes.values())
+
+    @property
+    def total_edges(self) -> int:
+        """Edges of all types."""
+        return sum(len(src) for src, _ in self.edges.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The owner of every node."""
+
+    num_parts: int
+    part_of: Mapping[str, Array]
+    """node type -> (N,) int32 in [0, P)."""
+    method: str
+    seed: int
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    """What else the partitioner was told, JSON values only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnInfo:
+    """Dtype and row shape of one named node or edge tensor."""
+
+    dtype: str
+    """Torch's name without the prefix: float32, bfloat16, int64, bool, ..."""
+    row_shape: tuple[int, ...]
+    """Shape of one row; () for a scalar per node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShare:
+    """How many targets this rank and all ranks have in one step (gradient rule, algorithms 0.1)."""
+
+    num_local: int
+    num_global: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """What one epoch did, over all ranks: times are the slowest rank's, counts and bytes are sums."""
+
+    epoch: int
+    loss: float
+    """Mean over the targets of the epoch."""
+    train_accuracy: float
+    val_accuracy: float | None
+    """None when this epoch was not evaluated."""
+    seconds: float
+    """Wall clock of training, without evaluation."""
+    num_samples: int
+    sample_s: float
+    """Sampling neighbours and building blocks, on the loader's threads."""
+    fetch_s: float
+    """Reading feature and label rows, local and remote, on the loader's threads."""
+    wait_s: float
+    """What the training loop waited for the loader."""
+    compute_s: float
+    """Forward, backward and optimizer, without exchange."""
+    exchange_s: float
+    """Exchanging gradients (or activations)."""
+    bytes_inside: int
+    """Payload between ranks of one server."""
+    bytes_outside: int
+    """Payload between servers."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Targets trained on per second, over all ranks."""
+        return self.num_samples / self.seconds if self.seconds > 0 else 0.0
