@@ -1,0 +1,71 @@
+"""Packaging of dglx_dist: `pip install .`, or `scripts/setup.sh` for the pinned environment."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+OGB = ["ogb>=1.3.6"]
+AWS = ["boto3>=1.28"]
+DEV = [
+    "pytest>=8",
+    "pytest-timeout>=2.2",
+    "pytest-xdist>=3.5",
+    "hypothesis>=6.90",
+    "ruff>=0.5",
+    "mypy>=1.10",
+    "pandas-stubs",
+    "scipy-stubs",
+    "types-psutil",
+]
+
+setup(
+    name="dglx_dist",
+    version="0.1.0",
+    description="Train a DGL model on many processes, with the strategy that suits your graph and your network",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["dglx_dist", "dglx_dist.*"]),
+    package_data={"dglx_dist": ["py.typed"]},
+    install_requires=[
+        "torch>=2.4",
+        # 2.1.0 cannot be imported with another torch than the one it was built for.
+        "dgl>=1.1.3,!=2.1.0",
+        # DGL 1.1.3 imports packaging without asking for it.
+        "packaging",
+        "numpy>=1.26",
+        "scipy>=1.11",
+        "pyarrow>=14",
+        "numba>=0.59",
+        "pyzmq>=25",
+        "pymetis>=2023.1",
+        "kaminpar>=3.5",
+        "psutil>=5.9",
+        "rich>=13.8",
+        "typer>=0.12",
+        "matplotlib>=3.8",
+    ],
+    extras_require={"ogb": OGB, "aws": AWS, "dev": DEV},
+    entry_points={
+        "console_scripts": ["dglx = dglx_dist.cli:main"],
+        # Other packages announce plugins in these groups, as "name = package.module:Class":
+        #   dglx_dist.partitioners   subclasses of dglx_dist.partition.base.Partitioner
+        #   dglx_dist.strategies     subclasses of dglx_dist.strategies.base.Strategy
+        #   dglx_dist.datasets       subclasses of dglx_dist.datasets.base.DatasetSource
+        # docs/extending.md shows one of each.
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
