@@ -23,7 +23,7 @@ DEV = [
 setup(
     name="dglx_dist",
     version="0.1.0",
-    description="Train a DGL model on many processes, with the strategy that suits your graph and your network",
+    description="Train a DGL model on many processes, with the strategy that suits graph and network",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,0 +1,1 @@
+"""Records to tables, pictures and run folders."""

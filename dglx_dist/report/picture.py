@@ -1,0 +1,91 @@
+"""Pictures of a run and of a partition, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from dglx_dist.records import EpochRecord
+
+_PHASES = (
+    ("wait for the loader", "wait_s", "#c44e52"),
+    ("compute", "compute_s", "#4c72b0"),
+    ("exchange", "exchange_s", "#dd8452"),
+)
+_HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
+_INSIDE, _OUTSIDE = "#9ecae1", "#d62728"
+
+
+def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
+    """Draw loss and accuracy, where the seconds went, and the bytes of each epoch into a PNG file."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    learning, phases, traffic = figure.subplots(1, 3)
+    _draw_learning(learning, epochs)
+    _draw_phases(phases, epochs)
+    _draw_traffic(traffic, epochs)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
+    numbers = [e.epoch for e in epochs]
+    axes.plot(numbers, [e.loss for e in epochs], color="#444444", label="loss")
+    axes.set(title="loss and accuracy", xlabel="epoch", ylabel="loss")
+    right = axes.twinx()
+    right.plot(numbers, [e.train_accuracy for e in epochs], color="#4c72b0", label="train accuracy")
+    measured = [(e.epoch, e.val_accuracy) for e in epochs if e.val_accuracy is not None]
+    if measured:
+        right.plot(
+            *zip(*measured, strict=True), color="#c44e52", marker="o", markersize=3, label="val accuracy"
+        )
+    right.set_ylim(0, 1)
+    handles = [*axes.get_lines(), *right.get_lines()]
+    axes.legend(handles=handles, loc="center right", fontsize=8)
+
+
+def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
+    numbers = [e.epoch for e in epochs]
+    bottom = [0.0] * len(epochs)
+    for name, field, color in _PHASES:
+        heights = [getattr(e, field) for e in epochs]
+        axes.bar(numbers, heights, bottom=bottom, color=color, label=name)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for name, field, color in _HIDDEN:
+        axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
+    axes.set(title="seconds per epoch, slowest rank", xlabel="epoch", ylabel="s")
+    axes.legend(fontsize=8)
+
+
+def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
+    numbers = [e.epoch for e in epochs]
+    inside = [e.bytes_inside / 1e6 for e in epochs]
+    axes.bar(numbers, inside, color=_INSIDE, label="inside a server")
+    outside = [e.bytes_outside / 1e6 for e in epochs]
+    axes.bar(numbers, outside, bottom=inside, color=_OUTSIDE, label="between servers")
+    axes.set(title="payload per epoch, all ranks", xlabel="epoch", ylabel="MB")
+    axes.legend(fontsize=8)
+
+
+def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
+    """Draw one bar per part for each column (nodes, edges, halo, ...) into a PNG file.
+
+    Args:
+        columns: Name to one number per part, all of one length; each gets its own panel with a line
+            at the mean, so that imbalance shows.
+        path: Where the picture goes.
+        title: Heading of the whole.
+    """
+    figure = Figure(figsize=(3.2 * max(len(columns), 1), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, max(len(columns), 1), squeeze=False)[0]
+    for axes, (name, values) in zip(panels, columns.items(), strict=False):
+        axes.bar(range(len(values)), values, color="#4c72b0")
+        axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
+        axes.set(title=name, xlabel="part", xticks=range(len(values)))
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)

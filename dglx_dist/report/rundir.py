@@ -1,0 +1,147 @@
+"""The folder that a run leaves: summary.json, metrics.jsonl, config.json, picture.png."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dglx_dist.errors import StorageError
+from dglx_dist.records import EpochRecord
+
+CONFIG, METRICS, SUMMARY, PICTURE = "config.json", "metrics.jsonl", "summary.json", "picture.png"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run folder says."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    epochs: tuple[EpochRecord, ...]
+    summary: Mapping[str, Any]
+
+
+def start_run(folder: str | Path, config: Mapping[str, object]) -> Path:
+    """Make ``folder``, write the resolved configuration, and clear what an earlier run left there.
+
+    One rank calls it. Returns the folder.
+
+    Raises:
+        StorageError: the folder cannot be made or written.
+    """
+    target = Path(folder)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name in (SUMMARY, METRICS, PICTURE):
+            (target / name).unlink(missing_ok=True)
+        _write_atomically(target / CONFIG, json.dumps(_plain(config), indent=2) + "\n")
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the run to {target}: {error}; choose another folder with --out"
+        ) from error
+    return target
+
+
+def append_epoch(folder: Path, record: EpochRecord) -> None:
+    """Add one line to ``metrics.jsonl``, so that a run that is killed keeps what it measured."""
+    with (folder / METRICS).open("a", encoding="utf-8") as file:
+        file.write(_epoch_line(record))
+
+
+def write_run(
+    folder: str | Path,
+    config: Mapping[str, object],
+    epochs: Sequence[EpochRecord],
+    summary: Mapping[str, object],
+) -> None:
+    """Write a finished run: each file under another name first, the summary last.
+
+    One rank calls it.
+
+    Raises:
+        StorageError: the folder cannot be made or written.
+    """
+    target = start_run(folder, config)
+    try:
+        _write_atomically(target / METRICS, "".join(_epoch_line(record) for record in epochs))
+        _write_atomically(target / SUMMARY, json.dumps(_plain(summary), indent=2) + "\n")
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the run to {target}: {error}; free some space and repeat it"
+        ) from error
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read what :func:`write_run` wrote.
+
+    Raises:
+        StorageError: the folder is no finished run, or a file in it is damaged; the message names it.
+    """
+    source = Path(folder)
+    if not source.is_dir():
+        raise StorageError(f"there is no folder {source}; a run is what `dglx train --out FOLDER` writes")
+    for name in (CONFIG, METRICS, SUMMARY):
+        if not (source / name).is_file():
+            raise StorageError(
+                f"{source} has no {name}: it is no run, or the run did not finish; "
+                f"repeat `dglx train --out {source}`"
+            )
+    return Run(
+        folder=source,
+        config=_read_object(source / CONFIG),
+        epochs=_read_epochs(source / METRICS),
+        summary=_read_object(source / SUMMARY),
+    )
+
+
+def _epoch_line(record: EpochRecord) -> str:
+    values = asdict(record) | {"samples_per_second": record.samples_per_second}
+    return json.dumps(_plain(values)) + "\n"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StorageError(f"{path} is damaged ({error}); repeat the run") from error
+    if not isinstance(value, dict):
+        raise StorageError(f"{path} holds {type(value).__name__} where an object is expected; repeat the run")
+    return value
+
+
+def _read_epochs(path: Path) -> tuple[EpochRecord, ...]:
+    names = [field.name for field in fields(EpochRecord)]
+    epochs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            # A loss that was not a number is written as null.
+            values["loss"] = math.nan if values["loss"] is None else values["loss"]
+            epochs.append(EpochRecord(**{name: values[name] for name in names}))
+        except (ValueError, TypeError, KeyError) as error:
+            raise StorageError(f"{path}, line {number}, is damaged ({error}); repeat the run") from error
+    return tuple(epochs)
+
+
+def _plain(value: object) -> object:
+    """Return ``value`` as JSON knows it: numbers that JSON has no word for become null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return str(value)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,94 @@
+"""The tables that the command line prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich import box
+from rich.table import Table
+
+from dglx_dist.records import EpochRecord
+from dglx_dist.report.units import readable_bytes, readable_count, readable_percent, readable_seconds
+
+_EPOCH_COLUMNS = (
+    "epoch", "loss", "train", "val", "seconds", "samples/s",
+    "sample", "fetch", "wait", "compute", "exchange", "inside", "outside",
+)  # fmt: skip
+
+
+def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
+    """Return one row per epoch: loss, accuracy, seconds, samples/s, the phases in seconds, and bytes.
+
+    ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do
+    not add up to ``seconds``; ``wait`` is what of them was not hidden.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
+    for name in _EPOCH_COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for record in epochs:
+        table.add_row(*_epoch_cells(record))
+    return table
+
+
+_LEGEND = (
+    "seconds of the slowest rank: sample and fetch on the loader's threads, wait is what training waited "
+    "for them; bytes inside / outside the server, all ranks"
+)
+
+
+def _epoch_cells(record: EpochRecord) -> tuple[str, ...]:
+    phases = (record.sample_s, record.fetch_s, record.wait_s, record.compute_s, record.exchange_s)
+    return (
+        str(record.epoch),
+        f"{record.loss:.4f}",
+        readable_percent(record.train_accuracy),
+        readable_percent(record.val_accuracy),
+        readable_seconds(record.seconds),
+        readable_count(record.samples_per_second),
+        *(readable_seconds(seconds) for seconds in phases),
+        readable_bytes(record.bytes_inside),
+        readable_bytes(record.bytes_outside),
+    )
+
+
+def summary_table(summary: Mapping[str, object]) -> Table:
+    """Return the figures of ``summary.json`` one under the other, nested ones as ``outer.inner``."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in summary.items():
+        if isinstance(value, Mapping):
+            for inner, inner_value in value.items():
+                table.add_row(f"{name}.{inner}", _cell(name, inner_value))
+        else:
+            table.add_row(name, _cell(name, value))
+    return table
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if name.endswith("accuracy"):
+        return readable_percent(value)
+    if "bytes" in name:
+        return readable_bytes(value)
+    if name.endswith("seconds"):
+        return f"{readable_seconds(value)} s"
+    return readable_count(value) if abs(value) >= 100 else f"{value:g}"
+
+
+def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
+    """Return one row per part with the given columns, each a sequence of one value per part.
+
+    Raises:
+        ValueError: the columns differ in length.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("part", justify="right")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for part, values in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(str(part), *(str(value) for value in values))
+    return table

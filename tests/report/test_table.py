@@ -1,0 +1,50 @@
+import io
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from dglx_dist.report.table import epoch_table, parts_table, summary_table
+from tests.report.records import epoch
+
+
+def text(table: Table) -> str:
+    buffer = io.StringIO()
+    Console(file=buffer, width=140).print(table)
+    return buffer.getvalue()
+
+
+def test_an_epoch_is_one_line_with_its_figures() -> None:
+    (line,) = [line for line in text(epoch_table([epoch(3)])).splitlines() if line.lstrip().startswith("3 ")]
+    cells = line.split()
+    assert cells[:2] == ["3", "1.0000"]
+    assert "50.0" in cells
+    assert line.rstrip().endswith("30 B")
+    assert "3 KB" in line
+
+
+def test_an_epoch_without_evaluation_shows_no_accuracy() -> None:
+    assert text(epoch_table([epoch(0, val=None)])).count("%") == 1
+
+
+def test_summary_spells_units_out() -> None:
+    shown = text(
+        summary_table({"test_accuracy": 0.8125, "bytes_inside": 2_500_000, "phase_seconds": {"wait": 0.5}})
+    )
+    assert "81.2 %" in shown
+    assert "2.5 MB" in shown
+    assert "phase_seconds.wait" in shown
+    assert "0.500 s" in shown
+
+
+def test_parts_are_rows() -> None:
+    lines = text(parts_table({"nodes": [3, 4], "edges": [1, 2]})).splitlines()
+    assert [line.split() for line in lines if line.strip()[:1].isdigit()] == [
+        ["0", "3", "1"],
+        ["1", "4", "2"],
+    ]
+
+
+def test_columns_of_two_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        parts_table({"nodes": [3, 4], "edges": [1]})
