@@ -81,9 +81,9 @@ def test_the_order_is_read_from_the_page() -> None:
 
 def test_a_downward_import_would_be_seen() -> None:
     rooms = order()
-    found = dict(
-        (name, line) for line, name in imports_of(ast.parse("def f():\n    from dglx_dist.run import init"))
-    )
+    found = {
+        name: line for line, name in imports_of(ast.parse("def f():\n    from dglx_dist.run import init"))
+    }
     assert found == {"dglx_dist.run.init": 2}
     assert not ranks("storage", "run", rooms)
     assert ranks("run", "storage", rooms)
