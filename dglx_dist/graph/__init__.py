@@ -1,0 +1,1 @@
+"""The partitioned graph as a program sees it: structure, tensors, ownership and splits."""

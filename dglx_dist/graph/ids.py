@@ -1,0 +1,68 @@
+"""Whatever a user may index rows with, as one int64 array of ids that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.graph.gather import first_outside
+from dglx_dist.records import Array
+
+Ids: TypeAlias = Tensor | Array | Sequence[int] | int | slice
+"""Integers of any width, a bool mask over all rows, a list, one integer, or a slice."""
+
+
+def as_array(values: Tensor | Array | Sequence[int] | int) -> Array:
+    """Return ``values`` as a NumPy array, without a copy where there can be none."""
+    if isinstance(values, Tensor):
+        return values.detach().cpu().numpy()
+    return np.asarray(values)
+
+
+def as_ids(index: Ids, count: int, what: str) -> Array:
+    """Return the ids that ``index`` names.
+
+    Args:
+        index: What the user wrote between the brackets.
+        count: How many rows there are.
+        what: Name of the rows, for messages.
+
+    Returns:
+        (K,) int64, C-contiguous, each in [0, ``count``).
+
+    Raises:
+        IndexError: an id is out of range (the message has the first one and its position), a mask is of
+            another length, or ``index`` is not one-dimensional or not of integers.
+    """
+    if isinstance(index, slice):
+        return np.arange(*index.indices(count), dtype=np.int64)
+    ids = np.atleast_1d(as_array(index))
+    if ids.ndim != 1:
+        raise IndexError(f"{what} is indexed with an array of shape {ids.shape}; give one of one dimension")
+    if ids.dtype == np.bool_:
+        if len(ids) != count:
+            raise IndexError(f"{what} has {count} rows but the mask has {len(ids)} elements")
+        return np.flatnonzero(ids)
+    if len(ids) == 0:
+        return np.empty(0, dtype=np.int64)
+    if ids.dtype.kind not in "iu":
+        raise IndexError(f"{what} is indexed with {ids.dtype} values; give integers or a bool mask")
+    ids = np.ascontiguousarray(ids, dtype=np.int64)
+    check_ids(ids, count, what)
+    return ids
+
+
+def check_ids(ids: Array, count: int, what: str) -> None:
+    """Raise IndexError unless each of the (K,) int64 ``ids`` is in [0, ``count``)."""
+    bad = first_outside(ids, count)
+    if bad >= 0:
+        raise IndexError(f"id {ids[bad]} at position {bad} is outside {what}, whose ids are 0 to {count - 1}")
+
+
+def to_tensor(array: Array) -> Tensor:
+    """Return a torch tensor that shares the memory of a writable ``array``."""
+    return torch.from_numpy(array)
