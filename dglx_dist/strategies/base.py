@@ -1,0 +1,147 @@
+"""What every strategy is: a way to feed a model and to exchange what its ranks computed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from dglx_dist.cluster import Session
+from dglx_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+"""What the user's loss is: the mean over this rank's own targets, or their sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a strategy declares, so that nobody has to ask which one it is."""
+
+    unit: Literal["mini_batch", "full_graph"]
+    """What one step trains on."""
+    features: Literal["rows", "columns"]
+    """How the node features are cut over the servers."""
+    exact: bool
+    """Whether k steps give the weights of one process, up to the order of summation."""
+    summary: str
+    """What crosses the network, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parameters of a wrapped model by where they live, as uncut names of the user's module."""
+
+    replicated: tuple[str, ...]
+    """Equal on every rank, gradients summed over the ranks."""
+    local: tuple[str, ...]
+    """Each rank holds its own piece; nobody exchanges their gradients."""
+
+
+class WrappedModel(nn.Module, ABC):
+    """The user's model, taught by a strategy to train together with the other ranks.
+
+    Call it like the user's module. Names and shapes in ``state_dict`` are those of the user's
+    module, uncut, under every strategy, so that a checkpoint of one loads under another.
+    """
+
+    module: nn.Module
+    """The user's module. Calling it directly, past the wrapper, leaves its gradients on this rank."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Parts:
+        """Which parameters are replicated and which are cut."""
+
+    @abstractmethod
+    def exchange_seconds(self, *, reset: bool = False) -> float:
+        """Seconds this rank stood waiting for exchanges since the start or the last reset."""
+
+    def join(self) -> AbstractContextManager[None]:
+        """Context for a loop over a loader; does nothing, for loaders give all ranks equal steps."""
+        return nullcontext()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the user's module, without a prefix.
+
+        All ranks must call it when ``parts.local`` is not empty.
+        """
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state of an unwrapped module; every rank must load the same.
+
+        Raises:
+            RuntimeError: names or shapes differ (torch's own error).
+        """
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class Strategy(ABC):
+    """One placement of a model's stages over the ranks.
+
+    Args:
+        session: The run it works in.
+        options: The strategy's own options by name.
+
+    Raises:
+        ConfigError: an option is unknown to the strategy or has a value it cannot honour.
+    """
+
+    traits: ClassVar[Traits]
+
+    @abstractmethod
+    def __init__(self, session: Session, options: Mapping[str, object]) -> None: ...
+
+    @abstractmethod
+    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return what yields ``(input_nodes, output_nodes, blocks)``; every rank must call it.
+
+        Args:
+            g: The distributed graph.
+            indices: (K,) int64, this rank's seeds; may be empty.
+            sampler: A sampler of ``dgl.dataloading``.
+            loader_options: What ``dglx_dist.DataLoader`` takes.
+        """
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
+        """Return ``model`` made to train with the other ranks; every rank must call it.
+
+        Args:
+            model: The user's model; all ranks build the same one, rank 0's weights win.
+            g: The distributed graph it will see.
+            reduction: What the user's loss is.
+
+        Raises:
+            ConfigError: the strategy cannot train this model exactly.
+        """
+
+
+def check_options(strategy: str, options: Mapping[str, object], known: Mapping[str, type]) -> None:
+    """Raise ConfigError unless every option is in ``known`` and has its type.
+
+    Args:
+        strategy: Name for the message.
+        options: What the user gave.
+        known: Option name to the type of its value.
+    """
+    for name, value in options.items():
+        if name not in known:
+            listed = ", ".join(f"{key} ({kind.__name__})" for key, kind in sorted(known.items())) or "none"
+            raise ConfigError(f"strategy {strategy!r} has no option {name!r}; its options are: {listed}")
+        kind = known[name]
+        # bool is a subclass of int, and a flag where a number belongs is a mistake.
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise ConfigError(
+                f"option {name}={value!r} of strategy {strategy!r} must be of type {kind.__name__}, "
+                f"not {type(value).__name__}"
+            )

@@ -1,0 +1,185 @@
+"""Data parallel training as in DistDGL: a mini-batch per rank, feature rows fetched on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dglx_dist.cluster import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.base import Parts, Reduction, Strategy, Traits, WrappedModel, check_options
+from dglx_dist.strategies.gradients import GradientExchange, record_all_reduce
+from dglx_dist.strategies.share import find_share, gradient_weight
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+BUCKET_BYTES = 4 * 2**20
+
+
+@final
+class DataParallel(Strategy):
+    """Every rank holds the whole model and trains on its own seeds; gradients are summed.
+
+    Options: ``bucket_bytes`` (int): gradients that are sent together, 4 MiB when not given.
+    """
+
+    traits = Traits(
+        unit="mini_batch",
+        features="rows",
+        exact=True,
+        summary="feature rows of remote input nodes, on demand; all gradients",
+    )
+
+    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
+        check_options("data_parallel", options, {"bucket_bytes": int})
+        bucket_bytes = options.get("bucket_bytes", BUCKET_BYTES)
+        assert isinstance(bucket_bytes, int)
+        if bucket_bytes < 1:
+            raise ConfigError(f"option bucket_bytes={bucket_bytes} must be at least 1")
+        self._session = session
+        self._bucket_bytes = bucket_bytes
+
+    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return a ``dglx_dist.sampling.DataLoader``; see there for what it raises."""
+        from dglx_dist.sampling import DataLoader
+
+        return DataLoader(g, indices, sampler, **loader_options)
+
+    def wrap(
+        self, model: nn.Module, g: DistGraph | None = None, reduction: Reduction = "mean"
+    ) -> WrappedModel:
+        """Return ``model`` with exact gradients over all ranks; every rank must call it.
+
+        Raises:
+            ConfigError: ``reduction`` is neither "mean" nor "sum", or the ranks built different models.
+        """
+        return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
+
+
+@final
+class DataParallelModel(WrappedModel):
+    """A replicated model whose backward leaves the gradient of one process on every rank.
+
+    Forward never communicates, so one rank may evaluate alone. Backward is collective: every rank must
+    run it in every step, also without targets (the loader hands out empty blocks for that). Several
+    forward calls of one step before one backward, and several backward calls before one optimizer step,
+    give what they give in one process. Penalties on the weights belong in the loss when it is a mean;
+    with ``reduction="sum"`` they would be added once per rank.
+
+    Floating-point buffers (running statistics) become their mean over the ranks, weighed like the
+    gradients, after each backward; statistics of a batch itself stay local.
+
+    Args:
+        model: The user's model.
+        session: The run.
+        reduction: What the user's loss is over its own targets.
+        bucket_bytes: Gradients that are sent together.
+    """
+
+    def __init__(
+        self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+        check_same_model(model, session)
+        self.module = model
+        self._session = session
+        self._reduction: Reduction = reduction
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._trained = {id(parameter) for _, parameter in trained}
+        broadcast_state(model, session)
+        self._exchange = GradientExchange(trained, session, bucket_bytes)
+        self._buffers_before = self._float_buffers()
+        if self._buffers_before and session.topology.world_size > 1:
+            self._exchange.finally_do(self._average_buffers)
+
+    @property
+    def parts(self) -> Parts:
+        """All parameters are replicated."""
+        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
+
+    def exchange_seconds(self, *, reset: bool = False) -> float:
+        """Seconds that backward stood waiting for other ranks since the start or the last reset."""
+        return self._exchange.seconds(reset=reset)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's module; the step's share is read from the blocks among the arguments.
+
+        Raises:
+            ConfigError: in training, nobody said how many targets this step has; or a parameter was
+                unfrozen after wrapping.
+        """
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled() or not self._trained:
+            return output
+        share = find_share((*args, *kwargs.values()), self._session)
+        if share is None and self._reduction == "mean" and not self.training:
+            # Evaluating without no_grad is harmless as long as nobody runs backward for training.
+            return output
+        self._check_frozen()
+        weight = gradient_weight(share, self._reduction)
+        leaves, layout = tree_flatten(output)
+        places = [
+            place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()
+        ]
+        marked = self._exchange.mark([leaves[place] for place in places], weight) if places else ()
+        for place, tensor in zip(places, marked, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, layout)
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._trained:
+                raise ConfigError(
+                    f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
+                    "on this rank; wrap the model again after changing what is trained"
+                )
+
+    def _float_buffers(self) -> list[Tensor]:
+        return [buffer.detach().clone() for buffer in self.module.buffers() if buffer.is_floating_point()]
+
+    def _average_buffers(self, weight: float) -> None:
+        now = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        if self._reduction == "sum":
+            weight = 1.0 / self._session.topology.world_size
+        for buffer, before in zip(now, self._buffers_before, strict=True):
+            # The mean of the changes, not of the values: constants stay equal to the last bit.
+            change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
+            record_all_reduce(self._session, "buffers", change.numel() * change.element_size())
+            dist.all_reduce(change)
+            before.add_(change)
+            buffer.copy_(before)
+
+
+def broadcast_state(model: nn.Module, session: Session) -> None:
+    """Overwrite parameters and buffers with those of rank 0, in place; every rank must call it."""
+    if session.topology.world_size == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)
+
+
+def check_same_model(model: nn.Module, session: Session) -> None:
+    """Raise ConfigError unless all ranks have the same names, shapes and dtypes; every rank must call it."""
+    from dglx_dist.cluster import gather_json
+
+    described = [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    for rank, other in enumerate(gather_json(described, session)):
+        if other != described:
+            pairs = zip([*described, "nothing"], [*other, "nothing"], strict=False)
+            mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ConfigError(
+                f"the ranks wrap different models: rank {session.topology.rank} has {mine} where rank "
+                f"{rank} has {theirs}; build the model from the same configuration on every rank"
+            )

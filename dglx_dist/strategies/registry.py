@@ -1,0 +1,14 @@
+"""The strategies by name."""
+
+from __future__ import annotations
+
+from dglx_dist.registry import Registry
+from dglx_dist.strategies.base import Strategy
+
+STRATEGIES: Registry[Strategy] = Registry(
+    "strategy",
+    Strategy,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
+    builtin={"data_parallel": "dglx_dist.strategies.data_parallel:DataParallel"},
+    aliases={"distdgl": "data_parallel", "dp": "data_parallel"},
+    group="dglx_dist.strategies",
+)
