@@ -1,0 +1,88 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dglx_dist.storage.layout import PARTIAL_SUFFIX
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def partial_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``target``, for the caller to fill and rename; remove it if left over."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder: Path, target: Path) -> bool:
+    """Rename ``folder`` to ``target``, which must not exist or be empty, once its content is on disk.
+
+    Returns:
+        False when ``target`` has come to hold something; ``folder`` is then unchanged.
+    """
+    _sync_tree(folder)
+    try:
+        folder.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+        return False
+    _sync(target.parent)
+    return True
+
+
+def replace_folder(folder: Path, target: Path) -> None:
+    """Put ``folder`` in the place of ``target``, and remove what was there after that.
+
+    One step where the system can exchange two names (Linux); elsewhere the old folder is set aside first,
+    under a name ending in ``.partial``, and is removed only when the new one stands.
+    """
+    _sync_tree(folder)
+    if _exchange(folder, target):
+        old = folder
+    else:
+        old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+        target.rename(old)
+        folder.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    status = rename(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)
+    )
+    return bool(status == 0)
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,271 @@
+"""The manifest of a dataset: what is in the folder, as a frozen record and as JSON."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from dglx_dist.errors import StorageError
+from dglx_dist.records import Array, ColumnInfo, EdgeType
+from dglx_dist.storage.columns import DTYPES, FileInfo
+from dglx_dist.storage.fields import Fields
+from dglx_dist.storage.layout import MANIFEST
+
+FORMAT = "dglx-dataset"
+VERSION = 1
+_NO_CHECKSUM = "00000000"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Manifest:
+    """What a partitioned dataset holds; compare two by :attr:`checksum` or :func:`to_json`."""
+
+    name: str
+    num_parts: int
+    node_offsets: Mapping[str, Array]
+    """node type -> (P + 1,) int64: new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
+    edge_offsets: Mapping[EdgeType, Array]
+    """edge type -> (P + 1,) int64, the same for global edge ids."""
+    node_columns: Mapping[str, Mapping[str, ColumnInfo]]
+    """Every node type, with its named tensors."""
+    edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]]
+    """Every edge type, with its named tensors."""
+    num_classes: Mapping[str, int]
+    user_ids: Mapping[str, str]
+    """node type -> ``int64`` or ``string``, for types whose users know other ids than 0..N-1."""
+    method: str
+    seed: int
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    quality: Mapping[str, object] = field(default_factory=dict)
+    """Figures of the partition as the partitioner's caller gave them, JSON values only."""
+    files: Mapping[str, FileInfo] = field(default_factory=dict)
+    """Path relative to the folder -> size and checksum, for every file but the manifest."""
+    version: int = VERSION
+    checksum: str = ""
+    """Of the manifest's bytes on disk; empty until it was written or read. Names the dataset's content."""
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        """Node types in the order of the source."""
+        return tuple(self.node_columns)
+
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]:
+        """Canonical edge types in the order of the source."""
+        return tuple(self.edge_columns)
+
+    def num_nodes(self, ntype: str) -> int:
+        """Return N of one node type."""
+        return int(self.node_offsets[ntype][-1])
+
+    def num_edges(self, etype: EdgeType) -> int:
+        """Return E of one edge type."""
+        return int(self.edge_offsets[etype][-1])
+
+
+def to_json(manifest: Manifest) -> dict[str, object]:
+    """Return the manifest as JSON values, its checksum left out."""
+    return {
+        "format": FORMAT,
+        "version": manifest.version,
+        "name": manifest.name,
+        "num_parts": manifest.num_parts,
+        "node_types": [
+            {
+                "name": ntype,
+                "offsets": manifest.node_offsets[ntype].tolist(),
+                "columns": _columns_to_json(columns),
+                "num_classes": manifest.num_classes.get(ntype),
+                "user_ids": manifest.user_ids.get(ntype),
+            }
+            for ntype, columns in manifest.node_columns.items()
+        ],
+        "edge_types": [
+            {
+                "name": list(etype),
+                "offsets": manifest.edge_offsets[etype].tolist(),
+                "columns": _columns_to_json(columns),
+            }
+            for etype, columns in manifest.edge_columns.items()
+        ],
+        "method": manifest.method,
+        "seed": manifest.seed,
+        "parameters": dict(manifest.parameters),
+        "quality": dict(manifest.quality),
+        "files": {
+            path: {"bytes": info.num_bytes, "crc32": info.checksum} for path, info in manifest.files.items()
+        },
+    }
+
+
+def from_json(value: object, where: str) -> Manifest:
+    """Return the manifest of JSON values, every field checked.
+
+    Args:
+        value: What a JSON parser returned.
+        where: The file, for messages.
+
+    Raises:
+        StorageError: naming ``where`` and the key that is missing, unknown or of the wrong kind, or
+            the format version when it is newer than this program.
+    """
+    top = Fields(value, where)
+    _check_format(top)
+    num_parts = top.integer("num_parts", at_least=1)
+    node_types = [_NodeType.read(item, num_parts) for item in top.records("node_types")]
+    edge_types = [_EdgeType.read(item, num_parts) for item in top.records("edge_types")]
+    manifest = Manifest(
+        name=top.text("name"),
+        num_parts=num_parts,
+        node_offsets={kind.name: kind.offsets for kind in node_types},
+        edge_offsets={kind.name: kind.offsets for kind in edge_types},
+        node_columns={kind.name: kind.columns for kind in node_types},
+        edge_columns={kind.name: kind.columns for kind in edge_types},
+        num_classes={kind.name: kind.num_classes for kind in node_types if kind.num_classes is not None},
+        user_ids={kind.name: kind.user_ids for kind in node_types if kind.user_ids is not None},
+        method=top.text("method"),
+        seed=top.integer("seed"),
+        parameters=top.mapping("parameters"),
+        quality=top.mapping("quality"),
+        files=_files(top.record("files")),
+    )
+    top.finish()
+    _check_types(manifest, where)
+    return manifest
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
+    """Write ``manifest.json`` into ``folder``; return the manifest with its checksum."""
+    blank = json.dumps({**to_json(manifest), "checksum": _NO_CHECKSUM}, indent=1, ensure_ascii=True)
+    value = f"{zlib.crc32(blank.encode()):08x}"
+    head, _, tail = blank.rpartition(_NO_CHECKSUM)
+    (folder / MANIFEST).write_text(f"{head}{value}{tail}")
+    return replace(manifest, checksum=value)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the checked manifest of a dataset.
+
+    Raises:
+        StorageError: there is none, or it is damaged, or of a newer format version.
+    """
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except OSError as problem:
+        raise StorageError(
+            f"{folder} is no partitioned dataset: {path} cannot be read ({problem.strerror}); "
+            f"write one with `dglx partition DATA --out {folder}`"
+        ) from problem
+    try:
+        value = json.loads(raw)
+    except ValueError as problem:
+        raise StorageError(f"{path} is damaged ({problem}); copy it again or partition again") from problem
+    top = Fields(value, str(path))
+    # The version comes first: a newer format may compute its checksum differently.
+    _check_format(top)
+    stated = top.text("checksum")
+    head, found, tail = raw.rpartition(stated.encode())
+    if not found or f"{zlib.crc32(head + _NO_CHECKSUM.encode() + tail):08x}" != stated:
+        raise StorageError(
+            f"{path} does not match its checksum {stated!r}: it was damaged or edited; "
+            f"copy it again or partition again"
+        )
+    del value["checksum"]
+    return replace(from_json(value, str(path)), checksum=stated)
+
+
+def _check_format(top: Fields) -> None:
+    name = top.text("format")
+    if name != FORMAT:
+        raise StorageError(f"{top.where}: key 'format' is {name!r}, expected {FORMAT!r}")
+    version = top.integer("version", at_least=1)
+    if version > VERSION:
+        raise StorageError(
+            f"{top.where} is of format version {version}, and this program reads up to version {VERSION}; "
+            f"update dglx_dist, or partition again with this version"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NodeType:
+    name: str
+    offsets: Array
+    columns: Mapping[str, ColumnInfo]
+    num_classes: int | None
+    user_ids: str | None
+
+    @staticmethod
+    def read(item: Fields, num_parts: int) -> _NodeType:
+        kind = _NodeType(
+            name=item.text("name"),
+            offsets=_offsets(item, num_parts),
+            columns=_columns(item.record("columns")),
+            num_classes=item.optional_integer("num_classes"),
+            user_ids=item.choice("user_ids", ("int64", "string", None)),
+        )
+        item.finish()
+        return kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EdgeType:
+    name: EdgeType
+    offsets: Array
+    columns: Mapping[str, ColumnInfo]
+
+    @staticmethod
+    def read(item: Fields, num_parts: int) -> _EdgeType:
+        source, relation, destination = item.texts("name", count=3)
+        kind = _EdgeType(
+            name=(source, relation, destination),
+            offsets=_offsets(item, num_parts),
+            columns=_columns(item.record("columns")),
+        )
+        item.finish()
+        return kind
+
+
+def _offsets(item: Fields, num_parts: int) -> Array:
+    offsets = np.array(item.integers("offsets", count=num_parts + 1), dtype=np.int64)
+    if offsets[0] != 0 or np.any(np.diff(offsets) < 0):
+        raise item.wrong("offsets", "numbers that start at 0 and never fall")
+    return offsets
+
+
+def _columns(items: Fields) -> dict[str, ColumnInfo]:
+    columns = {}
+    for name in items.keys():  # noqa: SIM118  # a method of Fields, not a mapping
+        item = items.record(name)
+        dtype = item.choice("dtype", DTYPES)
+        columns[name] = ColumnInfo(dtype=dtype, row_shape=tuple(item.integers("row_shape")))
+        item.finish()
+    return columns
+
+
+def _columns_to_json(columns: Mapping[str, ColumnInfo]) -> dict[str, object]:
+    return {name: {"dtype": info.dtype, "row_shape": list(info.row_shape)} for name, info in columns.items()}
+
+
+def _files(items: Fields) -> dict[str, FileInfo]:
+    files = {}
+    for path in items.keys():  # noqa: SIM118  # a method of Fields, not a mapping
+        item = items.record(path)
+        files[path] = FileInfo(num_bytes=item.integer("bytes", at_least=0), checksum=item.text("crc32"))
+        item.finish()
+    return files
+
+
+def _check_types(manifest: Manifest, where: str) -> None:
+    for source, relation, destination in manifest.edge_types:
+        for ntype in (source, destination):
+            if ntype not in manifest.node_columns:
+                raise StorageError(
+                    f"{where}: key 'edge_types' has {(source, relation, destination)}, "
+                    f"but there is no node type {ntype!r}"
+                )
