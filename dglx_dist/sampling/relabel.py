@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _slot_of(table: Table, node: int) -> int:
+def _slot_of(table: Table, node: int) -> np.uint64:
     """Return the slot of ``node``, or the free slot where it belongs (hashed tables only)."""
     last = np.uint64(len(table.keys) - 1)
     word = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
@@ -49,7 +49,7 @@ def number_direct(table: Table, sources: Array, nodes: Array, count: int, local:
         value = np.uint32(base + np.uint32(count)) if fresh else seen
         slots[node] = value
         nodes[count] = node
-        count += np.int64(fresh)
+        count += int(fresh)
         local[i] = value - base
     return count
 

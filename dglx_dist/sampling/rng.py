@@ -20,7 +20,7 @@ _TO_UNIT = 2.0**-53
 
 @njit(cache=True, nogil=True)
 def mix(state: np.uint64) -> np.uint64:
-    """Return splitmix64's output function of ``state``: a bijection of 64-bit words that scatters all bits."""
+    """Return splitmix64's output for ``state``: a bijection of 64-bit words that scatters all bits."""
     word = np.uint64(state) + _GOLDEN
     word = (word ^ (word >> np.uint64(30))) * _MIX_1
     word = (word ^ (word >> np.uint64(27))) * _MIX_2
@@ -47,7 +47,7 @@ def half_word(key: np.uint64, number: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
-def bounded(key: np.uint64, number: int, bound: int) -> tuple[int, int]:
+def bounded(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
     """Return (a draw uniform in [0, bound), the number of the next draw); ``bound`` is in [1, 2**32).
 
     Lemire's multiply and shift: the draws that would make some values likelier are thrown away.

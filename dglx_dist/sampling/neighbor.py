@@ -1,0 +1,116 @@
+"""What a DGL sampler object asks for, read once into a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from dgl.dataloading import BlockSampler, EdgePredictionSampler, NeighborSampler
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import NODE_TYPE
+
+_WORKS = (
+    "dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler and subclasses of BlockSampler whose "
+    "sample_blocks uses g.sample_neighbors work"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePlan:
+    """How mini-batches are sampled and what is attached to them."""
+
+    fanouts: tuple[int, ...] | None
+    """In-edges per destination, layer 1 (input-most) first; -1 for all. None: the sampler's own code runs."""
+    replace: bool = False
+    """Whether an edge may be drawn more than once."""
+    weights: str | None = None
+    """Name of the edge column that says how likely each edge is; None for all alike."""
+    node_feats: tuple[str, ...] = ()
+    """Node columns for the sources of the first block."""
+    labels: tuple[str, ...] = ()
+    """Node columns for the destinations of the last block."""
+    edge_feats: tuple[str, ...] = ()
+    """Edge columns for every block."""
+
+
+def read_sampler(sampler: object) -> SamplePlan:
+    """Read a DGL sampler.
+
+    Args:
+        sampler: Any object; those that override how blocks are made are run as they are.
+
+    Raises:
+        ConfigError: the sampler, or an option of it, cannot be honoured; the message says what can.
+    """
+    if isinstance(sampler, EdgePredictionSampler):
+        raise ConfigError(
+            "as_edge_prediction_sampler(...) samples around edges, and this loader around nodes; pass the node "
+            "sampler inside it, the end points of the edges as indices, and the edges as exclude="
+        )
+    if not isinstance(sampler, BlockSampler):
+        raise ConfigError(
+            f"{type(sampler).__qualname__} does not make blocks for a loader of nodes; {_WORKS}"
+        )
+    attached = {
+        "node_feats": _names(sampler.prefetch_node_feats, "prefetch_node_feats"),
+        "labels": _names(sampler.prefetch_labels, "prefetch_labels"),
+        "edge_feats": _names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
+    }
+    if not _is_stock(sampler):
+        return SamplePlan(fanouts=None, **attached)
+    if sampler.edge_dir != "in":
+        raise ConfigError(
+            f"edge_dir={sampler.edge_dir!r} needs the out-edges, and a partition holds the in-edges of its nodes; "
+            "use edge_dir='in' on the reversed graph (dgl.reverse) instead"
+        )
+    return SamplePlan(
+        fanouts=_fanouts(sampler.fanouts), replace=bool(sampler.replace), weights=sampler.prob, **attached
+    )
+
+
+def _is_stock(sampler: BlockSampler) -> bool:
+    """Whether the sampler makes its blocks with DGL's own code, so that ours can take its place."""
+    kind = type(sampler)
+    return (
+        isinstance(sampler, NeighborSampler)
+        and kind.sample_blocks is NeighborSampler.sample_blocks
+        and kind.sample is BlockSampler.sample
+        and kind.assign_lazy_features is BlockSampler.assign_lazy_features
+    )
+
+
+def _fanouts(fanouts: object) -> tuple[int, ...]:
+    if not isinstance(fanouts, (list, tuple, np.ndarray)) or len(fanouts) == 0:
+        raise ConfigError(f"fanouts is {fanouts!r}; give one number per layer, e.g. [15, 10, 5]")
+    for layer, fanout in enumerate(fanouts):
+        if isinstance(fanout, Mapping):
+            raise ConfigError(
+                f"fanouts[{layer}] is a dict of edge types, and only graphs with one edge type are sampled so "
+                "far; give a number, or convert the graph with dgl.to_homogeneous"
+            )
+        if isinstance(fanout, bool) or not isinstance(fanout, (int, np.integer)) or fanout < -1:
+            raise ConfigError(
+                f"fanouts[{layer}] is {fanout!r}; give a number of in-edges, 0 or more, or -1 for all"
+            )
+    return tuple(int(fanout) for fanout in fanouts)
+
+
+def _names(asked: object, option: str) -> tuple[str, ...]:
+    """Column names out of a list of names or DGL's {type: list of names}."""
+    if not asked:
+        return ()
+    if isinstance(asked, Mapping):
+        unknown = [key for key in asked if key not in (NODE_TYPE, "_E", ("_N", "_E", "_N"))]
+        if unknown:
+            raise ConfigError(
+                f"{option} names the type {unknown[0]!r}, and only graphs with one node and edge type are "
+                "sampled so far; give a list of names"
+            )
+        asked = [name for names in asked.values() for name in ([names] if isinstance(names, str) else names)]
+    if isinstance(asked, str):
+        raise ConfigError(f"{option} is the string {asked!r}; give a list: [{asked!r}]")
+    if not isinstance(asked, (list, tuple)) or not all(isinstance(name, str) for name in asked):
+        raise ConfigError(f"{option} is {asked!r}; give a list of column names")
+    return tuple(asked)
