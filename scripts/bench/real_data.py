@@ -1,0 +1,104 @@
+"""Accuracy on real graphs: the same model on one process and on two ranks of a metis partition.
+
+    python scripts/bench/real_data.py --data ../shared/data --out runs/real_data
+
+For every graph the plain figure is one process on one part; beside it two ranks (as one server and as two)
+on 2 and on 4 metis parts. The batch of one process is the sum of the batches of all ranks, so that both take
+the same number of steps. Means over the seeds; the bound is 1.5 points. Everything runs through the command
+line, as a user would run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+GRAPHS = ("cora", "dblp_full", "coauthor_physics")
+SEEDS = (0, 1, 2)
+BOUND_POINTS = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How one column of the table is trained."""
+
+    title: str
+    parts: int
+    ranks: int
+    servers: int
+
+
+SETTINGS = (
+    Setting(title="1 process", parts=1, ranks=1, servers=1),
+    Setting(title="2 parts, 2 ranks", parts=2, ranks=2, servers=1),
+    Setting(title="2 parts, 2 servers", parts=2, ranks=2, servers=2),
+    Setting(title="4 parts, 2 servers", parts=4, ranks=2, servers=2),
+)
+
+
+def dglx(*arguments: object) -> None:
+    """Run one ``dglx`` command and stop with what it printed if it fails."""
+    command = [sys.executable, "-m", "dglx_dist.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+
+
+def test_accuracy(source: Path, setting: Setting, seed: int, out: Path, epochs: int) -> float:
+    """Partition (once) and train; return the exact test accuracy of the last epoch, in percent."""
+    data = out / f"{source.stem}-{setting.parts}"
+    if not data.exists():
+        dglx("partition", source, "--parts", setting.parts, "--method", "metis", "--out", data)
+    run = out / f"{source.stem}-{setting.title.replace(', ', '-').replace(' ', '_')}-{seed}"
+    if not (run / "summary.json").exists():
+        launch: tuple[object, ...] = ()
+        if setting.ranks > 1:
+            launch = ("--ranks", setting.ranks, "--servers", setting.servers)
+        model = ("--model", "sage", "--layers", 2, "--hidden", 64, "--fanout", "15,10", "--dropout", 0.5)
+        steps = (
+            "--batch-size",
+            32 // setting.ranks,
+            "--epochs",
+            epochs,
+            "--lr",
+            0.01,
+            "--eval-every",
+            epochs,
+        )
+        dglx("train", data, *launch, *model, *steps, "--seed", seed, "--out", run)
+    return 100 * float(json.loads((run / "summary.json").read_text())["test_accuracy"])
+
+
+def main() -> None:
+    """Print the table, and end with 1 if a graph misses the bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
+    parser.add_argument("--out", type=Path, default=Path("runs/real_data"), help="partitions and runs")
+    parser.add_argument("--graphs", nargs="*", default=GRAPHS, help="which graphs")
+    parser.add_argument("--epochs", type=int, default=20)
+    chosen = parser.parse_args()
+    print("| graph | " + " | ".join(setting.title for setting in SETTINGS) + " |")
+    print("|---" * (len(SETTINGS) + 1) + "|")
+    missed = False
+    for graph in chosen.graphs:
+        cells, plain = [], 0.0
+        for setting in SETTINGS:
+            values = [
+                test_accuracy(chosen.data / f"{graph}.npz", setting, seed, chosen.out, chosen.epochs)
+                for seed in SEEDS
+            ]
+            mean = statistics.mean(values)
+            plain = plain or mean
+            missed = missed or mean < plain - BOUND_POINTS
+            cells.append(f"{mean:.2f} ({', '.join(f'{value:.1f}' for value in values)})")
+        print(f"| {graph} | " + " | ".join(cells) + " |", flush=True)
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
