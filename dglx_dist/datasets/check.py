@@ -1,0 +1,199 @@
+"""Whether a raw graph is what it claims to be; the error names the column and the first wrong row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dglx_dist.errors import DatasetError
+from dglx_dist.records import LABEL, SPLITS, Array, NodeColumn, RawGraph, SparseRows
+
+_ROWS_AT_ONCE = 1 << 16
+
+
+def check_raw_graph(graph: RawGraph, where: str) -> None:
+    """Raise unless ids, columns, labels and splits of ``graph`` fit together; any process alone.
+
+    Args:
+        graph: What a source returned.
+        where: The file or spec that messages start with.
+
+    Raises:
+        DatasetError: no node or no edge; ids out of range; a column of the wrong length; a feature
+            that is NaN or infinite; a label outside [-1, classes); splits that overlap, have no
+            node, or hold a node without label; a user id that occurs twice.
+    """
+    if graph.total_nodes == 0 or graph.total_edges == 0:
+        raise DatasetError(
+            f"{where}: the graph is empty ({graph.total_nodes} nodes, {graph.total_edges} edges); "
+            f"there must be at least one of each"
+        )
+    for edge_type, (source_ids, destination_ids) in graph.edges.items():
+        source, relation, destination = edge_type
+        for node_type in (source, destination):
+            if node_type not in graph.num_nodes:
+                raise DatasetError(
+                    f"{where}: edge type {edge_type} ends in node type {node_type!r}, which the graph "
+                    f"lacks (it has {', '.join(map(repr, graph.num_nodes))})"
+                )
+        here = where if graph.is_homogeneous else f"{where}, edges {relation!r}"
+        if len(source_ids) != len(destination_ids):
+            raise DatasetError(f"{here}: {len(source_ids)} sources but {len(destination_ids)} destinations")
+        check_ids(source_ids, graph.num_nodes[source], "src", here)
+        check_ids(destination_ids, graph.num_nodes[destination], "dst", here)
+        check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, here)
+    for node_type, columns in graph.node_data.items():
+        here = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
+        if node_type not in graph.num_nodes:
+            raise DatasetError(f"{here}: columns of a node type that the graph lacks")
+        check_columns(columns, graph.num_nodes[node_type], graph.num_classes.get(node_type), here)
+    for node_type, user_ids in graph.user_ids.items():
+        here = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
+        _check_length(user_ids, graph.num_nodes[node_type], "id", here)
+        check_unique(user_ids, "id", here)
+
+
+def check_ids(ids: Array, num_nodes: int, column: str, where: str) -> None:
+    """Raise DatasetError unless ``ids`` is (K,) of integers in [0, num_nodes)."""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DatasetError(
+            f"{where}: column {column!r} must hold one whole number a row; it is {ids.dtype} of "
+            f"shape {ids.shape}"
+        )
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= num_nodes):
+        row = _first((ids < 0) | (ids >= num_nodes))
+        raise DatasetError(
+            f"{where}: column {column!r}, row {row}: node id {ids[row]} is outside 0..{num_nodes - 1}"
+        )
+
+
+def check_unique(ids: Array, column: str, where: str) -> None:
+    """Raise DatasetError when a value of ``ids`` ((K,) integers or strings) occurs twice."""
+    order = np.argsort(ids, kind="stable")
+    in_order = ids[order]
+    # A stable order keeps equal ids by row, so every later row of a run is the repeating one.
+    repeats = order[1:][in_order[1:] == in_order[:-1]]
+    if len(repeats):
+        row = int(repeats.min())
+        earlier = _first(ids == ids[row])
+        raise DatasetError(
+            f"{where}: column {column!r}, row {row}: node id {ids[row].item()!r} occurs "
+            f"already in row {earlier}; every node may have one row only"
+        )
+
+
+def check_columns(
+    columns: Mapping[str, NodeColumn], num_rows: int, num_classes: int | None, where: str
+) -> None:
+    """Raise DatasetError unless the named columns of one node or edge type are sound.
+
+    Args:
+        columns: name -> (num_rows, ...) array.
+        num_rows: Nodes (or edges) of that type.
+        num_classes: Classes of the column ``label``; None when it counts none.
+        where: What messages start with.
+    """
+    for name, column in columns.items():
+        _check_length(column, num_rows, name, where)
+        if isinstance(column, SparseRows):
+            _check_sparse(column, name, where)
+        else:
+            check_finite(column, name, where)
+    splits = {name: columns[name] for name in SPLITS if name in columns}
+    _check_splits(splits, where)
+    label = columns.get(LABEL)
+    if label is not None and num_classes is not None and not isinstance(label, SparseRows):
+        _check_labels(label, num_classes, splits, where)
+
+
+def check_finite(column: Array, name: str, where: str) -> None:
+    """Raise DatasetError when a floating-point ``column`` ((K, ...)) has a NaN or an infinity."""
+    if column.dtype.kind != "f":
+        return
+    # In pieces: a truth value for every feature at once would take a quarter of their memory.
+    for first in range(0, len(column), _ROWS_AT_ONCE):
+        piece = column[first : first + _ROWS_AT_ONCE]
+        finite = np.isfinite(piece)
+        if not finite.all():
+            at = tuple(int(axis[0]) for axis in np.nonzero(~finite))
+            position = f" at position {list(at[1:])}" if len(at) > 1 else ""
+            raise DatasetError(
+                f"{where}: column {name!r}, row {first + at[0]}: {piece[at]}{position} is not a finite "
+                f"number; replace it before loading"
+            )
+
+
+def _check_sparse(column: SparseRows, name: str, where: str) -> None:
+    lengths = np.diff(column.indptr)
+    if column.indptr[0] != 0 or column.indptr[-1] != len(column.indices) or (lengths < 0).any():
+        raise DatasetError(
+            f"{where}: column {name!r}: the row pointers of the sparse rows must rise from 0 to "
+            f"{len(column.indices)}, the number of stored values"
+        )
+    if len(column.values) != len(column.indices):
+        raise DatasetError(
+            f"{where}: column {name!r}: {len(column.indices)} column indices but {len(column.values)} values"
+        )
+    wrong = (column.indices < 0) | (column.indices >= column.num_columns)
+    if column.values.dtype.kind == "f":
+        wrong |= ~np.isfinite(column.values)
+    if wrong.any():
+        position = _first(wrong)
+        row = int(np.searchsorted(column.indptr, position, side="right")) - 1
+        raise DatasetError(
+            f"{where}: column {name!r}, row {row}: value {column.values[position]} at position "
+            f"{column.indices[position]} must be finite and in a column of 0..{column.num_columns - 1}"
+        )
+
+
+def _check_splits(splits: Mapping[str, NodeColumn], where: str) -> None:
+    taken: dict[str, Array] = {}
+    for name, mask in splits.items():
+        if isinstance(mask, SparseRows) or mask.dtype != np.bool_ or mask.ndim != 1:
+            raise DatasetError(f"{where}: column {name!r} must hold one boolean a row")
+        if not mask.any():
+            raise DatasetError(
+                f"{where}: column {name!r} selects no row; leave the column out when there is no such split"
+            )
+        for other, other_mask in taken.items():
+            both = mask & other_mask
+            if both.any():
+                raise DatasetError(
+                    f"{where}: columns {other!r} and {name!r} overlap: row {_first(both)} is in both "
+                    f"({int(both.sum())} rows in all)"
+                )
+        taken[name] = mask
+
+
+def _check_labels(label: Array, num_classes: int, splits: Mapping[str, NodeColumn], where: str) -> None:
+    if label.ndim != 1:
+        return  # several answers a node: any number may stand there
+    if label.dtype.kind not in "iu":
+        raise DatasetError(f"{where}: column {LABEL!r} must hold whole numbers; it is {label.dtype}")
+    wrong = (label < -1) | (label >= num_classes)
+    if wrong.any():
+        row = _first(wrong)
+        raise DatasetError(
+            f"{where}: column {LABEL!r}, row {row}: label {label[row]} is outside 0..{num_classes - 1} "
+            f"(-1 stands for none)"
+        )
+    for name, mask in splits.items():
+        if isinstance(mask, SparseRows):
+            continue
+        missing = mask & (label < 0)
+        if missing.any():
+            raise DatasetError(
+                f"{where}: column {LABEL!r}, row {_first(missing)}: no label, but {name!r} selects the row"
+            )
+
+
+def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:
+    if len(column.shape) == 0 or column.shape[0] != num_rows:
+        raise DatasetError(
+            f"{where}: column {name!r} has shape {tuple(column.shape)}; it needs {num_rows} rows"
+        )
+
+
+def _first(wrong: Array) -> int:
+    return int(np.argmax(wrong))

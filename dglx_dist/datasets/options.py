@@ -1,0 +1,35 @@
+"""Reading the options that a user gave to a dataset source."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from dglx_dist.errors import ConfigError
+
+
+def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: str) -> None:
+    """Raise ConfigError when ``options`` has a name that is not in ``known``, with the nearest one."""
+    allowed = sorted(known)
+    for name in options:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"the dataset source {source!r} has no option {name!r}{hint} "
+                f"(known: {', '.join(allowed) or 'none'})"
+            )
+
+
+def whole_number(options: Mapping[str, object], name: str, default: int | None) -> int | None:
+    """Return the option ``name`` as an int >= 0; ``default`` when it was not given.
+
+    Raises:
+        ConfigError: it is not a whole number, or negative.
+    """
+    if options.get(name) is None:
+        return default
+    text = str(options[name])
+    if not text.isdecimal():
+        raise ConfigError(f"the option {name}={text!r} must be a whole number, 0 or more")
+    return int(text)
