@@ -102,8 +102,8 @@ class GradientExchange:
         if weight != self._weight:
             raise ConfigError(
                 "one backward call spans forward calls of different steps (this rank has of all "
-                f"targets {self._weight:.6g} in one and {weight:.6g} in another), whose gradients cannot be weighed "
-                "apart; call backward() once after each forward call, the gradients add up in .grad"
+                f"targets {self._weight:.6g} in one and {weight:.6g} in another), whose gradients cannot be "
+                "weighed apart; call backward() once after each forward call, the gradients add up in .grad"
             )
 
     def _clear_buckets(self) -> None:

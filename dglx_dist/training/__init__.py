@@ -1,0 +1,1 @@
+"""Training loop, exact evaluation, metrics, checkpoints and ready-made models."""

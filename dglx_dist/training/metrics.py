@@ -1,0 +1,115 @@
+"""Exact quality figures over all ranks: counts are summed first and divided once.
+
+Every function is collective: every rank calls it with its own rows, which may be none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dglx_dist.cluster import Session, gather_json, sum_over_ranks
+from dglx_dist.errors import ConfigError
+
+PHASE = "metrics"
+
+
+def accuracy(predicted: Tensor, label: Tensor, session: Session) -> float:
+    """Share of rows over all ranks where ``predicted`` equals ``label``; nan when there is no row at all.
+
+    Args:
+        predicted: (B,) integer classes, or (B, C) scores whose largest is taken.
+        label: (B,) integer classes.
+        session: The run.
+    """
+    classes = _as_classes(predicted, label)
+    counts = torch.stack([(classes == label).sum(), torch.tensor(len(label), device=label.device)])
+    correct, total = sum_over_ranks(counts.to(torch.int64), session, phase=PHASE).tolist()
+    return correct / total if total else math.nan
+
+
+def f1(
+    predicted: Tensor,
+    label: Tensor,
+    num_classes: int,
+    session: Session,
+    *,
+    average: Literal["macro", "micro"] = "macro",
+) -> float:
+    """F1 over all ranks; nan when there is no row at all.
+
+    ``micro`` counts all classes together (with one class per row it equals the accuracy). ``macro`` is the
+    plain mean over the classes that occur as label or as prediction.
+
+    Args:
+        predicted: (B,) integer classes or (B, C) scores.
+        label: (B,) integer classes in [0, num_classes).
+        num_classes: C.
+        session: The run.
+        average: ``macro`` or ``micro``.
+
+    Raises:
+        ConfigError: ``average`` is neither.
+    """
+    if average not in ("macro", "micro"):
+        raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
+    classes = _as_classes(predicted, label)
+    hit = torch.bincount(label[classes == label], minlength=num_classes)
+    counts = torch.stack(
+        [
+            hit,
+            torch.bincount(classes, minlength=num_classes),
+            torch.bincount(label, minlength=num_classes),
+        ]
+    )
+    hit, said, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
+    if average == "micro":
+        hit, said, true = hit.sum()[None], said.sum()[None], true.sum()[None]
+    occurs = (said + true) > 0
+    if not bool(occurs.any()):
+        return math.nan
+    return float((2 * hit[occurs] / (said + true)[occurs]).mean())
+
+
+def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
+    """Exact area under the ROC curve over all ranks: P(score of a positive > of a negative), ties count 1/2.
+
+    Every rank counts its own positives among the negatives of all ranks, so only the scores of the negatives
+    travel (W-1 copies), and the result is a quotient of integers. nan when one class has no row.
+
+    Args:
+        score: (B,) floating point, finite.
+        label: (B,) bool or 0 / 1.
+        session: The run.
+
+    Raises:
+        ConfigError: a score is nan.
+    """
+    if bool(torch.isnan(score).any()):
+        row = int(torch.isnan(score).nonzero()[0, 0])
+        raise ConfigError(f"score[{row}] is nan, which has no rank among the others; mask it out first")
+    positive = label.to(torch.bool)
+    # Python's floats hold every float32 and float64 exactly, and JSON writes them exactly.
+    negatives = gather_json(score[~positive].double().tolist(), session)
+    everyone = torch.tensor([value for of_rank in negatives for value in of_rank], dtype=torch.float64)
+    ordered = everyone.sort().values
+    mine = score[positive].double().cpu()
+    below = torch.searchsorted(ordered, mine, right=False).sum()
+    below_or_equal = torch.searchsorted(ordered, mine, right=True).sum()
+    counts = torch.stack([below + below_or_equal, torch.tensor(len(mine))])
+    twice_wins, num_positive = sum_over_ranks(counts, session, phase=PHASE).tolist()
+    pairs = num_positive * len(ordered)
+    return twice_wins / (2 * pairs) if pairs else math.nan
+
+
+def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
+    classes = predicted.argmax(1) if predicted.dim() == 2 else predicted
+    if classes.shape != label.shape:
+        raise ConfigError(
+            f"{tuple(predicted.shape)} predictions do not fit {tuple(label.shape)} labels; pass one row of each "
+            "per node"
+        )
+    return classes

@@ -1,0 +1,158 @@
+"""Ready-made models on unchanged ``dgl.nn``, for the command line and as patterns for one's own.
+
+A model of one's own gains exact layer-wise inference by one method: ``inference_layers()`` returns, first
+layer first, one callable per layer that maps ``(block, h)`` to the next ``h``, where ``h`` are (num_src, F)
+rows of the block's sources and the result (num_dst, H) rows of its destinations. Whatever stands between two
+convolutions (activation, norm, dropout) belongs to one of the two callables. ``forward(blocks, h)`` is then
+those callables applied in order, as in :class:`Stack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import dgl
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+InferenceLayer: TypeAlias = Callable[[Any, Tensor], Tensor]
+MODEL_KINDS = ("sage", "gcn", "gat", "mlp")
+
+
+@final
+class Stack(nn.Module):
+    """Convolutions one after another, with activation and dropout between them.
+
+    Args:
+        convs: One module per layer, called as ``conv(block, h)``; (num_dst, H) or, for attention,
+            (num_dst, heads, H) comes out.
+        activation: Applied after all layers but the last.
+        dropout: Probability, applied after the activation.
+    """
+
+    def __init__(
+        self, convs: Sequence[nn.Module], activation: Callable[[Tensor], Tensor], dropout: float
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(convs)
+        self.dropout = nn.Dropout(dropout)
+        self._activation = activation
+
+    def forward(self, blocks: Sequence[Any], h: Tensor) -> Tensor:
+        """Map (num_src, F) inputs of the first block to (num_dst, C) scores of the last one's destinations."""
+        for layer, block in zip(self.inference_layers(), blocks, strict=True):
+            h = layer(block, h)
+        return h
+
+    def inference_layers(self) -> list[InferenceLayer]:
+        """Return one ``(block, h) -> h`` per layer, first layer first."""
+        return [partial(self._layer, depth) for depth in range(len(self.layers))]
+
+    def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
+        h = self.layers[depth](block, h)
+        last = depth == len(self.layers) - 1
+        if h.dim() == 3:
+            h = h.mean(1) if last else h.flatten(1)
+        return h if last else self.dropout(self._activation(h))
+
+
+class OwnRows(nn.Module):
+    """A linear layer on the destinations' own rows: a convolution that looks at no neighbour."""
+
+    def __init__(self, in_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_dim, out_dim)
+
+    def forward(self, block: Any, h: Tensor) -> Tensor:
+        """Map (num_src, F) to (num_dst, H); destinations come first among a block's sources."""
+        return self.linear(h[: block.num_dst_nodes()])
+
+
+class SymmetricConv(nn.Module):
+    """GraphConv with Kipf's symmetric norm, taken from the degrees of the whole graph.
+
+    ``GraphConv(norm="both")`` on a block divides by the degrees inside the block, so its result depends on how
+    seeds are cut into batches. Here a destination v of global in-degree d_v and source u of out-degree o_u get
+    ``sqrt(d_v) / (k_v sqrt(o_u))`` per edge, k_v being the edges that were drawn: the exact norm with the full
+    neighbourhood, and its unbiased estimate with a sample. A degree of 0 counts as 1.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int, graph: DistGraph) -> None:
+        super().__init__()
+        self.conv = dgl.nn.GraphConv(in_dim, out_dim, norm="none", allow_zero_in_degree=True)
+        self._degrees = (graph.in_degrees, graph.out_degrees)
+
+    def forward(self, block: Any, h: Tensor) -> Tensor:
+        """Map (num_src, F) to (num_dst, H); the block carries ``dgl.NID`` on both sides."""
+        in_degrees, out_degrees = self._degrees
+        source, destination = block.edges()
+        source, destination = source.long(), destination.long()
+        d = in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(h)
+        o = out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(h)
+        k = block.in_degrees().clamp(min=1).to(h)
+        weight = (d.sqrt() / k)[destination] * o.rsqrt()[source]
+        return self.conv(block, h, edge_weight=weight)
+
+
+def build_model(
+    kind: str,
+    in_dim: int,
+    hidden: int,
+    classes: int,
+    layers: int = 2,
+    dropout: float = 0.5,
+    heads: int = 4,
+    graph: DistGraph | None = None,
+) -> Stack:
+    """Build a model; initial weights come from torch's global generator.
+
+    Args:
+        kind: ``sage`` (mean), ``gcn``, ``gat`` or ``mlp``.
+        in_dim: Feature columns.
+        hidden: Width between layers; for ``gat`` of all heads together.
+        classes: Width of the result.
+        layers: At least 1.
+        dropout: Probability in [0, 1).
+        heads: Attention heads of ``gat``; must divide ``hidden``.
+        graph: For ``gcn``: take the symmetric norm from this graph's degrees (:class:`SymmetricConv`). Without
+            it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``), which needs no degrees
+            beyond the block's.
+
+    Raises:
+        UnknownNameError: no such kind.
+        ConfigError: a number is out of range.
+    """
+    if kind not in MODEL_KINDS:
+        raise UnknownNameError(f"there is no model {kind!r} (known: {', '.join(MODEL_KINDS)})")
+    if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
+        raise ConfigError(
+            f"model {kind!r} needs widths and layers of at least 1 and a dropout in [0, 1), but got in_dim={in_dim}, "
+            f"hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
+        )
+    if kind == "gat" and (heads < 1 or hidden % heads):
+        raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
+    widths = [in_dim, *[hidden] * (layers - 1), classes]
+    pairs = list(zip(widths[:-1], widths[1:], strict=True))
+    convs = [_conv(kind, a, b, heads, depth == layers - 1, graph) for depth, (a, b) in enumerate(pairs)]
+    return Stack(convs, torch.nn.functional.elu if kind == "gat" else torch.relu, dropout)
+
+
+def _conv(kind: str, in_dim: int, out_dim: int, heads: int, last: bool, graph: DistGraph | None) -> nn.Module:
+    # A node whose in-neighbours are none is a fact of the graph, not a mistake of the user.
+    if kind == "sage":
+        return dgl.nn.SAGEConv(in_dim, out_dim, "mean")
+    if kind == "gcn" and graph is not None:
+        return SymmetricConv(in_dim, out_dim, graph)
+    if kind == "gcn":
+        return dgl.nn.GraphConv(in_dim, out_dim, norm="right", allow_zero_in_degree=True)
+    if kind == "gat":
+        width = out_dim if last else out_dim // heads
+        return dgl.nn.GATConv(in_dim, width, heads, allow_zero_in_degree=True)
+    return OwnRows(in_dim, out_dim)
