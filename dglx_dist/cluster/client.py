@@ -1,0 +1,194 @@
+"""The calling side of one-sided calls: one connection per thread and peer, so that any thread may call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dglx_dist.cluster.auth import Credentials
+from dglx_dist.cluster.framing import Assembler, Message, frames_of
+from dglx_dist.cluster.serve import ServeConfig, tune
+from dglx_dist.cluster.wire import Head, Kind, WireError
+from dglx_dist.errors import PeerError, RemoteError
+from dglx_dist.records import Array
+
+log = logging.getLogger(__name__)
+
+_POLL_MS = 200
+_RETRIES_OF_A_DEAD_PEER = 3
+_WATCHED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerAddress:
+    """Where a rank serves."""
+
+    rank: int
+    host: str
+    """Name of its machine, for messages."""
+    endpoint: str
+    public_key: bytes | None = None
+
+
+@final
+class Call:
+    """One request on its way. Its reply must be taken on the thread that sent it."""
+
+    def __init__(self, link: Link, request: int, what: str) -> None:
+        self._link, self._what = link, what
+        self.request = request
+        self.reply: Message | None = None
+        self._started = time.monotonic()
+
+    def wait(self, timeout_s: float) -> list[Array]:
+        """Wait for the reply.
+
+        Raises:
+            PeerError: the peer is dead, or silent for ``timeout_s`` since the call.
+            RemoteError: the handler raised.
+        """
+        link = self._link
+        while self.reply is None:
+            left_s = self._started + timeout_s - time.monotonic()
+            if link.broken:
+                raise PeerError(f"{link.name} {link.broken} while asked for {self._what}{self._after()}")
+            if left_s <= 0:
+                raise PeerError(
+                    f"{link.name} did not answer {self._what} within {timeout_s:g} s; it may hang or be "
+                    "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
+                )
+            link.pump(min(_POLL_MS, int(left_s * 1000) + 1))
+        if self.reply.head.kind is Kind.ERROR:
+            raise RemoteError(f"{link.name} failed at {self._what}: {self.reply.head.name}")
+        return self.reply.arrays
+
+    def _after(self) -> str:
+        return f" ({time.monotonic() - self._started:.1f} s after the call)"
+
+
+@final
+class Link:
+    """The connection of one thread to one peer."""
+
+    def __init__(self, socket: zmq.Socket[bytes], peer: PeerAddress, closing: threading.Event) -> None:
+        self.name = f"rank {peer.rank} on {peer.host}"
+        self.broken = ""
+        self._socket, self._closing = socket, closing
+        self._monitor = socket.get_monitor_socket(_WATCHED)
+        socket.connect(peer.endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._assembler = Assembler()
+        # A call that nobody waits for any more disappears from here, and its reply is dropped.
+        self._waiting: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+        self._next_request = 0
+        self._retries = 0
+
+    def send(self, op: str, name: str, arrays: Sequence[Array], chunk_bytes: int) -> Call:
+        """Send a request and return at once."""
+        self._next_request += 1
+        call = Call(self, self._next_request, f"{op} {name!r}" if name else op)
+        head = Head(Kind.REQUEST, call.request, op, name)
+        messages = list(frames_of(head, arrays, chunk_bytes))
+        self._waiting[call.request] = call
+        for frames in messages:
+            self._socket.send_multipart(frames, copy=False)
+        return call
+
+    def pump(self, timeout_ms: int) -> None:
+        """Take in what has arrived, waiting at most ``timeout_ms`` for something.
+
+        Raises:
+            PeerError: this rank closed its session.
+        """
+        if self._closing.is_set():
+            raise PeerError("the session was closed on this rank while a call was under way")
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._socket in ready:
+            self._receive()
+        elif self._monitor in ready:  # only after the replies that came before the connection ended
+            self._notice()
+
+    def _receive(self) -> None:
+        try:
+            message = self._assembler.read(self._socket)
+        except WireError as error:
+            log.warning("dropped a malformed reply of %s: %s", self.name, error)
+            return
+        if message is not None:
+            call = self._waiting.pop(message.head.request, None)
+            if call is not None:
+                call.reply = message
+
+    def _notice(self) -> None:
+        event = recv_monitor_message(self._monitor)["event"]
+        if event == zmq.EVENT_CONNECTED:
+            self._retries = 0
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.broken = "closed its connection or died"
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._retries += 1
+            if self._retries >= _RETRIES_OF_A_DEAD_PEER:
+                self.broken = "does not accept connections (it is probably dead)"
+        else:
+            self.broken = "refused the connection (another job, or another secret)"
+
+
+@final
+class Client:
+    """Opens links when they are first needed, one per thread and peer."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        peers: Mapping[int, PeerAddress],
+        credentials: Credentials,
+        config: ServeConfig,
+    ) -> None:
+        self._context, self._peers = context, peers
+        self._credentials, self._config = credentials, config
+        self._closing = threading.Event()
+        self._local = threading.local()
+
+    def send(self, rank: int, op: str, name: str, arrays: Sequence[Array]) -> Call:
+        """Send a request to ``rank`` and return at once; any thread."""
+        return self._link(rank).send(op, name, arrays, self._config.chunk_bytes)
+
+    def close(self) -> None:
+        """Make waiting calls of all threads end with an error."""
+        self._closing.set()
+
+    def _link(self, rank: int) -> Link:
+        if self._closing.is_set():
+            raise PeerError("the session is closed; start a new one with dglx_dist.init()")
+        links: dict[int, Link] = self._local.__dict__.setdefault("links", {})
+        link = links.get(rank)
+        if link is None or link.broken:
+            links[rank] = link = self._open(self._peers[rank])
+        return link
+
+    def _open(self, peer: PeerAddress) -> Link:
+        socket = self._context.socket(zmq.DEALER)
+        tune(socket, self._config)
+        self._credentials.present(socket, peer.public_key)
+        socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
+        return Link(socket, peer, self._closing)
+
+
+OnReply = Callable[[list[Array]], None]

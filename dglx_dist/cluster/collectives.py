@@ -1,0 +1,154 @@
+"""What all ranks do together: sums, gathers, broadcasts, barriers. Counted, and with a time limit.
+
+Every function must be called by all ranks in the same order; on one rank it moves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dglx_dist.cluster.ledger import ring_bytes
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import PeerError
+from dglx_dist.records import Array
+
+CONTROL = "control"
+"""Phase under which what is not data is counted."""
+
+
+def sum_over_ranks(
+    tensor: Tensor, session: Session, *, phase: str, layer: int = 0, in_place: bool = False
+) -> Tensor:
+    """Sum ``tensor`` over all ranks; every rank gets the same bits.
+
+    Counted as a ring all-reduce, 2 (W - 1) / W of its bytes per rank (algorithms 0.4), to the next rank.
+
+    Args:
+        tensor: Any shape and dtype, the same on all ranks; carries no gradient through.
+        session: Who takes part.
+        phase: For the ledger.
+        layer: For the ledger.
+        in_place: Overwrite ``tensor``, which must be contiguous.
+
+    Raises:
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
+    total = tensor.detach() if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
+    topology = session.topology
+    if topology.world_size == 1 or total.numel() == 0:
+        return total
+    with peers_named(session, f"all-reduce ({phase})"):
+        dist.all_reduce(total)
+    size = total.numel() * total.element_size()
+    sent = ring_bytes(size, topology.world_size, topology.rank)
+    session.ledger.add(phase, layer, topology.rank, _next_rank(session), sent)
+    return total
+
+
+def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
+    """Collect K whole numbers from every rank.
+
+    Args:
+        values: (K,) with the same K on all ranks.
+        session: Who takes part.
+
+    Returns:
+        (W, K) int64, row r from rank r, on every rank.
+
+    Raises:
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
+    mine = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
+    if session.topology.world_size == 1 or not len(mine):
+        return np.broadcast_to(mine, (session.topology.world_size, len(mine))).copy()
+    return _gather(torch.from_numpy(mine), session).numpy()
+
+
+def gather_json(value: object, session: Session) -> list[object]:
+    """Collect a JSON value from every rank; (W,) by rank, on every rank.
+
+    Raises:
+        TypeError: ``value`` is no JSON value.
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
+    raw = json.dumps(value).encode()
+    if session.topology.world_size == 1:
+        return [json.loads(raw)]
+    sizes = gather_int64([len(raw)], session)[:, 0]
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    rows = _gather(padded, session).numpy()
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def broadcast_json(value: object, session: Session, source: int = 0) -> object:
+    """Give the JSON value of rank ``source`` to every rank; what the others pass is ignored.
+
+    Raises:
+        TypeError: ``value`` of ``source`` is no JSON value.
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
+    topology = session.topology
+    mine = topology.rank == source
+    raw = json.dumps(value).encode() if mine or topology.world_size == 1 else b""
+    if topology.world_size == 1:
+        return json.loads(raw)
+    size = int(gather_int64([len(raw)], session)[source, 0])
+    buffer = (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
+    )
+    with peers_named(session, "broadcast"):
+        dist.broadcast(buffer, source)
+    for rank in range(topology.world_size) if mine else ():
+        session.ledger.add(CONTROL, 0, source, rank, size)
+    return json.loads(buffer.numpy().tobytes())
+
+
+def barrier(session: Session, what: str) -> None:
+    """Wait until every rank is here.
+
+    Args:
+        session: Who takes part.
+        what: What is waited for, for the message.
+
+    Raises:
+        PeerError: ranks are missing after the time-out, or dead; they are named.
+    """
+    if session.store is not None:
+        session.store.barrier(what, check=session.raise_for_dead)
+
+
+@contextmanager
+def peers_named(session: Session, doing: str) -> Iterator[None]:
+    """Turn an error of torch.distributed inside the block into a PeerError that names who is to blame.
+
+    Raises:
+        PeerError: torch.distributed failed inside the block.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerError):
+            raise
+        raise PeerError(f"{session.describe_failure(doing)} ({error})") from error
+
+
+def _gather(mine: Tensor, session: Session) -> Tensor:
+    topology = session.topology
+    rows = [torch.empty_like(mine) for _ in range(topology.world_size)]
+    with peers_named(session, "all-gather"):
+        dist.all_gather(rows, mine)
+    size = mine.numel() * mine.element_size()
+    session.ledger.add(CONTROL, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
+    return torch.stack(rows)
+
+
+def _next_rank(session: Session) -> int:
+    return (session.topology.rank + 1) % session.topology.world_size

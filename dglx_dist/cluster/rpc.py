@@ -1,0 +1,154 @@
+"""One-sided calls: any thread of a rank asks another rank, which answers from a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import zmq
+
+from dglx_dist.cluster.auth import Credentials
+from dglx_dist.cluster.client import Call, Client, PeerAddress
+from dglx_dist.cluster.ledger import Ledger
+from dglx_dist.cluster.serve import Handler, ServeConfig, Server, run_handler
+from dglx_dist.cluster.wire import payload_bytes
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.records import Array
+
+PING = "cluster.ping"
+
+
+@final
+class Pending:
+    """A call under way. ``result`` must be called on the thread that submitted it."""
+
+    def __init__(self, rpc: Rpc, rank: int, answer: Call | list[Array], phase: str, layer: int) -> None:
+        self._rpc, self._rank, self._answer = rpc, rank, answer
+        self._phase, self._layer = phase, layer
+
+    def result(self, timeout_s: float | None = None) -> list[Array]:
+        """Wait for the answer; the arrays are the caller's own.
+
+        Args:
+            timeout_s: Seconds since the call was submitted; None: the session's.
+
+        Raises:
+            PeerError: the rank is dead or silent; it is named.
+            RemoteError: the handler there raised.
+        """
+        if isinstance(self._answer, Call):
+            arrays = self._answer.wait(self._rpc.timeout_s if timeout_s is None else timeout_s)
+            self._rpc.count(self._phase, self._layer, self._rank, None, payload_bytes(arrays))
+            self._answer = arrays
+        return self._answer
+
+
+@final
+class Rpc:
+    """Serves and makes one-sided calls.
+
+    Args:
+        rank: This rank.
+        ledger: Where calls are counted.
+        timeout_s: How long an answer may take.
+        config: Chunk size, workers, heartbeat.
+    """
+
+    def __init__(
+        self, rank: int, ledger: Ledger, timeout_s: float, config: ServeConfig | None = None
+    ) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self._ledger, self._config = ledger, config or ServeConfig()
+        self._handlers: dict[str, Handler] = {PING: lambda _name, _arrays: []}
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._server: Server | None = None
+        self._client: Client | None = None
+
+    def listen(self, address: str, credentials: Credentials) -> str:
+        """Serve on ``address`` from now on; return the endpoint to publish."""
+        self._context = zmq.Context()
+        self._server = Server(self._context, address, credentials, self._handlers, self._config)
+        self._credentials = credentials
+        return self._server.endpoint
+
+    def connect(self, peers: Mapping[int, PeerAddress]) -> None:
+        """Make the ranks of ``peers`` callable; connections open when first needed."""
+        if self._context is None:
+            raise ConfigError("listen() must come before connect()")
+        self._client = Client(self._context, peers, self._credentials, self._config)
+
+    def register(self, op: str, handler: Handler) -> None:
+        """Answer calls of ``op`` with ``handler`` from now on.
+
+        ``handler`` is called from any thread, several at a time. The arrays it returns are sent without
+        a copy and must not be changed afterwards.
+
+        Raises:
+            ConfigError: ``op`` is taken.
+        """
+        if op in self._handlers:
+            raise ConfigError(f"the operation {op!r} is registered already; choose another name")
+        self._handlers[op] = handler
+
+    def unregister(self, op: str) -> None:
+        """Answer calls of ``op`` with an error from now on; unknown names are ignored."""
+        self._handlers.pop(op, None)
+
+    def submit(
+        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
+    ) -> Pending:
+        """Ask ``rank`` and return at once; any thread. ``arrays`` must not change until the result is there.
+
+        A call to one's own rank runs the handler here and now: no socket, no bytes.
+
+        Raises:
+            RemoteError: the call was to one's own rank and the handler raised.
+            PeerError: there is no such rank, or the session is closed.
+        """
+        if rank == self.rank:
+            return Pending(self, rank, self._call_myself(op, name, arrays), phase, layer)
+        if self._client is None:
+            raise PeerError(f"there is no rank {rank}: this session runs alone")
+        call = self._client.send(rank, op, name, arrays)
+        self.count(phase, layer, None, rank, payload_bytes(arrays))
+        return Pending(self, rank, call, phase, layer)
+
+    def call(
+        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
+    ) -> list[Array]:
+        """Ask ``rank`` and wait for the answer; see :meth:`submit` and :meth:`Pending.result`."""
+        return self.submit(rank, op, name, arrays, phase=phase, layer=layer).result()
+
+    def alive(self, rank: int, timeout_s: float) -> bool:
+        """Whether ``rank`` answers within ``timeout_s``; nothing is counted."""
+        if rank == self.rank:
+            return True
+        try:
+            self.submit(rank, PING, "", [], phase="control").result(timeout_s)
+        except PeerError:
+            return False
+        return True
+
+    def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
+        """Count ``size`` bytes in the ledger; None stands for this rank."""
+        ends = [self.rank if end is None else end for end in (source, destination)]
+        self._ledger.add(phase, layer, ends[0], ends[1], size)
+
+    def close(self) -> None:
+        """Stop serving and calling; may be called twice. Waits for nobody."""
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.close()
+        if self._context is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._context.destroy(linger=0)
+        self._context = self._server = None
+
+    def _call_myself(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
+        try:
+            return run_handler(self._handlers, op, name, arrays)
+        except Exception as error:
+            text = f"rank {self.rank} failed at {op} {name!r}: {type(error).__name__}: {error}"
+            raise RemoteError(text) from error

@@ -1,0 +1,59 @@
+"""A folder in shared memory for the ranks of one server, gone when they are."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import final
+
+_PREFIX = "dglx-"
+_LOCK = ".lock"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@final
+class Scratch:
+    """The folder ``path``. Every rank of the server opens it with the same ``job`` and ``server``.
+
+    Each holds a shared lock on it, which the kernel gives up when the process ends however it ends; folders
+    whose lock is free belong to the dead and are removed by whoever comes next.
+    """
+
+    def __init__(self, job: str, server: int) -> None:
+        base = _base()
+        self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
+        _remove_abandoned(base, self.path)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Leave the folder; the last one to leave removes it. May be called twice."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def _base() -> Path:
+    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _remove_abandoned(base: Path, keep: Path) -> None:
+    for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
+        if folder == keep:
+            continue
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,176 @@
+"""The serving side of one-sided calls: one thread that owns the socket, a few that run handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dglx_dist.cluster.auth import Credentials, answer_door, open_door
+from dglx_dist.cluster.framing import Assembler, Frames, Message, frames_of
+from dglx_dist.cluster.network import endpoint_of
+from dglx_dist.cluster.wire import Head, Kind, WireError
+from dglx_dist.records import Array
+
+Handler: TypeAlias = Callable[[str, Sequence[Array]], Sequence[Array]]
+"""(name, arrays) -> arrays, called from any thread, several at a time; the answer is sent without a copy."""
+
+log = logging.getLogger(__name__)
+
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How a rank serves."""
+
+    num_workers: int = 2
+    """Handlers that run at the same time, so that a slow one does not hold up the others."""
+    chunk_bytes: int = 1 << 20
+    """Arrays above this travel in pieces of this size, so that small replies pass between them."""
+    heartbeat_s: float = 2.0
+    """How often a connection is probed."""
+    heartbeat_timeout_s: float = 10.0
+    """After which silence a connection counts as broken."""
+
+
+@final
+class Server:
+    """Answers calls until closed. Its threads start when it is made."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        credentials: Credentials,
+        handlers: Mapping[str, Handler],
+        config: ServeConfig,
+    ) -> None:
+        self._credentials, self._handlers, self._config = credentials, handlers, config
+        self._door = open_door(context)
+        self._router = context.socket(zmq.ROUTER)
+        credentials.guard(self._router)
+        tune(self._router, config)
+        self._monitor = self._router.get_monitor_socket(_REFUSED)
+        self._router.setsockopt(zmq.IPV6, int(":" in address))
+        port = self._router.bind_to_random_port(endpoint_of(address, 0).rsplit(":", 1)[0])
+        self.endpoint = endpoint_of(address, port)
+        self._assemblers: dict[bytes, Assembler] = {}
+        self._replies: deque[tuple[bytes, list[Frames]]] = deque()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(config.num_workers, thread_name_prefix="dglx-handler")
+        self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; running handlers are waited for, replies not yet sent are dropped."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake()
+        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._router, self._door, self._monitor, self._wake_read):
+            poller.register(socket, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll())
+            if self._door in ready:
+                answer_door(self._door, self._credentials)
+            if self._router in ready:
+                self._receive()
+            if self._monitor in ready:
+                self._log_refusal()
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            while self._replies:
+                self._send(*self._replies.popleft())
+        self._router.disable_monitor()
+        for socket in (self._monitor, self._router, self._door):
+            socket.close(0)
+
+    def _receive(self) -> None:
+        peer = self._router.recv()
+        assembler = self._assemblers.setdefault(peer, Assembler())
+        try:
+            message = assembler.read(self._router)
+        except WireError as error:
+            log.warning("dropped a malformed message: %s", error)
+            return
+        if message is None:
+            return
+        if message.head.kind is not Kind.REQUEST:
+            log.warning("dropped a message of kind %s, which is no request", message.head.kind.name)
+            return
+        self._pool.submit(self._handle, peer, message)
+
+    def _handle(self, peer: bytes, message: Message) -> None:
+        request, chunk = message.head.request, self._config.chunk_bytes
+        try:
+            answer = run_handler(self._handlers, message.head.op, message.head.name, message.arrays)
+            frames = list(frames_of(Head(Kind.REPLY, request), answer, chunk))
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is the caller's to know
+            text = f"{type(error).__name__}: {error}"
+            frames = list(frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk))
+        self._replies.append((peer, frames))
+        self._wake()
+
+    def _send(self, peer: bytes, messages: list[Frames]) -> None:
+        for frames in messages:
+            # A peer that left has no route, and ROUTER drops what is for it.
+            self._router.send(peer, zmq.SNDMORE)
+            self._router.send_multipart(frames, copy=False)
+
+    def _log_refusal(self) -> None:
+        event = recv_monitor_message(self._monitor)
+        log.warning(
+            "refused a connection to %s: it does not speak the protocol of this job",
+            event["endpoint"].decode(errors="replace"),
+        )
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            os.write(self._wake_write, b"\0")
+
+
+def tune(socket: zmq.Socket[bytes], config: ServeConfig) -> None:
+    """Set what calling and serving sockets have in common."""
+    socket.setsockopt(zmq.LINGER, 0)
+    # Bounded by the calls in flight; a full queue would drop replies silently.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(config.heartbeat_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(config.heartbeat_timeout_s * 1000))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+
+
+def run_handler(handlers: Mapping[str, Handler], op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
+    """Run the handler of ``op``.
+
+    Raises:
+        LookupError: nothing is registered as ``op``.
+    """
+    handler = handlers.get(op)
+    if handler is None:
+        raise LookupError(
+            f"no operation {op!r} is registered here (there are: {', '.join(sorted(handlers))})"
+        )
+    return list(handler(name, arrays))

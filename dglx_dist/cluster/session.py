@@ -1,0 +1,316 @@
+"""One run of one rank: who takes part, how to reach them, what was counted, and a clean end."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dglx_dist.cluster.auth import Credentials, make_credentials_keys
+from dglx_dist.cluster.client import PeerAddress
+from dglx_dist.cluster.failure import FailureWatch
+from dglx_dist.cluster.ledger import Ledger
+from dglx_dist.cluster.network import listening_address
+from dglx_dist.cluster.rpc import Rpc
+from dglx_dist.cluster.scratch import Scratch
+from dglx_dist.cluster.serve import ServeConfig
+from dglx_dist.cluster.store import JobStore, open_store
+from dglx_dist.cluster.topology import (
+    Topology,
+    launched_by_torchrun,
+    read_rendezvous,
+    read_settings,
+    read_topology,
+    with_nodes,
+)
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.records import StepShare
+
+log = logging.getLogger(__name__)
+
+# The one module-level slot of the package: user code calls dx.init() once and then names no session. What
+# is inside the package takes the session as an argument, or reads it from here by current_session().
+_CURRENT: list[Session] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """What the user said."""
+
+    strategy: str
+    options: Mapping[str, object]
+    timeout_s: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What a session is made of."""
+
+    topology: Topology
+    rpc: Rpc
+    ledger: Ledger
+    scratch: Scratch
+    store: JobStore | None
+    hosts: tuple[str, ...]
+    device: torch.device
+    owns_group: bool
+
+
+@final
+class Session:
+    """What :func:`start_session` made. Close it, or use it as a context manager."""
+
+    def __init__(self, config: SessionConfig, parts: _Parts) -> None:
+        self.strategy, self.options = config.strategy, dict(config.options)
+        self.timeout_s, self.seed = config.timeout_s, config.seed
+        self.topology, self.device = parts.topology, parts.device
+        self.rpc, self.ledger = parts.rpc, parts.ledger
+        self.store = parts.store
+        """None on one rank."""
+        self.hosts = parts.hosts
+        """(W,) machine of each rank, for messages."""
+        self.step_share: StepShare | None = None
+        """Set by the loader when it yields a batch."""
+        self._scratch, self._owns_group = parts.scratch, parts.owns_group
+        self._closed = False
+        self._watch = FailureWatch(self.store, self.rpc, self.hosts) if self.store is not None else None
+        atexit.register(self._at_exit)
+
+    @property
+    def scratch(self) -> Path:
+        """Folder shared by the ranks of this server, in memory where possible; removed at the end."""
+        return self._scratch.path
+
+    def describe_failure(self, doing: str) -> str:
+        """Say who is dead or failed first, after ``doing`` went wrong; asks every rank, for seconds."""
+        return "" if self._watch is None else self._watch.describe(doing)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends because of ``error``."""
+        if self.store is not None and not self._closed:
+            self.store.report_failure(f"{type(error).__name__}: {error}")
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the session. May be called twice.
+
+        Waits, serving, until the other ranks close theirs too, because they may still read from here;
+        not when ``failed``, nor for a rank that failed or died.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self.store is not None and not failed:
+            self._wait_for_the_others(self.store)
+        if self._watch is not None:
+            self._watch.close()
+        self.rpc.close()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._scratch.close()
+        if _CURRENT and _CURRENT[-1] is self:
+            _CURRENT.pop()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close(failed=error is not None)
+
+    def _at_exit(self) -> None:
+        self.close(failed=self._watch is not None and self._watch.failed)
+
+    def _wait_for_the_others(self, store: JobStore) -> None:
+        try:
+            store.barrier("the end of the session", check=self.raise_for_dead)
+        except (PeerError, RuntimeError) as error:
+            log.warning("rank %d ends without the others: %s", self.topology.rank, error)
+
+    def raise_for_dead(self, missing: list[int]) -> None:
+        """Raise PeerError if one of the ranks ``missing`` does not answer."""
+        dead = [rank for rank in missing if not self.rpc.alive(rank, 5.0)]
+        if dead:
+            raise PeerError(f"rank {dead[0]} on {self.hosts[dead[0]]} does not answer")
+
+
+def start_session(
+    *,
+    strategy: str = "data_parallel",
+    options: Mapping[str, object] | None = None,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+    backend: str | None = None,
+    topology: Topology | None = None,
+) -> Session:
+    """Join the other ranks of the job and make the session the current one. Every rank must call it.
+
+    Without torchrun it is a session of one rank, which touches no network. The process group is created
+    unless the caller has one already.
+
+    Args:
+        strategy: Name of the strategy; only kept here.
+        options: The strategy's options; only kept here.
+        timeout_s: How long a rank may be silent, here and in every collective; DGLX_TIMEOUT overrides it.
+        seed: Seed of everything random; equal on all ranks.
+        backend: Of the process group; None: gloo, and nccl beside it where there is CUDA.
+        topology: None: read from the environment.
+
+    Raises:
+        ConfigError: the environment makes no sense, ranks disagree, or a session is open already.
+        PeerError: ranks are missing after the time-out; the message lists them.
+    """
+    if _CURRENT:
+        raise ConfigError("a session is open already; close it with dglx_dist.shutdown() or use it")
+    settings = read_settings()
+    limit_s = settings.timeout_s or timeout_s
+    if not 0 < limit_s < float("inf"):
+        raise ConfigError(f"timeout_s={limit_s} must be a number of seconds above 0")
+    found = topology or read_topology()
+    common: dict[str, Any] = {
+        "strategy": strategy,
+        "options": options or {},
+        "timeout_s": limit_s,
+        "seed": seed,
+    }
+    if found.world_size == 1:
+        parts = _alone(found, limit_s)
+    else:
+        parts = _joined(found, config, correct_nodes=topology is None, curve=settings.curve, backend=backend)
+    session = Session(config, parts)
+    _CURRENT.append(session)
+    return session
+
+
+def current_session() -> Session:
+    """Return the session that is open in this process.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not _CURRENT:
+        raise ConfigError("no session is open; call dglx_dist.init() first")
+    return _CURRENT[-1]
+
+
+def _alone(topology: Topology, timeout_s: float) -> _Parts:
+    ledger = Ledger(topology)
+    return _Parts(
+        topology=topology,
+        rpc=Rpc(0, ledger, timeout_s),
+        ledger=ledger,
+        scratch=Scratch(secrets.token_hex(8), 0),
+        store=None,
+        hosts=(socket.gethostname(),),
+        device=_device(0),
+        owns_group=False,
+    )
+
+
+def _joined(
+    topology: Topology, config: SessionConfig, *, correct_nodes: bool, curve: bool, backend: str | None
+) -> _Parts:
+    if not launched_by_torchrun():
+        raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
+    rendezvous = read_rendezvous()
+    raw = open_store(rendezvous, topology.rank, topology.world_size, config.timeout_s)
+    store = JobStore(raw, topology.rank, topology.world_size, config.timeout_s)
+    public, secret = make_credentials_keys() if curve else (None, None)
+    hello = {
+        "host": socket.gethostname(),
+        "node": rendezvous.node,
+        "key": public and public.decode(),
+        "token": secrets.token_hex(32),
+        "strategy": config.strategy,
+        "seed": config.seed,
+        "curve": curve,
+    }
+    said: list[Any] = store.exchange("start", hello)
+    _check_agreement(said)
+    if correct_nodes:
+        topology = with_nodes(topology, tuple(one["node"] for one in said))
+    credentials = Credentials(
+        secret=said[0]["token"].encode(),
+        public_key=public,
+        secret_key=secret,
+        accepted_keys=frozenset(one["key"].encode() for one in said if one["key"]),
+    )
+    ledger = Ledger(topology)
+    rpc = Rpc(topology.rank, ledger, config.timeout_s, ServeConfig())
+    endpoint = rpc.listen(listening_address(rendezvous), credentials)
+    endpoints: list[Any] = store.exchange("endpoint", endpoint)
+    rpc.connect(_addresses(said, endpoints))
+    owns_group = _make_group(raw, topology, config.timeout_s, backend)
+    # A name that is not the secret itself: folder names are public on a machine.
+    job = said[0]["token"][:16]
+    return _Parts(
+        topology=topology,
+        rpc=rpc,
+        ledger=ledger,
+        scratch=Scratch(job, topology.server),
+        store=store,
+        hosts=tuple(one["host"] for one in said),
+        device=_device(rendezvous.local_rank),
+        owns_group=owns_group,
+    )
+
+
+def _addresses(said: list[Any], endpoints: list[Any]) -> dict[int, PeerAddress]:
+    return {
+        rank: PeerAddress(
+            rank=rank,
+            host=one["host"],
+            endpoint=endpoint,
+            public_key=one["key"].encode() if one["key"] else None,
+        )
+        for rank, (one, endpoint) in enumerate(zip(said, endpoints, strict=True))
+    }
+
+
+def _check_agreement(said: list[Any]) -> None:
+    for name, remedy in (
+        ("strategy", "give the same --strategy"),
+        ("seed", "give the same seed"),
+        ("curve", "set DGLX_CURVE alike"),
+    ):
+        for rank, one in enumerate(said):
+            if one[name] != said[0][name]:
+                raise ConfigError(
+                    f"rank 0 has {name} {said[0][name]!r} and rank {rank} has {one[name]!r}; "
+                    f"{remedy} on all ranks"
+                )
+
+
+def _make_group(raw: Store, topology: Topology, timeout_s: float, backend: str | None) -> bool:
+    if dist.is_initialized():
+        return False
+    chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(
+        chosen,
+        store=PrefixStore("group", raw),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return True
+
+
+def _device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")

@@ -1,0 +1,241 @@
+"""Who this process is among the ranks: the only file of the package that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dglx_dist.errors import ConfigError
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank, all ranks, and which of them share a server (a machine, or a virtual part of one)."""
+
+    rank: int
+    world_size: int
+    server_of_rank: tuple[int, ...]
+    """(W,) server of each rank; servers are numbered 0..S-1 and their ranks are contiguous."""
+
+    def __post_init__(self) -> None:
+        if len(self.server_of_rank) != self.world_size or not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank {self.rank} of {self.world_size} with servers {self.server_of_rank} is no topology; "
+                "give one server per rank and a rank in [0, world_size)"
+            )
+        steps = [b - a for a, b in zip((-1, *self.server_of_rank), self.server_of_rank, strict=False)]
+        if steps[0] != 1 or any(step not in (0, 1) for step in steps):
+            raise ConfigError(
+                f"servers must be numbered from 0 with contiguous ranks, found {self.server_of_rank}"
+            )
+
+    @property
+    def server(self) -> int:
+        """Server of this rank."""
+        return self.server_of_rank[self.rank]
+
+    @property
+    def num_servers(self) -> int:
+        """S."""
+        return self.server_of_rank[-1] + 1
+
+    @cached_property
+    def local_rank(self) -> int:
+        """Position of this rank among the ranks of its server."""
+        return self.ranks_of_server(self.server).index(self.rank)
+
+    def ranks_of_server(self, server: int) -> tuple[int, ...]:
+        """Ranks of ``server``, ascending."""
+        return tuple(rank for rank, other in enumerate(self.server_of_rank) if other == server)
+
+    def same_server(self, a: int, b: int) -> bool:
+        """Whether ranks ``a`` and ``b`` share memory."""
+        return self.server_of_rank[a] == self.server_of_rank[b]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks meet, and what the launcher said about machines."""
+
+    host: str
+    port: int
+    hosted_by_agent: bool
+    """Whether the launcher holds the store; else rank 0 does."""
+    attempt: int
+    """How often the launcher has restarted the job; keeps the keys of attempts apart."""
+    job: str
+    """The launcher's name of the job."""
+    num_nodes: int
+    """Real machines (torchrun nodes)."""
+    node: int
+    """This machine among them."""
+    local_rank: int
+    """Position of this rank on its machine: which accelerator it takes."""
+    interface: str | None
+    """Network interface to bind to; None: the one that reaches ``host``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the environment says in place of an argument that was not given."""
+
+    strategy: str | None = None
+    """DGLX_STRATEGY."""
+    timeout_s: float | None = None
+    """DGLX_TIMEOUT, seconds."""
+    curve: bool = False
+    """DGLX_CURVE: encrypt one-sided calls."""
+    ranks_per_server: int | None = None
+    """DGLX_RANKS_PER_SERVER."""
+    omp_threads_set: bool = False
+    """Whether OMP_NUM_THREADS is set at all."""
+
+
+def launched_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher set this process up as one of several ranks."""
+    variables = os.environ if environment is None else environment
+    return "RANK" in variables and "WORLD_SIZE" in variables
+
+
+def read_topology(environment: Mapping[str, str] | None = None) -> Topology:
+    """Read who this process is; without torchrun it is the only rank.
+
+    Machines are assumed to run equally many ranks; :func:`with_nodes` corrects that once the ranks
+    have told each other. ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that
+    many ranks, the last of which may be smaller.
+
+    Raises:
+        ConfigError: a variable is missing, is not a number or is out of range.
+    """
+    variables = os.environ if environment is None else environment
+    if not launched_by_torchrun(variables):
+        return Topology(0, 1, (0,))
+    world_size = _integer(variables, "WORLD_SIZE", minimum=1)
+    rank = _integer(variables, "RANK", minimum=0, below=world_size)
+    per_node = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
+    node_of_rank = tuple(other // per_node for other in range(world_size))
+    return with_nodes(Topology(rank, world_size, (0,) * world_size), node_of_rank, variables)
+
+
+def with_nodes(
+    topology: Topology, node_of_rank: tuple[int, ...], environment: Mapping[str, str] | None = None
+) -> Topology:
+    """Return ``topology`` with servers made from the real machine of each rank ((W,), contiguous).
+
+    Raises:
+        ConfigError: DGLX_RANKS_PER_SERVER is not a number of at least 1.
+    """
+    variables = os.environ if environment is None else environment
+    per_server = read_settings(variables).ranks_per_server
+    groups: list[tuple[int, int]] = []
+    for rank, node in enumerate(node_of_rank):
+        local = rank - node_of_rank.index(node)
+        groups.append((node, local // per_server if per_server else 0))
+    order = {group: server for server, group in enumerate(dict.fromkeys(groups))}
+    return replace(topology, server_of_rank=tuple(order[group] for group in groups))
+
+
+def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
+    """Read where the ranks meet; only meaningful when :func:`launched_by_torchrun`.
+
+    Raises:
+        ConfigError: a variable is missing, is not a number or is out of range.
+    """
+    variables = os.environ if environment is None else environment
+    if "MASTER_ADDR" not in variables:
+        raise ConfigError(
+            "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the script with torchrun, "
+            "or unset RANK and WORLD_SIZE to run one process"
+        )
+    world_size = _integer(variables, "WORLD_SIZE", minimum=1)
+    per_node = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
+    rank = _integer(variables, "RANK", minimum=0, below=world_size)
+    interface = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    return Rendezvous(
+        host=variables["MASTER_ADDR"],
+        port=_integer(variables, "MASTER_PORT", minimum=1, below=65536),
+        hosted_by_agent=_flag(variables, "TORCHELASTIC_USE_AGENT_STORE"),
+        attempt=_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0),
+        job=variables.get("TORCHELASTIC_RUN_ID", "none"),
+        num_nodes=_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=-(-world_size // per_node)),
+        node=_integer(variables, "GROUP_RANK", minimum=0, default=rank // per_node),
+        local_rank=_integer(variables, "LOCAL_RANK", minimum=0, default=rank % per_node),
+        interface=interface or None,
+    )
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the DGLX_ variables.
+
+    Raises:
+        ConfigError: one of them has a value that makes no sense; the message names it.
+    """
+    variables = os.environ if environment is None else environment
+    per_server = None
+    if "DGLX_RANKS_PER_SERVER" in variables:
+        per_server = _integer(variables, "DGLX_RANKS_PER_SERVER", minimum=1)
+    return Settings(
+        strategy=variables.get("DGLX_STRATEGY") or None,
+        timeout_s=_seconds(variables, "DGLX_TIMEOUT"),
+        curve=_flag(variables, "DGLX_CURVE"),
+        ranks_per_server=per_server,
+        omp_threads_set="OMP_NUM_THREADS" in variables,
+    )
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return a copy of the environment, for whoever starts ranks."""
+    return dict(os.environ)
+
+
+def _integer(
+    variables: Mapping[str, str],
+    name: str,
+    *,
+    minimum: int,
+    below: int | None = None,
+    default: int | None = None,
+) -> int:
+    text = variables.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise ConfigError(
+            f"{name} is not set; start the script with torchrun, or unset RANK to run one process"
+        )
+    wanted = f"a whole number of at least {minimum}" + ("" if below is None else f" and below {below}")
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it") from None
+    if value < minimum or (below is not None and value >= below):
+        raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it")
+    return value
+
+
+def _seconds(variables: Mapping[str, str], name: str) -> float | None:
+    text = variables.get(name)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={text!r} must be a number of seconds above 0; correct or unset it")
+    return value
+
+
+def _flag(variables: Mapping[str, str], name: str) -> bool:
+    text = variables.get(name, "").strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ConfigError(
+        f"{name}={text!r} must be one of 1, true, yes, on, 0, false, no, off; correct or unset it"
+    )

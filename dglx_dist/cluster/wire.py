@@ -1,0 +1,213 @@
+"""How a message looks on the wire: a checked binary head, then raw buffers.
+
+Layout of the head, little-endian: the fixed part (:data:`_FIXED`), the operation name, the argument
+name, then per array its dtype code, number of dimensions, chunk size and shape. Nothing in it is ever
+evaluated, unpickled or used as a size before it was checked against the limits below and against the
+buffer it describes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dglx_dist.errors import DglxError
+from dglx_dist.records import Array
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+MAGIC = b"DGLX"
+VERSION = 1
+MAX_NAME_BYTES = 4096
+MAX_ARRAYS = 256
+MAX_DIMENSIONS = 8
+MAX_ARRAY_BYTES = 1 << 36
+MAX_HEAD_BYTES = 64 * 1024
+
+_FIXED = struct.Struct("<4sBBHQQHH")
+"""magic, version, kind, number of arrays, request id, offset (chunks only), operation bytes, name bytes."""
+_ARRAY = struct.Struct("<BBxxI")
+"""dtype code, number of dimensions, chunk size in bytes (0: the buffer is in this message)."""
+
+# A code once given is never reused. uint16 also carries bfloat16, whose meaning the receiver knows.
+_DTYPE_NAMES = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name) for code, name in enumerate(_DTYPE_NAMES, start=1)}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class WireError(DglxError):
+    """A message does not follow the format: it is dropped, never interpreted."""
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    REQUEST = 1
+    REPLY = 2
+    ERROR = 3
+    CHUNK = 4
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Dtype and shape of one array, and how its bytes travel."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    chunk_bytes: int = 0
+    """0: in one buffer of the same message; else in chunk messages of this many bytes, the last smaller."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the raw buffer."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Head:
+    """The first frame of every message."""
+
+    kind: Kind
+    request: int
+    """Number of the call, unique per connection."""
+    op: str = ""
+    name: str = ""
+    arrays: tuple[ArraySpec, ...] = ()
+    index: int = 0
+    """Chunks only: which array; travels in the place of the number of arrays."""
+    offset: int = 0
+    """Chunks only: first byte."""
+
+
+def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
+    """Describe ``array``; it is cut when it is larger than ``chunk_bytes``.
+
+    Raises:
+        WireError: its dtype or number of dimensions has no place in the format.
+    """
+    dtype = array.dtype.newbyteorder("<")
+    if dtype not in _CODES:
+        known = ", ".join(str(known) for known in _CODES)
+        raise WireError(f"arrays of dtype {array.dtype} cannot be sent; convert to one of {known}")
+    if array.ndim > MAX_DIMENSIONS:
+        raise WireError(f"an array of {array.ndim} dimensions cannot be sent; reshape to {MAX_DIMENSIONS}")
+    return ArraySpec(dtype, array.shape, chunk_bytes if array.nbytes > chunk_bytes else 0)
+
+
+def encode(head: Head) -> bytes:
+    """Return the bytes of ``head``.
+
+    Raises:
+        WireError: a name is too long or there are too many arrays.
+    """
+    op, name = head.op.encode(), head.name.encode()
+    if max(len(op), len(name)) > MAX_NAME_BYTES:
+        raise WireError(f"a name of {max(len(op), len(name))} bytes is too long; at most {MAX_NAME_BYTES}")
+    if len(head.arrays) > MAX_ARRAYS:
+        raise WireError(f"{len(head.arrays)} arrays in one message are too many; at most {MAX_ARRAYS}")
+    count = head.index if head.kind is Kind.CHUNK else len(head.arrays)
+    fixed = _FIXED.pack(MAGIC, VERSION, head.kind, count, head.request, head.offset, len(op), len(name))
+    parts = [fixed, op, name]
+    for spec in head.arrays:
+        parts.append(_ARRAY.pack(_CODES[spec.dtype], len(spec.shape), spec.chunk_bytes))
+        parts.append(struct.pack(f"<{len(spec.shape)}q", *spec.shape))
+    return b"".join(parts)
+
+
+def decode(frame: Buffer) -> Head:
+    """Read a head, checking every field.
+
+    Raises:
+        WireError: anything is not as the format says.
+    """
+    data = bytes(frame[: MAX_HEAD_BYTES + 1])
+    if not _FIXED.size <= len(data) <= MAX_HEAD_BYTES:
+        raise WireError(f"a head of {len(data)} bytes is outside [{_FIXED.size}, {MAX_HEAD_BYTES}]")
+    magic, version, kind, count, request, offset, op_size, name_size = _FIXED.unpack_from(data)
+    if magic != MAGIC or version != VERSION:
+        raise WireError(f"starts with {magic!r} version {version}, not {MAGIC!r} version {VERSION}")
+    if kind not in Kind._value2member_map_:
+        raise WireError(f"unknown kind {kind}")
+    if max(op_size, name_size) > MAX_NAME_BYTES:
+        raise WireError(f"a name of {max(op_size, name_size)} bytes is longer than {MAX_NAME_BYTES}")
+    position = _FIXED.size + op_size + name_size
+    if position > len(data):
+        raise WireError(f"the names end at byte {position} of a head of {len(data)}")
+    op = _text(data[_FIXED.size : _FIXED.size + op_size])
+    name = _text(data[_FIXED.size + op_size : position])
+    if kind == Kind.CHUNK:
+        if position != len(data):
+            raise WireError(f"{len(data) - position} bytes follow the head of a chunk")
+        return Head(Kind.CHUNK, request, op, name, index=count, offset=offset)
+    return Head(Kind(kind), request, op, name, _array_specs(data, position, count), offset=offset)
+
+
+def empty_array(spec: ArraySpec) -> Array:
+    """Make room for the array that ``spec`` describes.
+
+    Raises:
+        WireError: there is not that much memory, or NumPy has no such shape.
+    """
+    try:
+        return np.empty(spec.shape, dtype=spec.dtype)
+    except (MemoryError, ValueError) as error:
+        raise WireError(f"no room for {spec.dtype} of shape {spec.shape}: {error}") from None
+
+
+def raw_bytes(array: Array) -> memoryview:
+    """Bytes of ``array`` in C order; no copy when it is contiguous and little-endian."""
+    ready = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return byte_view(ready)
+
+
+def byte_view(array: Array) -> memoryview:
+    """View a contiguous array as bytes; writable when the array is."""
+    flat: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def payload_bytes(arrays: Sequence[Array]) -> int:
+    """Sum of the raw sizes, which is what the ledger counts."""
+    return sum(int(array.nbytes) for array in arrays)
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WireError(f"a name is not UTF-8: {error}") from None
+
+
+def _array_specs(data: bytes, position: int, count: int) -> tuple[ArraySpec, ...]:
+    if count > MAX_ARRAYS:
+        raise WireError(f"{count} arrays are more than {MAX_ARRAYS}")
+    specs = []
+    for _ in range(count):
+        if position + _ARRAY.size > len(data):
+            raise WireError("the head ends inside the description of an array")
+        code, dimensions, chunk_bytes = _ARRAY.unpack_from(data, position)
+        position += _ARRAY.size
+        if code not in _DTYPES or dimensions > MAX_DIMENSIONS:
+            raise WireError(f"dtype code {code} with {dimensions} dimensions")
+        if position + 8 * dimensions > len(data):
+            raise WireError("the head ends inside a shape")
+        shape = struct.unpack_from(f"<{dimensions}q", data, position)
+        position += 8 * dimensions
+        if min(shape, default=0) < 0:
+            raise WireError(f"negative dimension in {shape}")
+        spec = ArraySpec(_DTYPES[code], shape, chunk_bytes)
+        # math.prod of Python integers cannot overflow, so a hostile shape ends here.
+        if spec.num_bytes > MAX_ARRAY_BYTES:
+            raise WireError(f"{spec.num_bytes} bytes for shape {shape} are more than {MAX_ARRAY_BYTES}")
+        specs.append(spec)
+    if position != len(data):
+        raise WireError(f"{len(data) - position} bytes follow the last array description")
+    return tuple(specs)
