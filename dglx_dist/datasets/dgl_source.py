@@ -115,7 +115,7 @@ class DglDataSource(DatasetSource):
 
 @final
 class DglBinarySource(DatasetSource):
-    """A file that ``dgl.save_graphs`` wrote; options ``index`` and ``split`` as for :class:`DglDataSource`."""
+    """A file that ``dgl.save_graphs`` wrote; options ``index`` and ``split`` as above."""
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, _OWN_OPTIONS, "dgl_binary")
