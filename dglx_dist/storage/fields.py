@@ -37,6 +37,10 @@ class Fields:
             return StorageError(f"{self.where}: key {self._path(key)!r} is missing, expected {expected}")
         return StorageError(f"{self.where}: {_shown(self._path(key), self._value[key])}, expected {expected}")
 
+    def value(self, key: str) -> object:
+        """Return a value of any kind."""
+        return self._get(key)
+
     def text(self, key: str) -> str:
         """Return a string."""
         value = self._get(key)

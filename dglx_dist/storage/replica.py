@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from dglx_dist.storage.reader import StoredDataset
 _LOG = logging.getLogger(__name__)
 _INDPTR = ColumnInfo(dtype="int64", row_shape=())
 _STAMP = "stamp.json"
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,8 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
 
     One part: the part's own arrays. More: a copy under ``<folder>/cache``, made by the first process that
     asks and used by all later ones as long as the manifest is the same. Processes may race: each writes
-    under a name of its own and the first to finish wins. In a folder that cannot be written the copy is made in
-    memory, and that is logged.
+    under a name of its own and the first to finish wins. In a folder that cannot be written the copy is
+    made in memory, and that is logged.
 
     Raises:
         ConfigError: there is no such edge type.
@@ -55,10 +57,10 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     if not _is_whole(target):
         try:
             _build(dataset, etype, target)
-        except PermissionError as problem:
-            _LOG.warning("%s cannot be written (%s): the structure is copied to memory", target, problem)
-            return _in_memory(dataset, etype)
         except OSError as problem:
+            if problem.errno in _READ_ONLY:
+                _LOG.warning("%s cannot be written (%s): the structure is copied to memory", target, problem)
+                return _in_memory(dataset, etype)
             raise StorageError(f"{target} cannot be written ({problem}); make room for it") from problem
     return CSC(
         indptr=read_column(target / "indptr.arrow", "indptr", _INDPTR, manifest.num_nodes(etype[2]) + 1),
