@@ -14,6 +14,8 @@ from dglx_dist.partition.flat import check_request, describe, from_assignment, t
 from dglx_dist.partition.induced import induced_graph
 from dglx_dist.partition.options import PartitionOptions
 from dglx_dist.partition.registry import PARTITIONERS, default_partitioner
+from dglx_dist.partition.repair import settle
+from dglx_dist.partition.symmetric import symmetrise
 from dglx_dist.partition.weights import balance_weights, in_degrees
 from dglx_dist.records import Assignment, NodeColumn, RawGraph
 
@@ -64,9 +66,11 @@ class Hierarchical(Partitioner):
         promised = weights if upper.parameters.get("tolerance") else None
         parameters = describe(self.options, promised)
         parameters |= {"servers": servers, "workers": workers, "inner": inner}
-        missed = weights.missed(part_of_node)
-        if promised is not None and missed:
-            parameters["missed"] = missed
+        if promised is not None and weights.missed(part_of_node):
+            # Two levels may each be one heavy node above their share.
+            part_of_node, missed = settle(symmetrise(graph), weights, part_of_node, "hierarchical")
+            if missed:
+                parameters["missed"] = missed
         return to_assignment(
             graph, part_of_node, num_parts, method="hierarchical", seed=seed, parameters=parameters
         )

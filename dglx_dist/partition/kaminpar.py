@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class Kaminpar(Partitioner):
         return np.fromiter(parts, dtype=np.int32, count=graph.num_nodes)
 
 
-def _library():  # type: ignore[no-untyped-def]  # a compiled module without types
+def _library() -> Any:
     try:
         return importlib.import_module("kaminpar")
     except ModuleNotFoundError as error:

@@ -51,8 +51,12 @@ class BalanceWeights:
     def missed(self, part_of_node: Array) -> dict[str, float]:
         """Return, for each constraint beyond its capacity, the largest load / share."""
         loads, capacities = self.loads(part_of_node), self.capacities()
-        over = (loads > capacities * (1 + 1e-9)).any(axis=1)
-        return {name: imbalance(loads[c], self.shares) for c, name in enumerate(self.names) if over[c]}
+        return {
+            name: imbalance(loads[c], self.shares)
+            for c, name in enumerate(self.names)
+            # Shares are rounded, so exactly full may look a hair above full.
+            if (loads[c] > capacities[c] * (1 + 1e-9)).any()
+        }
 
 
 def imbalance(loads: Array, shares: Array) -> float:

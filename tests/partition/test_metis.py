@@ -1,0 +1,125 @@
+"""Several constraints at once, unequal machines, and what METIS misses."""
+
+import numpy as np
+import pytest
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.partition import PARTITIONERS, PartitionOptions, measure
+from dglx_dist.partition.metis import Metis
+from tests.partition.graphs import AUTHORS_AND_PAPERS, communities, flat
+
+
+def test_nodes_degree_and_training_nodes_are_balanced_together() -> None:
+    """Section 1.6, invariant 3. The training nodes lie in a quarter of the communities."""
+    graph = communities(num_nodes=4000)
+    options = PartitionOptions(balance=("nodes", "degree", "train"), tolerance=0.05)
+    assignment = Metis(options).assign(graph, 4, 0)
+    quality = measure(graph, assignment)
+    assert {c: round(quality.balance[c], 9) <= 1.05 for c in options.balance} == dict.fromkeys(
+        options.balance, True
+    )
+    assert quality.missed == {}
+    assert quality.tolerance == dict.fromkeys(options.balance, 0.05)
+    assert quality.edge_cut < 0.5
+    # Without being told, METIS keeps communities together, and the training nodes with them.
+    untold = measure(graph, Metis(PartitionOptions()).assign(graph, 4, 0))
+    assert untold.balance["train"] > 1.3
+
+
+def test_each_constraint_has_its_own_tolerance() -> None:
+    graph = communities(num_nodes=4000)
+    options = PartitionOptions(balance=("nodes", "train"), tolerance={"nodes": 0.02, "train": 0.4})
+    quality = measure(graph, Metis(options).assign(graph, 4, 0))
+    assert quality.balance["nodes"] <= 1.02
+    assert 1.05 < quality.balance["train"] <= 1.4
+
+
+def test_train_val_and_test_together() -> None:
+    graph = communities(num_nodes=4000)
+    options = PartitionOptions(balance=("train", "val", "test"), tolerance=0.1)
+    quality = measure(graph, Metis(options).assign(graph, 3, 1))
+    assert all(quality.balance[c] <= 1.1 + 1e-9 for c in ("nodes", "train", "val", "test"))
+
+
+def test_target_weights_give_unequal_parts() -> None:
+    graph = communities()
+    options = PartitionOptions(target_weights=(2, 1, 1))
+    quality = measure(graph, Metis(options).assign(graph, 3, 0))
+    for size, share in zip(quality.num_nodes, (1000, 500, 500), strict=True):
+        assert 0.85 * share <= size <= 1.05 * share
+    assert quality.balance["nodes"] <= 1.05
+
+
+def test_every_node_type_is_balanced() -> None:
+    graph = communities(num_nodes=400)
+    (src, dst), half = graph.edges[("_N", "_E", "_N")], 200
+    to = (src < half) & (dst >= half)
+    typed = type(graph)(
+        name="typed",
+        num_nodes={"left": half, "right": half},
+        edges={("left", "to", "right"): (src[to], dst[to] - half)},
+    )
+    quality = measure(typed, Metis(PartitionOptions(balance=("ntype",))).assign(typed, 2, 0))
+    assert quality.balance["ntype:left"] <= 1.05
+    assert quality.balance["ntype:right"] <= 1.05
+
+
+def test_fast_and_volume_reach_the_library() -> None:
+    """Another objective or effort is another answer; a switch that does nothing would give the same."""
+    graph = communities()
+    answers = [
+        flat(Metis(options).assign(graph, 8, 0).part_of)
+        for options in (PartitionOptions(), PartitionOptions(fast=True), PartitionOptions(objective="vol"))
+    ]
+    assert answers[0] != answers[1]
+    assert answers[0] != answers[2]
+
+
+def test_communication_volume_is_what_vol_minimises() -> None:
+    graph = communities(num_blocks=40, inside=0.7)
+    halo = {
+        objective: np.mean(
+            [
+                measure(
+                    graph, Metis(PartitionOptions(objective=objective)).assign(graph, 8, s)
+                ).replication_factor
+                for s in range(3)
+            ]
+        )
+        for objective in ("cut", "vol")
+    }
+    assert halo["vol"] < halo["cut"]
+
+
+def test_an_impossible_balance_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    # Two weights that exclude each other: a node that weighs all of "big" fits nowhere but alone.
+    graph = communities(num_nodes=400)
+    rng = np.random.default_rng(0)
+    columns = {f"w{i}": (rng.random(400) < 0.02).astype(np.int64) * 50 for i in range(8)}
+    graph = type(graph)(name="hard", num_nodes=graph.num_nodes, edges=graph.edges, node_data={"_N": columns})
+    options = PartitionOptions(balance=("nodes", *columns), tolerance=0.01)
+    assignment = Metis(options).assign(graph, 7, 0)
+    quality = measure(graph, assignment)
+    weights_over = {c for c in quality.missed if quality.balance[c] > 1.01}
+    assert weights_over == set(quality.missed)
+    for name in quality.missed:
+        assert f"could not balance {name}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (PartitionOptions(balance=("train",)), "no node column 'train_mask'.*none"),
+        (PartitionOptions(balance=("price",)), "no node column 'price'"),
+        (PartitionOptions(target_weights=(1, 2, 3)), "3 values for 2 parts"),
+    ],
+)
+def test_what_the_graph_does_not_have_is_refused(options: PartitionOptions, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Metis(options).assign(AUTHORS_AND_PAPERS, 2, 0)
+
+
+def test_a_seed_beyond_31_bits_is_taken() -> None:
+    graph = communities(num_nodes=400)
+    parts = flat(PARTITIONERS.get("metis")(PartitionOptions()).assign(graph, 2, 2**40 + 5).part_of)
+    assert set(parts) == {0, 1}
