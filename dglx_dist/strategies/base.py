@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from dglx_dist.cluster import Session
+from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 
 if TYPE_CHECKING:

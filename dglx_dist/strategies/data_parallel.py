@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dglx_dist.cluster import Session
+from dglx_dist.cluster.collectives import gather_json, sum_over_ranks
+from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Parts, Reduction, Strategy, Traits, WrappedModel, check_options
-from dglx_dist.strategies.gradients import GradientExchange, record_all_reduce
+from dglx_dist.strategies.gradients import GradientExchange
 from dglx_dist.strategies.share import find_share, gradient_weight
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ class DataParallelModel(WrappedModel):
         for buffer, before in zip(now, self._buffers_before, strict=True):
             # The mean of the changes, not of the values: constants stay equal to the last bit.
             change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
-            record_all_reduce(self._session, "buffers", change.numel() * change.element_size())
-            dist.all_reduce(change)
-            before.add_(change)
+            before.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
             buffer.copy_(before)
 
 
@@ -169,13 +168,12 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
 
 def check_same_model(model: nn.Module, session: Session) -> None:
     """Raise ConfigError unless all ranks have the same names, shapes and dtypes; every rank must call it."""
-    from dglx_dist.cluster import gather_json
-
     described = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
     for rank, other in enumerate(gather_json(described, session)):
+        assert isinstance(other, list)
         if other != described:
             pairs = zip([*described, "nothing"], [*other, "nothing"], strict=False)
             mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.cluster import Session
+from dglx_dist.cluster.collectives import peers_named
+from dglx_dist.cluster.ledger import ring_bytes
+from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.buckets import Bucket, make_buckets
 
@@ -69,7 +71,7 @@ class GradientExchange:
         # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose
         # results nobody sums; autograd does so before it reaches any parameter of the model.
         anchor.register_post_accumulate_grad_hook(lambda _: self._begin(weight))
-        return _Mark.apply(anchor, *outputs)  # type: ignore[no-any-return, no-untyped-call]
+        return _Mark.apply(anchor, *outputs)  # type: ignore[no-untyped-call]
 
     def finally_do(self, action: Callable[[float], None]) -> None:
         """Call ``action(weight)`` at the end of every exchanging backward, on every rank."""
@@ -96,7 +98,7 @@ class GradientExchange:
         for parameter in self._parameters:
             parameter.grad = None
         self._clear_buckets()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _check_same(self, weight: float) -> None:
         if weight != self._weight:
@@ -155,9 +157,10 @@ class GradientExchange:
     def _finish(self) -> None:
         self._launch(all_of_them=True)
         started = time.perf_counter()
-        for work in self._in_flight:
-            if work is not None:
-                work.wait()
+        with peers_named(self._session, "the sum of gradients"):
+            for work in self._in_flight:
+                if work is not None:
+                    work.wait()
         self._in_flight.clear()
         for bucket in self._buckets:
             for index, used in bucket.used().items():
@@ -189,7 +192,7 @@ class _Mark(torch.autograd.Function):
         return tuple(output.clone() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0].new_zeros(()), *gradients
 
 
@@ -197,5 +200,5 @@ def record_all_reduce(session: Session, phase: str, num_bytes: int) -> None:
     """Count what a rank sends to the next one in a ring all-reduce of ``num_bytes``: 2 (W-1)/W of them."""
     topology = session.topology
     following = (topology.rank + 1) % topology.world_size
-    sent = 2 * (topology.world_size - 1) * num_bytes // topology.world_size
+    sent = ring_bytes(num_bytes, topology.world_size, topology.rank)
     session.ledger.add(phase, 0, topology.rank, following, sent)

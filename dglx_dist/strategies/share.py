@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
-from dglx_dist.cluster import Session, gather_int64
+from dglx_dist.cluster.collectives import gather_int64
+from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Reduction
@@ -17,7 +16,7 @@ def count_targets(num_local: int, session: Session) -> StepShare:
 
     For loops without ``dglx_dist.DataLoader``: set ``session.step_share`` to the result.
     """
-    counts = gather_int64(np.array([num_local], dtype=np.int64), session)
+    counts = gather_int64([num_local], session)
     return StepShare(num_local=num_local, num_global=int(counts.sum()))
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster import Session, gather_json, sum_over_ranks
+from dglx_dist.cluster.collectives import gather_int64, sum_over_ranks
+from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 
 PHASE = "metrics"
@@ -92,10 +94,7 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
         row = int(torch.isnan(score).nonzero()[0, 0])
         raise ConfigError(f"score[{row}] is nan, which has no rank among the others; mask it out first")
     positive = label.to(torch.bool)
-    # Python's floats hold every float32 and float64 exactly, and JSON writes them exactly.
-    negatives = gather_json(score[~positive].double().tolist(), session)
-    everyone = torch.tensor([value for of_rank in negatives for value in of_rank], dtype=torch.float64)
-    ordered = everyone.sort().values
+    ordered = _gather_rows(score[~positive].double().cpu(), session).sort().values
     mine = score[positive].double().cpu()
     below = torch.searchsorted(ordered, mine, right=False).sum()
     below_or_equal = torch.searchsorted(ordered, mine, right=True).sum()
@@ -105,11 +104,21 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     return twice_wins / (2 * pairs) if pairs else math.nan
 
 
+def _gather_rows(values: Tensor, session: Session) -> Tensor:
+    """Return the (K,) float64 values of all ranks, one rank's after another's, bit for bit."""
+    lengths = gather_int64([len(values)], session)[:, 0]
+    padded = np.zeros(int(lengths.max()), dtype=np.float64)
+    padded[: len(values)] = values.numpy()
+    rows = gather_int64(padded.view(np.int64), session)
+    pieces = [row[:length].view(np.float64) for row, length in zip(rows, lengths, strict=True)]
+    return torch.from_numpy(np.concatenate(pieces))
+
+
 def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
     classes = predicted.argmax(1) if predicted.dim() == 2 else predicted
     if classes.shape != label.shape:
         raise ConfigError(
-            f"{tuple(predicted.shape)} predictions do not fit {tuple(label.shape)} labels; pass one row of each "
-            "per node"
+            f"{tuple(predicted.shape)} predictions do not fit {tuple(label.shape)} labels; pass one row "
+            "of each per node"
         )
     return classes

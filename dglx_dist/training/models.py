@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
@@ -46,7 +47,7 @@ class Stack(nn.Module):
         self._activation = activation
 
     def forward(self, blocks: Sequence[Any], h: Tensor) -> Tensor:
-        """Map (num_src, F) inputs of the first block to (num_dst, C) scores of the last one's destinations."""
+        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations."""
         for layer, block in zip(self.inference_layers(), blocks, strict=True):
             h = layer(block, h)
         return h
@@ -78,10 +79,10 @@ class OwnRows(nn.Module):
 class SymmetricConv(nn.Module):
     """GraphConv with Kipf's symmetric norm, taken from the degrees of the whole graph.
 
-    ``GraphConv(norm="both")`` on a block divides by the degrees inside the block, so its result depends on how
-    seeds are cut into batches. Here a destination v of global in-degree d_v and source u of out-degree o_u get
-    ``sqrt(d_v) / (k_v sqrt(o_u))`` per edge, k_v being the edges that were drawn: the exact norm with the full
-    neighbourhood, and its unbiased estimate with a sample. A degree of 0 counts as 1.
+    ``GraphConv(norm="both")`` on a block divides by the degrees inside the block, so its result depends on
+    how seeds are cut into batches. Here a destination v of global in-degree d_v and source u of out-degree
+    o_u get ``sqrt(d_v) / (k_v sqrt(o_u))`` per edge, k_v being the edges that were drawn: the exact norm
+    with the full neighbourhood, and its unbiased estimate with a sample. A degree of 0 counts as 1.
     """
 
     def __init__(self, in_dim: int, out_dim: int, graph: DistGraph) -> None:
@@ -121,9 +122,9 @@ def build_model(
         layers: At least 1.
         dropout: Probability in [0, 1).
         heads: Attention heads of ``gat``; must divide ``hidden``.
-        graph: For ``gcn``: take the symmetric norm from this graph's degrees (:class:`SymmetricConv`). Without
-            it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``), which needs no degrees
-            beyond the block's.
+        graph: For ``gcn``: take the symmetric norm from this graph's degrees (:class:`SymmetricConv`).
+            Without it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``), which
+            needs no degrees beyond the block's.
 
     Raises:
         UnknownNameError: no such kind.
@@ -133,13 +134,13 @@ def build_model(
         raise UnknownNameError(f"there is no model {kind!r} (known: {', '.join(MODEL_KINDS)})")
     if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
         raise ConfigError(
-            f"model {kind!r} needs widths and layers of at least 1 and a dropout in [0, 1), but got in_dim={in_dim}, "
-            f"hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
+            f"model {kind!r} needs widths and layers of at least 1 and a dropout in [0, 1), but got "
+            f"in_dim={in_dim}, hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
         )
     if kind == "gat" and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     widths = [in_dim, *[hidden] * (layers - 1), classes]
-    pairs = list(zip(widths[:-1], widths[1:], strict=True))
+    pairs = list(pairwise(widths))
     convs = [_conv(kind, a, b, heads, depth == layers - 1, graph) for depth, (a, b) in enumerate(pairs)]
     return Stack(convs, torch.nn.functional.elu if kind == "gat" else torch.relu, dropout)
 

@@ -1,0 +1,296 @@
+"""Saving and resuming a run: model, optimizer, position, random state; loading runs no code from the file.
+
+A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``, written under another name and renamed when it is
+complete, so a save that is killed leaves the earlier ones as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from dglx_dist.cluster.collectives import barrier, broadcast_json, gather_json
+from dglx_dist.cluster.session import current_session
+from dglx_dist.errors import CheckpointError
+from dglx_dist.strategies import WrappedModel
+from dglx_dist.training.optimizer_state import check_matches, restore_state, split_state
+from dglx_dist.training.tensor_files import RawReader, RawWriter, read_json, write_json
+
+STATE_NAME = "state.json"
+VERSION = 1
+_FOLDER = re.compile(r"epoch-(\d+)-step-(\d+)(\.old)?")
+
+
+class Positioned(Protocol):
+    """A loader that knows where it is."""
+
+    def state_dict(self) -> Any:
+        """Return its position, JSON values only."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on at that position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a loaded checkpoint stood."""
+
+    path: Path
+    epoch: int
+    step: int
+    world_size: int
+    """Ranks of the run that saved it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    loader: Positioned | None = None,
+    epoch: int = 0,
+    step: int = 0,
+    extra: Mapping[str, object] | None = None,
+    dataset: Mapping[str, object] | None = None,
+) -> Path:
+    """Write a checkpoint and return its folder; every rank must call it.
+
+    Names and shapes are those of the user's module, whatever the strategy. ``folder`` must be one that all
+    ranks see.
+
+    Args:
+        folder: Where checkpoints of the run lie.
+        model: Wrapped or plain.
+        optimizer: Any of torch's, over the model's parameters.
+        loader: Whose position is kept.
+        epoch: Next epoch to run, when ``step`` is 0; else the one under way.
+        step: Steps done in it.
+        extra: More of the user's, JSON values only.
+        dataset: Facts that must be equal on load, JSON values only.
+
+    Raises:
+        CheckpointError: the optimizer or ``extra`` has something that cannot be saved, or writing failed.
+    """
+    session = current_session()
+    rank = session.topology.rank
+    final = Path(folder) / f"epoch-{epoch:06d}-step-{step:09d}"
+    temporary = final.with_name(f".{final.name}.writing")
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    barrier(session, "the folder of a checkpoint")
+    module = _plain_module(model)
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    plain: dict[str, Any] | None = None
+    if optimizer is not None:
+        of_optimizer, plain = split_state(optimizer, module)
+        tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
+    tensors |= _random_state(rank)
+    try:
+        save_tensors(
+            tensors,
+            storage_writer=RawWriter(temporary, rank),
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+            no_dist=session.topology.world_size == 1,
+        )
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot write {final}: {error}") from error
+    state = {
+        "version": VERSION,
+        "epoch": epoch,
+        "step": step,
+        "world_size": session.topology.world_size,
+        "optimizer": plain,
+        "loader": gather_json(loader.state_dict() if loader is not None else None, session),
+        "dataset": dict(dataset or {}),
+        "extra": dict(extra or {}),
+    }
+    if rank == 0:
+        write_json(temporary / STATE_NAME, state)
+        _publish(temporary, final)
+    barrier(session, "a checkpoint")
+    return final
+
+
+def load(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    loader: Positioned | None = None,
+    dataset: Mapping[str, object] | None = None,
+    random_state: bool = True,
+) -> Resumed:
+    """Go on from a checkpoint; every rank must call it.
+
+    Any number of ranks may load it. With as many as saved it, the run goes on as if it had never ended, to
+    the last bit. With another number, random state of the ranks is left alone, and a position inside an epoch
+    is refused, for steps then hold other seeds.
+
+    Args:
+        folder: One checkpoint, or the folder of a run, whose newest is taken.
+        model: Wrapped or plain; loaded in place.
+        optimizer: Of the same kind and over the same parameters as the saved one.
+        loader: Put at the saved position.
+        dataset: Compared with the saved one, where both name a fact.
+        random_state: Whether to restore torch's generators.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of another model, optimizer or dataset; the
+            message names the first difference. Nothing was changed then.
+    """
+    session = current_session()
+    path = Path(str(broadcast_json(str(latest(folder)), session)))
+    state, reader = read_json(path / STATE_NAME), RawReader(path)
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"{path} has version {state.get('version')}, this package reads {VERSION}")
+    metadata = reader.read_metadata()
+    same_ranks = state["world_size"] == session.topology.world_size
+    _check_dataset(path, state["dataset"], dataset or {})
+    _check_model(path, metadata, model.state_dict())
+    _check_position(path, state, loader, same_ranks)
+    if optimizer is not None:
+        if state["optimizer"] is None:
+            raise CheckpointError(f"{path} has no optimizer; load it without one")
+        check_matches(optimizer, _plain_module(model), state["optimizer"])
+    wanted = _wanted(metadata, session.topology.rank, optimizer is not None, same_ranks and random_state)
+    try:
+        load_tensors(
+            wanted,
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            no_dist=session.topology.world_size == 1,
+        )
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    model.load_state_dict(_below("model/", wanted))
+    if optimizer is not None:
+        restore_state(optimizer, _plain_module(model), _below("optimizer/", wanted), state["optimizer"])
+    if loader is not None:
+        loader.load_state_dict(state["loader"][session.topology.rank if same_ranks else 0])
+    _restore_random_state(_below(f"random/{session.topology.rank}/", wanted))
+    return Resumed(
+        path=path,
+        epoch=state["epoch"],
+        step=state["step"],
+        world_size=state["world_size"],
+        extra=state["extra"],
+    )
+
+
+def latest(folder: str | Path) -> Path:
+    """Return the newest complete checkpoint in ``folder``, or ``folder`` itself if it is one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(folder)
+    if (folder / STATE_NAME).is_file():
+        return folder
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    complete = [
+        ((int(match[1]), int(match[2]), match[3] is None), path)
+        for path in found
+        if (match := _FOLDER.fullmatch(path.name)) and (path / STATE_NAME).is_file()
+    ]
+    if not complete:
+        raise CheckpointError(
+            f"there is no complete checkpoint in {folder}; save one first, or start without resuming"
+        )
+    return max(complete)[1]
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Give a complete checkpoint its name; at every moment one complete checkpoint of that name exists."""
+    old = final.with_name(final.name + ".old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _plain_module(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, WrappedModel) else model
+
+
+def _random_state(rank: int) -> dict[str, Tensor]:
+    state = {f"random/{rank}/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[f"random/{rank}/cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: Mapping[str, Tensor]) -> None:
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _wanted(metadata: Metadata, rank: int, with_optimizer: bool, with_random: bool) -> dict[str, Any]:
+    prefixes = ["model/"]
+    prefixes += ["optimizer/"] if with_optimizer else []
+    prefixes += [f"random/{rank}/"] if with_random else []
+    return {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in metadata.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata) and name.startswith(tuple(prefixes))
+    }
+
+
+def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
+    saved = _below("model/", metadata.state_dict_metadata)
+    for name in sorted({*saved, *model}):
+        mine, theirs = model.get(name), saved.get(name)
+        if mine is None:
+            raise CheckpointError(f"{path} has {name!r}, which this model lacks; build the model as it was")
+        if theirs is None:
+            raise CheckpointError(f"this model has {name!r}, which {path} lacks; build the model as it was")
+        if mine.shape != theirs.size or mine.dtype != theirs.properties.dtype:
+            raise CheckpointError(
+                f"{name!r} is {tuple(theirs.size)} {theirs.properties.dtype} in {path} but "
+                f"{tuple(mine.shape)} {mine.dtype} in this model; build the model as it was"
+            )
+
+
+def _check_dataset(path: Path, saved: Mapping[str, object], mine: Mapping[str, object]) -> None:
+    for name, value in mine.items():
+        if name in saved and saved[name] != value:
+            raise CheckpointError(
+                f"{path} was trained on a dataset with {name}={saved[name]!r}, this one has {name}={value!r}; "
+                "use the same dataset"
+            )
+
+
+def _check_position(path: Path, state: Mapping[str, Any], loader: object, same_ranks: bool) -> None:
+    if loader is not None and not same_ranks and state["step"] != 0:
+        raise CheckpointError(
+            f"{path} stands inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it "
+            "on as many, or load one that was saved at the end of an epoch"
+        )
+    if loader is not None and state["loader"][0] is None:
+        raise CheckpointError(f"{path} has no loader position; load it without ``loader``")

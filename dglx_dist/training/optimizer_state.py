@@ -1,0 +1,121 @@
+"""The state of any torch optimizer, by the uncut names of the parameters instead of their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.errors import CheckpointError
+
+_SCALARS = (int, float, bool, str, type(None))
+
+
+def split_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the optimizer's tensors by ``<parameter>/<key>``, and all else as JSON values.
+
+    Args:
+        optimizer: Any of torch's.
+        model: The user's module (not wrapped), which names the parameters.
+
+    Raises:
+        CheckpointError: it keeps something that is neither a tensor nor a plain value.
+    """
+    names = _names(optimizer, model)
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for position, entries in state["state"].items():
+        scalars[names[position]] = {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{names[position]}/{key}"] = value
+            else:
+                scalars[names[position]][key] = _plain(f"{names[position]}/{key}", value)
+    groups = [
+        {key: _plain(key, value) for key, value in group.items() if key != "params"}
+        | {"params": [names[position] for position in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return tensors, {"groups": groups, "scalars": scalars, "kind": type(optimizer).__name__}
+
+
+def restore_state(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+) -> None:
+    """Give the optimizer the state that :func:`split_state` took.
+
+    Raises:
+        CheckpointError: it is of another kind or has other parameters.
+    """
+    check_matches(optimizer, model, plain)
+    position_of = {name: position for position, name in _names(optimizer, model).items()}
+    state: dict[int, dict[str, Any]] = {position_of[name]: dict(v) for name, v in plain["scalars"].items()}
+    for path, tensor in tensors.items():
+        name, _, key = path.rpartition("/")
+        state[position_of[name]][key] = tensor
+    groups = []
+    for group in plain["groups"]:
+        values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
+        groups.append(values | {"params": [position_of[name] for name in group["params"]]})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def check_matches(optimizer: torch.optim.Optimizer, model: nn.Module, plain: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the optimizer is of the saved kind and has the saved parameter groups."""
+    kind = type(optimizer).__name__
+    if kind != plain["kind"]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer is {plain['kind']}, not {kind}; use the same, or load without one"
+        )
+    names = _names(optimizer, model)
+    mine = [
+        [names[position] for position in group["params"]] for group in optimizer.state_dict()["param_groups"]
+    ]
+    saved = [group["params"] for group in plain["groups"]]
+    if mine != saved:
+        wrong = next(
+            (number for number, pair in enumerate(zip(mine, saved, strict=False)) if pair[0] != pair[1]),
+            min(len(mine), len(saved)),
+        )
+        raise CheckpointError(
+            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
+            "from the same parameters in the same order"
+        )
+
+
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names[len(names)] = named.get(id(parameter), f"#{len(names)}")
+    return names
+
+
+def _plain(name: str, value: object) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple | list) and all(isinstance(entry, _SCALARS) for entry in value):
+        return {"tuple": list(value)} if isinstance(value, tuple) else list(value)
+    if isinstance(value, _SCALARS):
+        return value
+    raise CheckpointError(
+        f"the optimizer keeps {name!r} as {type(value).__name__}, which cannot be saved without running "
+        "code on load; save it yourself through ``extra``"
+    )
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(value["tuple"])
+    if isinstance(value, dict) and "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    return value

@@ -1,0 +1,261 @@
+"""Storage for ``torch.distributed.checkpoint`` that holds raw bytes and JSON, so that loading runs no code.
+
+A folder has ``tensors-<rank>.bin`` (rows of bytes, one tensor after another) and ``tensors.json`` (where each
+piece lies, its dtype, shape and CRC-32).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from dglx_dist.errors import CheckpointError
+
+INDEX_NAME = "tensors.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Where one tensor, or one shard of it, lies."""
+
+    file: str
+    first_byte: int
+    num_bytes: int
+    crc32: int
+
+
+@final
+class RawWriter(StorageWriter):
+    """Writes the tensors of this rank into its own file; the coordinator writes the index.
+
+    Args:
+        folder: Exists, the same on every rank.
+        rank: Names this rank's file.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._file = f"tensors-{rank}.bin"
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to forget: one writer writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare: the folder exists."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return ``plan`` as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return ``plans`` as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors, and wait until they are on the disk.
+
+        Raises:
+            CheckpointError: something else than a tensor was to be saved.
+        """
+        results = []
+        with (self._folder / self._file).open("wb") as file:
+            for item in plan.items:
+                if item.type == WriteItemType.BYTE_IO:
+                    raise CheckpointError(f"{item.index.fqn!r} is not a tensor; put it into ``extra``")
+                raw = bytes_of(planner.resolve_data(item))
+                piece = Piece(
+                    file=self._file, first_byte=file.tell(), num_bytes=len(raw), crc32=zlib.crc32(raw)
+                )
+                file.write(raw)
+                results.append(
+                    WriteResult(index=item.index, size_in_bytes=len(raw), storage_data=asdict(piece))
+                )
+            file.flush()
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index of all ranks' tensors; the coordinator calls it."""
+        tensors = {
+            name: {
+                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "shape": list(tensor.size),
+                "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in tensor.chunks],
+            }
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+        pieces = [
+            {"name": result.index.fqn, "offset": list(result.index.offset or ()), **result.storage_data}
+            for of_rank in results
+            for result in of_rank
+        ]
+        write_json(self._folder / INDEX_NAME, {"tensors": tensors, "pieces": pieces})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the identifier can name a folder: always."""
+        return True
+
+
+@final
+class RawReader(StorageReader):
+    """Reads what :class:`RawWriter` wrote.
+
+    Args:
+        folder: A finished checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pieces: dict[MetadataIndex, Piece] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._shapes: dict[MetadataIndex, list[int]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to forget: one reader reads one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the index.
+
+        Raises:
+            CheckpointError: it is missing or is not what :class:`RawWriter` writes.
+        """
+        index = read_json(self._folder / INDEX_NAME)
+        return Metadata(
+            state_dict_metadata={
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=dtype_named(fields["dtype"])),
+                    size=torch.Size(fields["shape"]),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                        for offsets, sizes in fields["chunks"]
+                    ],
+                )
+                for name, fields in index["tensors"].items()
+            },
+            storage_data=index["pieces"],
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Remember where each piece lies."""
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            self._dtypes[name] = tensor.properties.dtype
+            for chunk in tensor.chunks:
+                self._shapes[MetadataIndex(name, chunk.offsets)] = list(chunk.sizes)
+        for fields in metadata.storage_data:
+            place = MetadataIndex(fields["name"], fields["offset"])
+            self._pieces[place] = Piece(**{key: fields[key] for key in Piece.__dataclass_fields__})
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return ``plan`` as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return ``plans`` as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the asked pieces into the tensors of ``planner``.
+
+        Raises:
+            CheckpointError: a file is shorter than the index says, or its bytes have changed.
+        """
+        for item in plan.items:
+            place = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
+            stored = self._read(place)
+            for dimension, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                stored = stored.narrow(dimension, first, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the identifier can name a folder: always."""
+        return True
+
+    def _read(self, place: MetadataIndex) -> Tensor:
+        piece = self._pieces[place]
+        path = self._folder / piece.file
+        with path.open("rb") as file:
+            file.seek(piece.first_byte)
+            raw = file.read(piece.num_bytes)
+        if len(raw) != piece.num_bytes or zlib.crc32(raw) != piece.crc32:
+            raise CheckpointError(
+                f"{path} is damaged where {place.fqn!r} lies (byte {piece.first_byte}); "
+                "load an older checkpoint"
+            )
+        flat = (
+            torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        )
+        return flat.view(self._dtypes[place.fqn]).reshape(self._shapes[place])
+
+
+def bytes_of(tensor: Any) -> bytes:
+    """Return the rows of a tensor on any device as bytes, C order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().data)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return torch's dtype of that name.
+
+    Raises:
+        CheckpointError: torch has none.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"the checkpoint has a tensor of dtype {name!r}, which torch does not know")
+    return found
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write ``value`` and wait until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; load an older checkpoint") from error
