@@ -182,12 +182,7 @@ def start_session(
     if not 0 < limit_s < float("inf"):
         raise ConfigError(f"timeout_s={limit_s} must be a number of seconds above 0")
     found = topology or read_topology()
-    common: dict[str, Any] = {
-        "strategy": strategy,
-        "options": options or {},
-        "timeout_s": limit_s,
-        "seed": seed,
-    }
+    config = SessionConfig(strategy=strategy, options=options or {}, timeout_s=limit_s, seed=seed)
     if found.world_size == 1:
         parts = _alone(found, limit_s)
     else:
