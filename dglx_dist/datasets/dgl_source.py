@@ -27,7 +27,7 @@ def raw_graph_from_dgl(
     """Convert a DGLGraph with all its node and edge data; homogeneous or heterogeneous.
 
     Arrays share memory with the graph where dtype and device allow it. bfloat16 becomes float32,
-    which NumPy has. ``labels`` is read as ``label`` and ``features`` as ``feat``.
+    which NumPy has. ``labels`` is read as ``label`` and ``features`` as ``feat``. The ids that DGL keeps in subgraphs (``dgl.NID``) are left out.
 
     Args:
         graph: On any device; edges keep their order.
@@ -50,6 +50,7 @@ def raw_graph_from_dgl(
         arrays = {
             key: _one_split(key, _as_array(tensor), split, where)
             for key, tensor in graph.nodes[node_type].data.items()
+            if key != dgl.NID
         }
         node_data[node_type] = standard_columns(arrays, where)
         counted = count_classes(node_data[node_type])
@@ -168,7 +169,9 @@ def _only(graphs: list[Any], index: int | None, where: str) -> Any:
 
 
 def _edge_columns(graph: Any, edge_type: tuple[str, str, str], name: str) -> dict[str, Array]:
-    columns = {key: _as_array(tensor) for key, tensor in graph.edges[edge_type].data.items()}
+    columns = {
+        key: _as_array(tensor) for key, tensor in graph.edges[edge_type].data.items() if key != dgl.EID
+    }
     masks = {key: columns.pop(key) for key in SPLITS if key in columns}
     standard = standard_columns(masks, f"{name}, edges {edge_type[1]!r}")
     return columns | {key: mask for key, mask in standard.items() if isinstance(mask, np.ndarray)}

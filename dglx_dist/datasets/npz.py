@@ -21,7 +21,7 @@ from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE, Array, EdgeType, No
 _SPARSE = ("feat_indptr", "feat_indices", "feat_data", "feat_dim")
 _STRUCTURE = {
     *("src", "dst", "head", "tail", "rel", "etype", "etype_names", "relation_names", "triple_split"),
-    *("num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
+    *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
     *_SPARSE,
 }
 
@@ -34,7 +34,7 @@ class NpzSource(DatasetSource):
     edge type ("_N", name, "_N") per relation; with ``head``, ``rel``, ``tail`` and
     ``triple_split`` it is a knowledge graph whose edges carry the three masks. Features lie in
     ``features`` or as compressed rows in ``feat_indptr``, ``feat_indices``, ``feat_data``,
-    ``feat_dim``, which stay compressed. Any other array is a node column when it has as many rows
+    ``feat_dim``, which stay compressed. ``num_classes`` may state the classes. Any other array is a node column when it has as many rows
     as there are nodes, else an edge column when it has as many as there are edges. A ``val_mask``
     without any node counts as absent, since official splits often have none. Pickled objects are refused.
     """
@@ -61,7 +61,7 @@ class NpzSource(DatasetSource):
         if relation is not None:
             names = arrays.get("relation_names", arrays.get("etype_names"))
             edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, relation, names, where)
-        num_classes = count_classes(node_columns)
+        num_classes = int(arrays["num_classes"]) if "num_classes" in arrays else count_classes(node_columns)
         return RawGraph(
             name=self._path.stem,
             num_nodes={NODE_TYPE: num_nodes},

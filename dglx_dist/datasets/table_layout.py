@@ -16,7 +16,7 @@ _CONVENTION = (
     "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and edges/SOURCE__RELATION__DESTINATION.csv, "
     f"each .csv or .parquet, or {DESCRIPTION}"
 )
-_NODE_KEYS = {"file", "id", "label", "split", "features", "ignore"}
+_NODE_KEYS = {"file", "id", "label", "classes", "split", "features", "ignore"}
 _EDGE_KEYS = {"file", "source", "destination", "split", "features", "ignore"}
 
 
@@ -28,6 +28,8 @@ class TableSpec:
     keys: tuple[str, ...] | None = None
     """The id column of a node table; source and destination columns of an edge table."""
     label: str | None = None
+    classes: int | None = None
+    """How many there are; None to take the largest label + 1."""
     split: str | None = None
     features: tuple[str, ...] | None = None
     ignore: tuple[str, ...] = ()
@@ -145,6 +147,7 @@ def _spec(
         path=path.parent / str(entry["file"]),
         keys=tuple(map(str, given)) if all(given) else None,
         label=_text(entry, "label"),
+        classes=_count(entry, "classes", path, what),
         split=_text(entry, "split"),
         features=None if features is None else _names(features, path, what, "features"),
         ignore=(*_names(entry.get("ignore", []), path, what, "ignore"), *ignore),
@@ -153,6 +156,13 @@ def _spec(
 
 def _text(entry: Mapping[str, object], key: str) -> str | None:
     return None if entry.get(key) is None else str(entry[key])
+
+
+def _count(entry: Mapping[str, object], key: str, path: Path, what: str) -> int | None:
+    value = entry.get(key)
+    if value is None or (isinstance(value, int) and value > 0):
+        return value
+    raise DatasetError(f"{path}: {what}: {key!r} must be a whole number above 0, not {value!r}")
 
 
 def _names(value: object, path: Path, what: str, key: str) -> tuple[str, ...]:

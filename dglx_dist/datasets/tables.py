@@ -77,7 +77,10 @@ class TablesSource(DatasetSource):
             edge_data[edge_type] = {
                 key: value for key, value in data.items() if isinstance(value, np.ndarray)
             }
-        counted = {node_type: count_classes(columns) for node_type, columns in node_data.items()}
+        counted = {
+            node_type: self._layout.nodes[node_type].classes or count_classes(columns)
+            for node_type, columns in node_data.items()
+        }
         return RawGraph(
             name=self._layout.name,
             num_nodes={node_type: len(values) for node_type, values in ids.items()},
@@ -125,8 +128,8 @@ def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Any, Any, tuple[
         found += [pc.unique(destinations)] if edge_type[2] == node_type else []
     if len({str(values.type) for values in found}) > 1:
         raise DatasetError(
-            f"node type {node_type!r} has no table, and the edges name its nodes by integers in one place and "
-            f"by strings in another; use one of them"
+            f"node type {node_type!r} has no table, and the edges name its nodes by integers in one place "
+            f"and by strings in another; use one of them"
         )
     distinct = pc.unique(pa.chunked_array(found))
     return distinct.take(pc.sort_indices(distinct))
@@ -138,7 +141,8 @@ def _positions(values: Any, ids: Any, key: str, path: Path, layout: TableLayout,
     owner = f"among the ids of {spec.path}" if spec is not None else "a node"
     if values.type != ids.type:
         raise DatasetError(
-            f"{path}: column {key!r} holds {values.type} ids, but those {owner} are {ids.type}; write both alike"
+            f"{path}: column {key!r} holds {values.type} ids, but those {owner} are {ids.type}; "
+            f"write both alike"
         )
     if _is_range(ids):
         numbers = np.asarray(values.to_numpy(zero_copy_only=False))
@@ -181,7 +185,7 @@ def _columns(table: Any, spec: TableSpec, keys: set[str]) -> dict[str, NodeColum
         if name not in taken:
             columns[name] = _other_column(table, name, where)
     columns = standard_columns(columns, where)
-    check_columns(columns, table.num_rows, count_classes(columns), where)
+    check_columns(columns, table.num_rows, spec.classes or count_classes(columns), where)
     return columns
 
 
