@@ -204,9 +204,8 @@ def _ranges(names: Sequence[str], line: IdLine) -> dict[str, list[list[int]]]:
 
 
 def _check_names(graph: RawGraph) -> None:
-    for etype in graph.edges:
-        for name in etype:
-            if ":" in name or "/" in name:
-                raise ConfigError(
-                    f"DGL's files cannot hold the type name {name!r} of {etype}: it has a : or a /"
-                )
+    if not graph.edges:
+        raise ConfigError("the graph has no edge type; DGL's files need one")
+    for name in {*graph.num_nodes, *(piece for etype in graph.edges for piece in etype)}:
+        if ":" in name or "/" in name:
+            raise ConfigError(f"DGL's files cannot hold the type name {name!r}, which has a ':' or a '/'")

@@ -26,8 +26,8 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
     """Write a partitioned dataset from the files of DGL's ``partition_graph``.
 
     Parts and node ids stay: new ids are DGL's per-type global ids. Edge ids follow our order;
-    ``original_edge_ids`` are DGL's per-type global edge ids. Ids of ``orig_nids.dgl``, where it lies beside the
-    parts, become the user's ids. DGL keeps booleans as uint8, so uint8 columns named ``*mask`` are taken for
+    ``original_edge_ids`` are DGL's per-type global edge ids. Ids of ``orig_nids.dgl``, where it lies beside
+    ``graph.dgl``, become the user's ids. DGL keeps booleans as uint8, so uint8 columns named ``*mask`` are taken for
     booleans. The whole graph is held in memory. Called by one process.
 
     Args:
@@ -299,5 +299,6 @@ def _named(
 def _check_ids(ids: Array, expected: tuple[int, int], what: str, path: Path) -> None:
     if not np.array_equal(np.sort(ids), np.arange(*expected)):
         raise StorageError(
-            f"{path} owns {len(ids)} {what} which are not {expected[0]}..{expected[1] - 1}, as the JSON file says"
+            f"{path} owns {len(ids)} {what}, but the JSON file says {expected[0]}..{expected[1] - 1}; "
+            f"its files are not of one partitioning"
         )
