@@ -24,7 +24,7 @@ class Bucket:
         total = sum(sizes) + len(sizes)
         self.indices = tuple(indices)
         self.flat = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
-        pieces = self.flat.split([*sizes, len(sizes)])
+        pieces = torch.split(self.flat, [*sizes, len(sizes)])
         self._views = {
             index: piece.view(parameter.shape)
             for index, piece, parameter in zip(indices, pieces, parameters, strict=False)

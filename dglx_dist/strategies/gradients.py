@@ -60,7 +60,7 @@ class GradientExchange:
         self._waited_s = 0.0
         self._after: Callable[[float], None] | None = None
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._arrival(index))
+            _on_accumulation(parameter, self._arrival(index))
 
     def mark(self, outputs: Sequence[Tensor], weight: float) -> tuple[Tensor, ...]:
         """Return ``outputs``, such that backward through any of them exchanges with ``weight``.
@@ -70,8 +70,8 @@ class GradientExchange:
         anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
         # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose
         # results nobody sums; autograd does so before it reaches any parameter of the model.
-        anchor.register_post_accumulate_grad_hook(lambda _: self._begin(weight))
-        return _Mark.apply(anchor, *outputs)  # type: ignore[no-untyped-call]
+        _on_accumulation(anchor, lambda _: self._begin(weight))
+        return _Mark.apply(anchor, *outputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def finally_do(self, action: Callable[[float], None]) -> None:
         """Call ``action(weight)`` at the end of every exchanging backward, on every rank."""
@@ -194,6 +194,10 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0].new_zeros(()), *gradients
+
+
+def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> None:
+    leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 def record_all_reduce(session: Session, phase: str, num_bytes: int) -> None:

@@ -281,7 +281,7 @@ def _check_dataset(path: Path, saved: Mapping[str, object], mine: Mapping[str, o
     for name, value in mine.items():
         if name in saved and saved[name] != value:
             raise CheckpointError(
-                f"{path} was trained on a dataset with {name}={saved[name]!r}, this one has {name}={value!r}; "
+                f"{path} was trained on a dataset with {name}={saved[name]!r}, this one has {value!r}; "
                 "use the same dataset"
             )
 

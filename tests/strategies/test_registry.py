@@ -1,0 +1,45 @@
+import pytest
+
+from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import check_options
+from dglx_dist.strategies.data_parallel import DataParallel
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "distdgl", "dp"])
+def test_names_of_data_parallel(name: str) -> None:
+    assert STRATEGIES.get(name) is DataParallel
+
+
+def test_unknown_name_lists_what_exists() -> None:
+    with pytest.raises(UnknownNameError, match=r"did you mean 'data_parallel'.*known: data_parallel"):
+        STRATEGIES.get("data_paralel")
+
+
+@pytest.mark.parametrize("name", STRATEGIES.names())
+def test_every_strategy_declares_its_traits(name: str) -> None:
+    traits = STRATEGIES.get(name).traits
+    assert traits.unit in ("mini_batch", "full_graph")
+    assert traits.summary
+
+
+@pytest.mark.parametrize("name", STRATEGIES.names())
+def test_every_strategy_refuses_unknown_options(name: str) -> None:
+    with pytest.raises(ConfigError, match="has no option 'no_such_option'; its options are"):
+        STRATEGIES.get(name)(None, {"no_such_option": 1})  # type: ignore[arg-type]
+
+
+def test_options_are_checked_by_type() -> None:
+    known = {"depth": int, "fast": bool}
+    check_options("s", {"depth": 3, "fast": True}, known)
+    with pytest.raises(ConfigError, match=r"no option 'dept'; its options are: depth \(int\), fast \(bool\)"):
+        check_options("s", {"dept": 3}, known)
+    with pytest.raises(ConfigError, match=r"depth='3'.*must be of type int, not str"):
+        check_options("s", {"depth": "3"}, known)
+    with pytest.raises(ConfigError, match="depth=True"):
+        check_options("s", {"depth": True}, known)
+
+
+def test_bucket_bytes_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="bucket_bytes=0"):
+        DataParallel(None, {"bucket_bytes": 0})  # type: ignore[arg-type]
