@@ -34,6 +34,21 @@ class RawBatch(NamedTuple):
     """(L + 1,) int64; hop h has the edges ``[edge_ends[h], edge_ends[h + 1])``."""
 
 
+class Ask(NamedTuple):
+    """A mini-batch to sample."""
+
+    seeds: Array
+    """(B,) int64 distinct global ids."""
+    fanouts: Array
+    """(L,) int64, hop 0 (at the seeds) first; -1 for all in-edges."""
+    streams: Array
+    """(L,) uint64 keys of the hops."""
+    rule: Rule
+    """How edges are drawn."""
+    like: Array
+    """Any array of the dtype that indptr, sources and edge ids shall have."""
+
+
 @njit(cache=True, nogil=True)
 def _longer(array: Array, used: int, length: int) -> Array:
     """Return a copy of ``array[:used]`` with room for ``length``."""
@@ -65,57 +80,78 @@ def _relabel_edges(csc: Csc, table: Table, edges: Array, nodes: Array, count: in
 
 
 @njit(cache=True, nogil=True)
-def sample_batch(
-    csc: Csc, seeds: Array, fanouts: Array, streams: Array, rule: Rule, table: Table, like: Array
-) -> tuple[RawBatch, Table]:
-    """Sample all hops of ``seeds`` and number the nodes that appear.
+def sample_batch(csc: Csc, ask: Ask, table: Table) -> tuple[RawBatch, Table]:
+    """Sample all hops of a batch and number the nodes that appear.
 
     Args:
         csc: The whole structure.
-        seeds: (B,) int64 distinct ids; a repeat shows as ``node_ends[0] < B`` and the rest is unset.
-        fanouts: (L,) int64, hop 0 (at the seeds) first; -1 for all in-edges.
-        streams: (L,) uint64 keys of the hops.
-        rule: How to draw.
+        ask: What to sample; a repeated seed shows as ``node_ends[0] < B``, and no hop is drawn.
         table: The calling thread's own.
-        like: Any array of the dtype that indptr, sources and edge ids shall have.
 
     Returns:
         The batch, and the table to pass next time.
     """
-    num_hops = len(fanouts)
+    num_hops = len(ask.fanouts)
+    like, rule = ask.like, ask.rule
     node_ends = np.zeros(num_hops + 1, np.int64)
     edge_ends = np.zeros(num_hops + 1, np.int64)
-    table, nodes, count = number_seeds(table, seeds)
+    table, nodes, count = number_seeds(table, ask.seeds)
     node_ends[0] = count
     indptr = np.empty(0, like.dtype)
     sources = np.empty(0, like.dtype)
     edge_ids = np.empty(0, like.dtype)
-    if count == len(seeds):
-        for hop in range(num_hops):
-            row_end = len(indptr)
-            indptr = _longer(indptr, row_end, row_end + count + 1)
-            starts = np.empty(count, np.int64)
-            rows = indptr[row_end:]
-            largest = count_hop(csc, nodes[:count], fanouts[hop], rule, rows, starts)
-            first, new = edge_ends[hop], np.int64(rows[count])
-            edge_ids = _longer(edge_ids, first, first + new)
-            sources = _longer(sources, first, first + new)
-            space = (rows, starts, largest)
-            draw_hop(csc, nodes[:count], streams[hop], fanouts[hop] < 0, rule, space, edge_ids[first:])
-            nodes = _longer(nodes, count, count + new + 1)
-            table = with_room(table, nodes, count, new)
-            count = _relabel_edges(csc, table, edge_ids[first:], nodes, count, sources[first:])
-            node_ends[hop + 1] = count
-            edge_ends[hop + 1] = first + new
+    if count < len(ask.seeds):
+        num_hops = 0
+    for hop in range(num_hops):
+        fanout = ask.fanouts[hop]
+        frontier = nodes[:count]
+        row_end = len(indptr)
+        indptr = _longer(indptr, row_end, row_end + count + 1)
+        starts = np.empty(count, np.int64)
+        rows = indptr[row_end:]
+        largest = count_hop(csc, frontier, fanout, rule, rows, starts)
+        first, new = edge_ends[hop], np.int64(rows[count])
+        edge_ids = _longer(edge_ids, first, first + new)
+        sources = _longer(sources, first, first + new)
+        draw_hop(csc, frontier, ask.streams[hop], fanout < 0, rule, (rows, starts, largest), edge_ids[first:])
+        nodes = _longer(nodes, count, count + new + 1)
+        table = with_room(table, nodes, count, new)
+        count = _relabel_edges(csc, table, edge_ids[first:], nodes, count, sources[first:])
+        node_ends[hop + 1] = count
+        edge_ends[hop + 1] = first + new
     used = Table(table.slots, table.keys, table.base + count)
     return RawBatch(nodes[:count], node_ends, indptr, sources, edge_ids, edge_ends), used
 
 
 @njit(cache=True, nogil=True)
-def gather_rows(rows: Array, ids: Array, first_id: int, out: Array) -> None:
-    """Copy ``rows[ids - first_id]`` to ``out``; (n, words) and (K, words) of one integer dtype."""
+def copy_rows(rows: Array, ids: Array, out: Array) -> None:
+    """Copy ``rows[ids]`` to ``out``: (n, words) and (K, words) of one unsigned dtype, ids in range."""
     words = rows.shape[1]
     for i in range(len(ids)):
-        row = ids[i] - first_id
-        for j in range(words):
-            out[i, j] = rows[row, j]
+        row = np.uint64(ids[i])
+        for word in range(words):
+            out[np.uint64(i), np.uint64(word)] = rows[row, np.uint64(word)]
+
+
+@njit(cache=True, nogil=True)
+def sample_and_slice(
+    csc: Csc, ask: Ask, table: Table, rows: Array, out: Array
+) -> tuple[RawBatch, Table, Array]:
+    """Sample a batch and copy the feature rows of its nodes, in one call.
+
+    Args:
+        csc: The whole structure.
+        ask: What to sample.
+        table: The calling thread's own.
+        rows: (N, words) the features of all nodes as words of one unsigned dtype.
+        out: (any, words) memory to use if it is long enough.
+
+    Returns:
+        The batch, the table to pass next time, and the memory used; its first rows are the features.
+    """
+    batch, table = sample_batch(csc, ask, table)
+    if len(out) < len(batch.nodes):
+        # Batches differ a little in size: some room to spare saves the next ones from growing again.
+        out = np.empty((len(batch.nodes) * 5 // 4, rows.shape[1]), rows.dtype)
+    copy_rows(rows, batch.nodes, out)
+    return batch, table, out

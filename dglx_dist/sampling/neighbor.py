@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from dgl.dataloading import BlockSampler, EdgePredictionSampler, NeighborSampler
@@ -46,27 +46,28 @@ def read_sampler(sampler: object) -> SamplePlan:
     """
     if isinstance(sampler, EdgePredictionSampler):
         raise ConfigError(
-            "as_edge_prediction_sampler(...) samples around edges, and this loader around nodes; pass the node "
-            "sampler inside it, the end points of the edges as indices, and the edges as exclude="
+            "as_edge_prediction_sampler(...) samples around edges, and this loader around nodes; pass the "
+            "node sampler inside it, the end points of the edges as indices, and the edges as exclude="
         )
     if not isinstance(sampler, BlockSampler):
         raise ConfigError(
             f"{type(sampler).__qualname__} does not make blocks for a loader of nodes; {_WORKS}"
         )
-    attached = {
-        "node_feats": _names(sampler.prefetch_node_feats, "prefetch_node_feats"),
-        "labels": _names(sampler.prefetch_labels, "prefetch_labels"),
-        "edge_feats": _names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
-    }
+    plan = SamplePlan(
+        fanouts=None,
+        node_feats=_names(sampler.prefetch_node_feats, "prefetch_node_feats"),
+        labels=_names(sampler.prefetch_labels, "prefetch_labels"),
+        edge_feats=_names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
+    )
     if not _is_stock(sampler):
-        return SamplePlan(fanouts=None, **attached)
+        return plan
     if sampler.edge_dir != "in":
         raise ConfigError(
-            f"edge_dir={sampler.edge_dir!r} needs the out-edges, and a partition holds the in-edges of its nodes; "
-            "use edge_dir='in' on the reversed graph (dgl.reverse) instead"
+            f"edge_dir={sampler.edge_dir!r} needs the out-edges, and a partition holds the in-edges of its "
+            "nodes; use edge_dir='in' on the reversed graph (dgl.reverse) instead"
         )
-    return SamplePlan(
-        fanouts=_fanouts(sampler.fanouts), replace=bool(sampler.replace), weights=sampler.prob, **attached
+    return replace(
+        plan, fanouts=_fanouts(sampler.fanouts), replace=bool(sampler.replace), weights=sampler.prob
     )
 
 
@@ -87,8 +88,8 @@ def _fanouts(fanouts: object) -> tuple[int, ...]:
     for layer, fanout in enumerate(fanouts):
         if isinstance(fanout, Mapping):
             raise ConfigError(
-                f"fanouts[{layer}] is a dict of edge types, and only graphs with one edge type are sampled so "
-                "far; give a number, or convert the graph with dgl.to_homogeneous"
+                f"fanouts[{layer}] is a dict of edge types, and only graphs with one edge type are sampled "
+                "so far; give a number, or convert the graph with dgl.to_homogeneous"
             )
         if isinstance(fanout, bool) or not isinstance(fanout, (int, np.integer)) or fanout < -1:
             raise ConfigError(

@@ -8,8 +8,6 @@ import numpy as np
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.sampling.kernel import RawBatch, sample_batch
-from dglx_dist.sampling.pick import Csc, Rule
 from dglx_dist.sampling.relabel import Table
 
 DIRECT_LIMIT = 1 << 26
@@ -45,19 +43,6 @@ class Workspace:
     def keep(self, table: Table) -> None:
         """Keep ``table``, as a kernel returned it, for the next batch."""
         self._table = table
-
-    def sample(
-        self, csc: Csc, seeds: Array, fanouts: Array, streams: Array, rule: Rule, like: Array
-    ) -> RawBatch:
-        """Sample a batch from a whole structure; the arguments are those of the kernel.
-
-        Raises:
-            ConfigError: ``seeds`` has an id twice.
-        """
-        batch, table = sample_batch(csc, seeds, fanouts, streams, rule, self.table, like)
-        self.keep(table)
-        check_seeds(seeds, int(batch.node_ends[0]))
-        return batch
 
 
 def check_seeds(seeds: Array, num_distinct: int) -> None:

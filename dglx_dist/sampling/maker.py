@@ -1,0 +1,210 @@
+"""One batch from its seeds: sampled, built into blocks, features attached. Runs on the loader's threads."""
+
+from __future__ import annotations
+
+import queue
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import torch
+from dgl.heterograph import DGLBlock
+from torch import Tensor
+
+from dglx_dist.graph.gather import as_words
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.records import Array, EdgeType
+from dglx_dist.sampling.attach import Columns, Fetch
+from dglx_dist.sampling.blocks import BlockBuilder
+from dglx_dist.sampling.buffers import BufferPool
+from dglx_dist.sampling.kernel import Ask, RawBatch
+from dglx_dist.sampling.pick import Rule
+from dglx_dist.sampling.rng import stream_key
+from dglx_dist.sampling.source import BatchSource, WholeSource
+from dglx_dist.sampling.workspace import Workspace
+
+SampleBlocks: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor, list[DGLBlock]]]
+"""(B,) int64 seeds to input nodes, output nodes and blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """What a loader yields, and how long it took."""
+
+    input_nodes: Tensor
+    """(n,) int64 global ids of the sources of the first block."""
+    output_nodes: Tensor
+    """(B,) int64 the seeds."""
+    blocks: list[DGLBlock]
+    """Layer 1 first."""
+    sample_s: float
+    """Seconds of sampling and building blocks; the features too where one call does both."""
+    fetch_s: float
+    """Seconds of fetching columns."""
+
+
+class BatchMaker(ABC):
+    """Makes the batches of one loader; called from several threads at a time."""
+
+    @abstractmethod
+    def make(self, seeds: Array, epoch: int) -> MiniBatch:
+        """Make the batch of ``seeds`` ((B,) int64 distinct, B may be 0) in ``epoch``.
+
+        Raises:
+            PeerError: another rank that was asked is dead or silent.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """How all batches of a loader are drawn."""
+
+    fanouts: tuple[int, ...]
+    """Layer 1 first; -1 for all in-edges."""
+    replace: bool
+    exclude: Array
+    """(X,) int64 ascending ids of edges never drawn."""
+    seed: int
+    idtype: np.dtype[Any]
+    """Of the blocks' structure: int32 or int64."""
+
+    def ask(self, seeds: Array, epoch: int) -> Ask:
+        """Return what the kernels need for the batch of ``seeds``."""
+        fanouts = np.array(self.fanouts[::-1], np.int64)
+        streams = np.array([stream_key(self.seed, epoch, hop) for hop in range(len(fanouts))], np.uint64)
+        rule = Rule(self.replace, self.exclude)
+        return Ask(seeds, fanouts, streams, rule, np.empty(0, self.idtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalColumn:
+    """An input column whose rows are all in this server's memory, in one piece."""
+
+    name: str
+    rows: Array
+    """(N, *row) as NumPy has it, C-contiguous."""
+    dtype: torch.dtype
+
+
+@final
+class KernelMaker(BatchMaker):
+    """Makes batches with the compiled kernels.
+
+    Args:
+        source: Where the structure is.
+        draws: How to draw.
+        store: Where the columns are.
+        columns: What to attach, without what ``slicer`` copies.
+        num_nodes: N.
+        etype: Of the blocks.
+        slicer: Samples in place of ``source`` and copies an input column in the same call.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        draws: Draws,
+        store: KVStore,
+        columns: Columns,
+        *,
+        num_nodes: int,
+        etype: EdgeType,
+        slicer: LocalSlicer | None = None,
+    ) -> None:
+        self._source, self._draws, self._store, self._columns = source, draws, store, columns
+        self._num_nodes, self._slicer = num_nodes, slicer
+        self._builder = BlockBuilder(etype)
+        self._workspaces: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
+
+    def make(self, seeds: Array, epoch: int) -> MiniBatch:
+        """Make a batch; see :class:`BatchMaker`."""
+        begin = time.perf_counter()
+        workspace = self._borrow()
+        try:
+            batch, ready = self._sample(self._draws.ask(seeds, epoch), workspace)
+        finally:
+            self._workspaces.put(workspace)
+        fetch = Fetch(self._store, self._columns)
+        asked = time.perf_counter()
+        fetch.start(batch.nodes, seeds)
+        building = time.perf_counter()
+        nodes, blocks = self._builder.blocks(batch)
+        built = time.perf_counter()
+        fetch.finish(blocks, ready)
+        end = time.perf_counter()
+        return MiniBatch(
+            input_nodes=nodes,
+            output_nodes=torch.from_numpy(seeds),
+            blocks=blocks,
+            sample_s=(asked - begin) + (built - building),
+            fetch_s=(building - asked) + (end - built),
+        )
+
+    def _sample(self, ask: Ask, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
+        if self._slicer is None:
+            return self._source.sample(ask, workspace), {}
+        return self._slicer.sample(ask, workspace)
+
+    def _borrow(self) -> Workspace:
+        try:
+            return self._workspaces.get_nowait()
+        except queue.Empty:
+            return Workspace(self._num_nodes)
+
+
+@final
+class LocalSlicer:
+    """Samples and copies one local input column in the same compiled call.
+
+    Args:
+        source: The whole structure.
+        column: What to copy.
+        num_batches: How many batches may be alive at a time.
+    """
+
+    def __init__(self, source: WholeSource, column: LocalColumn, num_batches: int) -> None:
+        self._source, self._column = source, column
+        (self._words,) = as_words(column.rows)
+        self._pool = BufferPool(self._words.shape[1], self._words.dtype, num_batches)
+
+    def sample(self, ask: Ask, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
+        """Return the batch, and the column's name to its rows of the batch's nodes."""
+        batch, out = self._source.sample_and_slice(ask, workspace, self._words, self._pool.borrow())
+        self._pool.keep(out)
+        rows = out[: len(batch.nodes)].reshape(-1).view(self._column.rows.dtype)
+        shaped = torch.from_numpy(rows.reshape(len(batch.nodes), *self._column.rows.shape[1:]))
+        return batch, {self._column.name: shaped.view(self._column.dtype)}
+
+
+@final
+class SamplerMaker(BatchMaker):
+    """Makes batches with a sampler's own code.
+
+    Args:
+        sample: The sampler's.
+        store: Where the columns are.
+        columns: What to attach.
+    """
+
+    def __init__(self, sample: SampleBlocks, store: KVStore, columns: Columns) -> None:
+        self._sample, self._store, self._columns = sample, store, columns
+
+    def make(self, seeds: Array, epoch: int) -> MiniBatch:
+        """Make a batch; see :class:`BatchMaker`. The epoch is of no use: the sampler draws as it likes."""
+        begin = time.perf_counter()
+        input_nodes, output_nodes, blocks = self._sample(torch.from_numpy(seeds))
+        asked = time.perf_counter()
+        fetch = Fetch(self._store, self._columns)
+        fetch.start(input_nodes.numpy(), output_nodes.numpy())
+        fetch.finish(blocks, {})
+        end = time.perf_counter()
+        return MiniBatch(
+            input_nodes=input_nodes,
+            output_nodes=output_nodes,
+            blocks=blocks,
+            sample_s=asked - begin,
+            fetch_s=end - asked,
+        )
