@@ -27,7 +27,8 @@ def raw_graph_from_dgl(
     """Convert a DGLGraph with all its node and edge data; homogeneous or heterogeneous.
 
     Arrays share memory with the graph where dtype and device allow it. bfloat16 becomes float32,
-    which NumPy has. ``labels`` is read as ``label`` and ``features`` as ``feat``. The ids that DGL keeps in subgraphs (``dgl.NID``) are left out.
+    which NumPy has. ``labels`` is read as ``label`` and ``features`` as ``feat``.
+    The ids that DGL keeps in subgraphs (``dgl.NID``) are left out.
 
     Args:
         graph: On any device; edges keep their order.

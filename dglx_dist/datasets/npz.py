@@ -34,9 +34,10 @@ class NpzSource(DatasetSource):
     edge type ("_N", name, "_N") per relation; with ``head``, ``rel``, ``tail`` and
     ``triple_split`` it is a knowledge graph whose edges carry the three masks. Features lie in
     ``features`` or as compressed rows in ``feat_indptr``, ``feat_indices``, ``feat_data``,
-    ``feat_dim``, which stay compressed. ``num_classes`` may state the classes. Any other array is a node column when it has as many rows
-    as there are nodes, else an edge column when it has as many as there are edges. A ``val_mask``
-    without any node counts as absent, since official splits often have none. Pickled objects are refused.
+    ``feat_dim``, which stay compressed; ``num_classes`` may state the classes. Any other array is a
+    node column when it has as many rows as there are nodes, else an edge column when it has as many as
+    there are edges. A ``val_mask`` without any node counts as absent, since official splits often have
+    none. Pickled objects are refused.
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
