@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dglx_dist.cluster.auth import Credentials
-from dglx_dist.cluster.framing import Assembler, Message, frames_of
+from dglx_dist.cluster.framing import Assembler, Message, frames_of, send_frames
 from dglx_dist.cluster.serve import ServeConfig, tune
 from dglx_dist.cluster.wire import Head, Kind, WireError
 from dglx_dist.errors import PeerError, RemoteError
@@ -22,7 +22,7 @@ from dglx_dist.records import Array
 
 log = logging.getLogger(__name__)
 
-_POLL_MS = 200
+_POLL_MS = 100
 _RETRIES_OF_A_DEAD_PEER = 3
 _WATCHED = (
     zmq.EVENT_CONNECTED
@@ -91,9 +91,7 @@ class Link:
         self._socket, self._closing = socket, closing
         self._monitor = socket.get_monitor_socket(_WATCHED)
         socket.connect(peer.endpoint)
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._receive_timeout_ms = -1
         self._assembler = Assembler()
         # A call that nobody waits for any more disappears from here, and its reply is dropped.
         self._waiting: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
@@ -108,7 +106,7 @@ class Link:
         messages = list(frames_of(head, arrays, chunk_bytes))
         self._waiting[call.request] = call
         for frames in messages:
-            self._socket.send_multipart(frames, copy=False)
+            send_frames(self._socket, frames)
         return call
 
     def pump(self, timeout_ms: int) -> None:
@@ -119,11 +117,15 @@ class Link:
         """
         if self._closing.is_set():
             raise PeerError("the session was closed on this rank while a call was under way")
-        ready = dict(self._poller.poll(timeout_ms))
-        if self._socket in ready:
+        if timeout_ms != self._receive_timeout_ms:
+            self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+            self._receive_timeout_ms = timeout_ms
+        try:
             self._receive()
-        elif self._monitor in ready:  # only after the replies that came before the connection ended
-            self._notice()
+        except zmq.Again:
+            # Only now, after the replies that came before the connection ended.
+            while not self.broken and self._monitor.poll(0):
+                self._notice()
 
     def _receive(self) -> None:
         try:
@@ -189,6 +191,3 @@ class Client:
         self._credentials.present(socket, peer.public_key)
         socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
         return Link(socket, peer, self._closing)
-
-
-OnReply = Callable[[list[Array]], None]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 import zmq
 
 from dglx_dist.cluster.wire import (
+    ArraySpec,
     Head,
     Kind,
     WireError,
+    array_from,
     byte_view,
     decode,
     empty_array,
@@ -24,7 +26,11 @@ from dglx_dist.records import Array
 MAX_PARTIAL_MESSAGES = 1024
 """Messages of one peer that may be incomplete at a time."""
 
-Frames = list[bytes | memoryview]
+COPY_BYTES = 128 * 1024
+"""Up to this size a buffer is copied into the message: pyzmq gives zero-copy buffers back through a
+thread of its own, which costs more than such a copy."""
+
+Frames: TypeAlias = list[bytes | memoryview]
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,14 @@ def frames_of(head: Head, arrays: Sequence[Array], chunk_bytes: int) -> Iterator
                 yield [encode(chunk), buffer[start : start + spec.chunk_bytes]]
 
 
+def send_frames(socket: zmq.Socket[bytes], frames: Frames) -> None:
+    """Send one ZeroMQ message; large buffers are referred to until they are gone, small ones copied."""
+    *before, last = frames
+    for frame in before:
+        socket.send(frame, zmq.SNDMORE, copy=len(frame) <= COPY_BYTES)
+    socket.send(last, copy=len(last) <= COPY_BYTES)
+
+
 @final
 class Assembler:
     """Puts the messages of one peer together. Used by one thread.
@@ -70,9 +84,11 @@ class Assembler:
 
         Raises:
             WireError: the message is malformed; all its frames have been consumed.
+            zmq.Again: nothing came within the socket's own time-out.
         """
+        raw = socket.recv()
         try:
-            head = decode(socket.recv())
+            head = decode(raw)
             if head.kind is Kind.CHUNK:
                 return self._read_chunk(socket, head)
             return self._read_first(socket, head)
@@ -81,16 +97,19 @@ class Assembler:
                 socket.recv()
 
     def _read_first(self, socket: zmq.Socket[bytes], head: Head) -> Message | None:
-        message = Message(head, [empty_array(spec) for spec in head.arrays])
-        for spec, array in zip(head.arrays, message.arrays, strict=True):
-            if not spec.chunk_bytes:
-                _read_into(socket, byte_view(array))
-        missing = sum(spec.num_bytes for spec in head.arrays if spec.chunk_bytes)
+        arrays, missing = [], 0
+        for spec in head.arrays:
+            size = spec.num_bytes
+            if spec.chunk_bytes:
+                missing += size
+                arrays.append(empty_array(spec))
+            else:
+                arrays.append(_read_array(socket, spec, size))
         if not missing:
-            return message
+            return Message(head, arrays)
         if head.request in self._partial or len(self._partial) >= MAX_PARTIAL_MESSAGES:
             raise WireError(f"message {head.request} starts twice, or too many are incomplete")
-        self._partial[head.request] = (message, missing)
+        self._partial[head.request] = (Message(head, arrays), missing)
         return None
 
     def _read_chunk(self, socket: zmq.Socket[bytes], head: Head) -> Message | None:
@@ -98,11 +117,12 @@ class Assembler:
             raise WireError(f"a chunk of message {head.request}, which never started")
         message, missing = self._partial[head.request]
         target = _chunk_target(message, head)
-        _read_into(socket, target)
-        missing -= target.nbytes
-        if missing < 0:
+        _require_frame(socket)
+        size = socket.recv_into(target)
+        missing -= size
+        if size != target.nbytes or missing < 0:
             del self._partial[head.request]
-            raise WireError(f"more chunks than message {head.request} has bytes")
+            raise WireError(f"a chunk of {size} bytes where {target.nbytes} were due")
         if missing:
             self._partial[head.request] = (message, missing)
             return None
@@ -124,9 +144,20 @@ def _chunk_target(message: Message, chunk: Head) -> memoryview:
     return whole[chunk.offset : chunk.offset + spec.chunk_bytes]
 
 
-def _read_into(socket: zmq.Socket[bytes], target: memoryview) -> None:
+def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec, size: int) -> Array:
+    _require_frame(socket)
+    if size <= COPY_BYTES:
+        raw = bytearray(socket.recv())  # a small copy is cheaper than a reference, aligned and writable
+        if len(raw) != size:
+            raise WireError(f"a buffer of {len(raw)} bytes where {size} were announced")
+        return array_from(spec, raw)
+    frame = socket.recv(copy=False)
+    if len(frame.buffer) != size:
+        raise WireError(f"a buffer of {len(frame.buffer)} bytes where {size} were announced")
+    array = array_from(spec, frame.buffer)
+    return array if array.flags.aligned and array.flags.writeable else array.copy()
+
+
+def _require_frame(socket: zmq.Socket[bytes]) -> None:
     if not socket.getsockopt(zmq.RCVMORE):
         raise WireError("a buffer is missing")
-    size = socket.recv_into(target) if target.nbytes else len(socket.recv())
-    if size != target.nbytes:
-        raise WireError(f"a buffer of {size} bytes where {target.nbytes} were announced")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dglx_dist.cluster.auth import Credentials, answer_door, open_door
-from dglx_dist.cluster.framing import Assembler, Frames, Message, frames_of
+from dglx_dist.cluster.framing import Assembler, Frames, Message, frames_of, send_frames
 from dglx_dist.cluster.network import endpoint_of
 from dglx_dist.cluster.wire import Head, Kind, WireError
 from dglx_dist.records import Array
@@ -25,6 +26,10 @@ Handler: TypeAlias = Callable[[str, Sequence[Array]], Sequence[Array]]
 """(name, arrays) -> arrays, called from any thread, several at a time; the answer is sent without a copy."""
 
 log = logging.getLogger(__name__)
+
+_SLOW_S = 2e-3
+"""An operation that took longer of late runs on a thread of the pool, any other on the serving thread,
+which saves two thread switches; one never seen before counts as slow."""
 
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -72,6 +77,7 @@ class Server:
         self._replies: deque[tuple[bytes, list[Frames]]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Event()
+        self._seconds_of: dict[str, float] = {}
         self._pool = ThreadPoolExecutor(config.num_workers, thread_name_prefix="dglx-handler")
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
         self._thread.start()
@@ -120,24 +126,33 @@ class Server:
         if message.head.kind is not Kind.REQUEST:
             log.warning("dropped a message of kind %s, which is no request", message.head.kind.name)
             return
-        self._pool.submit(self._handle, peer, message)
+        if self._seconds_of.get(message.head.op, _SLOW_S) < _SLOW_S:
+            self._send(peer, self._answer(message))
+        else:
+            self._pool.submit(self._answer_later, peer, message)
 
-    def _handle(self, peer: bytes, message: Message) -> None:
+    def _answer_later(self, peer: bytes, message: Message) -> None:
+        self._replies.append((peer, self._answer(message)))
+        self._wake()
+
+    def _answer(self, message: Message) -> list[Frames]:
         request, chunk = message.head.request, self._config.chunk_bytes
+        started = time.perf_counter()
         try:
             answer = run_handler(self._handlers, message.head.op, message.head.name, message.arrays)
             frames = list(frames_of(Head(Kind.REPLY, request), answer, chunk))
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the caller's to know
             text = f"{type(error).__name__}: {error}"
             frames = list(frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk))
-        self._replies.append((peer, frames))
-        self._wake()
+        took_s, before_s = time.perf_counter() - started, self._seconds_of.get(message.head.op, 0.0)
+        self._seconds_of[message.head.op] = max(took_s, 0.9 * before_s)
+        return frames
 
     def _send(self, peer: bytes, messages: list[Frames]) -> None:
         for frames in messages:
             # A peer that left has no route, and ROUTER drops what is for it.
             self._router.send(peer, zmq.SNDMORE)
-            self._router.send_multipart(frames, copy=False)
+            send_frames(self._router, frames)
 
     def _log_refusal(self) -> None:
         event = recv_monitor_message(self._monitor)

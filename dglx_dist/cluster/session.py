@@ -83,6 +83,8 @@ class Session:
         """(W,) machine of each rank, for messages."""
         self.step_share: StepShare | None = None
         """Set by the loader when it yields a batch."""
+        self.attached: dict[str, object] = {}
+        """What lower rooms keep as long as the session lasts, such as the graph opened last."""
         self._scratch, self._owns_group = parts.scratch, parts.owns_group
         self._closed = False
         self._watch = FailureWatch(self.store, self.rpc, self.hosts) if self.store is not None else None

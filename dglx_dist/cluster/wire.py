@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -56,8 +55,10 @@ class Kind(IntEnum):
     CHUNK = 4
 
 
-@dataclass(frozen=True)
-class ArraySpec:
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class ArraySpec(NamedTuple):
     """Dtype and shape of one array, and how its bytes travel."""
 
     dtype: np.dtype[Any]
@@ -71,8 +72,7 @@ class ArraySpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """The first frame of every message."""
 
     kind: Kind
@@ -93,7 +93,7 @@ def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
     Raises:
         WireError: its dtype or number of dimensions has no place in the format.
     """
-    dtype = array.dtype.newbyteorder("<")
+    dtype = array.dtype if array.dtype in _CODES else array.dtype.newbyteorder("<")
     if dtype not in _CODES:
         known = ", ".join(str(known) for known in _CODES)
         raise WireError(f"arrays of dtype {array.dtype} cannot be sent; convert to one of {known}")
@@ -128,26 +128,38 @@ def decode(frame: Buffer) -> Head:
     Raises:
         WireError: anything is not as the format says.
     """
-    data = bytes(frame[: MAX_HEAD_BYTES + 1])
+    data = frame if isinstance(frame, bytes) else bytes(frame[: MAX_HEAD_BYTES + 1])
     if not _FIXED.size <= len(data) <= MAX_HEAD_BYTES:
         raise WireError(f"a head of {len(data)} bytes is outside [{_FIXED.size}, {MAX_HEAD_BYTES}]")
     magic, version, kind, count, request, offset, op_size, name_size = _FIXED.unpack_from(data)
     if magic != MAGIC or version != VERSION:
         raise WireError(f"starts with {magic!r} version {version}, not {MAGIC!r} version {VERSION}")
-    if kind not in Kind._value2member_map_:
+    if kind not in _KINDS:
         raise WireError(f"unknown kind {kind}")
     if max(op_size, name_size) > MAX_NAME_BYTES:
         raise WireError(f"a name of {max(op_size, name_size)} bytes is longer than {MAX_NAME_BYTES}")
     position = _FIXED.size + op_size + name_size
     if position > len(data):
         raise WireError(f"the names end at byte {position} of a head of {len(data)}")
-    op = _text(data[_FIXED.size : _FIXED.size + op_size])
-    name = _text(data[_FIXED.size + op_size : position])
+    op = _text(data[_FIXED.size : _FIXED.size + op_size]) if op_size else ""
+    name = _text(data[_FIXED.size + op_size : position]) if name_size else ""
     if kind == Kind.CHUNK:
         if position != len(data):
             raise WireError(f"{len(data) - position} bytes follow the head of a chunk")
         return Head(Kind.CHUNK, request, op, name, index=count, offset=offset)
-    return Head(Kind(kind), request, op, name, _array_specs(data, position, count), offset=offset)
+    return Head(_KINDS[kind], request, op, name, _array_specs(data, position, count), offset=offset)
+
+
+def array_from(spec: ArraySpec, buffer: Buffer) -> Array:
+    """View ``buffer`` as the array that ``spec`` describes; its size must have been checked.
+
+    Raises:
+        WireError: NumPy has no such shape.
+    """
+    try:
+        return np.frombuffer(buffer, dtype=spec.dtype).reshape(spec.shape)
+    except ValueError as error:
+        raise WireError(f"no array of {spec.dtype} has shape {spec.shape}: {error}") from None
 
 
 def empty_array(spec: ArraySpec) -> Array:
@@ -164,8 +176,9 @@ def empty_array(spec: ArraySpec) -> Array:
 
 def raw_bytes(array: Array) -> memoryview:
     """Bytes of ``array`` in C order; no copy when it is contiguous and little-endian."""
-    ready = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return byte_view(ready)
+    if array.flags.c_contiguous and array.dtype in _CODES:
+        return byte_view(array)
+    return byte_view(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")))
 
 
 def byte_view(array: Array) -> memoryview:
