@@ -1,0 +1,76 @@
+"""What a user may tell a loader, checked when it arrives."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array
+
+_NEEDLESS = {
+    "use_uva": "features are read by the processor, on the loader's threads",
+    "use_ddp": "pass each rank its own indices: dx.node_split(mask)",
+    "num_workers": "batches are made on threads: see num_threads=",
+    "pin_memory": "batches are moved to device= by the loader",
+    "persistent_workers": "there are no worker processes",
+    "use_prefetch_thread": "batches are always made ahead, depth= of them",
+    "use_alternate_streams": "batches are moved to device= by the loader",
+    "pin_prefetcher": "batches are moved to device= by the loader",
+    "gpu_cache": "features are read by the processor, on the loader's threads",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """How a loader makes its batches."""
+
+    seed: int | None = None
+    """Of the order and the draws; None: the session's."""
+    depth: int = 2
+    """Batches made ahead; at least 1. Bounds the memory."""
+    num_threads: int = 1
+    """How many batches are made at a time; 0: in the training loop itself."""
+    device: torch.device | str | None = None
+    """Where batches shall be; None: the session's device."""
+    exclude: Tensor | Array | None = None
+    """(X,) ids of edges that are never drawn; the same on all ranks if servers hold parts of the structure."""
+
+
+def read_options(options: Mapping[str, Any]) -> LoaderOptions:
+    """Check the loader's options; those of DGL's loader that are of no use here are warned about.
+
+    Raises:
+        ConfigError: an option is unknown or has a value that cannot be honoured.
+    """
+    known = [field.name for field in fields(LoaderOptions)]
+    for name in options:
+        if name in _NEEDLESS:
+            if options[name]:
+                warnings.warn(f"{name}={options[name]} has no effect: {_NEEDLESS[name]}", stacklevel=3)
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"the loader has no option {name!r}{hint} (known: {', '.join(known)})")
+    read = LoaderOptions(**{name: value for name, value in options.items() if name in known})
+    whole_number("depth", read.depth, least=1)
+    whole_number("num_threads", read.num_threads, least=0)
+    return read
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """Return ``value`` as an int.
+
+    Raises:
+        ConfigError: it is no whole number, or below ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ConfigError(f"{name}={value!r}; give a whole number of at least {least}")
+    return int(value)
