@@ -1,1 +1,97 @@
-"""Distributed training of DGL models: change one flag, keep the model and the loop."""
+"""Train a DGL model on many processes, with the strategy that suits your graph and your network.
+
+Public names are imported when they are first used, so that ``import dglx_dist`` and ``dglx --help`` are fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dglx_dist.errors import CheckpointError as CheckpointError
+    from dglx_dist.errors import ConfigError as ConfigError
+    from dglx_dist.errors import DatasetError as DatasetError
+    from dglx_dist.errors import DglxError as DglxError
+    from dglx_dist.errors import PeerError as PeerError
+    from dglx_dist.errors import RemoteError as RemoteError
+    from dglx_dist.errors import StorageError as StorageError
+    from dglx_dist.errors import UnknownNameError as UnknownNameError
+    from dglx_dist.graph import DistGraph as DistGraph
+    from dglx_dist.graph import DistTensor as DistTensor
+    from dglx_dist.graph import PartitionBook as PartitionBook
+    from dglx_dist.graph import edge_split as edge_split
+    from dglx_dist.graph import node_split as node_split
+    from dglx_dist.run.fit import fit as fit
+    from dglx_dist.run.graphs import distribute as distribute
+    from dglx_dist.run.graphs import original_ids as original_ids
+    from dglx_dist.run.graphs import partition_graph as partition_graph
+    from dglx_dist.run.session import DataLoader as DataLoader
+    from dglx_dist.run.session import DistNodeDataLoader as DistNodeDataLoader
+    from dglx_dist.run.session import init as init
+    from dglx_dist.run.session import local_device as local_device
+    from dglx_dist.run.session import reduce_mean as reduce_mean
+    from dglx_dist.run.session import register_partitioner as register_partitioner
+    from dglx_dist.run.session import register_strategy as register_strategy
+    from dglx_dist.run.session import shutdown as shutdown
+    from dglx_dist.run.session import strategies as strategies
+    from dglx_dist.run.session import wrap as wrap
+    from dglx_dist.training.checkpoint import load as load
+    from dglx_dist.training.checkpoint import save as save
+    from dglx_dist.training.evaluate import evaluate as evaluate
+    from dglx_dist.training.evaluate import layerwise_inference as layerwise_inference
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "CheckpointError": "dglx_dist.errors",
+    "ConfigError": "dglx_dist.errors",
+    "DataLoader": "dglx_dist.run.session",
+    "DatasetError": "dglx_dist.errors",
+    "DglxError": "dglx_dist.errors",
+    "DistGraph": "dglx_dist.graph",
+    "DistNodeDataLoader": "dglx_dist.run.session",
+    "DistTensor": "dglx_dist.graph",
+    "PartitionBook": "dglx_dist.graph",
+    "PeerError": "dglx_dist.errors",
+    "RemoteError": "dglx_dist.errors",
+    "StorageError": "dglx_dist.errors",
+    "UnknownNameError": "dglx_dist.errors",
+    "distribute": "dglx_dist.run.graphs",
+    "edge_split": "dglx_dist.graph",
+    "evaluate": "dglx_dist.training.evaluate",
+    "fit": "dglx_dist.run.fit",
+    "init": "dglx_dist.run.session",
+    "layerwise_inference": "dglx_dist.training.evaluate",
+    "load": "dglx_dist.training.checkpoint",
+    "local_device": "dglx_dist.run.session",
+    "node_split": "dglx_dist.graph",
+    "original_ids": "dglx_dist.run.graphs",
+    "partition_graph": "dglx_dist.run.graphs",
+    "reduce_mean": "dglx_dist.run.session",
+    "register_partitioner": "dglx_dist.run.session",
+    "register_strategy": "dglx_dist.run.session",
+    "save": "dglx_dist.training.checkpoint",
+    "shutdown": "dglx_dist.run.session",
+    "strategies": "dglx_dist.run.session",
+    "wrap": "dglx_dist.run.session",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> object:
+    """Import the public name ``name`` from its room.
+
+    Raises:
+        AttributeError: there is no such public name.
+    """
+    if name not in _WHERE:
+        raise AttributeError(
+            f"module 'dglx_dist' has no attribute {name!r}; public names: {', '.join(__all__)}"
+        )
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -86,7 +86,7 @@ def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
         ValueError: the columns differ in length.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("part", justify="right")
+    table.add_column("part", justify="right", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for part, values in enumerate(zip(*columns.values(), strict=True)):

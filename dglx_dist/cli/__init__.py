@@ -1,0 +1,28 @@
+"""The command line ``dglx``: partition, inspect, train, report."""
+
+from __future__ import annotations
+
+import sys
+
+from dglx_dist.cli.failure import fail
+from dglx_dist.errors import DglxError
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command that the arguments of this process ask for, and end the process.
+
+    Exit codes: 0; 2 for what the user can put right (one message, no traceback); 1 for everything else.
+    """
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    from dglx_dist.cli.app import app
+
+    try:
+        app(arguments, prog_name="dglx")
+    except DglxError as error:
+        fail(error, code=2, debug=debug)
+    except Exception as error:
+        fail(error, code=1, debug=debug)
+        raise

@@ -1,0 +1,5 @@
+"""``python -m dglx_dist.cli`` is ``dglx``."""
+
+from dglx_dist.cli import main
+
+main()

@@ -1,0 +1,50 @@
+"""The commands and their help."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dglx_dist.cli.inspect_command import inspect
+from dglx_dist.cli.partition_command import partition
+from dglx_dist.cli.report_command import report
+from dglx_dist.cli.train_command import train
+
+app = typer.Typer(
+    name="dglx",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.callback(
+    epilog="""
+**From a graph to a trained model**
+
+    dglx partition synthetic:nodes=20000,degree=25 --parts 2 --out data/demo\n
+    dglx inspect data/demo\n
+    dglx train data/demo --ranks 2 --epochs 5 --out runs/demo\n
+    dglx report runs/demo
+
+On several machines, torchrun starts the ranks: `torchrun --nnodes 2 --nproc-per-node 4
+--rdzv-endpoint HOST:29500 -m dglx_dist.cli train data/demo --out runs/demo`
+
+Exit codes: 0; 2 for what you can put right, with one message that says how; 1 for everything else.
+"""
+)
+def root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks; goes anywhere in the line.")
+    ] = False,
+) -> None:
+    """Cut a graph into parts, train a model on it with many processes, and see what that cost."""
+
+
+app.command(no_args_is_help=True)(partition)
+app.command(no_args_is_help=True)(inspect)
+app.command(no_args_is_help=True)(train)
+app.command(no_args_is_help=True)(report)

@@ -1,0 +1,47 @@
+"""``dglx train --ranks N`` starts its ranks through torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from dglx_dist.cli.failure import LAUNCHED
+from dglx_dist.cluster.launch_env import rank_environment
+from dglx_dist.errors import ConfigError
+
+
+def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int, debug: bool) -> int:
+    """Run ``dglx ARGUMENTS`` on ``ranks`` ranks of this machine and wait for them.
+
+    Args:
+        arguments: What follows ``dglx``, e.g. ``["train", "data/x"]``.
+        ranks: W.
+        servers: S virtual servers of W / S ranks each; 1 is this machine as it is.
+        debug: Whether the ranks show tracebacks.
+
+    Returns:
+        The exit code: 0, or that of the rank that failed first, whose message has been shown.
+
+    Raises:
+        ConfigError: the ranks cannot be dealt out evenly.
+    """
+    if servers < 1 or ranks % servers:
+        raise ConfigError(
+            f"--ranks {ranks} cannot be dealt out evenly to --servers {servers}; "
+            "make the ranks a multiple of the servers"
+        )
+    flags = ["--debug"] if debug else []
+    command = [
+        *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
+        *("--standalone", "--nproc-per-node", str(ranks)),
+        *("-m", "dglx_dist.cli", *arguments, LAUNCHED, *flags),
+    ]
+    environment = rank_environment(ranks, ranks_per_server=ranks // servers)
+    process = subprocess.Popen(command, env=environment)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # The terminal sends the interrupt to the launcher too, which ends the ranks; wait for that.
+        process.wait()
+        return 130

@@ -1,0 +1,88 @@
+"""Reading what is written on the command line as a list or a set of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dglx_dist.errors import ConfigError
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """Read ``train,degree`` as ("train", "degree"); nothing is ()."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Read ``25,10`` as (25, 10); -1 is allowed and means all.
+
+    Raises:
+        ConfigError: naming the option and the word that is no whole number.
+    """
+    try:
+        numbers = tuple(int(word) for word in names(text))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} must be whole numbers with commas, like 25,10") from None
+    if not numbers or any(number < -1 for number in numbers):
+        raise ConfigError(f"{option} {text!r} must be numbers of at least -1 (-1: all), like 25,10")
+    return numbers
+
+
+def fractions(text: str | None, option: str) -> tuple[float, ...] | None:
+    """Read ``1,1,2`` as (1.0, 1.0, 2.0); nothing is None.
+
+    Raises:
+        ConfigError: naming the option and its value.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(float(word) for word in names(text))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} must be numbers with commas, like 1,1,2") from None
+
+
+def tolerances(text: str | None) -> float | dict[str, float]:
+    """Read ``0.05`` as 0.05 for all, ``train=0.1,degree=0.02`` as one for each; nothing is {}.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        if text and "=" not in text:
+            return float(text)
+        return {name: float(value) for name, value in pairs(names(text), "--tolerance").items()}
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--tolerance {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
+
+
+def pairs(words: Sequence[str], option: str) -> dict[str, str]:
+    """Read ["a=1", "b=x"] as {"a": "1", "b": "x"}.
+
+    Raises:
+        ConfigError: a word has no ``=``.
+    """
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{option} {word!r} must be NAME=VALUE")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def literals(words: Sequence[str], option: str) -> dict[str, object]:
+    """Read ["a=1", "b=0.5", "c=true", "d=x"] with whole numbers, numbers and booleans as such."""
+    return {name: _literal(value) for name, value in pairs(words, option).items()}
+
+
+def _literal(text: str) -> object:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

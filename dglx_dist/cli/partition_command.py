@@ -1,0 +1,112 @@
+"""``dglx partition``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dglx_dist.cli.options import fractions, literals, names, tolerances
+
+
+def partition(  # noqa: PLR0913  # one argument per option
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` file, a `.bin` of "
+            "saved DGL graphs, a folder or `.json` of CSV / Parquet tables, `dgl:CoraGraphDataset`, `ogb:ogbn-arxiv`.",
+        ),
+    ],
+    parts: Annotated[int, typer.Option(help="Number of parts; independent of ranks and servers.")] = 2,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="random, hash, contiguous, metis, kaminpar, ldg, fennel, hierarchical, feature, file, or "
+            "one of another package. Without it: kaminpar for one balance weight, metis for more."
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder to write; must not hold anything yet.")
+    ] = Path("data/partitioned"),
+    balance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="What all parts share evenly: nodes, degree, train, val, test, ntype, a column.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T", help="Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02."
+        ),
+    ] = None,
+    target_weights: Annotated[
+        str | None, typer.Option(metavar="W,W", help="Share of each part, for unequal machines: 1,1,2.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="Minimise cut edges (cut) or communicated nodes (vol).")
+    ] = "cut",
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Less refinement: faster, a few percent worse.")
+    ] = False,
+    servers: Annotated[
+        int | None, typer.Option(help="For hierarchical: servers; parts = servers x workers.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="For hierarchical: workers in each server.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="For file: one part id per node (.npy, .txt, .csv).")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of the partitioner, where it has any.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same parts.")] = 0,
+    format: Annotated[str, typer.Option(help="dglx, or dgl: what DGL's own load_partition reads.")] = "dglx",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DIR.")] = False,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the dataset source; repeatable.")
+    ] = None,
+) -> None:
+    """Cut a graph into parts and write them to a folder that every strategy trains on.
+
+    Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
+    """
+    from dglx_dist.datasets.load import load_dataset
+    from dglx_dist.partition import PartitionOptions
+    from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+
+    plan = PartitionPlan(
+        num_parts=parts,
+        method=method,
+        seed=seed,
+        options=PartitionOptions(
+            balance=names(balance),
+            tolerance=tolerances(tolerance),
+            target_weights=fractions(target_weights, "--target-weights"),
+            objective=objective,  # type: ignore[arg-type]  # checked by PartitionOptions
+            fast=fast,
+            servers=servers,
+            workers=workers,
+            file=file,
+            threads=threads,
+        ),
+        format=format,  # type: ignore[arg-type]  # checked by PartitionPlan
+        overwrite=overwrite,
+    )
+    plan.check_target(out)
+    # A wrong name is found before minutes of loading.
+    chosen = plan.partitioner
+    console = Console(highlight=False)
+    graph = load_dataset(data, **literals(option or [], "--option"))
+    console.print(
+        f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {parts} parts by {chosen}"
+    )
+    quality = partition_to_disk(graph, out, plan)
+    console.print(
+        f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "
+        f"balance {', '.join(f'{name} {ratio:.3f}' for name, ratio in quality.balance.items())}"
+    )
+    for name, reached in quality.missed.items():
+        console.print(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
+    console.print(f"written to {out}; next: dglx inspect {out}" if format == "dglx" else f"written to {out}")

@@ -1,0 +1,45 @@
+"""``dglx report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUNDIR", help="What `dglx train --out` wrote.")],
+) -> None:
+    """Print the table of a finished run again and draw its picture anew.
+
+    Example: `dglx report runs/demo`
+    """
+    from dglx_dist.report.picture import draw
+    from dglx_dist.report.rundir import PICTURE, read_run
+    from dglx_dist.report.table import epoch_table, summary_table
+
+    run = read_run(folder)
+    show(epoch_table(run.epochs))
+    show(summary_table(run.summary))
+    draw(run.epochs, folder / PICTURE, title=title_of(run.summary, run.config))
+    Console(highlight=False).print(f"picture: {folder / PICTURE}")
+
+
+def title_of(summary: object, config: object) -> str:
+    """Return the heading of a run's picture."""
+    said = {**(config if isinstance(config, dict) else {}), **(summary if isinstance(summary, dict) else {})}
+    return (
+        f"{said.get('data', '')}: {said.get('model', '')} by {said.get('strategy', '')}, "
+        f"{said.get('ranks', '?')} ranks on {said.get('servers', '?')} servers"
+    )
+
+
+def show(table: Table) -> None:
+    """Print a table, as wide as it is when nobody looks at a terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(console.width, 150))
+    console.print(table)

@@ -1,0 +1,5 @@
+"""``dglx train``."""
+
+
+def train() -> None:
+    """Train."""

@@ -1,0 +1,249 @@
+"""``partition_graph`` and ``distribute``: how a graph in memory becomes one that many ranks share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import broadcast_json
+from dglx_dist.cluster.session import Session, current_session
+from dglx_dist.datasets.load import load_dataset
+from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.graph import DistGraph
+from dglx_dist.partition import PartitionOptions
+from dglx_dist.records import Array
+from dglx_dist.run.prepare import PartitionPlan, content_key, partition_to_disk
+from dglx_dist.storage.layout import MANIFEST
+from dglx_dist.storage.reader import open_dataset
+
+if TYPE_CHECKING:
+    import dgl
+
+OriginalIds: TypeAlias = Tensor | dict[Any, Tensor]
+
+
+def partition_graph(  # noqa: PLR0913  # the signature is DGL's
+    g: dgl.DGLGraph,
+    graph_name: str,
+    num_parts: int,
+    out_path: str | PathLike[str],
+    num_hops: int = 1,
+    part_method: str = "metis",
+    balance_ntypes: Tensor | None = None,
+    balance_edges: bool = False,
+    return_mapping: bool = False,
+    num_trainers_per_machine: int = 1,
+    objtype: Literal["cut", "vol"] = "cut",
+    graph_formats: str | Sequence[str] | None = None,
+    use_graphbolt: bool = False,
+    *,
+    balance: Sequence[str] = (),
+    tolerance: float | Mapping[str, float] | None = None,
+    target_weights: Sequence[float] | None = None,
+    fast: bool = False,
+    seed: int = 0,
+    format: Literal["dglx", "dgl"] = "dglx",
+    overwrite: bool = False,
+) -> tuple[OriginalIds, OriginalIds] | None:
+    """Cut ``g`` and write it to ``out_path/graph_name``, with the arguments of DGL's function and ours.
+
+    One process calls it, without :func:`init`. Open the result with ``DistGraph(out_path/graph_name)``.
+
+    Args:
+        g: Homogeneous or heterogeneous; nodes and edges with their data.
+        graph_name: Name of the graph and of its folder.
+        num_parts: P; independent of how many ranks and servers train later.
+        out_path: Folder in which the folder of the graph appears.
+        num_hops: 1: in-edges of owned nodes are stored, and nothing beyond is needed.
+        part_method: Name of any partitioner.
+        balance_ntypes: (N,) integers; each value is balanced by itself. Homogeneous graphs only.
+        balance_edges: Balance the in-degree too, as ``balance=["degree"]`` does.
+        return_mapping: Whether to return the original ids.
+        num_trainers_per_machine: 1; ranks of a server share its parts anyway.
+        objtype: Minimise cut edges (``cut``) or communicated nodes (``vol``).
+        graph_formats: None or ``csc``, the only one that is stored.
+        use_graphbolt: False.
+        balance: Weights to balance: nodes, degree, train, val, test, ntype or a node column.
+        tolerance: How much the heaviest part may exceed its share; one for all, or by constraint.
+        target_weights: (P,) shares for unequal machines.
+        fast: Less refinement, for a cut that is a few percent worse.
+        seed: The same seed gives the same parts.
+        format: ``dgl`` writes files that DGL's own ``load_partition`` reads, into ``out_path`` itself.
+        overwrite: Replace what is there.
+
+    Returns:
+        With ``return_mapping``: original node and edge ids in the new order, int64 tensors, by type for
+        a heterogeneous graph.
+
+    Raises:
+        ConfigError: a combination that cannot be honoured; nothing is ignored silently.
+        DatasetError: ``g`` is not sound.
+        StorageError: the folder exists and ``overwrite`` is not set.
+    """
+    _refuse(
+        num_hops, num_trainers_per_machine, graph_formats, use_graphbolt, return_mapping and format == "dgl"
+    )
+    weights = _type_weights(balance_ntypes)
+    options = PartitionOptions(
+        balance=tuple(dict.fromkeys((*balance, *weights, *(("degree",) if balance_edges else ())))),
+        tolerance={} if tolerance is None else tolerance,
+        target_weights=None if target_weights is None else tuple(target_weights),
+        objective=objtype,
+        fast=fast,
+    )
+    plan = PartitionPlan(
+        num_parts=num_parts,
+        method=part_method,
+        seed=seed,
+        options=options,
+        format=format,
+        overwrite=overwrite,
+    )
+    folder = Path(out_path) if format == "dgl" else Path(out_path) / graph_name
+    partition_to_disk(load_dataset(g, name=graph_name), folder, plan, weights=weights)
+    return original_ids(folder) if return_mapping else None
+
+
+def original_ids(folder: str | Path) -> tuple[OriginalIds, OriginalIds]:
+    """Return the original id of every node and edge of a dataset, in the order of the new ids.
+
+    Any process may call it alone. Returns (nodes, edges): int64 tensors (N,) and (E,), or dicts of them
+    by type for a heterogeneous graph.
+
+    Raises:
+        StorageError: the dataset is missing or damaged, or a part is on another machine.
+    """
+    dataset = open_dataset(folder)
+    parts = [dataset.part(part) for part in range(dataset.manifest.num_parts)]
+    nodes = {t: _joined([p.original_node_ids(t) for p in parts]) for t in dataset.manifest.node_types}
+    edges = {t: _joined([p.original_edge_ids(t) for p in parts]) for t in dataset.manifest.edge_types}
+    if len(nodes) == 1 and len(edges) == 1:
+        return next(iter(nodes.values())), next(iter(edges.values()))
+    return dict(nodes), dict(edges)
+
+
+def distribute(
+    graph: dgl.DGLGraph | str | PathLike[str],
+    *,
+    parts: int | None = None,
+    method: str | None = None,
+    balance: Sequence[str] = (),
+    seed: int = 0,
+    cache: str | PathLike[str] = "data",
+    structure: Literal["auto", "replicated", "partitioned"] = "auto",
+) -> DistGraph:
+    """Return ``graph`` as one that all ranks share; every rank must call it.
+
+    Rank 0 cuts it once: the result lies in ``cache``, named by the content of the graph and by how it was
+    cut, and later runs find it there. The others wait as long as the session's time-out; raise that, or
+    partition beforehand, for graphs that take longer. Several machines need ``cache`` on a shared disk.
+
+    Args:
+        graph: A DGLGraph (rank 0's counts), anything ``load_dataset`` knows, the folder of a partitioned
+            dataset, or the JSON file of a partition in DGL's format.
+        parts: P; None: one for each server.
+        method: Name of a partitioner; None: the default one.
+        balance: Weights to balance, see :func:`partition_graph`.
+        seed: Of the partitioner.
+        cache: Folder for what is cut.
+        structure: Whether each server maps the whole structure, see :class:`DistGraph`.
+
+    Raises:
+        DatasetError: the graph is not sound.
+        ConfigError: there is no session, or an argument cannot be honoured.
+        StorageError: a dataset is damaged or the cache cannot be written.
+    """
+    session = current_session()
+    if isinstance(graph, (str, PathLike)):
+        path = Path(graph)
+        if (path / MANIFEST).is_file():
+            return DistGraph(path, structure=structure, session=session)
+        if _is_part_config(path):
+            return DistGraph(part_config=path, structure=structure, session=session)
+    plan = PartitionPlan(
+        num_parts=parts or session.topology.num_servers,
+        method=method,
+        seed=seed,
+        options=PartitionOptions(balance=tuple(balance)),
+    )
+    folder = _prepared_by_rank_zero(graph, plan, Path(cache), session)
+    return DistGraph(folder, structure=structure, session=session)
+
+
+def _prepared_by_rank_zero(
+    graph: dgl.DGLGraph | str | PathLike[str], plan: PartitionPlan, cache: Path, session: Session
+) -> Path:
+    """Return the folder of the cut graph on every rank; what goes wrong on rank 0 is raised on all."""
+    if session.topology.rank != 0:
+        answer = broadcast_json(None, session)
+        if "error" in answer:
+            raise ConfigError(f"rank 0 could not prepare the graph: {answer['error']}")
+        return Path(answer["folder"])
+    try:
+        folder = _cached(graph, plan, cache)
+    except DglxError as error:
+        broadcast_json({"error": str(error)}, session)
+        raise
+    broadcast_json({"folder": str(folder)}, session)
+    return folder
+
+
+def _cached(graph: dgl.DGLGraph | str | PathLike[str], plan: PartitionPlan, cache: Path) -> Path:
+    raw = load_dataset(graph)
+    folder = (cache / f"{Path(raw.name).name}-{content_key(raw, plan)}").absolute()
+    if not (folder / MANIFEST).is_file():
+        partition_to_disk(raw, folder, plan)
+    return folder
+
+
+def _is_part_config(path: Path) -> bool:
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "part-0" in value
+
+
+def _refuse(
+    num_hops: int,
+    num_trainers: int,
+    graph_formats: str | Sequence[str] | None,
+    use_graphbolt: bool,
+    mapping_of_dgl_format: bool,
+) -> None:
+    formats = [graph_formats] if isinstance(graph_formats, str) else list(graph_formats or ["csc"])
+    for wrong, message in (
+        (
+            num_hops != 1,
+            f"num_hops is {num_hops}; leave it at 1, farther neighbours are fetched when asked for",
+        ),
+        (
+            num_trainers != 1,
+            f"num_trainers_per_machine is {num_trainers}; leave it at 1, ranks of a server share its parts",
+        ),
+        (formats != ["csc"], f"graph_formats is {graph_formats!r}; leave it out, only csc is stored"),
+        (use_graphbolt, "use_graphbolt is True; leave it out, there is one format for all strategies"),
+        (mapping_of_dgl_format, "return_mapping goes with format='dglx' only; DGL's files hold orig_id"),
+    ):
+        if wrong:
+            raise ConfigError(message)
+
+
+def _type_weights(balance_ntypes: Tensor | None) -> dict[str, Array]:
+    if balance_ntypes is None:
+        return {}
+    types = torch.as_tensor(balance_ntypes).numpy()
+    return {f"balance_ntypes={value}": (types == value).astype(np.int64) for value in np.unique(types)}
+
+
+def _joined(arrays: Sequence[Array]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))

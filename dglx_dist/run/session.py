@@ -1,0 +1,147 @@
+"""Joining the ranks, and what depends on the strategy that was named there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.cluster.collectives import sum_over_ranks
+from dglx_dist.cluster.session import Session, current_session, start_session
+from dglx_dist.cluster.topology import read_settings
+from dglx_dist.graph import DistGraph
+from dglx_dist.partition import PARTITIONERS, Partitioner
+from dglx_dist.strategies.base import Reduction, Strategy, WrappedModel
+from dglx_dist.strategies.registry import STRATEGIES
+
+
+def init(
+    strategy: str | None = None,
+    *,
+    timeout: float = 300.0,
+    seed: int = 0,
+    backend: str | None = None,
+    **options: object,
+) -> Session:
+    """Join the other ranks that torchrun started; every rank calls it first. One process without torchrun.
+
+    Args:
+        strategy: Name or alias of a strategy; None: DGLX_STRATEGY, else ``data_parallel``.
+        timeout: Seconds that a rank may be silent before the others give up, naming it.
+        seed: Of everything random; the same draws on any number of ranks.
+        backend: Of ``torch.distributed``; None: gloo, and nccl beside it where there is CUDA.
+        options: The strategy's own options.
+
+    Returns:
+        The session; closes by itself at the end of the process, or by :func:`shutdown`, or as a context.
+
+    Raises:
+        UnknownNameError: there is no such strategy; the message has the nearest name.
+        ConfigError: the strategy does not know an option, ranks disagree, or a session is open already.
+        PeerError: ranks are missing after ``timeout``; the message lists them.
+    """
+    # Before anything is opened: a wrong name must not cost a rendezvous.
+    name = STRATEGIES.resolve(strategy or read_settings().strategy or "data_parallel")
+    session = start_session(strategy=name, options=options, timeout_s=timeout, seed=seed, backend=backend)
+    torch.manual_seed(seed)
+    strategy_of(session)
+    return session
+
+
+def shutdown() -> None:
+    """Close the current session, once the other ranks close theirs; every rank calls it, or none."""
+    current_session().close()
+
+
+def strategy_of(session: Session) -> Strategy:
+    """Return the strategy that the session was opened with; it keeps no state of its own.
+
+    Raises:
+        ConfigError: the strategy does not know one of the session's options.
+    """
+    return STRATEGIES.get(session.strategy)(session, session.options)
+
+
+def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -> Any:
+    """Return what yields ``(input_nodes, output_nodes, blocks)`` for the current strategy.
+
+    Every rank must call it, and all get the same number of steps; a rank that is out of seeds gets
+    blocks without destinations.
+
+    Args:
+        g: The distributed graph.
+        indices: (K,) this rank's seeds, as :func:`node_split` gives them; may be empty.
+        graph_sampler: A sampler of ``dgl.dataloading``.
+        options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others; see
+            :class:`dglx_dist.sampling.DataLoader`.
+
+    Raises:
+        ConfigError: an option or sampler that cannot be honoured.
+    """
+    return strategy_of(g.session).loader(g, indices, graph_sampler, **options)
+
+
+DistNodeDataLoader = DataLoader
+"""DGL's name for :func:`DataLoader`."""
+
+
+def wrap(model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
+    """Return ``model`` made to train with the other ranks, as DistributedDataParallel would; collective.
+
+    Build the optimizer afterwards, from the parameters of what comes back.
+
+    Args:
+        model: The same on all ranks; rank 0's weights win.
+        g: The distributed graph that it will see.
+        reduction: What the loss of the loop is over its own targets: their mean, or their sum.
+
+    Raises:
+        ConfigError: the strategy cannot train this model exactly, or the ranks built different ones.
+    """
+    return strategy_of(g.session).wrap(model, g, reduction)
+
+
+def local_device() -> torch.device:
+    """Return the device of this rank: its GPU where there is one, else the CPU."""
+    return current_session().device
+
+
+def reduce_mean(value: float | Tensor, count: int) -> float:
+    """Return the mean over all ranks of means over ``count`` things each; every rank must call it.
+
+    Args:
+        value: This rank's mean; ignored where ``count`` is 0.
+        count: Over how many it was taken, at least 0.
+
+    Returns:
+        The mean over all things of all ranks; NaN when there is none.
+    """
+    weighted = float(value) * count if count else 0.0
+    sums = torch.tensor([weighted, float(count)], dtype=torch.float64)
+    total, number = sum_over_ranks(sums, current_session(), phase="metrics").tolist()
+    return total / number if number else float("nan")
+
+
+def strategies() -> tuple[str, ...]:
+    """Return the names that :func:`init` takes, aliases left out."""
+    return STRATEGIES.names()
+
+
+def register_strategy(name: str) -> Callable[[type[Strategy]], type[Strategy]]:
+    """Return a decorator that makes a subclass of Strategy known as ``name`` in this process.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    return STRATEGIES.register(name)
+
+
+def register_partitioner(name: str) -> Callable[[type[Partitioner]], type[Partitioner]]:
+    """Return a decorator that makes a subclass of Partitioner known as ``name`` in this process.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    return PARTITIONERS.register(name)

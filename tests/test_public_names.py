@@ -1,0 +1,35 @@
+"""What `import dglx_dist as dx` offers."""
+
+import subprocess
+import sys
+
+import pytest
+
+import dglx_dist
+
+
+@pytest.mark.parametrize("name", dglx_dist.__all__)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    assert getattr(dglx_dist, name).__doc__
+
+
+def test_a_wrong_name_is_an_ordinary_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = dglx_dist.no_such_thing
+    assert not hasattr(dglx_dist, "__wrapped__")
+
+
+def test_dir_lists_the_names() -> None:
+    assert set(dglx_dist.__all__) < set(dir(dglx_dist))
+
+
+def test_dgls_name_of_the_loader_is_the_same_thing() -> None:
+    assert dglx_dist.DistNodeDataLoader is dglx_dist.DataLoader
+
+
+def test_importing_loads_neither_dgl_nor_torch() -> None:
+    code = "import sys, dglx_dist; print(sorted({'dgl', 'torch', 'numba'} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
