@@ -54,7 +54,9 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
 
 
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
-    """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row ``target`` has; the last repeat wins.
+    """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row ``target`` has.
+
+    The last of several values for one row stays.
 
     Args:
         rows: (K, *row), C-contiguous.
@@ -126,11 +128,12 @@ def _spread(rows: Array, out: Array, starts: Array, positions: Array, first_slot
 
 @njit(cache=True, nogil=True)
 def _first_outside(ids: Array, count: int) -> int:
-    bad = False
+    num_bad = 0
     # No early exit in the first loop: it then runs on vector registers.
     for k in range(ids.shape[0]):
-        bad |= np.uint64(ids[k]) >= np.uint64(count)
-    if bad:
+        if np.uint64(ids[k]) >= np.uint64(count):
+            num_bad += 1
+    if num_bad:
         for k in range(ids.shape[0]):
             if np.uint64(ids[k]) >= np.uint64(count):
                 return k

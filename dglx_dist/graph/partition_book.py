@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import Ids, as_array, as_ids, check_ids, to_tensor
+from dglx_dist.graph.ids import Ids, as_ids, check_ids, to_tensor
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
+
+K = TypeVar("K", bound=Hashable)
 
 
 class PartitionBook:
-    """Owners and local ids of nodes and edges, computed from range bounds (methods as DGL's RangePartitionBook).
+    """Owners and local ids of nodes and edges from range bounds; methods as DGL's RangePartitionBook.
 
-    A partition is what one server holds. Ids of one type are contiguous per partition. *Homogeneous* ids number
-    the nodes (edges) of all types together: partition by partition, and inside one type by type.
+    A partition is what one server holds. Ids of one type are contiguous per partition. *Homogeneous* ids
+    number the nodes (edges) of all types together: partition by partition, and inside one type by type.
     Answers are (K,) int64 tensors in the order of the (K,) ids asked for.
 
     Args:
@@ -156,19 +159,19 @@ def canonical_etype(etype: str | EdgeType, known: Sequence[EdgeType]) -> EdgeTyp
     raise ConfigError(f"{problem} {etype!r}; give one of the triples {listed}")
 
 
-class _Ranges:
+class _Ranges(Generic[K]):
     """Contiguous ranges of several types over the same partitions."""
 
-    def __init__(self, bounds: Mapping[str, Array] | Mapping[EdgeType, Array], what: str) -> None:
+    def __init__(self, bounds: Mapping[K, Array], what: str) -> None:
         self._what = what
-        self.types: tuple[str | EdgeType, ...] = tuple(bounds)  # type: ignore[assignment]
+        self.types = tuple(bounds)
         self._bounds = {key: np.asarray(value, dtype=np.int64) for key, value in bounds.items()}
         self.num_partitions = len(next(iter(self._bounds.values()))) - 1
         by_partition = np.stack([np.diff(self._bounds[key]) for key in self.types], axis=1)
         # First homogeneous id of each (partition, type), partitions outermost, and the end.
         self._homogeneous = np.concatenate([[0], np.cumsum(by_partition.reshape(-1))])
 
-    def bounds(self, key: str | EdgeType) -> Array:
+    def bounds(self, key: K) -> Array:
         if key not in self._bounds:
             known = ", ".join(map(repr, self.types))
             raise ConfigError(f"there are no {self._what} of type {key!r} (known: {known})")
@@ -179,24 +182,24 @@ class _Ranges:
             (np.diff(bounds) for bounds in self._bounds.values()), np.zeros(self.num_partitions, np.int64)
         )
 
-    def total(self, key: str | EdgeType | None) -> int:
+    def total(self, key: K | None) -> int:
         return int(self._homogeneous[-1] if key is None else self.bounds(key)[-1])
 
-    def owner(self, ids: Ids, key: str | EdgeType) -> Tensor:
+    def owner(self, ids: Ids, key: K) -> Tensor:
         bounds = self.bounds(key)
         asked = as_ids(ids, int(bounds[-1]), f"the {self._what} of type {key!r}")
         return to_tensor(np.searchsorted(bounds, asked, side="right") - 1)
 
-    def ids_of(self, partition: int, key: str | EdgeType) -> Tensor:
+    def ids_of(self, partition: int, key: K) -> Tensor:
         bounds = self.bounds(key)
         self._check_partition(partition)
         return torch.arange(int(bounds[partition]), int(bounds[partition + 1]))
 
-    def local(self, ids: Ids, partition: int, key: str | EdgeType) -> Tensor:
+    def local(self, ids: Ids, partition: int, key: K) -> Tensor:
         bounds = self.bounds(key)
         self._check_partition(partition)
         first, last = int(bounds[partition]), int(bounds[partition + 1])
-        local = np.atleast_1d(as_array(ids)).astype(np.int64) - first  # type: ignore[arg-type]
+        local = as_ids(ids, int(bounds[-1]), f"the {self._what} of type {key!r}") - first
         check_ids(local, last - first, f"partition {partition} (ids counted from its first, {first})")
         return to_tensor(local)
 
@@ -208,7 +211,7 @@ class _Ranges:
         within = asked - self._homogeneous[cell] + first[partition, type_id]
         return to_tensor(type_id), to_tensor(within)
 
-    def join_types(self, ids: Ids, key: str | EdgeType) -> Tensor:
+    def join_types(self, ids: Ids, key: K) -> Tensor:
         bounds = self.bounds(key)
         asked = as_ids(ids, int(bounds[-1]), f"the {self._what} of type {key!r}")
         partition = np.searchsorted(bounds, asked, side="right") - 1

@@ -27,8 +27,9 @@ class Placement:
         servers = self.topology.num_servers
         if self.num_parts < servers:
             raise ConfigError(
-                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers; partition it again "
-                f"with `dglx partition DATA --parts {servers} --out DIR`, or start {self.num_parts} server(s)"
+                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers; partition it "
+                f"again with `dglx partition DATA --parts {servers} --out DIR`, or start "
+                f"{self.num_parts} server(s)"
             )
 
     @cached_property
@@ -59,14 +60,15 @@ class Placement:
         return np.asarray(offsets, dtype=np.int64)[np.searchsorted(self.server_of_part, servers, side="left")]
 
     def node_range(self, server: int, offsets: Array) -> tuple[int, int]:
-        """Return the first id of ``server`` and the one after its last, given the (P + 1,) ``offsets`` of parts."""
+        """Return the first id of ``server`` and the one after its last, from the parts' ``offsets``."""
         bounds = self.server_offsets(offsets)
         return int(bounds[server]), int(bounds[server + 1])
 
     def serving_rank(self, server: int) -> int:
         """Return the rank that this rank asks for rows of ``server``; itself when that is its own server.
 
-        Ranks of one server spread over the ranks of another: local rank i asks local rank i modulo their number.
+        The ranks of one server spread over those of another: local rank i asks local rank i modulo their
+        number.
         """
         if server == self.topology.server:
             return self.topology.rank

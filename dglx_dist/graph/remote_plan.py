@@ -19,9 +19,9 @@ class RemotePlan:
     """
 
     ids: Array
-    """(slots,) int64 distinct remote ids, grouped by server; within one, in the order of first appearance."""
+    """(slots,) int64 distinct remote ids, grouped by server, inside one in order of appearance."""
     server_starts: Array
-    """(S + 1,) int64; the slots of server s are ``server_starts[s]:server_starts[s + 1]``, none for one's own."""
+    """(S + 1,) int64; the slots of server s are ``[s]:[s + 1]``, none for one's own."""
     starts: Array
     """(slots + 1,) int64; slot s is asked for at ``positions[starts[s]:starts[s + 1]]``."""
     positions: Array

@@ -1,0 +1,91 @@
+"""``g.ndata``, ``g.nodes[ntype].data`` and the same for edges: the tensors of one type by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar, final
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.dtypes import torch_dtype
+from dglx_dist.graph.policy import PartitionPolicy
+
+K = TypeVar("K")
+
+
+@final
+class DataView(MutableMapping[str, DistTensor]):
+    """The named tensors that go with the nodes or edges of one type."""
+
+    def __init__(self, policy: PartitionPolicy) -> None:
+        self._policy = policy
+        self._own: dict[str, DistTensor] = {}
+
+    def __getitem__(self, name: str) -> DistTensor:
+        """Return the tensor called ``name``; never collective.
+
+        Raises:
+            KeyError: there is none; the message lists those that exist.
+        """
+        if name in self._own:
+            return self._own[name]
+        key = self._policy.key(name)
+        if not self._policy.store.has(key):
+            known = ", ".join(map(repr, self)) or "none"
+            raise KeyError(f"{self._policy.policy_str} has no tensor {name!r} (known: {known})")
+        info = self._policy.store.column(key).info
+        shape = (self._policy.get_size(), *info.row_shape)
+        return DistTensor(shape, torch_dtype(info.dtype), name, part_policy=self._policy)
+
+    def __setitem__(self, name: str, value: DistTensor) -> None:
+        """Make a tensor that exists known by ``name`` here; call it on every rank that will look it up.
+
+        Raises:
+            ConfigError: ``value`` has another number of rows.
+        """
+        if len(value) != self._policy.get_size():
+            raise ConfigError(
+                f"{self._policy.policy_str} has {self._policy.get_size()} rows, the tensor for {name!r} has "
+                f"{len(value)}"
+            )
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        """Forget ``name`` if it was set here, else free the tensor, which is collective."""
+        if name in self._own:
+            del self._own[name]
+        else:
+            self[name].delete()
+
+    def __iter__(self) -> Iterator[str]:
+        prefix = self._policy.key("")
+        stored = [name[len(prefix) :] for name in self._policy.store.names() if name.startswith(prefix)]
+        return iter(dict.fromkeys([*stored, *self._own]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@final
+@dataclass(frozen=True)
+class TypeView:
+    """What ``g.nodes[ntype]`` and ``g.edges[etype]`` are: ``.data`` holds the tensors."""
+
+    data: DataView
+
+
+@final
+class TypedViews(Generic[K]):
+    """``g.nodes`` and ``g.edges``."""
+
+    def __init__(self, view_of: Callable[[K], DataView]) -> None:
+        self._view_of = view_of
+
+    def __getitem__(self, key: K) -> TypeView:
+        """Return the view of one type.
+
+        Raises:
+            ConfigError: there is no such type.
+        """
+        return TypeView(self._view_of(key))
