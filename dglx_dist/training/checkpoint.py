@@ -192,13 +192,26 @@ def load(
     )
 
 
+def exists(folder: str | Path) -> bool:
+    """Whether ``folder`` has a complete checkpoint, as rank 0 sees it; every rank must call it."""
+    return bool(broadcast_json(_newest(Path(folder)) is not None, current_session()))
+
+
 def latest(folder: str | Path) -> Path:
     """Return the newest complete checkpoint in ``folder``, or ``folder`` itself if it is one.
 
     Raises:
         CheckpointError: there is none.
     """
-    folder = Path(folder)
+    found = _newest(Path(folder))
+    if found is None:
+        raise CheckpointError(
+            f"there is no complete checkpoint in {folder}; save one first, or start without resuming"
+        )
+    return found
+
+
+def _newest(folder: Path) -> Path | None:
     if (folder / STATE_NAME).is_file():
         return folder
     found = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -207,11 +220,7 @@ def latest(folder: str | Path) -> Path:
         for path in found
         if (match := _FOLDER.fullmatch(path.name)) and (path / STATE_NAME).is_file()
     ]
-    if not complete:
-        raise CheckpointError(
-            f"there is no complete checkpoint in {folder}; save one first, or start without resuming"
-        )
-    return max(complete)[1]
+    return max(complete)[1] if complete else None
 
 
 def _publish(temporary: Path, final: Path) -> None:

@@ -1,0 +1,140 @@
+"""One epoch of training, and what it cost over all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.cluster.session import Session
+from dglx_dist.records import EpochRecord
+from dglx_dist.sampling.loader import LoaderTimes
+from dglx_dist.strategies.base import WrappedModel
+
+LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(B, C) scores and (B,) labels to the mean loss over the B rows; B may be 0, the result then does not count."""
+
+
+class TrainingLoader(Protocol):
+    """What :func:`train_epoch` iterates over."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Any: ...
+    def times(self, *, reset: bool = False) -> LoaderTimes:
+        """Seconds since the last reset."""
+        ...
+
+    def state_dict(self) -> Any:
+        """Position, JSON values."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on at a position."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step needs; names of the node data that the loader attaches to its blocks."""
+
+    model: WrappedModel
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction
+    feature: str
+    label: str
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    loss: float = 0.0
+    correct: int = 0
+    targets: int = 0
+
+
+def train_epoch(
+    step: Step, loader: TrainingLoader, session: Session, epoch: int, after_step: Callable[[], None]
+) -> EpochRecord:
+    """Train one epoch and return its record, without a validation accuracy; every rank must call it.
+
+    Args:
+        step: What to train with.
+        loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached.
+        session: The run.
+        epoch: Number in the record.
+        after_step: Called after each step, for progress.
+    """
+    step.model.train()
+    loader.times(reset=True)
+    step.model.exchange_seconds(reset=True)
+    counted = session.ledger.snapshot()
+    sums = _Sums()
+    begin = time.perf_counter()
+    for _, _, blocks in loader:
+        _train_step(step, blocks, sums)
+        after_step()
+    seconds = time.perf_counter() - begin
+    rows = session.ledger.since(counted)
+    times = loader.times()
+    exchange_s = step.model.exchange_seconds()
+    mine = {
+        "loss": sums.loss,
+        "correct": sums.correct,
+        "targets": sums.targets,
+        "inside": sum(row.num_bytes for row in rows if row.inside),
+        "outside": sum(row.num_bytes for row in rows if not row.inside),
+        "seconds": seconds,
+        "sample_s": times.sample_s,
+        "fetch_s": times.fetch_s,
+        "wait_s": times.wait_s,
+        "exchange_s": exchange_s,
+        "compute_s": max(0.0, seconds - times.wait_s - exchange_s),
+    }
+    return _over_ranks([row for row in gather_json(mine, session) if isinstance(row, dict)], epoch)
+
+
+def _train_step(step: Step, blocks: list[Any], sums: _Sums) -> None:
+    labels = blocks[-1].dstdata[step.label]
+    scores = step.model(blocks, blocks[0].srcdata[step.feature])
+    loss = step.loss(scores, labels)
+    step.optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    step.optimizer.step()
+    if len(labels):
+        # The mean over no targets is nan, which would spoil the sum.
+        sums.loss += float(loss.detach()) * len(labels)
+        sums.correct += int((scores.detach().argmax(1) == labels).sum())
+        sums.targets += len(labels)
+
+
+def _over_ranks(ranks: Iterable[dict[str, Any]], epoch: int) -> EpochRecord:
+    """Sum counts and bytes, and take the slowest rank's times."""
+    ranks = list(ranks)
+
+    def total(name: str) -> Any:
+        return sum(row[name] for row in ranks)
+
+    def slowest(name: str) -> float:
+        return max(row[name] for row in ranks)
+
+    targets = total("targets")
+    return EpochRecord(
+        epoch=epoch,
+        loss=total("loss") / targets if targets else math.nan,
+        train_accuracy=total("correct") / targets if targets else math.nan,
+        val_accuracy=None,
+        seconds=slowest("seconds"),
+        num_samples=targets,
+        sample_s=slowest("sample_s"),
+        fetch_s=slowest("fetch_s"),
+        wait_s=slowest("wait_s"),
+        compute_s=slowest("compute_s"),
+        exchange_s=slowest("exchange_s"),
+        bytes_inside=total("inside"),
+        bytes_outside=total("outside"),
+    )

@@ -1,0 +1,243 @@
+"""The training loop for those who want none: epochs, evaluation, early stop, checkpoints, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.progress import progress
+from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
+from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.training import checkpoint
+from dglx_dist.training.epoch import LossFunction, Step, TrainingLoader, train_epoch
+from dglx_dist.training.evaluate import evaluate
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+Callback = Callable[[EpochRecord], None]
+"""Called on every rank after each epoch with the same record."""
+
+_TRAIN, _VALIDATION, _TEST = SPLITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """How long and how to train."""
+
+    epochs: int = 10
+    """Epochs of the whole run, those before a resume included."""
+    eval_every: int = 1
+    """Evaluate exactly after so many epochs, and after the last; 0: only after the last."""
+    patience: int | None = None
+    """Stop after so many evaluations without a better validation accuracy; None: never."""
+    checkpoint_folder: str | Path | None = None
+    """Where checkpoints lie, seen by all ranks; None: none are saved."""
+    checkpoint_every: int = 1
+    """Save after so many epochs, and after the last."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the folder; start afresh when there is none."""
+    feature: str = FEATURE
+    label: str = LABEL
+    loss: LossFunction = cross_entropy
+    eval_batch_size: int = 4096
+    num_layers: int | None = None
+    """For models without ``inference_layers()``: see :func:`dglx_dist.training.evaluate.evaluate`."""
+    show_progress: bool = True
+    """On rank 0, on standard error."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("eval_every", 0), ("checkpoint_every", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.patience is not None and (self.patience < 1 or self.eval_every == 0):
+            raise ConfigError(
+                f"patience={self.patience} counts evaluations; it must be at least 1, and eval_every too"
+            )
+        if self.resume and self.checkpoint_folder is None:
+            raise ConfigError("resume needs checkpoint_folder; say where the checkpoints lie")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What :func:`train` did, equal on every rank."""
+
+    epochs: list[EpochRecord] = field(default_factory=list)
+    """Those of this call, without the ones before a resume."""
+    accuracy: dict[str, float] = field(default_factory=dict)
+    """Mask to exact accuracy after the last epoch."""
+    best_epoch: int | None = None
+    """Of the highest validation accuracy; None when there was no evaluation."""
+    best_val_accuracy: float | None = None
+    first_epoch: int = 0
+    """Above 0 after a resume."""
+    stopped_early: bool = False
+
+    @property
+    def val_accuracy(self) -> float | None:
+        """After the last epoch."""
+        return self.accuracy.get(_VALIDATION)
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """After the last epoch."""
+        return self.accuracy.get(_TEST)
+
+
+def train(
+    model: WrappedModel,
+    loader: TrainingLoader,
+    optimizer: torch.optim.Optimizer,
+    g: DistGraph,
+    config: FitConfig | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+) -> FitResult:
+    """Train ``model`` and evaluate it exactly; every rank must call it.
+
+    A resumed run ends with the weights, to the last bit, of one that was never interrupted, when it runs on
+    as many ranks.
+
+    Args:
+        model: What ``wrap`` returned.
+        loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached.
+        optimizer: Over the wrapped model's parameters.
+        g: The graph that the loader samples; evaluated where it has masks.
+        config: How; defaults when not given.
+        callbacks: Called after each epoch.
+
+    Raises:
+        ConfigError: the loader attaches no features or labels, or the model cannot be evaluated exactly.
+        CheckpointError: the checkpoint to resume from does not match.
+    """
+    config = config or FitConfig()
+    run = _Run(model, loader, optimizer, g, config)
+    run.resume()
+    description = f"training {run.first_epoch} to {config.epochs} epochs"
+    steps = len(loader) * (config.epochs - run.first_epoch)
+    enabled = config.show_progress and g.session.topology.rank == 0
+    with progress(description, steps, enabled=enabled) as advance:
+        for epoch in range(run.first_epoch, config.epochs):
+            record = run.epoch(epoch, lambda: advance(1))
+            for callback in callbacks:
+                callback(record)
+            if run.stopped_early:
+                break
+    return run.result()
+
+
+class _Run:
+    """The state of one call of :func:`train`."""
+
+    def __init__(
+        self,
+        model: WrappedModel,
+        loader: TrainingLoader,
+        optimizer: torch.optim.Optimizer,
+        g: DistGraph,
+        config: FitConfig,
+    ) -> None:
+        self._model, self._loader, self._optimizer, self._g = model, loader, optimizer, g
+        self._config = config
+        self._session: Session = g.session
+        self._step = Step(
+            model=model, optimizer=optimizer, loss=config.loss, feature=config.feature, label=config.label
+        )
+        self.first_epoch = 0
+        self.stopped_early = False
+        self._records: list[EpochRecord] = []
+        self._accuracy: dict[str, float] = {}
+        self._best: tuple[int, float] | None = None
+        self._evaluations_since_best = 0
+
+    def resume(self) -> None:
+        """Load the newest checkpoint, if asked to and there is one."""
+        folder = self._config.checkpoint_folder
+        if not self._config.resume or folder is None or not checkpoint.exists(folder):
+            return
+        resumed = checkpoint.load(
+            folder,
+            model=self._model,
+            optimizer=self._optimizer,
+            loader=self._loader,
+            dataset=_facts(self._g),
+        )
+        self.first_epoch = resumed.epoch
+        best = resumed.extra.get("best")
+        self._best = (int(best[0]), float(best[1])) if best else None
+        self._evaluations_since_best = int(resumed.extra.get("evaluations_since_best", 0))
+        self._accuracy = {str(name): float(value) for name, value in resumed.extra["accuracy"].items()}
+
+    def epoch(self, epoch: int, after_step: Callable[[], None]) -> EpochRecord:
+        """Train, evaluate and save one epoch."""
+        config = self._config
+        record = train_epoch(self._step, self._loader, self._session, epoch, after_step)
+        last = epoch + 1 == config.epochs
+        if last or (config.eval_every and (epoch + 1) % config.eval_every == 0):
+            record = self._evaluate(record)
+        self._records.append(record)
+        last = last or self.stopped_early
+        if config.checkpoint_folder is not None and (last or (epoch + 1) % config.checkpoint_every == 0):
+            self._save(epoch + 1)
+        return record
+
+    def result(self) -> FitResult:
+        """Return what was done."""
+        return FitResult(
+            epochs=self._records,
+            accuracy=self._accuracy,
+            best_epoch=self._best[0] if self._best else None,
+            best_val_accuracy=self._best[1] if self._best else None,
+            first_epoch=self.first_epoch,
+            stopped_early=self.stopped_early,
+        )
+
+    def _evaluate(self, record: EpochRecord) -> EpochRecord:
+        config = self._config
+        self._accuracy = evaluate(
+            self._model,
+            self._g,
+            feature=config.feature,
+            label=config.label,
+            batch_size=config.eval_batch_size,
+            num_layers=config.num_layers,
+        )
+        validation = self._accuracy.get(_VALIDATION)
+        if validation is None:
+            return record
+        if self._best is None or validation > self._best[1]:
+            self._best, self._evaluations_since_best = (record.epoch, validation), 0
+        else:
+            self._evaluations_since_best += 1
+            self.stopped_early = (
+                config.patience is not None and self._evaluations_since_best >= config.patience
+            )
+        return replace(record, val_accuracy=validation)
+
+    def _save(self, next_epoch: int) -> None:
+        assert self._config.checkpoint_folder is not None
+        checkpoint.save(
+            self._config.checkpoint_folder,
+            model=self._model,
+            optimizer=self._optimizer,
+            loader=self._loader,
+            epoch=next_epoch,
+            extra={
+                "best": self._best,
+                "evaluations_since_best": self._evaluations_since_best,
+                "accuracy": self._accuracy,
+            },
+            dataset=_facts(self._g),
+        )
+
+
+def _facts(g: DistGraph) -> dict[str, object]:
+    """What must be equal between the graph of a checkpoint and that of the run that loads it."""
+    return {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()}
