@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int, debug: bo
     ]
     environment = rank_environment(ranks, ranks_per_server=ranks // servers)
     process = subprocess.Popen(command, env=environment)
+    # Whoever ends this command means its ranks too.
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         return process.wait()
     except KeyboardInterrupt:

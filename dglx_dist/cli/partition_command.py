@@ -17,7 +17,8 @@ def partition(  # noqa: PLR0913  # one argument per option
         typer.Argument(
             metavar="DATA",
             help="`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` file, a `.bin` of "
-            "saved DGL graphs, a folder or `.json` of CSV / Parquet tables, `dgl:CoraGraphDataset`, `ogb:ogbn-arxiv`.",
+            "saved DGL graphs, a folder or `.json` of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
+            "`ogb:ogbn-arxiv`.",
         ),
     ],
     parts: Annotated[int, typer.Option(help="Number of parts; independent of ranks and servers.")] = 2,

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run.run(run.parse_args(list(arguments)))
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         rank, failure = first_failure(error.failures)
         Console(stderr=True).print(describe(rank, failure), style="red", highlight=False, markup=False)
@@ -61,7 +64,8 @@ def exit_code(failure: ProcessFailure) -> int:
 
 
 def _recorded(failure: ProcessFailure) -> str:
-    message = failure.error_file_data.get("message", "")
+    # Torch fills in this word when the rank left no file.
+    message = failure.error_file_data.get("message", "") if failure.error_file != "<N/A>" else ""
     return str(message["message"] if isinstance(message, dict) else message)
 
 

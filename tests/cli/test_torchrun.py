@@ -1,0 +1,55 @@
+"""Which failure a user is told of; processes that fail are in test_cli.py."""
+
+import json
+import signal
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from dglx_dist.cli.torchrun import describe, exit_code, first_failure
+
+
+def failed(folder: Path, rank: int, message: str, second: int, code: int = 2) -> ProcessFailure:
+    file = folder / f"{rank}.json"
+    extra = {"timestamp": str(second), "py_callstack": ""}
+    file.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file=str(file))
+
+
+def killed(rank: int) -> ProcessFailure:
+    return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=-signal.SIGKILL, error_file="none")
+
+
+def test_the_earliest_counts(tmp_path: Path) -> None:
+    failures = {
+        0: failed(tmp_path, 0, "DatasetError: late", 20),
+        1: failed(tmp_path, 1, "ConfigError: early", 10),
+    }
+    rank, failure = first_failure(failures)
+    assert describe(rank, failure) == "rank 1 failed: ConfigError: early"
+    assert exit_code(failure) == 2
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
+    failures = {
+        0: failed(tmp_path, 0, "PeerError: rank 1 is gone", 10),
+        1: failed(tmp_path, 1, "ValueError: bad", 10),
+    }
+    assert first_failure(failures)[0] == 1
+
+
+def test_a_kill_outranks_its_consequence(tmp_path: Path) -> None:
+    rank, failure = first_failure({0: failed(tmp_path, 0, "PeerError: rank 1 is gone", 10), 1: killed(1)})
+    assert rank == 1
+    assert "SIGKILL" in describe(rank, failure)
+    assert exit_code(failure) == 137
+
+
+def test_a_peer_error_alone_is_told(tmp_path: Path) -> None:
+    rank, failure = first_failure({0: failed(tmp_path, 0, "PeerError: rank 3 is gone", 10)})
+    assert describe(rank, failure) == "rank 0 failed: PeerError: rank 3 is gone"
+
+
+def test_a_rank_that_left_no_message_is_named_with_its_code() -> None:
+    silent = ProcessFailure(local_rank=0, pid=100, exitcode=3, error_file="none")
+    assert "rank 4 (process 100) ended with exit code 3" in describe(4, silent)
