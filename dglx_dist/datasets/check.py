@@ -54,17 +54,17 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
         check_unique(user_ids, "id", here)
 
 
-def check_ids(ids: Array, num_nodes: int, column: str, where: str) -> None:
-    """Raise DatasetError unless ``ids`` is (K,) of integers in [0, num_nodes)."""
+def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node id") -> None:
+    """Raise DatasetError unless ``ids`` is (K,) of integers in [0, end); ``what`` is one of them."""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DatasetError(
             f"{where}: column {column!r} must hold one whole number a row; it is {ids.dtype} of "
             f"shape {ids.shape}"
         )
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= num_nodes):
-        row = _first((ids < 0) | (ids >= num_nodes))
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
+        row = _first((ids < 0) | (ids >= end))
         raise DatasetError(
-            f"{where}: column {column!r}, row {row}: node id {ids[row]} is outside 0..{num_nodes - 1}"
+            f"{where}: column {column!r}, row {row}: {what} {ids[row]} is outside 0..{end - 1}"
         )
 
 

@@ -149,7 +149,7 @@ def _by_relation(
 ) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
     if names is None:
         names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
-    check_ids(relation, len(names), "relation of an edge", where)
+    check_ids(relation, len(names), "rel or etype", where, what="relation")
     _same_length(source_ids, relation, where)
     # One stable sort puts each relation's edges together without changing their order.
     order = np.argsort(relation, kind="stable")

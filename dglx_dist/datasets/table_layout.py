@@ -1,4 +1,21 @@
-"""Which tables make a graph: by the names in a folder, or by a JSON description."""
+"""Which tables make a graph: by the names in a folder, or by a JSON description.
+
+A description, with every setting that it may have (only ``edges`` and each ``file`` are needed)::
+
+    {
+      "name": "shop",
+      "nodes": {
+        "user": {"file": "users.csv", "id": "user_id", "label": "segment", "classes": 5,
+                 "split": "use", "features": ["age", "income"], "ignore": ["city"]}
+      },
+      "edges": {
+        "user:buys:item": {"file": "buys.parquet", "source": "user", "destination": "item",
+                           "split": "use", "features": ["price"], "ignore": ["day"]}
+      }
+    }
+
+A graph of one type writes ``_N`` and ``_N:_E:_N``.
+"""
 
 from __future__ import annotations
 

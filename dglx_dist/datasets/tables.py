@@ -42,7 +42,7 @@ class TablesSource(DatasetSource):
     strings are numbered in alphabetical order), ``split`` train, val or test, ``feat`` lists or
     ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids. Every other
     column is kept under its own name and must hold numbers. A description says the same with other
-    names: see docs. Ids other than 0..N-1 in order are kept in ``user_ids``.
+    names: see ``table_layout``. Ids other than 0..N-1 in order are kept in ``user_ids``.
 
     Option ``ignore``: columns to leave out, separated by commas.
     """
