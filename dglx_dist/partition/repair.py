@@ -12,7 +12,8 @@ from dglx_dist.partition.weights import BalanceWeights
 from dglx_dist.records import Array
 
 LOG = logging.getLogger(__name__)
-MAX_PASSES = 8
+MAX_PASSES = 12
+EPSILON = 1e-12
 
 
 def settle(
@@ -46,13 +47,22 @@ def settle(
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:
-    """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved from heavy parts to where room is."""
+    """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved from heavy parts to where room is.
+
+    A move must lower the total excess, each constraint measured in its own total. One constraint may
+    thus push another a little over, which a later move of another node mends: that is how two nodes
+    change places.
+    """
     part = part_of_node.copy()
-    matrix, loads, room = weights.matrix(), weights.loads(part), weights.capacities()
+    loads, room = weights.loads(part), weights.capacities()
+    totals = np.maximum(loads.sum(axis=1), 1.0)
+    matrix = weights.matrix() / totals
+    loads /= totals[:, None]
+    room /= totals[:, None]
     for attempt in range(MAX_PASSES):
-        # First only nodes that lose nothing, then twice as much each time, at last anything.
-        allowed_loss = np.int64(2**attempt - 1) if attempt < MAX_PASSES - 1 else np.int64(2**62)
-        _move(graph.indptr, graph.indices, matrix, loads, room, part, allowed_loss)
+        # First only nodes that lose no neighbour, then twice as many each time, at last any number.
+        allowed_loss = 2**attempt - 1 if attempt < MAX_PASSES // 2 else 2**62
+        _move(graph.indptr, graph.indices, matrix, loads, room, part, np.int64(allowed_loss))
         if (loads <= room * (1 + 1e-9)).all():
             break
     return part
@@ -86,39 +96,37 @@ def _deal(matrix: Array, room: Array) -> Array:
 
 @njit(cache=True, nogil=True)
 def _move(
-    indptr: Array,
-    indices: Array,
-    matrix: Array,
-    loads: Array,
-    room: Array,
-    part: Array,
-    allowed_loss: int,
+    indptr: Array, indices: Array, matrix: Array, loads: Array, room: Array, part: Array, allowed_loss: int
 ) -> None:
-    num_constraints, num_parts = loads.shape
+    num_parts = loads.shape[1]
     links = np.zeros(num_parts, dtype=np.int64)
     for u in range(len(part)):
         home = part[u]
-        helps = False
-        for c in range(num_constraints):
-            if matrix[u, c] > 0 and loads[c, home] > room[c, home]:
-                helps = True
-        if not helps:
+        relief = _excess(loads[:, home], room[:, home], matrix[u], 0.0)
+        relief -= _excess(loads[:, home], room[:, home], matrix[u], -1.0)
+        if relief <= EPSILON:
             continue
         links[:] = 0
         for e in range(indptr[u], indptr[u + 1]):
             links[part[indices[e]]] += 1
-        best, best_links, best_fill = -1, np.int64(-1), 0.0
+        best, best_links, best_burden = -1, np.int64(-1), 0.0
         for p in range(num_parts):
-            fits, fill = p != home, 0.0
-            for c in range(num_constraints):
-                load = loads[c, p] + matrix[u, c]
-                if matrix[u, c] > 0 and load > room[c, p]:
-                    fits = False
-                fill = max(fill, load / max(room[c, p], 1.0))
-            if fits and (links[p] > best_links or (links[p] == best_links and fill < best_fill)):
-                best, best_links, best_fill = p, links[p], fill
+            burden = _excess(loads[:, p], room[:, p], matrix[u], 1.0)
+            burden -= _excess(loads[:, p], room[:, p], matrix[u], 0.0)
+            if p == home or burden > relief - EPSILON:
+                continue
+            if links[p] > best_links or (links[p] == best_links and burden < best_burden):
+                best, best_links, best_burden = p, links[p], burden
         if best >= 0 and links[home] - best_links <= allowed_loss:
             part[u] = best
-            for c in range(num_constraints):
-                loads[c, home] -= matrix[u, c]
-                loads[c, best] += matrix[u, c]
+            loads[:, home] -= matrix[u]
+            loads[:, best] += matrix[u]
+
+
+@njit(cache=True, nogil=True)
+def _excess(load: Array, room: Array, weight: Array, sign: float) -> float:
+    """Return by how much a part exceeds its room over all constraints, with the node taken out or put in."""
+    excess = 0.0
+    for c in range(len(load)):
+        excess += max(load[c] + sign * weight[c] - room[c], 0.0)
+    return excess
