@@ -27,8 +27,8 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
 
     Parts and node ids stay: new ids are DGL's per-type global ids. Edge ids follow our order;
     ``original_edge_ids`` are DGL's per-type global edge ids. Ids of ``orig_nids.dgl``, where it lies beside
-    ``graph.dgl``, become the user's ids. DGL keeps booleans as uint8, so uint8 columns named ``*mask`` are taken for
-    booleans. The whole graph is held in memory. Called by one process.
+    ``graph.dgl``, become the user's ids. DGL keeps booleans as uint8, so uint8 columns named ``*mask`` are
+    taken for booleans. The whole graph is held in memory. Called by one process.
 
     Args:
         part_config: DGL's JSON file.
