@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import CheckpointError, ConfigError
-from dglx_dist.graph import DistGraph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.records import NODE_TYPE, Array
 from dglx_dist.sampling.ahead import run_ahead
@@ -26,6 +25,9 @@ from dglx_dist.sampling.opening import open_maker
 from dglx_dist.sampling.options import read_options, whole_number
 from dglx_dist.sampling.rng import hash_ids, stream_key
 from dglx_dist.sampling.schedule import Schedule, epoch_order
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
 
 Batch: TypeAlias = tuple[Tensor, Tensor, list[DGLBlock]]
 """(input node ids, output node ids, blocks with the input-most first)."""

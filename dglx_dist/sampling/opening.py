@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from numba import njit
 
 from dglx_dist.cluster.collectives import broadcast_json
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistGraph
 from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.ids import as_ids
 from dglx_dist.graph.structure import Structure
@@ -31,6 +30,9 @@ from dglx_dist.sampling.options import LoaderOptions
 from dglx_dist.sampling.pick import Rule
 from dglx_dist.sampling.remote import RemoteSource, csc_of, keyed_draw
 from dglx_dist.sampling.source import WholeSource
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
 
 _SPARE_BUFFERS = 2
 """Beside the batches made ahead: the one the training loop holds, and the one its backward pass holds."""
@@ -51,8 +53,8 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
-                f"exclude= cannot be passed into {type(sampler).__qualname__}'s own code; use NeighborSampler, "
-                "or leave the edges out in the sampler"
+                f"exclude= cannot be passed into {type(sampler).__qualname__}'s own code; use "
+                "NeighborSampler, or leave the edges out in the sampler"
             )
         return SamplerMaker(lambda seeds: _own_code(sampler, g, seeds), g.kvstore, columns)
     structure = g.structure(g.canonical_etypes[0])

@@ -41,7 +41,7 @@ class LoaderOptions:
     device: torch.device | str | None = None
     """Where batches shall be; None: the session's device."""
     exclude: Tensor | Array | None = None
-    """(X,) ids of edges that are never drawn; the same on all ranks if servers hold parts of the structure."""
+    """(X,) ids of edges that are never drawn; on all ranks the same if servers hold parts of the graph."""
 
 
 def read_options(options: Mapping[str, Any]) -> LoaderOptions:

@@ -27,9 +27,14 @@ def mix(state: np.uint64) -> np.uint64:
     return word ^ (word >> np.uint64(31))
 
 
-@njit(cache=True, nogil=True)
 def stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
     """Return the key of all draws of one hop (0 is the one at the seeds) of one epoch."""
+    # Compiled code hands 64-bit words back as Python integers, which it would not take again.
+    return np.uint64(_stream_key(seed, epoch, hop))
+
+
+@njit(cache=True, nogil=True)
+def _stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
     return mix(mix(mix(np.uint64(seed)) ^ np.uint64(epoch)) ^ np.uint64(hop))
 
 
