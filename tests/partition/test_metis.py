@@ -89,7 +89,7 @@ def test_communication_volume_is_what_vol_minimises() -> None:
 
 
 def test_an_impossible_balance_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """Two parts of the sets of a Hadamard matrix of order 32 differ by at least (sqrt(32) - 1) / 2 > 2 in one.
+    """In some set of a Hadamard matrix of order 32 the two parts differ by (sqrt(32) - 1) / 2 > 2 or more.
 
     A set has 16 of the 32 nodes, so its parts may hold 9 and 7, which differ by 2.
     """

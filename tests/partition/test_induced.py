@@ -1,0 +1,23 @@
+import numpy as np
+
+from dglx_dist.partition.induced import induced_graph
+from dglx_dist.records import SparseRows
+from tests.partition.graphs import AUTHORS_AND_PAPERS, homogeneous
+
+
+def test_edges_among_the_chosen_nodes_remain() -> None:
+    # Keep author 0, papers 0 and 2: writes 0 -> 0, cites 2 -> 0 (now 1 -> 0).
+    piece = induced_graph(AUTHORS_AND_PAPERS, np.array([0, 2, 4]), ("nodes",))
+    assert piece.num_nodes == {"author": 1, "paper": 2, "venue": 0}
+    ends = {t[1]: (src.tolist(), dst.tolist()) for t, (src, dst) in piece.edges.items()}
+    assert ends == {"writes": ([0], [0]), "cites": ([1], [0])}
+
+
+def test_only_the_columns_that_are_weighed_are_copied() -> None:
+    features = SparseRows(
+        indptr=np.zeros(4, int), indices=np.zeros(0, int), values=np.zeros(0), num_columns=2
+    )
+    graph = homogeneous(3, [], train_mask=np.array([True, False, True]), feat=features, cost=np.arange(3))
+    piece = induced_graph(graph, np.array([1, 2]), ("train",))
+    assert list(piece.node_data["_N"]) == ["train_mask"]
+    assert piece.node_data["_N"]["train_mask"].tolist() == [False, True]
