@@ -1,1 +1,8 @@
 """The partitioned graph as a program sees it: structure, tensors, ownership and splits."""
+
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.partition_book import PartitionBook
+from dglx_dist.graph.split import edge_split, node_split
+
+__all__ = ["DistGraph", "DistTensor", "PartitionBook", "edge_split", "node_split"]

@@ -73,7 +73,7 @@ class DistTensor:
         self.part_policy = policy
         self.persistent = persistent
         self._name = f"unnamed-{policy.store.next_number()}" if name is None else name
-        self._key = policy.key(self._name) if is_gdata else f"{policy.policy_str}~private~{self._name}"
+        self._key = policy.key(self._name) if is_gdata else policy.hidden_key(self._name)
         if policy.store.has(self._key):
             self._check_attach(shape, dtype, attach)
         else:

@@ -55,6 +55,10 @@ class PartitionPolicy:
         """Return the name under which the store knows the tensor that users call ``name``."""
         return f"{self.policy_str}~{name}"
 
+    def hidden_key(self, name: str) -> str:
+        """Return a name for the store that ``g.nodes[...].data`` does not show."""
+        return f"hidden~{self.policy_str}~{name}"
+
 
 def type_text(type_name: str | EdgeType) -> str:
     """Return a node type as it is, an edge type joined by colons."""

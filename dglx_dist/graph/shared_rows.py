@@ -16,7 +16,7 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import barrier, gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
+from dglx_dist.graph.dtypes import numpy_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo
 from dglx_dist.storage.columns import numpy_dtype
 

@@ -9,6 +9,7 @@ from typing import final
 import numpy as np
 
 from dglx_dist.cluster.rpc import Pending
+from dglx_dist.cluster.serve import Handler
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.in_edges import (
@@ -70,6 +71,10 @@ class Structure(ABC):
     def ask(self, op: str, nodes: Array, parameters: str = "", *, layer: int = 0) -> InEdges:
         """Return in-edges of the (K,) int64 ``nodes``; as :meth:`submit`, and waits."""
         return self.submit(op, nodes, parameters, layer=layer).result()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Answer other ranks no more: a barrier belongs before it."""
 
     @abstractmethod
     def in_degrees(self, nodes: Array) -> Array:
@@ -144,6 +149,9 @@ class ReplicatedStructure(Structure):
         draw = self._local.draw_of(op)
         return PendingInEdges(nodes, lambda: self._local.pieces(draw, nodes, parameters))
 
+    def close(self) -> None:
+        """Nothing to do: nobody is answered."""
+
     def in_degrees(self, nodes: Array) -> Array:
         """See :meth:`Structure.in_degrees`."""
         return self._local.in_degrees(nodes)[0]
@@ -191,6 +199,7 @@ class PartitionedStructure(Structure):
         self._placement = placement
         self._label = f"{label}.{':'.join(etype)}"
         self._local = _LocalShards(shards, num_sources)
+        self._ops: list[str] = []
         self._serve_draw("in_edges")
         for op, compute in (
             ("in_degrees", self._local.in_degrees),
@@ -228,6 +237,12 @@ class PartitionedStructure(Structure):
             for call in requests_of(plan, self._placement)
         ]
         return PendingInEdges(nodes, lambda: self._local.pieces(draw, nodes, parameters), plan, calls)
+
+    def close(self) -> None:
+        """See :meth:`Structure.close`."""
+        for op in self._ops:
+            self._session.rpc.unregister(op)
+        self._ops.clear()
 
     def in_degrees(self, nodes: Array) -> Array:
         """See :meth:`Structure.in_degrees`; asks the owners."""
@@ -270,10 +285,14 @@ class PartitionedStructure(Structure):
                 raise IndexError(f"server {own} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
             return to_wire(nodes, join_pieces(len(nodes), self._local.pieces(draw, nodes, parameters)))
 
-        self._session.rpc.register(self._op(op), answer)
+        self._register(op, answer)
 
     def _serve_compute(self, op: str, compute: Callable[[Array], Sequence[Array]]) -> None:
-        self._session.rpc.register(self._op(op), lambda _, arrays: compute(arrays[0]))
+        self._register(op, lambda _, arrays: compute(arrays[0]))
+
+    def _register(self, op: str, handler: Handler) -> None:
+        self._session.rpc.register(self._op(op), handler)
+        self._ops.append(self._op(op))
 
 
 class _LocalShards:

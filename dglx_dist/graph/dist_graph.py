@@ -1,0 +1,416 @@
+"""A partitioned graph as every rank sees it: all of it, wherever it lies."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import barrier, broadcast_json
+from dglx_dist.cluster.session import Session, current_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dataset_columns import (
+    ORIGINAL_IDS,
+    USER_IDS,
+    add_columns,
+    book_of,
+    edge_policies,
+    node_policies,
+    text_ids,
+)
+from dglx_dist.graph.dist_tensor import GRAPH, DistTensor
+from dglx_dist.graph.ids import Ids, as_ids, to_tensor
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.neighbors import NO_IDS, DrawRule, as_dgl_graph, by_type, draw_in_edges, serve_uniform
+from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
+from dglx_dist.graph.partition_book import PartitionBook, canonical_etype
+from dglx_dist.graph.placement import Placement
+from dglx_dist.graph.policy import PartitionPolicy
+from dglx_dist.graph.shared_rows import InitRows
+from dglx_dist.graph.structure import Structure
+from dglx_dist.graph.views import DataView, TypedViews
+from dglx_dist.records import Array, EdgeType
+from dglx_dist.storage.reader import StoredDataset
+from dglx_dist.storage.verify import Verify
+
+if TYPE_CHECKING:
+    import dgl
+
+
+@final
+class DistGraph:
+    """A partitioned dataset, opened by all ranks together; afterwards any rank may use it alone, at any time.
+
+    Ids are those of the dataset: contiguous per (type, part). :meth:`orig_ids` leads back to the source's.
+    It is not a DGLGraph, but DGL's samplers take it: they call :meth:`sample_neighbors`.
+
+    Args:
+        folder: What ``dglx partition`` wrote.
+        part_config: Instead of it DGL's own JSON file, imported once into ``<name>.dglx`` beside it.
+        structure: ``replicated``: every server maps the in-edges of the whole graph; ``partitioned``: those
+            of its own parts, and asks for the others; ``auto``: replicated when all parts are on every machine
+            and the structure takes at most half the free memory.
+        verify: Whether files are compared with their checksums, see ``open_dataset``.
+        session: None: the current one.
+
+    Raises:
+        ConfigError: no session; both or none of ``folder`` and ``part_config``; fewer parts than servers.
+        StorageError: on all ranks, when the dataset cannot be opened on one of them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        part_config: str | Path | None = None,
+        structure: StructureMode = "auto",
+        verify: Verify = "auto",
+        session: Session | None = None,
+    ) -> None:
+        if (folder is None) == (part_config is None):
+            raise ConfigError(
+                "give DistGraph either the folder of a partitioned dataset or part_config=, DGL's JSON file"
+            )
+        self.session = session or current_session()
+        path = Path(folder) if folder is not None else imported(Path(str(part_config)), self.session)
+        self.dataset: StoredDataset = open_together(path, self.session, verify)
+        manifest = self.dataset.manifest
+        self.placement = Placement(manifest.num_parts, self.session.topology)
+        # A name of its own for each open graph, so that a run may have several.
+        label = str(broadcast_json(secrets.token_hex(4), self.session))
+        self.kvstore = KVStore(self.session, self.placement, label)
+        self._book = book_of(self.placement, manifest)
+        self._node_policies = node_policies(self._book, self.kvstore)
+        self._edge_policies = edge_policies(self._book, self.kvstore)
+        together(
+            self.session,
+            lambda: add_columns(self.dataset, self.placement, self._node_policies, self._edge_policies),
+        )
+        self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
+        for opened in self._structures.values():
+            serve_uniform(opened)
+        self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
+        self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
+        self._draws = count()
+        self.session.attached[GRAPH] = self
+        barrier(self.session, f"opening {self.dataset.folder}")
+
+    @property
+    def name(self) -> str:
+        """Name of the dataset."""
+        return self.dataset.manifest.name
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU, where structure and tensors live."""
+        return torch.device("cpu")
+
+    @property
+    def idtype(self) -> torch.dtype:
+        """int64, the dtype of every id."""
+        return torch.int64
+
+    @property
+    def ntypes(self) -> list[str]:
+        """Node types."""
+        return list(self._node_policies)
+
+    @property
+    def etypes(self) -> list[str]:
+        """Relations of the edge types."""
+        return [relation for _, relation, _ in self._edge_policies]
+
+    @property
+    def canonical_etypes(self) -> list[EdgeType]:
+        """Edge types as triples."""
+        return list(self._edge_policies)
+
+    @property
+    def ndata(self) -> DataView:
+        """Tensors of the nodes, of a graph with one node type.
+
+        Raises:
+            ConfigError: there are several; use ``g.nodes[ntype].data``.
+        """
+        return self._node_views[self._ntype_or_only(None, "g.nodes[ntype].data")]
+
+    @property
+    def edata(self) -> DataView:
+        """Tensors of the edges, of a graph with one edge type.
+
+        Raises:
+            ConfigError: there are several; use ``g.edges[etype].data``.
+        """
+        return self._edge_views[self._etype_or_only(None, "g.edges[etype].data")]
+
+    @property
+    def nodes(self) -> TypedViews[str]:
+        """``g.nodes[ntype].data``: tensors of the nodes of one type."""
+        return TypedViews(lambda ntype: self._node_views[self._known_ntype(ntype)])
+
+    @property
+    def edges(self) -> TypedViews[str | EdgeType]:
+        """``g.edges[etype].data``: tensors of the edges of one type."""
+        return TypedViews(lambda etype: self._edge_views[self.to_canonical_etype(etype)])
+
+    def num_nodes(self, ntype: str | None = None) -> int:
+        """Return the number of nodes of one type, or of all."""
+        return self._book.num_nodes(ntype)
+
+    def num_edges(self, etype: str | EdgeType | None = None) -> int:
+        """Return the number of edges of one type, or of all."""
+        return self._book.num_edges(etype)
+
+    def number_of_nodes(self, ntype: str | None = None) -> int:
+        """As :meth:`num_nodes`."""
+        return self.num_nodes(ntype)
+
+    def number_of_edges(self, etype: str | EdgeType | None = None) -> int:
+        """As :meth:`num_edges`."""
+        return self.num_edges(etype)
+
+    def num_classes(self, ntype: str | None = None) -> int:
+        """Return the number of classes of the labels of one node type.
+
+        Raises:
+            ConfigError: the dataset states none, or ``ntype`` is needed.
+        """
+        key = self._ntype_or_only(ntype, "num_classes(ntype)")
+        classes = self.dataset.manifest.num_classes
+        if key not in classes:
+            raise ConfigError(f"{self.dataset.folder} states no number of classes for nodes of type {key!r}")
+        return classes[key]
+
+    def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
+        """Return the triple of an edge type given by triple or relation.
+
+        Raises:
+            ConfigError: there is no such type, or several with this relation.
+        """
+        return canonical_etype(etype, self.canonical_etypes)
+
+    def get_partition_book(self) -> PartitionBook:
+        """Return who owns which ids; its partitions are the servers."""
+        return self._book
+
+    def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
+        """Return how tensors of the nodes of one type are laid over the servers."""
+        return self._node_policies[self._known_ntype(ntype)]
+
+    def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy:
+        """Return how tensors of the edges of one type are laid over the servers."""
+        return self._edge_policies[self.to_canonical_etype(etype)]
+
+    def policy_of_length(self, num_rows: int) -> PartitionPolicy:
+        """Return the policy of the one node or edge type of which there are ``num_rows``.
+
+        Raises:
+            ConfigError: none or several have that many.
+        """
+        policies = [*self._node_policies.values(), *self._edge_policies.values()]
+        found = [policy for policy in policies if policy.get_size() == num_rows]
+        if len(found) == 1:
+            return found[0]
+        sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
+        problem = "several types have" if found else "no type has"
+        raise ConfigError(f"{problem} {num_rows} rows ({sizes}); say which with part_policy=")
+
+    def new_tensor(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        name: str | None = None,
+        init_func: InitRows | None = None,
+        part_policy: PartitionPolicy | None = None,
+    ) -> DistTensor:
+        """Return a tensor in memory that goes with nodes or edges of this graph; see :class:`DistTensor`.
+
+        Every rank must call it.
+        """
+        return DistTensor(shape, dtype, name, init_func, part_policy, graph=self)
+
+    def structure(self, etype: str | EdgeType | None = None) -> Structure:
+        """Return the in-edges of one type as samplers read them."""
+        return self._structures[self._etype_or_only(etype, "an edge type")]
+
+    def in_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
+        """Return the (K,) int64 numbers of in-edges of ``nodes``, or of all.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        structure = self.structure(etype)
+        ids = _all_or(nodes, structure.num_destinations, structure.etype[2])
+        return to_tensor(structure.in_degrees(ids))
+
+    def out_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
+        """Return the (K,) int64 numbers of out-edges of ``nodes``, or of all; first reads every edge.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        structure = self.structure(etype)
+        ids = _all_or(nodes, structure.num_sources, structure.etype[0])
+        return to_tensor(structure.out_degrees(ids))
+
+    def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
+        """Return (sources, destinations), (K,) int64 each.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        structure = self.structure(etype)
+        ids = as_ids(edges, structure.num_edges, f"the edges of type {structure.etype}")
+        sources, destinations = structure.find_edges(ids)
+        return to_tensor(sources), to_tensor(destinations)
+
+    def sample_neighbors(
+        self,
+        seed_nodes: Ids | Mapping[str, Ids],
+        fanout: int | Mapping[str | EdgeType, int],
+        edge_dir: str = "in",
+        prob: str | None = None,
+        exclude_edges: Ids | Mapping[str | EdgeType, Ids] | None = None,
+        replace: bool = False,
+        etype_sorted: bool = True,
+        output_device: torch.device | str | None = None,
+    ) -> dgl.DGLGraph:
+        """Draw in-edges of nodes. Returns a graph of all nodes with the drawn edges, as DGL does.
+
+        Args:
+            seed_nodes: (K,) ids, or a dict of them by node type.
+            fanout: Edges per node and edge type, -1 for all, or a dict by edge type.
+            edge_dir: ``in``; out-edges lie with their destinations and cannot be drawn.
+            prob: Name of an edge tensor of weights, or of a mask of the edges that may be drawn.
+            exclude_edges: Ids of edges that are never drawn, or a dict of them by edge type.
+            replace: Whether an edge may be drawn more than once.
+            etype_sorted: As DGL has it; of no effect.
+            output_device: Where the result goes; None: the CPU.
+
+        Raises:
+            ConfigError: ``edge_dir`` is not ``in``, or a type or tensor does not exist.
+            IndexError: an id is out of range.
+        """
+        if edge_dir != "in":
+            raise ConfigError(
+                f"edge_dir is {edge_dir!r}; only 'in' can be sampled: reverse the graph instead"
+            )
+        call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
+        rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0] >> 1))
+        counts = {ntype: self.num_nodes(ntype) for ntype in self.ntypes}
+        seeds = by_type(seed_nodes, counts, "node")
+        fanouts = self._by_etype(fanout) if isinstance(fanout, Mapping) else {}
+        excluded = self._excluded(exclude_edges)
+        drawn = {}
+        for etype, policy in self._edge_policies.items():
+            nodes = seeds.get(etype[2], NO_IDS)
+            wanted = int(fanouts[etype]) if isinstance(fanout, Mapping) else int(fanout)
+            found = draw_in_edges(
+                self._structures[etype], policy, nodes, wanted, rule, excluded.get(etype, NO_IDS)
+            )
+            drawn[etype] = nodes, found
+        graph = as_dgl_graph(counts, drawn)
+        return graph if output_device is None else graph.to(output_device)
+
+    def local_nodes(self, ntype: str | None = None) -> Tensor:
+        """Return the ids of the nodes of this rank's server, ascending."""
+        return self._book.partid2nids(self._book.partid, self._ntype_or_only(ntype, "local_nodes(ntype)"))
+
+    def orig_ids(self, ids: Ids, ntype: str | None = None) -> Tensor:
+        """Return the (K,) int64 ids that nodes had in the source of the dataset.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        policy = self._node_policies[self._ntype_or_only(ntype, "orig_ids(ids, ntype)")]
+        return self._hidden(policy, ORIGINAL_IDS, ids)
+
+    def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
+        """Return the (K,) int64 positions that edges had in the source's list.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        policy = self._edge_policies[self._etype_or_only(etype, "orig_edge_ids(ids, etype)")]
+        return self._hidden(policy, ORIGINAL_IDS, ids)
+
+    def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
+        """Return the (K,) ids that the user knows nodes by: int64, or unicode text.
+
+        Where the source had none of its own, these are :meth:`orig_ids`.
+
+        Raises:
+            IndexError: an id is out of range.
+            StorageError: they are text, and not all parts are on this machine.
+        """
+        key = self._ntype_or_only(ntype, "user_ids(ids, ntype)")
+        policy, kind = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
+        if kind == "string":
+            return text_ids(self.dataset, key)[as_ids(ids, policy.get_size(), policy.policy_str)]
+        return self._hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
+
+    def rank(self) -> int:
+        """Return the rank of this process."""
+        return self.session.topology.rank
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; what was written before is seen by all afterwards."""
+        barrier(self.session, "g.barrier()")
+
+    def close(self) -> None:
+        """Stop answering for this graph; every rank must call it."""
+        barrier(self.session, f"closing {self.dataset.folder}")
+        self.kvstore.close()
+        for structure in self._structures.values():
+            structure.close()
+        if self.session.attached.get(GRAPH) is self:
+            del self.session.attached[GRAPH]
+
+    def _known_ntype(self, ntype: str) -> str:
+        if ntype not in self._node_policies:
+            raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(self.ntypes)})")
+        return ntype
+
+    def _ntype_or_only(self, ntype: str | None, remedy: str) -> str:
+        if ntype is None and len(self.ntypes) == 1:
+            return self.ntypes[0]
+        if ntype is None:
+            raise ConfigError(f"the graph has the node types {', '.join(self.ntypes)}; use {remedy}")
+        return self._known_ntype(ntype)
+
+    def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
+        if etype is None and len(self.etypes) == 1:
+            return self.canonical_etypes[0]
+        if etype is None:
+            raise ConfigError(f"the graph has the edge types {', '.join(self.etypes)}; use {remedy}")
+        return self.to_canonical_etype(etype)
+
+    def _by_etype(self, fanout: Mapping[Any, int]) -> dict[EdgeType, int]:
+        fanouts = {self.to_canonical_etype(etype): size for etype, size in fanout.items()}
+        missing = [etype for etype in self.canonical_etypes if etype not in fanouts]
+        if missing:
+            raise ConfigError(f"fanout has no entry for the edge type {missing[0]}; name every edge type")
+        return fanouts
+
+    def _excluded(self, given: Any) -> dict[EdgeType, Array]:
+        if given is None:
+            return {}
+        if isinstance(given, Mapping):
+            given = {self.to_canonical_etype(etype): ids for etype, ids in given.items()}
+        return by_type(given, {etype: self.num_edges(etype) for etype in self.canonical_etypes}, "edge")
+
+    def _hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:
+        asked = as_ids(ids, policy.get_size(), policy.policy_str)
+        return self.kvstore.pull(policy.hidden_key(name), asked, phase="ids")
+
+
+def _all_or(ids: Ids | None, num_rows: int, what: str) -> Array:
+    # DGL's default is the text "__ALL__".
+    everything = ids is None or isinstance(ids, str)
+    return as_ids(slice(None) if everything else ids, num_rows, f"the nodes of type {what!r}")  # type: ignore[arg-type]

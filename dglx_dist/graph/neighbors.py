@@ -1,0 +1,120 @@
+"""``DistGraph.sample_neighbors``: drawn in-edges as a DGLGraph, for any sampler that DGL has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.draw import draw_parameters, draw_uniform, draw_weighted
+from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.in_edges import InEdges
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.policy import PartitionPolicy
+from dglx_dist.graph.structure import Structure
+from dglx_dist.records import Array, EdgeType
+
+if TYPE_CHECKING:
+    import dgl
+
+K = TypeVar("K")
+
+NO_IDS: Array = np.empty(0, dtype=np.int64)
+
+UNIFORM = "draw_uniform"
+"""Operation under which every structure serves :func:`~dglx_dist.graph.draw.draw_uniform`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawRule:
+    """How the in-edges of a call are drawn."""
+
+    replace: bool
+    prob: str | None
+    """Name of the edge tensor that holds weights, or a mask."""
+    seed: int
+
+
+def serve_uniform(structure: Structure) -> None:
+    """Let ``structure`` answer uniform draws; every rank must call it."""
+    structure.serve(UNIFORM, draw_uniform)
+
+
+def draw_in_edges(
+    structure: Structure, policy: PartitionPolicy, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
+) -> InEdges:
+    """Return drawn in-edges, at most ``fanout`` (-1: all) of each of the (K,) int64 ``nodes``.
+
+    None of the (X,) int64 edge ids in ``exclude`` is drawn. Uniform draws are made where the nodes live;
+    with weights or excluded edges all in-edges come here first.
+
+    Raises:
+        ConfigError: the edges have no tensor ``rule.prob``, or it is not one value per edge.
+    """
+    if rule.prob is None and not len(exclude):
+        return structure.ask(UNIFORM, nodes, draw_parameters(fanout, rule.replace, rule.seed))
+    edges = structure.ask("in_edges", nodes)
+    weights = np.ones(len(edges.edge_ids))
+    if rule.prob is not None:
+        weights = _weights(policy.store, policy.key(rule.prob), edges.edge_ids)
+    if len(exclude):
+        weights[np.isin(edges.edge_ids, exclude)] = 0
+    return draw_weighted(nodes, edges, weights, fanout, rule.replace, rule.seed)
+
+
+def as_dgl_graph(
+    num_nodes: Mapping[str, int], drawn: Mapping[EdgeType, tuple[Array, InEdges]]
+) -> dgl.DGLGraph:
+    """Return a DGLGraph over *all* nodes with the drawn edges, their ids in ``edata[dgl.EID]``.
+
+    Args:
+        num_nodes: node type -> N.
+        drawn: edge type -> ((K,) destinations asked for, their drawn in-edges), for every edge type.
+    """
+    import dgl  # only here: the rest of the room works without it
+
+    edges, edge_ids = {}, {}
+    for etype, (nodes, found) in drawn.items():
+        destinations = np.repeat(nodes, np.diff(found.indptr))
+        edges[etype] = torch.from_numpy(found.sources), torch.from_numpy(destinations)
+        edge_ids[etype] = torch.from_numpy(found.edge_ids)
+    graph = dgl.heterograph(edges, num_nodes_dict=dict(num_nodes), idtype=torch.int64)
+    for etype, ids in edge_ids.items():
+        graph.edges[etype].data[dgl.EID] = ids
+    return graph
+
+
+def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:
+    """Return the (K,) int64 ids per type of ``given``, which may be plain ids when there is one type.
+
+    Raises:
+        ConfigError: plain ids although there are several types, or an unknown type.
+        IndexError: an id is out of range.
+    """
+    if not isinstance(given, Mapping):
+        if len(counts) != 1:
+            raise ConfigError(
+                f"the graph has the {what} types {', '.join(map(str, counts))}; give a dict of ids by type"
+            )
+        given = {next(iter(counts)): given}
+    unknown = [key for key in given if key not in counts]
+    if unknown:
+        raise ConfigError(f"there is no {what} type {unknown[0]!r} (known: {', '.join(map(str, counts))})")
+    return {key: as_ids(ids, counts[key], f"the {what}s of type {key!r}") for key, ids in given.items()}
+
+
+def _weights(store: KVStore, key: str, edge_ids: Array) -> Array:
+    values: Tensor = store.pull(key, edge_ids, phase="sampling").double()
+    if values.dim() != 1:
+        raise ConfigError(
+            f"{key!r} has rows of shape {tuple(values.shape[1:])}; weights are one number per edge"
+        )
+    weights = values.numpy()
+    if len(weights) and not weights.min() >= 0:
+        raise ConfigError(f"{key!r} has a weight of {weights.min()}; weights must be 0 or more")
+    return weights

@@ -1,0 +1,163 @@
+"""Opening a dataset together: once per machine before the rest, and an error on one rank is one on all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
+
+import psutil
+
+from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError, DglxError, StorageError
+from dglx_dist.graph.in_edges import CSCShard
+from dglx_dist.graph.placement import Placement
+from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
+from dglx_dist.records import EdgeType
+from dglx_dist.storage.dgl_import import import_dgl_format
+from dglx_dist.storage.layout import MANIFEST
+from dglx_dist.storage.reader import StoredDataset, open_dataset
+from dglx_dist.storage.replica import open_structure
+from dglx_dist.storage.verify import Verify
+
+StructureMode: TypeAlias = Literal["auto", "replicated", "partitioned"]
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def open_together(folder: Path, session: Session, verify: Verify) -> StoredDataset:
+    """Open a dataset on every rank; the first rank of each machine checks its files. Collective.
+
+    Raises:
+        StorageError: on all ranks, when it cannot be opened on one, or the ranks see different datasets.
+        ConfigError: ``verify`` is not one of its three values.
+    """
+    first = is_first_on_machine(session)
+    checked = together(session, lambda: open_dataset(folder, verify=verify) if first else None)
+    # Whoever comes after the check of the machine need not read the files once more.
+    again: Verify = "never" if verify == "full" else verify
+    dataset = together(session, lambda: checked or open_dataset(folder, verify=again))
+    for rank, checksum in enumerate(gather_json(dataset.manifest.checksum, session)):
+        if checksum != dataset.manifest.checksum:
+            raise StorageError(
+                f"{folder} is another dataset on rank {rank} ({session.hosts[rank]}) than on rank "
+                f"{session.topology.rank} ({session.hosts[session.topology.rank]}); copy it again"
+            )
+    return dataset
+
+
+def imported(part_config: Path, session: Session) -> Path:
+    """Return the folder of our dataset beside DGL's files, imported now if they changed. Collective.
+
+    Raises:
+        StorageError: on all ranks, when DGL's files cannot be read.
+    """
+    folder = part_config.absolute().with_suffix(".dglx")
+
+    def bring_in() -> None:
+        manifest = folder / MANIFEST
+        if not manifest.exists() or manifest.stat().st_mtime < part_config.stat().st_mtime:
+            log.info("importing %s into %s", part_config, folder)
+            import_dgl_format(part_config, folder, overwrite=folder.exists())
+
+    if not part_config.exists():
+        together(session, lambda: _missing(part_config))
+    # Rank 0 goes first: on a shared file system the other machines then find it done.
+    together(session, lambda: bring_in() if session.topology.rank == 0 else None)
+    together(session, lambda: bring_in() if is_first_on_machine(session) else None)
+    return folder
+
+
+def open_structures(
+    dataset: StoredDataset, session: Session, placement: Placement, label: str, mode: StructureMode
+) -> dict[EdgeType, Structure]:
+    """Open the structure of every edge type, replicated or partitioned. Collective.
+
+    Raises:
+        ConfigError: ``mode`` is none of the three.
+        StorageError: on all ranks, when the replicated structure cannot be put together on one.
+    """
+    if mode not in ("auto", "replicated", "partitioned"):
+        raise ConfigError(f"structure is {mode!r}; choose 'auto', 'replicated' or 'partitioned'")
+    manifest = dataset.manifest
+    if mode == "auto":
+        fits = [bool(answer) for answer in gather_json(_fits(dataset), session)]
+        mode = "replicated" if all(fits) else "partitioned"
+    if session.topology.rank == 0:
+        log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
+    if mode == "partitioned":
+        return {
+            etype: _partitioned(dataset, session, placement, label, etype) for etype in manifest.edge_types
+        }
+    return {etype: _replicated(dataset, session, etype) for etype in manifest.edge_types}
+
+
+def together(session: Session, action: Callable[[], T]) -> T:
+    """Return what ``action`` returns; when it raises a DglxError on one rank, all raise. Collective."""
+    problem, result = "", None
+    mine: DglxError | None = None
+    try:
+        result = action()
+    except DglxError as error:
+        mine, problem = error, str(error)
+    problems = gather_json(problem, session)
+    if mine is not None:
+        raise mine
+    for rank, text in enumerate(problems):
+        if text:
+            raise StorageError(f"rank {rank} on {session.hosts[rank]}: {text}")
+    return result  # type: ignore[return-value]  # set, since nothing was raised
+
+
+def is_first_on_machine(session: Session) -> bool:
+    """Whether no lower rank is on this rank's machine."""
+    hosts = session.hosts
+    return hosts.index(hosts[session.topology.rank]) == session.topology.rank
+
+
+def _missing(part_config: Path) -> None:
+    raise StorageError(f"{part_config} does not exist; give the JSON file that DGL's partition_graph wrote")
+
+
+def _fits(dataset: StoredDataset) -> bool:
+    """Whether all parts are on this machine and their structure takes at most half its free memory."""
+    manifest = dataset.manifest
+    if not all(dataset.has_part(part) for part in range(manifest.num_parts)):
+        return False
+    num_bytes = sum(
+        8 * (manifest.num_nodes(etype[2]) + 1)
+        + dataset.part(0).indices(etype).itemsize * manifest.num_edges(etype)
+        for etype in manifest.edge_types
+    )
+    return num_bytes <= psutil.virtual_memory().available // 2
+
+
+def _replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:
+    # The first rank of a machine makes the copy on disk that the others map.
+    first = is_first_on_machine(session)
+    made = together(session, lambda: open_structure(dataset, etype) if first else None)
+    csc = together(session, lambda: made or open_structure(dataset, etype))
+    return ReplicatedStructure(etype, dataset.manifest.num_nodes(etype[0]), csc.indptr, csc.indices)
+
+
+def _partitioned(
+    dataset: StoredDataset, session: Session, placement: Placement, label: str, etype: EdgeType
+) -> PartitionedStructure:
+    manifest = dataset.manifest
+    node_offsets, edge_offsets = manifest.node_offsets[etype[2]], manifest.edge_offsets[etype]
+    shards = tuple(
+        CSCShard(
+            indptr=dataset.part(part).indptr(etype),
+            indices=dataset.part(part).indices(etype),
+            first_node=int(node_offsets[part]),
+            first_edge=int(edge_offsets[part]),
+        )
+        for part in placement.local_parts
+    )
+    bounds = placement.server_offsets(node_offsets), placement.server_offsets(edge_offsets)
+    return PartitionedStructure(
+        session, placement, label, etype, manifest.num_nodes(etype[0]), shards, bounds
+    )

@@ -1,0 +1,182 @@
+"""``node_split`` and ``edge_split``: which of the marked nodes or edges this rank works on (DistDGL, two levels)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from dglx_dist.cluster.session import current_session
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.ids import as_array, check_ids, to_tensor
+from dglx_dist.graph.partition_book import PartitionBook
+from dglx_dist.graph.share import even_quota, quotas, range_of_server, share_of_rank
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
+
+Marked: TypeAlias = DistTensor | Tensor | Array | Sequence[Any]
+"""A mask of one value per node (or edge), or ids where they cannot be taken for one; see :func:`marked_ids`."""
+
+
+def node_split(
+    nodes: Marked,
+    partition_book: PartitionBook | None = None,
+    ntype: str = NODE_TYPE,
+    rank: int | None = None,
+    force_even: bool = True,
+    node_trainer_ids: DistTensor | Tensor | Array | None = None,
+) -> Tensor:
+    """Return the marked nodes that a rank works on. The shares of all ranks are disjoint and make up the whole.
+
+    Not collective; the same arguments give the same answer on every rank.
+
+    Args:
+        nodes: Mask over all nodes of ``ntype`` or ids of some, see :func:`marked_ids`.
+        partition_book: ``g.get_partition_book()``; may be None for a DistTensor, which knows its own.
+        ntype: Node type.
+        rank: Whose share; None: this rank's.
+        force_even: Shares differ by at most one over all ranks: the marked nodes are cut into runs of ids, one
+            per server, so that a few may be another server's. Else each server works on its own.
+            Inside a server they are dealt at random with the server's number as the seed.
+        node_trainer_ids: (N,) rank that would like each node, numbered over all ranks (or over a multiple of
+            them); honoured inside a server as far as the shares stay even.
+
+    Returns:
+        (n,) int64 ids, ascending.
+
+    Raises:
+        ConfigError: ``nodes`` is neither a mask nor ids, or could be both; no book; an unknown type.
+        IndexError: an id is out of range.
+    """
+    book = _book(nodes, partition_book)
+    return _split(nodes, book.node_bounds(ntype), rank, force_even, node_trainer_ids)
+
+
+def edge_split(
+    edges: Marked,
+    partition_book: PartitionBook | None = None,
+    etype: str | EdgeType = EDGE_TYPE,
+    rank: int | None = None,
+    force_even: bool = True,
+    edge_trainer_ids: DistTensor | Tensor | Array | None = None,
+) -> Tensor:
+    """Return the marked edges that a rank works on; as :func:`node_split`, an edge going with its destination."""
+    book = _book(edges, partition_book)
+    return _split(edges, book.edge_bounds(etype), rank, force_even, edge_trainer_ids)
+
+
+def marked_ids(marked: Marked, count: int) -> Array:
+    """Return the ids that a mask or a list of ids names, ascending.
+
+    DGL takes whatever it is given for a mask, so that a list of ids silently marks the wrong rows. Here
+
+    * bool values are a mask and must be ``count`` many;
+    * integers of which one is above 1, or that are not ``count`` many, are ids and must be distinct;
+    * ``count`` integers that are all 0 or 1 are a mask, as DGL stores masks, if one value repeats. What is left,
+      such as ``[0, 1]`` over two rows, could be both and is refused.
+
+    Args:
+        marked: Mask or ids, one-dimensional.
+        count: Nodes or edges of the type.
+
+    Raises:
+        ConfigError: it is neither, or could be both, or ids repeat.
+        IndexError: an id is out of range.
+    """
+    values = marked.to_local().numpy() if isinstance(marked, DistTensor) else as_array(marked)
+    if values.ndim != 1:
+        raise ConfigError(f"the marked rows have shape {values.shape}; give a mask or ids of one dimension")
+    if values.dtype == np.bool_:
+        if len(values) != count:
+            raise ConfigError(f"the mask has {len(values)} elements for {count} rows; give one per row")
+        return np.flatnonzero(values)
+    if len(values) == 0:
+        return np.empty(0, dtype=np.int64)
+    if values.dtype.kind not in "iu":
+        raise ConfigError(f"the marked rows are {values.dtype}; give a bool mask or integer ids")
+    looks_like_mask = len(values) == count and values.min() >= 0 and values.max() <= 1
+    ids = np.unique(values.astype(np.int64))
+    if looks_like_mask and len(ids) < len(values):
+        return np.flatnonzero(values)
+    if looks_like_mask:
+        raise ConfigError(f"{values.tolist()} over {count} rows could be a mask or ids; give a bool mask")
+    check_ids(values.astype(np.int64), count, "the rows to split")
+    if len(ids) < len(values):
+        raise ConfigError(f"{len(values) - len(ids)} of the {len(values)} ids are repeated; give each once")
+    return ids
+
+
+def split_ids(
+    ids: Array, bounds: Array, topology: Topology, *, force_even: bool = True, trainer_of: Array | None = None
+) -> Array:
+    """Return the share of ``topology.rank``; pure arithmetic.
+
+    Args:
+        ids: (n,) int64, ascending and distinct.
+        bounds: (S + 1,) int64 id ranges of the servers.
+        topology: Who the ranks are.
+        force_even: As for :func:`node_split`.
+        trainer_of: (n,) rank that would like each of ``ids``, or None.
+    """
+    server = topology.server
+    ranks = topology.ranks_of_server(server)
+    if force_even:
+        first, last = range_of_server(len(ids), topology, server)
+        quota = quotas(len(ids), topology)[server]
+    else:
+        first, last = (int(at) for at in np.searchsorted(ids, bounds[server : server + 2]))
+        quota = even_quota(last - first, len(ranks))
+    preferred = None if trainer_of is None else trainer_of[first:last] - ranks[0]
+    if preferred is not None and not force_even:
+        quota = _as_preferred(preferred, quota)
+    return share_of_rank(ids[first:last], quota, topology.local_rank, server, preferred)
+
+
+def _split(
+    marked: Marked,
+    bounds: Array,
+    rank: int | None,
+    force_even: bool,
+    trainer_ids: DistTensor | Tensor | Array | None,
+) -> Tensor:
+    topology = (
+        marked.kvstore.session.topology if isinstance(marked, DistTensor) else current_session().topology
+    )
+    if rank is not None:
+        topology = Topology(rank, topology.world_size, topology.server_of_rank)
+    ids = marked_ids(marked, int(bounds[-1]))
+    trainer_of = None if trainer_ids is None else _trainers(trainer_ids, ids, topology.world_size)
+    return to_tensor(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=trainer_of))
+
+
+def _trainers(trainer_ids: DistTensor | Tensor | Array, ids: Array, world_size: int) -> Array:
+    """Return the rank that each of ``ids`` prefers; several trainers fold onto one rank."""
+    if isinstance(trainer_ids, DistTensor):
+        trainers = trainer_ids.to_local().numpy()
+    else:
+        trainers = as_array(trainer_ids)
+    num_trainers = max(world_size, int(trainers.max(initial=-1)) + 1)
+    if num_trainers % world_size:
+        raise ConfigError(
+            f"trainer ids go up to {num_trainers - 1} but there are {world_size} ranks; partition for a "
+            "multiple of the ranks, or leave the trainer ids out"
+        )
+    return trainers[ids].astype(np.int64) * world_size // num_trainers
+
+
+def _as_preferred(preferred: Array, even: Array) -> Array:
+    """Return the counts that give everyone what it prefers, and the even ones' shape for what nobody does."""
+    known = preferred[(preferred >= 0) & (preferred < len(even))]
+    wanted = np.bincount(known, minlength=len(even))
+    return wanted + even_quota(len(preferred) - len(known), len(even))
+
+
+def _book(marked: Marked, book: PartitionBook | None) -> PartitionBook:
+    if book is not None:
+        return book
+    if isinstance(marked, DistTensor):
+        return marked.part_policy.partition_book
+    raise ConfigError("give the partition book: node_split(mask, g.get_partition_book())")

@@ -1,0 +1,56 @@
+"""A graph of 40 nodes: a ring with chords, features that tell the node, and splits that can be counted by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.storage.writer import write_dataset
+
+NUM_NODES = 40
+NUM_COLUMNS = 5
+
+
+def edges() -> tuple[np.ndarray, np.ndarray]:
+    """Every node has an edge to the next one; node 0 gets one from each multiple of 5; nodes 38, 39 send none."""
+    source = np.concatenate([np.arange(38), np.arange(5, 40, 5)])
+    destination = np.concatenate([np.arange(1, 39), np.zeros(7, dtype=np.int64)])
+    return source, destination
+
+
+def features() -> np.ndarray:
+    """Row n is n + 0.0, n + 0.1, ..."""
+    return (np.arange(NUM_NODES)[:, None] + np.arange(NUM_COLUMNS) / 10).astype(np.float32)
+
+
+def build() -> RawGraph:
+    """The graph with features, labels, a mask on every third node and an edge weight."""
+    source, destination = edges()
+    return RawGraph(
+        name="small",
+        num_nodes={NODE_TYPE: NUM_NODES},
+        edges={EDGE_TYPE: (source, destination)},
+        node_data={
+            NODE_TYPE: {
+                "feat": features(),
+                "label": np.arange(NUM_NODES) % 4,
+                "train_mask": np.arange(NUM_NODES) % 3 == 0,
+            }
+        },
+        edge_data={EDGE_TYPE: {"weight": (source % 2).astype(np.float32)}},
+        num_classes={NODE_TYPE: 4},
+        user_ids={NODE_TYPE: 1000 + np.arange(NUM_NODES)},
+    )
+
+
+def part_of() -> np.ndarray:
+    """Part 0 has 14 nodes, part 1 none, part 2 the other 26."""
+    return np.where(np.arange(NUM_NODES) * 7 % 40 < 14, 0, 2).astype(np.int32)
+
+
+def write(graph: RawGraph, folder: Path) -> None:
+    """Partition ``graph`` by :func:`part_of` and write it."""
+    assignment = Assignment(num_parts=3, part_of={NODE_TYPE: part_of()}, method="hand", seed=0)
+    write_dataset(graph, assignment, folder)
