@@ -96,13 +96,12 @@ class DglDataSource(DatasetSource):
         """Build the dataset, downloading it if it is not there yet."""
         try:
             dataset = self._factory(**self._arguments)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise DatasetError(
                 f"dgl:{self._name} could not be downloaded or read ({error}); with the files at hand, "
                 f"give their folder as raw_dir="
             ) from error
-        graphs = [_graph_of(dataset[position]) for position in range(len(dataset))]
-        graph = _only(graphs, self._index, f"dgl:{self._name}")
+        graph = _graph_of(dataset[_position(len(dataset), self._index, f"dgl:{self._name}")])
         # Not every dataset of DGL says how many classes it has.
         num_classes = getattr(dataset, "num_classes", None)
         if not isinstance(num_classes, (int, np.integer)):
@@ -136,7 +135,7 @@ class DglBinarySource(DatasetSource):
                 f"{self._path}: not a file of saved DGL graphs ({_first_line(error)}); write one with "
                 f"dgl.save_graphs"
             ) from error
-        graph = _only(graphs, self._index, str(self._path))
+        graph = graphs[_position(len(graphs), self._index, str(self._path))]
         return raw_graph_from_dgl(graph, name=self._path.stem, split=self._split)
 
 
@@ -158,15 +157,13 @@ def _graph_of(item: Any) -> Any:
     return item[0] if isinstance(item, tuple) else item
 
 
-def _only(graphs: list[Any], index: int | None, where: str) -> Any:
-    if index is None and len(graphs) == 1:
-        return graphs[0]
-    if index is None or index >= len(graphs):
+def _position(num_graphs: int, index: int | None, where: str) -> int:
+    if index is None and num_graphs == 1:
+        return 0
+    if index is None or index >= num_graphs:
         asked = "no index was given" if index is None else f"index={index} is not among them"
-        raise ConfigError(
-            f"{where} has {len(graphs)} graphs and {asked}; choose index=0 to {len(graphs) - 1}"
-        )
-    return graphs[index]
+        raise ConfigError(f"{where} has {num_graphs} graphs and {asked}; choose index=0 to {num_graphs - 1}")
+    return index
 
 
 def _edge_columns(graph: Any, edge_type: tuple[str, str, str], name: str) -> dict[str, Array]:

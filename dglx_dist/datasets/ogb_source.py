@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch
 
 from dglx_dist.datasets.base import DatasetSource
 from dglx_dist.datasets.columns import count_classes, standard_columns
@@ -42,16 +42,15 @@ class OgbSource(DatasetSource):
     def load(self) -> RawGraph:
         """Read the dataset, downloading it if it is not under ``root`` yet; ogb asks before large ones."""
         datasets = importlib.import_module("ogb.nodeproppred")
-        # Its cache holds NumPy arrays, which torch reads only when told that they are harmless.
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with cache_set_aside(self._root / self._name.replace("-", "_")):
             try:
                 dataset = datasets.NodePropPredDataset(name=self._name, root=str(self._root))
             except (OSError, ValueError) as error:
                 raise DatasetError(
                     f"ogb:{self._name} could not be read or downloaded below {self._root.absolute()}: {error}"
                 ) from error
-            graph, labels = dataset[0]
-            return raw_graph_from_ogb(self._name, graph, labels, dataset.get_idx_split())
+        graph, labels = dataset[0]
+        return raw_graph_from_ogb(self._name, graph, labels, dataset.get_idx_split())
 
 
 def raw_graph_from_ogb(
@@ -124,12 +123,20 @@ def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> list[tu
     return found
 
 
-def _numpy_globals() -> list[Any]:
-    kinds = [np.dtype(kind) for kind in ("float16", "float32", "float64", "int16", "int32", "int64", "bool")]
-    return [
-        np.ndarray,
-        np.dtype,
-        importlib.import_module("numpy._core.multiarray")._reconstruct,
-        importlib.import_module("numpy._core.multiarray").scalar,
-        *{type(kind) for kind in kinds},
-    ]
+@contextmanager
+def cache_set_aside(folder: Path) -> Iterator[None]:
+    """Hide ogb's cache in ``folder`` while the block runs, and leave no new one.
+
+    ogb writes its cache as a pickle that ``torch.load`` refuses since version 2.6, for good reason;
+    without one it reads its raw files, which hold plain numbers.
+    """
+    cache = folder / "processed" / "data_processed"
+    aside = cache.with_name("data_processed.set_aside")
+    if cache.is_file():
+        cache.replace(aside)
+    try:
+        yield
+    finally:
+        cache.unlink(missing_ok=True)
+        if aside.is_file():
+            aside.replace(cache)

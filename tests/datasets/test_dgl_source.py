@@ -129,3 +129,13 @@ def test_wrong_names_and_options_of_datasets_are_refused() -> None:
         DglDataSource("CoraGraphDatase", {})
     with pytest.raises(ConfigError, match="'dgl:BAShapeDataset' has no option 'num_motif'; did you mean"):
         DglDataSource("BAShapeDataset", {"num_motif": 3})
+
+
+def test_a_failed_download_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Offline(dgl.data.DGLDataset):
+        def __init__(self, raw_dir: str = "", verbose: bool = False) -> None:
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(dgl.data, "CoraGraphDataset", Offline)
+    with pytest.raises(DatasetError, match=r"dgl:CoraGraphDataset could not be .*no route.*raw_dir="):
+        load_dataset("dgl:CoraGraphDataset")

@@ -1,13 +1,14 @@
 """What OGB yields, in hand-made dictionaries of its shape; the package itself need not be there."""
 
 import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dglx_dist.datasets.check import check_raw_graph
 from dglx_dist.datasets.load import load_dataset
-from dglx_dist.datasets.ogb_source import raw_graph_from_ogb
+from dglx_dist.datasets.ogb_source import cache_set_aside, raw_graph_from_ogb
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 
@@ -60,6 +61,20 @@ def test_several_node_types_and_gaps_in_the_labels() -> None:
     assert np.asarray(graph.node_data["paper"]["label"]).tolist() == [1, -1, 0]
     assert set(graph.node_data["author"]) == set()
     assert graph.num_classes == {"paper": 2}
+
+
+def test_the_cache_of_ogb_is_neither_read_nor_changed(tmp_path: Path) -> None:
+    cache = tmp_path / "processed" / "data_processed"
+    with cache_set_aside(tmp_path):
+        assert not cache.exists()
+    cache.parent.mkdir()
+    cache.write_text("old")
+    with pytest.raises(ValueError, match="half way"), cache_set_aside(tmp_path):
+        assert not cache.exists()
+        cache.write_text("new")
+        raise ValueError("half way")
+    assert [path.name for path in cache.parent.iterdir()] == ["data_processed"]
+    assert cache.read_text() == "old"
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from dglx_dist.datasets.check import check_raw_graph
 from dglx_dist.datasets.synthetic import SyntheticConfig, assign_communities, generate, parse_config
 from dglx_dist.errors import ConfigError
+from dglx_dist.partition.metis import Metis
+from dglx_dist.partition.options import PartitionOptions
+from dglx_dist.partition.quality import measure
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 
 SMALL = SyntheticConfig(nodes=3000, degree=10, classes=5, features=20, communities=20, seed=3)
@@ -113,6 +116,22 @@ def test_no_features_and_no_test_nodes_leave_the_columns_out() -> None:
 def test_one_class_in_one_community_is_a_graph_too() -> None:
     graph = generate(SyntheticConfig(nodes=50, degree=4, classes=1, communities=1))
     assert graph.total_edges == 200
+
+
+def test_metis_finds_the_communities_and_skew_makes_balance_matter() -> None:
+    # 28 % of the links leave their community; at random, 75 % of them all would be cut.
+    metis = Metis(PartitionOptions())
+    even, skewed = (generate(SyntheticConfig(features=0, skew=skew)) for skew in (0.0, 0.9))
+    assignment = metis.assign(even, num_parts=4, seed=0)
+    assert measure(even, assignment).edge_cut < 0.25
+
+    def largest_train_share(graph: RawGraph) -> float:
+        part_of = metis.assign(graph, num_parts=4, seed=0).part_of[NODE_TYPE]
+        counts = np.bincount(part_of[columns(graph)["train_mask"]], minlength=4)
+        return float(counts.max() / counts.mean())
+
+    assert largest_train_share(even) < 1.2
+    assert largest_train_share(skewed) > 1.5
 
 
 @pytest.mark.parametrize(
