@@ -134,6 +134,9 @@ def cache_set_aside(folder: Path) -> Iterator[None]:
     aside = cache.with_name("data_processed.set_aside")
     if cache.is_file():
         cache.replace(aside)
+    elif (folder / "raw").is_dir():
+        # ogb writes there without looking; before a download nothing may exist, or it asks to update.
+        cache.parent.mkdir(exist_ok=True)
     try:
         yield
     finally:
