@@ -1,0 +1,22 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.graph import DistGraph
+from tests.sampling.rings import write_rings
+
+
+@pytest.fixture(scope="session")
+def rings(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Number of parts to the folder of the dataset."""
+    folder = tmp_path_factory.mktemp("rings")
+    return {num_parts: write_rings(folder / str(num_parts), num_parts) for num_parts in (1, 2, 4)}
+
+
+@pytest.fixture
+def graph(rings: dict[int, Path]) -> Iterator[DistGraph]:
+    """The rings in one part, in a session of one rank."""
+    with start_session():
+        yield DistGraph(rings[1])
