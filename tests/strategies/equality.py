@@ -1,0 +1,194 @@
+"""The one experiment of the equality matrix: what is trained, by plain DGL in one process and by us on ranks.
+
+500 nodes, float64, plain SGD, no dropout, every in-neighbour, one batch of all training nodes, ten steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.storage.writer import write_dataset
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.training.models import build_model
+
+NUM_NODES, NUM_EDGES, WIDTH, HIDDEN, CLASSES, STEPS, RATE = 500, 3000, 7, 8, 4, 10, 0.3
+NUM_PARTS = 4
+MODELS = ("sage", "gcn", "gcn_symmetric", "gat")
+
+SHARES = {
+    "even": (1.0, 1.0, 1.0, 1.0),
+    "uneven": (1.0, 5.0, 2.0, 9.0),
+    "empty": (3.0, 0.0, 4.0, 0.0),
+}
+"""How the training nodes are cut over the ranks, as proportions; one rank always has all of them."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the matrix: a strategy, its options, and what its loader is told beyond the seeds."""
+
+    strategy: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join([self.strategy, *(f"{key}={value}" for key, value in self.options)])
+
+
+def raw_graph() -> RawGraph:
+    """A directed random graph; node 0 and some others have no in-edge, every third node is for training."""
+    random = np.random.default_rng(3)
+    pairs = np.unique(random.integers(NUM_NODES, size=(NUM_EDGES, 2)), axis=0)
+    pairs = pairs[(pairs[:, 1] != 0) & (pairs[:, 0] != pairs[:, 1])]
+    return RawGraph(
+        name="equality",
+        num_nodes={NODE_TYPE: NUM_NODES},
+        edges={EDGE_TYPE: (pairs[:, 0].copy(), pairs[:, 1].copy())},
+        node_data={
+            NODE_TYPE: {
+                "feat": random.standard_normal((NUM_NODES, WIDTH)),
+                "label": random.integers(CLASSES, size=NUM_NODES),
+                "train_mask": np.arange(NUM_NODES) % 3 == 0,
+                "val_mask": np.arange(NUM_NODES) % 3 == 1,
+                "test_mask": np.arange(NUM_NODES) % 3 == 2,
+            }
+        },
+        num_classes={NODE_TYPE: CLASSES},
+    )
+
+
+def write_parts(folder: Path) -> Path:
+    """Write the graph in four unequal parts of random nodes; return where."""
+    part_of = np.random.default_rng(4).choice(NUM_PARTS, size=NUM_NODES, p=[0.4, 0.3, 0.2, 0.1])
+    assignment = Assignment(
+        num_parts=NUM_PARTS, part_of={NODE_TYPE: part_of.astype(np.int32)}, method="test", seed=4
+    )
+    write_dataset(raw_graph(), assignment, folder / "parts")
+    return folder / "parts"
+
+
+class PlainModel(nn.Module):
+    """Two convolutions of dgl.nn, as a user of DGL writes them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        widths = (WIDTH, HIDDEN, CLASSES)
+        self.kind = kind
+        self.convs = nn.ModuleList(_plain_conv(kind, widths[i], widths[i + 1], i == 1) for i in range(2))
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        for depth, (conv, block) in enumerate(zip(self.convs, blocks, strict=True)):
+            h = conv(block, h)
+            if self.kind == "gat":
+                h = F.elu(h.flatten(1)) if depth == 0 else h.mean(1)
+            elif depth == 0:
+                h = torch.relu(h)
+        return h
+
+
+def _plain_conv(kind: str, in_dim: int, out_dim: int, last: bool) -> nn.Module:
+    if kind == "sage":
+        return dgl.nn.SAGEConv(in_dim, out_dim, "mean")
+    if kind == "gat":
+        return dgl.nn.GATConv(in_dim, out_dim if last else out_dim // 2, 2, allow_zero_in_degree=True)
+    norm = "both" if kind == "gcn_symmetric" else "right"
+    return dgl.nn.GraphConv(in_dim, out_dim, norm=norm, allow_zero_in_degree=True)
+
+
+def plain_graph() -> Any:
+    """The graph as DGL has it."""
+    raw = raw_graph()
+    graph = dgl.graph(raw.edges[EDGE_TYPE], num_nodes=NUM_NODES)
+    for name, column in raw.node_data[NODE_TYPE].items():
+        graph.ndata[name] = torch.from_numpy(np.asarray(column))
+    return graph
+
+
+def one_process(kind: str, batch_of_step: list[Tensor] | None = None) -> tuple[list[Any], Any]:
+    """Train with plain DGL; return the weights, in the order of parameters(), and the scores of all nodes.
+
+    ``batch_of_step``: original ids of each step's targets; ten times all training nodes when not given. The
+    whole graph stands for every block: what DGL computes for a target does not depend on the others.
+    """
+    graph = plain_graph()
+    torch.manual_seed(11)
+    model = PlainModel(kind).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    everyone = graph.ndata["train_mask"].nonzero()[:, 0]
+    for targets in batch_of_step or [everyone] * STEPS:
+        scores = model([graph, graph], graph.ndata["feat"])[targets]
+        optimizer.zero_grad()
+        F.cross_entropy(scores, graph.ndata["label"][targets]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        scores = model([graph, graph], graph.ndata["feat"])
+    return [p.detach().numpy().copy() for p in model.parameters()], scores.numpy()
+
+
+def model_of(kind: str, g: DistGraph) -> nn.Module:
+    """Our model of that kind, with the same first weights as the plain one."""
+    torch.manual_seed(11)
+    graph = g if kind == "gcn_symmetric" else None
+    return build_model(
+        kind.split("_")[0], WIDTH, HIDDEN, CLASSES, 2, dropout=0.0, heads=2, graph=graph
+    ).double()
+
+
+def new_ids_of_training(g: DistGraph) -> Tensor:
+    """The training nodes as ids of ``g``, in the order of their original ids."""
+    ids = g.ndata["train_mask"][:].nonzero()[:, 0]
+    return ids[g.orig_ids(ids, NODE_TYPE).argsort()]
+
+
+def cut(ids: Tensor, proportions: tuple[float, ...], rank: int, world_size: int) -> Tensor:
+    """This rank's piece of ``ids`` when they are cut by the first ``world_size`` proportions."""
+    ends = np.round(np.cumsum(proportions[:world_size]) / sum(proportions[:world_size]) * len(ids))
+    bounds = [0, *ends.astype(int).tolist()]
+    return ids[bounds[rank] : bounds[rank + 1]]
+
+
+def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
+    """Train every column, model and share in this rank; return weights by ``column/model/share``."""
+    results: dict[str, Any] = {}
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    topology = session.topology
+    train_ids = new_ids_of_training(g)
+    for column in columns:
+        strategy = STRATEGIES.get(column.strategy)(session, dict(column.options))
+        for kind in MODELS:
+            for share, proportions in SHARES.items():
+                if topology.world_size == 1 and share != "even":
+                    continue
+                mine = cut(train_ids, proportions, topology.rank, topology.world_size)
+                sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+                    2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+                )
+                loader = strategy.loader(g, mine, sampler, batch_size=len(train_ids))
+                model = strategy.wrap(model_of(kind, g), g)
+                train(model, loader, STEPS)
+                weights = [p.detach().numpy().copy() for p in model.module.parameters()]
+                results[f"{column}/{kind}/{share}"] = weights
+    return results
+
+
+def train(model: nn.Module, loader: Any, epochs: int) -> None:
+    """The user's loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(epochs):
+        for _, _, blocks in loader:
+            scores = model(blocks, blocks[0].srcdata["feat"])
+            loss = F.cross_entropy(scores, blocks[-1].dstdata["label"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()

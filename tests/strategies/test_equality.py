@@ -1,0 +1,170 @@
+"""The equality matrix: every strategy, on any ranks and servers, leaves the weights of one plain DGL process.
+
+A new strategy is one more line in COLUMNS.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies import STRATEGIES
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.equality import MODELS, SHARES, Column
+
+COLUMNS = [
+    Column("data_parallel"),
+]
+
+# (ranks, ranks per server): one server, then two of them (three ranks: two and one).
+PLACEMENTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 2), (4, 4), (4, 2)]
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("equality"))
+
+
+@functools.cache
+def plain_weights(kind: str) -> list[Any]:
+    return equality.one_process(kind)[0]
+
+
+def difference(mine: list[Any], other: list[Any]) -> float:
+    assert [w.shape for w in mine] == [w.shape for w in other]
+    return max(float(np.abs(a - b).max()) for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
+def test_matrix(folder: Path, ranks: int, ranks_per_server: int) -> None:
+    results = run_ranks(
+        equality.on_ranks, ranks, args=(str(folder), COLUMNS), ranks_per_server=ranks_per_server
+    )
+    shares = list(SHARES) if ranks > 1 else ["even"]
+    expected = {f"{column}/{kind}/{share}" for column in COLUMNS for kind in MODELS for share in shares}
+    for result in results:
+        assert set(result) == expected
+        worst = {cell: difference(w, plain_weights(cell.split("/")[1])) for cell, w in result.items()}
+        wrong = {cell: value for cell, value in worst.items() if not value <= TOLERANCE}
+        assert not wrong
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_ten_steps_move_the_weights(kind: str) -> None:
+    """Else equality would be no news."""
+    torch.manual_seed(11)
+    first = [p.detach().numpy() for p in equality.PlainModel(kind).double().parameters()]
+    moved = [np.abs(a - b).max() for a, b in zip(first, plain_weights(kind), strict=True)]
+    # GAT's attention hardly feels ten steps; everything else moves by far more than the tolerance.
+    assert min(moved) > 1e-6
+
+
+STEPS, BATCH = 20, 4
+
+
+def _targets_of_step(ids: Any, step: int) -> Any:
+    """Two ranks' batches of BATCH, one after the other."""
+    return ids[step * 2 * BATCH : (step + 1) * 2 * BATCH]
+
+
+def _many_steps(folder: str, fanouts: list[int]) -> list[Any]:
+    """Train 20 steps of 8 targets in all, on this many ranks."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    rank, world_size = session.topology.rank, session.topology.world_size
+    ids = equality.new_ids_of_training(g)
+    size = 2 * BATCH // world_size
+    mine = torch.cat([_targets_of_step(ids, step)[rank * size : (rank + 1) * size] for step in range(STEPS)])
+    sampler = dgl.dataloading.NeighborSampler(
+        fanouts, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    strategy = STRATEGIES.get("data_parallel")(session, {})
+    loader = strategy.loader(g, mine, sampler, batch_size=size)
+    model = strategy.wrap(equality.model_of("sage", g), g)
+    equality.train(model, loader, 1)
+    return [p.detach().numpy().copy() for p in model.parameters()]
+
+
+def test_two_ranks_of_half_the_batch_are_one_process(folder: Path) -> None:
+    """algorithms 1.6(7), with every neighbour, against plain DGL."""
+    results = run_ranks(_many_steps, 2, args=(str(folder), [-1, -1]), ranks_per_server=1)
+    everyone = equality.plain_graph().ndata["train_mask"].nonzero()[:, 0]
+    batches = [_targets_of_step(everyone, step) for step in range(STEPS)]
+    assert [len(batch) for batch in batches] == [2 * BATCH] * STEPS
+    plain, _ = equality.one_process("sage", batches)
+    for result in results:
+        assert difference(result, plain) <= TOLERANCE
+
+
+def test_ranks_draw_the_same_sample_as_one(folder: Path) -> None:
+    """algorithms 1.6(7), with sampled neighbours: the draws belong to the node, not to the rank."""
+    alone = run_ranks(_many_steps, 1, args=(str(folder), [2, 2]))[0]
+    for result in run_ranks(_many_steps, 2, args=(str(folder), [2, 2])):
+        assert difference(result, alone) <= TOLERANCE
+    exact, _ = equality.one_process(
+        "sage",
+        [
+            _targets_of_step(equality.plain_graph().ndata["train_mask"].nonzero()[:, 0], s)
+            for s in range(STEPS)
+        ],
+    )
+    assert difference(alone, exact) > 1e-3
+
+
+def _wrong_rules(folder: str) -> dict[str, list[Any]]:
+    """What torch's own DDP makes of uneven shards, and what an unweighted sum does."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    rank, world_size = session.topology.rank, session.topology.world_size
+    ids = equality.new_ids_of_training(g)
+    mine = equality.cut(ids, SHARES["uneven"], rank, world_size)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    strategy = STRATEGIES.get("data_parallel")(session, {})
+    loader = strategy.loader(g, mine, sampler, batch_size=len(ids))
+    mean_of_means = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g))
+    equality.train(mean_of_means, loader, equality.STEPS)
+    summed = equality.model_of("sage", g)
+    optimizer = torch.optim.SGD(summed.parameters(), lr=equality.RATE)
+    for _ in range(equality.STEPS):
+        for _, _, blocks in loader:
+            optimizer.zero_grad()
+            scores = summed(blocks, blocks[0].srcdata["feat"])
+            F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+            for parameter in summed.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+    return {
+        "mean of means": [p.detach().numpy().copy() for p in mean_of_means.parameters()],
+        "unweighted sum": [p.detach().numpy().copy() for p in summed.parameters()],
+    }
+
+
+def test_wrong_rules_are_told_apart(folder: Path) -> None:
+    result = run_ranks(_wrong_rules, 2, args=(str(folder),))[0]
+    for name, weights in result.items():
+        assert difference(weights, plain_weights("sage")) > 1e-3, name
+
+
+def test_training_nodes_are_cut_as_told() -> None:
+    ids = torch.arange(160)
+    sizes = {
+        name: [len(equality.cut(ids, proportions, rank, 4)) for rank in range(4)]
+        for name, proportions in SHARES.items()
+    }
+    assert sizes["even"] == [40, 40, 40, 40]
+    assert sizes["uneven"] == [9, 47, 19, 85]
+    assert sizes["empty"] == [69, 0, 91, 0]
