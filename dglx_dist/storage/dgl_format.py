@@ -16,7 +16,7 @@ from dglx_dist.progress import progress
 from dglx_dist.records import Array, Assignment, EdgeType, RawGraph
 from dglx_dist.storage.dgl_ids import IdLine
 from dglx_dist.storage.dgl_import import import_dgl_format as import_dgl_format
-from dglx_dist.storage.folders import partial_folder, publish
+from dglx_dist.storage.folders import named_failures, partial_folder, publish
 from dglx_dist.storage.layout import safe_name
 from dglx_dist.storage.relabel import EdgeOrder, NodeOrder, relabel_edges, relabel_nodes
 
@@ -48,7 +48,7 @@ def write_dgl_format(
 
     Raises:
         ConfigError: graph and assignment do not fit, or DGL's files cannot hold a value or a name.
-        StorageError: ``folder`` holds something.
+        StorageError: ``folder`` holds something, or cannot be written.
     """
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -57,6 +57,7 @@ def write_dgl_format(
     job = _Job(graph, relabel_nodes(graph, assignment), frozenset(bfloat16))
     config = f"{safe_name(graph.name)}.json"
     with (
+        named_failures(folder),
         partial_folder(folder) as partial,
         progress("Writing DGL's format", assignment.num_parts) as advance,
     ):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dglx_dist.errors import StorageError
 from dglx_dist.storage.layout import PARTIAL_SUFFIX
 
 _AT_FDCWD = -100
@@ -26,6 +27,19 @@ def partial_folder(target: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def named_failures(folder: Path) -> Iterator[None]:
+    """Turn what the system refuses (a full disk, a folder of somebody else's) into an error that says so.
+
+    Raises:
+        StorageError: in place of any OSError inside.
+    """
+    try:
+        yield
+    except OSError as problem:
+        raise StorageError(f"{folder} cannot be written: {problem}; choose another place") from problem
 
 
 def publish(folder: Path, target: Path) -> bool:

@@ -14,7 +14,7 @@ from dglx_dist.errors import StorageError
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 from dglx_dist.storage.columns import DTYPES, FileInfo
 from dglx_dist.storage.fields import Fields
-from dglx_dist.storage.layout import MANIFEST
+from dglx_dist.storage.layout import MANIFEST, part_files
 
 FORMAT = "dglx-dataset"
 VERSION = 1
@@ -136,6 +136,7 @@ def from_json(value: object, where: str) -> Manifest:
     )
     top.finish()
     _check_types(manifest, where)
+    _check_files(manifest, where)
     return manifest
 
 
@@ -269,3 +270,17 @@ def _check_types(manifest: Manifest, where: str) -> None:
                     f"{where}: key 'edge_types' has {(source, relation, destination)}, "
                     f"but there is no node type {ntype!r}"
                 )
+
+
+def _check_files(manifest: Manifest, where: str) -> None:
+    """Raise unless the manifest lists the files that its types and columns make, and no others."""
+    user_ids = tuple(manifest.user_ids)
+    expected = {
+        path
+        for part in range(manifest.num_parts)
+        for path in part_files(part, manifest.node_columns, manifest.edge_columns, user_ids)
+    }
+    wrong = sorted(expected ^ manifest.files.keys())
+    if wrong:
+        problem = "lacks" if wrong[0] in expected else "has the unexpected"
+        raise StorageError(f"{where}: key 'files' {problem} {wrong[0]!r}; partition the graph again")

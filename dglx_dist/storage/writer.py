@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import Array, Assignment, ColumnInfo, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.storage.columns import FileInfo, column_info, numpy_dtype, write_column, write_strings
-from dglx_dist.storage.folders import partial_folder, publish, replace_folder
-from dglx_dist.storage.layout import MANIFEST, data_path, edge_folder, node_folder
-from dglx_dist.storage.manifest import Manifest, read_manifest, write_manifest
+from dglx_dist.storage.folders import named_failures, partial_folder, publish, replace_folder
+from dglx_dist.storage.layout import CACHE, MANIFEST, data_path, edge_folder, node_folder
+from dglx_dist.storage.manifest import FORMAT, Manifest, write_manifest
 from dglx_dist.storage.relabel import NodeOrder, relabel_edges, relabel_nodes
 
 CHUNK_BYTES = 1 << 24
 """Rows are gathered this many bytes at a time, so that writing needs no second copy of a column."""
 
+_PART = re.compile(r"part\d+")
 _IDS = ColumnInfo(dtype="int64", row_shape=())
 
 
@@ -48,16 +52,21 @@ def write_dataset(
 
     Raises:
         ConfigError: graph and assignment do not fit, or a value cannot be stored.
-        StorageError: ``folder`` holds something that may not be replaced.
+        StorageError: ``folder`` holds something that may not be replaced, or cannot be written.
     """
     folder = Path(folder).absolute()
     _check_target(folder, overwrite)
     node_columns = _node_columns(graph, bfloat16)
     edge_columns = _edge_columns(graph, bfloat16)
+    user_ids = _user_id_kinds(graph)
     settings = _json_only({"parameters": dict(assignment.parameters), "quality": dict(quality or {})})
     orders = relabel_nodes(graph, assignment)
     num_bytes = _expected_bytes(graph, node_columns, edge_columns)
-    with partial_folder(folder) as partial, progress("Writing the dataset", num_bytes) as advance:
+    with (
+        named_failures(folder),
+        partial_folder(folder) as partial,
+        progress("Writing the dataset", num_bytes) as advance,
+    ):
         job = _Job(partial, assignment.num_parts, advance)
         for ntype in graph.num_nodes:
             job.write_node_type(graph, ntype, orders[ntype], node_columns[ntype])
@@ -72,7 +81,7 @@ def write_dataset(
             node_columns=node_columns,
             edge_columns=edge_columns,
             num_classes=dict(graph.num_classes),
-            user_ids={ntype: _user_id_kind(ids) for ntype, ids in graph.user_ids.items()},
+            user_ids=user_ids,
             method=assignment.method,
             seed=assignment.seed,
             parameters=settings["parameters"],
@@ -135,7 +144,7 @@ class _Job:
         return order.offsets
 
     def _user_ids(self, path: str, user_ids: Array, rows: Array) -> None:
-        if _user_id_kind(user_ids) == "string":
+        if user_ids.dtype.kind == "U":
             self.files[path] = write_strings(self._folder / path, user_ids[rows])
         else:
             self._gathered(path, _IDS, rows, _taker(user_ids))
@@ -185,13 +194,18 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise StorageError(f"{folder} exists already; choose another folder, or ask for overwriting")
-    if not (folder / MANIFEST).exists():
+    if not _is_ours(folder):
         raise StorageError(
             f"{folder} holds something that is no dataset of this program, and is not overwritten; "
             f"choose another folder, or remove it yourself"
         )
-    # A mere file of that name does not make it ours.
-    read_manifest(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether there is nothing but a dataset, which may be damaged or of another version."""
+    names = {path.name for path in folder.iterdir()}
+    others = {name for name in names - {MANIFEST, CACHE} if not _PART.fullmatch(name)}
+    return MANIFEST in names and not others and FORMAT.encode() in (folder / MANIFEST).read_bytes()
 
 
 def _node_columns(
@@ -232,12 +246,23 @@ def _checked_info(column: NodeColumn, num_rows: int, what: str, is_bfloat16: boo
     return ColumnInfo(dtype="bfloat16", row_shape=info.row_shape)
 
 
-def _user_id_kind(ids: Array) -> str:
-    if ids.dtype.kind == "U":
-        return "string"
-    if ids.dtype.kind in "iu":
-        return "int64"
-    raise ConfigError(f"user ids have dtype {ids.dtype}; expected whole numbers or unicode strings")
+def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
+    kinds = {}
+    for ntype, ids in graph.user_ids.items():
+        if ids.shape != (graph.num_nodes.get(ntype, 0),):
+            raise ConfigError(
+                f"user ids of {ntype!r} have shape {ids.shape}, but there are "
+                f"{graph.num_nodes.get(ntype, 0)} such nodes"
+            )
+        if ids.dtype.kind == "U":
+            kinds[ntype] = "string"
+        elif ids.dtype.kind in "iu" and ids.max(initial=0) <= np.iinfo(np.int64).max:
+            kinds[ntype] = "int64"
+        else:
+            raise ConfigError(
+                f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or what fits into int64"
+            )
+    return kinds
 
 
 def _expected_bytes(

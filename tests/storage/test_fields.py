@@ -20,9 +20,7 @@ def test_every_kind_comes_back() -> None:
 
 def test_the_path_leads_into_lists_and_objects() -> None:
     inner = Fields({"a": [{"b": {"c": "x" * 100}}]}, "file").records("a")[0].record("b")
-    with pytest.raises(
-        StorageError, match=r"^file: key 'a\[0\]\.b\.c' is 'x+\.\.\., expected a whole number$"
-    ):
+    with pytest.raises(StorageError, match=r"^file: key 'a\[0\]\.b\.c' is 'x+\.\.\., expected a whole"):
         inner.integer("c")
     with pytest.raises(StorageError, match=r"'a\[0\]\.b\.d' is missing"):
         inner.text("d")

@@ -78,6 +78,8 @@ WRONG = [
     (changed("edge_types", 0, "name", to=["_N", "_E", "user"]), "no node type 'user'"),
     (changed("files", "x.arrow", to={"bytes": -1, "crc32": "0"}), r"'files\.x\.arrow\.bytes' is -1"),
     (changed("files", "x.arrow", to={"bytes": 1}), r"'files\.x\.arrow\.crc32' is missing"),
+    (changed("files", "../x", to={"bytes": 1, "crc32": "0"}), r"'files' has the unexpected '\.\./x'"),
+    (changed("files", to={}), r"'files' lacks 'part0/edges/_N\._E\._N/data/weight\.arrow'"),
     (changed("colour", to="red"), "'colour' is unknown"),
 ]
 

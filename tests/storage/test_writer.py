@@ -1,5 +1,6 @@
 """read(write(x)) == x; nothing is lost on the way, and nothing of a killed write loads."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -174,6 +175,47 @@ def test_overwriting_replaces_all_of_a_dataset(tmp_path: Path) -> None:
     assert_same_graph(read_back(open_dataset(folder)), TWO_TRIANGLES)
     assert sorted(path.name for path in tmp_path.rglob("part*")) == ["part0", "part1"]
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format": "dglx-dataset", "version": 99}'])
+def test_overwriting_replaces_what_no_longer_loads(tmp_path: Path, damage: bytes) -> None:
+    folder = tmp_path / "d"
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    path = folder / "manifest.json"
+    path.write_bytes(damage or path.read_bytes()[:-9])
+    with pytest.raises(StorageError):
+        open_dataset(folder)
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder, overwrite=True)
+    assert_same_graph(read_back(open_dataset(folder)), TWO_TRIANGLES)
+
+
+def test_overwriting_spares_a_dataset_with_a_stranger_in_it(tmp_path: Path) -> None:
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    (tmp_path / "d" / "notes.txt").write_text("mine")
+    with pytest.raises(StorageError, match="not overwritten"):
+        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d", overwrite=True)
+    assert (tmp_path / "d" / "notes.txt").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file/d cannot be written: .*file'; choose"):
+        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "file" / "d")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.arange(40, dtype=np.uint64) + np.uint64(2**63), "'_N' have dtype uint64"),
+        (np.arange(40.0), "'_N' have dtype float64"),
+        (np.arange(39), r"'_N' have shape \(39,\), but there are 40"),
+    ],
+)
+def test_user_ids_that_cannot_be_kept_are_refused(tmp_path: Path, ids: np.ndarray, message: str) -> None:
+    graph = dataclasses.replace(random_homogeneous(0), user_ids={NODE_TYPE: ids})
+    with pytest.raises(ConfigError, match=message):
+        write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "manifest.json"])
