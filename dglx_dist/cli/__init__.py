@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dglx_dist.cli.failure import fail
+from dglx_dist.cli.failure import LAUNCHED, report
 from dglx_dist.errors import DglxError
 
 __all__ = ["main"]
@@ -16,13 +16,16 @@ def main() -> None:
     Exit codes: 0; 2 for what the user can put right (one message, no traceback); 1 for everything else.
     """
     debug = "--debug" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--debug", LAUNCHED)]
     from dglx_dist.cli.app import app
 
     try:
         app(arguments, prog_name="dglx")
     except DglxError as error:
-        fail(error, code=2, debug=debug)
+        report(error, debug=debug)
+        raise SystemExit(2) from None
     except Exception as error:
-        fail(error, code=1, debug=debug)
+        report(error, debug=debug)
+        # It has been shown; Python shall end with 1, and not show it again.
+        sys.excepthook = lambda *_: None
         raise

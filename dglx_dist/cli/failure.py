@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -14,8 +13,8 @@ LAUNCHED = "--launched"
 """Hidden flag of ranks whose launcher shows their error, so that they need not."""
 
 
-def fail(error: Exception, *, code: int, debug: bool) -> NoReturn:
-    """End the process with ``code`` and one message on standard error, with ``debug`` a traceback too.
+def report(error: Exception, *, debug: bool) -> None:
+    """Show one message on standard error, with ``debug`` a traceback in place of it.
 
     A rank leaves its message where torchrun collects it; the launcher of ``dglx train`` shows the first.
     """
@@ -29,8 +28,6 @@ def fail(error: Exception, *, code: int, debug: bool) -> NoReturn:
         console.print_exception()
     elif LAUNCHED not in sys.argv:
         console.print(f"{_who()}{_text(error)}", style="red", highlight=False, markup=False)
-    sys.stdout.flush()
-    raise SystemExit(code) from error
 
 
 def _text(error: Exception) -> str:

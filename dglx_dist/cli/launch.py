@@ -12,14 +12,13 @@ from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.errors import ConfigError
 
 
-def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int, debug: bool) -> int:
+def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int) -> int:
     """Run ``dglx ARGUMENTS`` on ``ranks`` ranks of this machine and wait for them.
 
     Args:
-        arguments: What follows ``dglx``, e.g. ``["train", "data/x"]``.
+        arguments: What follows ``dglx``, e.g. ``["train", "data/x", "--debug"]``.
         ranks: W.
         servers: S virtual servers of W / S ranks each; 1 is this machine as it is.
-        debug: Whether the ranks show tracebacks.
 
     Returns:
         The exit code: 0, or that of the rank that failed first, whose message has been shown.
@@ -32,11 +31,10 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int, debug: bo
             f"--ranks {ranks} cannot be dealt out evenly to --servers {servers}; "
             "make the ranks a multiple of the servers"
         )
-    flags = ["--debug"] if debug else []
     command = [
         *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
         *("--standalone", "--nproc-per-node", str(ranks)),
-        *("-m", "dglx_dist.cli", *arguments, LAUNCHED, *flags),
+        *("-m", "dglx_dist.cli", *arguments, LAUNCHED),
     ]
     environment = rank_environment(ranks, ranks_per_server=ranks // servers)
     process = subprocess.Popen(command, env=environment)

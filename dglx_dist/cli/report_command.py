@@ -19,22 +19,14 @@ def report(
     """
     from dglx_dist.report.picture import draw
     from dglx_dist.report.rundir import PICTURE, read_run
+    from dglx_dist.report.summary import run_title
     from dglx_dist.report.table import epoch_table, summary_table
 
     run = read_run(folder)
     show(epoch_table(run.epochs))
     show(summary_table(run.summary))
-    draw(run.epochs, folder / PICTURE, title=title_of(run.summary, run.config))
+    draw(run.epochs, folder / PICTURE, title=run_title(run.summary, run.config))
     Console(highlight=False).print(f"picture: {folder / PICTURE}")
-
-
-def title_of(summary: object, config: object) -> str:
-    """Return the heading of a run's picture."""
-    said = {**(config if isinstance(config, dict) else {}), **(summary if isinstance(summary, dict) else {})}
-    return (
-        f"{said.get('data', '')}: {said.get('model', '')} by {said.get('strategy', '')}, "
-        f"{said.get('ranks', '?')} ranks on {said.get('servers', '?')} servers"
-    )
 
 
 def show(table: Table) -> None:

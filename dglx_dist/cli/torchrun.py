@@ -23,12 +23,14 @@ def main(arguments: Sequence[str]) -> int:
     # The agent logs each rank that it ends; what a user wants to read is why.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run.run(run.parse_args(list(arguments)))
+        run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]  # torch leaves them bare
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         rank, failure = first_failure(error.failures)
-        Console(stderr=True).print(describe(rank, failure), style="red", highlight=False, markup=False)
+        Console(stderr=True, soft_wrap=True).print(
+            describe(rank, failure), style="red", highlight=False, markup=False
+        )
         return exit_code(failure)
     return 0
 

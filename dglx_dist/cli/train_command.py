@@ -1,5 +1,158 @@
 """``dglx train``."""
 
+from __future__ import annotations
 
-def train() -> None:
-    """Train."""
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dglx_dist.cli.options import literals, whole_numbers
+from dglx_dist.cli.report_command import show
+from dglx_dist.cluster.topology import launched_by_torchrun
+from dglx_dist.errors import ConfigError
+
+_MODEL, _RUN, _LOADER = "Model and optimizer", "Run folder, evaluation, checkpoints", "Loading"
+
+
+def train(  # noqa: PLR0913  # one argument per option
+    data: Annotated[Path, typer.Argument(metavar="DIR", help="What `dglx partition` wrote.")],
+    strategy: Annotated[
+        str, typer.Option(help="How the ranks share the work; a wrong name lists what there is.")
+    ] = "data_parallel",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Start so many processes here, with torchrun. Without it: one, or those of torchrun."
+        ),
+    ] = None,
+    servers: Annotated[int, typer.Option(help="Treat the ranks as if they were on so many machines.")] = 1,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the strategy; repeatable.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a rank may be silent.")] = 300.0,
+    seed: Annotated[
+        int, typer.Option(help="Of weights, order and draws; the same on any number of ranks.")
+    ] = 0,
+    model: Annotated[str, typer.Option(help="sage, gcn, gat or mlp.", rich_help_panel=_MODEL)] = "sage",
+    layers: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Convolutions.")] = 2,
+    hidden: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Width between them.")] = 64,
+    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Attention heads of gat.")] = 4,
+    dropout: Annotated[
+        float, typer.Option(rich_help_panel=_MODEL, help="Probability, after each layer but the last.")
+    ] = 0.5,
+    epochs: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Of the whole run.")] = 20,
+    lr: Annotated[float, typer.Option(rich_help_panel=_MODEL, help="Learning rate of Adam.")] = 0.01,
+    weight_decay: Annotated[float, typer.Option(rich_help_panel=_MODEL, help="Of Adam.")] = 0.0,
+    fanout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K,K",
+            rich_help_panel=_LOADER,
+            help="Neighbours drawn per node and layer, input-most first; -1: all. Default: 25, then 10 "
+            "for each other layer.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(rich_help_panel=_LOADER, help="Targets per rank and step.")
+    ] = 512,
+    structure: Annotated[
+        str, typer.Option(rich_help_panel=_LOADER, help="auto, replicated on each server, or partitioned.")
+    ] = "auto",
+    depth: Annotated[int, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead.")] = 2,
+    loader_threads: Annotated[
+        int, typer.Option(rich_help_panel=_LOADER, help="Threads that make them; 0: the training loop.")
+    ] = 1,
+    verify: Annotated[
+        str, typer.Option(rich_help_panel=_LOADER, help="auto: read new files, full: all, never.")
+    ] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUNDIR", rich_help_panel=_RUN, help="Default: runs/NAME-STRATEGY, NAME of DIR."
+        ),
+    ] = None,
+    eval_every: Annotated[
+        int, typer.Option(rich_help_panel=_RUN, help="Evaluate exactly after so many epochs; 0: at the end.")
+    ] = 1,
+    patience: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_RUN, help="Stop after so many evaluations without a better one."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(rich_help_panel=_RUN, help="Save to RUNDIR/checkpoints after so many epochs; 0: never."),
+    ] = 0,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", rich_help_panel=_RUN, help="Go on from the newest checkpoint in RUNDIR."),
+    ] = False,
+) -> None:
+    """Train a model on a partitioned dataset, evaluate it exactly, and write what it cost to a folder.
+
+    Two processes here: `dglx train data/demo --ranks 2 --epochs 5 --out runs/demo`
+
+    Under torchrun: `torchrun --nnodes 2 --nproc-per-node 4 -m dglx_dist.cli train data/demo --out runs/demo`
+
+    RUNDIR gets `summary.json`, `metrics.jsonl`, `config.json` and `picture.png`; `dglx report RUNDIR` shows
+    them again.
+    """
+    if ranks is not None and not launched_by_torchrun():
+        from dglx_dist.cli.launch import start_ranks
+
+        check_names(strategy, data)
+        raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
+    if servers != 1 and not launched_by_torchrun():
+        raise ConfigError(f"--servers {servers} deals out ranks; say how many with --ranks")
+    from dglx_dist.run.train import TrainPlan, train_dataset
+
+    trained = train_dataset(
+        TrainPlan(
+            data=str(data),
+            out=str(out or Path("runs") / f"{data.absolute().name}-{strategy}"),
+            strategy=strategy,
+            strategy_options=literals(option or [], "--option"),
+            model=model,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            dropout=dropout,
+            fanouts=whole_numbers(fanout, "--fanout") if fanout else (25, *[10] * (layers - 1))[:layers],
+            batch_size=batch_size,
+            epochs=epochs,
+            lr=lr,
+            weight_decay=weight_decay,
+            seed=seed,
+            eval_every=eval_every,
+            patience=patience,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            structure=structure,  # type: ignore[arg-type]  # checked by DistGraph
+            verify=verify,  # type: ignore[arg-type]  # checked by open_dataset
+            depth=depth,
+            loader_threads=loader_threads,
+            timeout_s=timeout,
+        )
+    )
+    if trained.rank == 0:
+        from dglx_dist.report.table import epoch_table, summary_table
+
+        show(epoch_table(trained.epochs))
+        show(summary_table(trained.summary))
+        Console(highlight=False).print(f"written to {trained.folder}; again: dglx report {trained.folder}")
+
+
+def check_names(strategy: str, data: Path) -> None:
+    """Find the two likeliest mistakes before any process is started.
+
+    Raises:
+        UnknownNameError: there is no such strategy.
+        StorageError: there is no partitioned dataset at ``data``.
+    """
+    from dglx_dist.storage.manifest import read_manifest
+    from dglx_dist.strategies.registry import STRATEGIES
+
+    STRATEGIES.resolve(strategy)
+    read_manifest(data)

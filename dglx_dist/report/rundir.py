@@ -26,8 +26,10 @@ class Run:
     summary: Mapping[str, Any]
 
 
-def start_run(folder: str | Path, config: Mapping[str, object]) -> Path:
+def start_run(folder: str | Path, config: Mapping[str, object], *, keep_metrics: bool = False) -> Path:
     """Make ``folder``, write the resolved configuration, and clear what an earlier run left there.
+
+    With ``keep_metrics`` the epochs stay, for a run that goes on.
 
     One rank calls it. Returns the folder.
 
@@ -37,7 +39,7 @@ def start_run(folder: str | Path, config: Mapping[str, object]) -> Path:
     target = Path(folder)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for name in (SUMMARY, METRICS, PICTURE):
+        for name in (SUMMARY, PICTURE) if keep_metrics else (SUMMARY, PICTURE, METRICS):
             (target / name).unlink(missing_ok=True)
         _write_atomically(target / CONFIG, json.dumps(_plain(config), indent=2) + "\n")
     except OSError as error:
@@ -94,7 +96,7 @@ def read_run(folder: str | Path) -> Run:
     return Run(
         folder=source,
         config=_read_object(source / CONFIG),
-        epochs=_read_epochs(source / METRICS),
+        epochs=read_epochs(source),
         summary=_read_object(source / SUMMARY),
     )
 
@@ -114,7 +116,15 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_epochs(path: Path) -> tuple[EpochRecord, ...]:
+def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
+    """Read the epochs of a run that need not have finished; none when there is no such folder.
+
+    Raises:
+        StorageError: a line is damaged; the message names it.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        return ()
     names = [field.name for field in fields(EpochRecord)]
     epochs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -46,6 +46,15 @@ def summarise(facts: RunFacts, epochs: Sequence[EpochRecord]) -> dict[str, objec
         "peak_memory_bytes": facts.peak_memory_bytes,
         "phase_seconds": phase_seconds(warm),
     }
+
+
+def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:
+    """Return the heading of a run's picture."""
+    said = {**config, **summary}
+    return (
+        f"{said.get('graph', '?')}: {said.get('model', '?')} by {said.get('strategy', '?')}, "
+        f"{said.get('ranks', '?')} rank(s) on {said.get('servers', '?')} server(s)"
+    )
 
 
 def phase_seconds(epochs: Sequence[EpochRecord]) -> dict[str, float]:

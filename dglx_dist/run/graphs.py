@@ -182,7 +182,7 @@ def _prepared_by_rank_zero(
 ) -> Path:
     """Return the folder of the cut graph on every rank; what goes wrong on rank 0 is raised on all."""
     if session.topology.rank != 0:
-        answer = broadcast_json(None, session)
+        answer: Any = broadcast_json(None, session)
         if "error" in answer:
             raise ConfigError(f"rank 0 could not prepare the graph: {answer['error']}")
         return Path(answer["folder"])

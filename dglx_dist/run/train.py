@@ -1,0 +1,204 @@
+"""What ``dglx train`` does in each rank: open, train, evaluate, write the run folder."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import dgl
+import torch
+
+import dglx_dist
+from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph import DistGraph
+from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
+from dglx_dist.report.picture import draw
+from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_run
+from dglx_dist.report.summary import RunFacts, run_title, summarise
+from dglx_dist.run.fit import fit
+from dglx_dist.run.session import init
+from dglx_dist.training.fit import Callback, FitConfig, FitResult
+from dglx_dist.training.models import build_model
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """One run of a ready-made model, as the command line states it.
+
+    Raises:
+        ConfigError: the fan-outs are not one for each layer, or a number is out of range.
+    """
+
+    data: str
+    out: str
+    strategy: str = "data_parallel"
+    strategy_options: Mapping[str, object] = field(default_factory=dict)
+    model: str = "sage"
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    dropout: float = 0.5
+    fanouts: tuple[int, ...] = (25, 10)
+    batch_size: int = 512
+    epochs: int = 20
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    seed: int = 0
+    eval_every: int = 1
+    patience: int | None = None
+    checkpoint_every: int = 0
+    """0: no checkpoints."""
+    resume: bool = False
+    structure: Literal["auto", "replicated", "partitioned"] = "auto"
+    verify: Literal["auto", "full", "never"] = "auto"
+    depth: int = 2
+    loader_threads: int = 1
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if len(self.fanouts) != self.layers:
+            raise ConfigError(
+                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
+                f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"
+            )
+        for name, wrong in (("lr", self.lr <= 0), ("weight_decay", self.weight_decay < 0)):
+            if wrong:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is out of range")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run came to, on every rank."""
+
+    rank: int
+    folder: Path
+    epochs: tuple[EpochRecord, ...]
+    """Those before a resume included."""
+    summary: Mapping[str, object]
+
+
+def train_dataset(plan: TrainPlan) -> Trained:
+    """Train as ``plan`` says and write the run folder; every rank that torchrun started must call it.
+
+    Raises:
+        ConfigError: the dataset lacks what training needs, or an option cannot be honoured.
+        StorageError: the dataset is damaged, or the run folder cannot be written.
+        CheckpointError: the checkpoint to resume from does not match.
+        PeerError: another rank died or fell silent.
+    """
+    folder = Path(plan.out)
+    options: dict[str, Any] = dict(plan.strategy_options)
+    with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
+        g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
+        check_trainable(g)
+        writes = session.topology.rank == 0
+        config = resolved(plan, g, session)
+        before = read_epochs(folder) if plan.resume else ()
+        if writes:
+            start_run(folder, config, keep_metrics=plan.resume)
+        result = _fit(plan, g, lambda record: append_epoch(folder, record) if writes else None)
+        epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
+        summary = summarise(_facts(session, result), epochs)
+        if writes:
+            write_run(folder, config, epochs, summary)
+            draw(epochs, folder / PICTURE, title=run_title(summary, config))
+        return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
+
+
+def check_trainable(g: DistGraph) -> None:
+    """Raise ConfigError unless ``g`` has one type, features, labels, classes and training nodes."""
+    where = g.dataset.folder
+    if g.ntypes != [NODE_TYPE] or len(g.canonical_etypes) != 1:
+        raise ConfigError(
+            f"{where} has the node types {', '.join(g.ntypes)}; `dglx train` has models for "
+            "graphs of one node and one edge type only, write a loop for others"
+        )
+    for name in (FEATURE, LABEL, "train_mask"):
+        if name not in g.ndata:
+            known = ", ".join(g.ndata) or "none"
+            raise ConfigError(
+                f"{where} has no node data {name!r} (known: {known}); partition a graph that has it"
+            )
+    if len(g.ndata[FEATURE].shape) != 2:
+        raise ConfigError(f"{FEATURE!r} of {where} has shape {g.ndata[FEATURE].shape}; it must be (N, F)")
+
+
+def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, object]:
+    """Return what ``config.json`` holds: every option as it was in force, and what it met."""
+    return {
+        **asdict(plan),
+        "strategy": session.strategy,
+        "timeout_s": session.timeout_s,
+        "ranks": session.topology.world_size,
+        "servers": session.topology.num_servers,
+        "graph": g.name,
+        "nodes": g.num_nodes(),
+        "edges": g.num_edges(),
+        "parts": g.dataset.manifest.num_parts,
+        "partitioned_by": g.dataset.manifest.method,
+        "versions": {
+            "dglx_dist": dglx_dist.__version__,
+            "torch": torch.__version__,
+            "dgl": dgl.__version__,
+        },
+    }
+
+
+def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> FitResult:
+    classes = g.num_classes(NODE_TYPE)
+    if not classes:
+        raise ConfigError(f"{g.dataset.folder} does not say how many classes there are; partition it again")
+    model = build_model(
+        plan.model,
+        g.ndata[FEATURE].shape[1],
+        plan.hidden,
+        classes,
+        plan.layers,
+        plan.dropout,
+        plan.heads,
+        graph=g,
+    )
+    keeps = plan.checkpoint_every > 0 or plan.resume
+    config = FitConfig(
+        epochs=plan.epochs,
+        eval_every=plan.eval_every,
+        patience=plan.patience,
+        checkpoint_folder=Path(plan.out) / CHECKPOINTS if keeps else None,
+        checkpoint_every=max(plan.checkpoint_every, 1),
+        resume=plan.resume,
+    )
+    _, result = fit(
+        model,
+        g,
+        config=config,
+        fanouts=plan.fanouts,
+        batch_size=plan.batch_size,
+        make_optimizer=lambda parameters: torch.optim.Adam(
+            parameters, lr=plan.lr, weight_decay=plan.weight_decay
+        ),
+        callbacks=[after_epoch],
+        depth=plan.depth,
+        num_threads=plan.loader_threads,
+    )
+    return result
+
+
+def _facts(session: Session, result: FitResult) -> RunFacts:
+    # Linux counts the largest resident set in units of 1024 bytes.
+    mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = [int(str(peak)) for peak in gather_json(mine, session)]
+    return RunFacts(
+        strategy=session.strategy,
+        ranks=session.topology.world_size,
+        servers=session.topology.num_servers,
+        test_accuracy=result.test_accuracy,
+        val_accuracy=result.val_accuracy,
+        peak_memory_bytes=max(peaks),
+    )
