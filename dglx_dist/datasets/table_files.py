@@ -50,11 +50,13 @@ def id_column(table: Any, name: str, where: str) -> Any:
     """Return the ids in column ``name`` as a pyarrow int64 or string array without gaps.
 
     Raises:
-        DatasetError: the column is missing, has an empty row, or holds neither integers nor strings.
+        DatasetError: the table has no row, the column is missing, has an empty row, or holds neither integers nor strings.
     """
     ids = column(table, name, where)
     if pa.types.is_dictionary(ids.type):
         ids = ids.dictionary_decode()
+    if table.num_rows == 0:
+        raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
     refuse_gaps(ids, name, where)
     if pa.types.is_integer(ids.type):
         return ids.cast(pa.int64())

@@ -41,7 +41,8 @@ def test_ids_come_in_one_chunk_of_one_of_two_types() -> None:
     assert ids.to_pylist() == [1, 2, 3]
     encoded = pa.array(["x", "y", "x"]).dictionary_encode()
     assert id_column(pa.table({"id": encoded}), "id", "t").to_pylist() == ["x", "y", "x"]
-    assert len(id_column(pa.table({"id": pa.array([], pa.int64())}), "id", "t")) == 0
+    with pytest.raises(DatasetError, match="t: the table has no row"):
+        id_column(pa.table({"id": pa.array([], pa.int64())}), "id", "t")
 
 
 def test_a_missing_column_lists_those_there_are() -> None:

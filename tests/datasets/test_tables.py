@@ -185,7 +185,7 @@ BAD_TABLES = {
     ),
     "edge column": ("id\n1\n2\n", "src,dst,w\n1,2,1\n2,1,inf\n", r"edges\.csv: column 'w', row 1: inf"),
     "ragged": ("id\n1\n2\n", "src,dst\n1,2\n1,2,3\n", r"edges\.csv: not readable as a csv table"),
-    "no row": ("id\n1\n", "src,dst\n", r"column 'src' must hold integer or string ids; it holds null"),
+    "no row": ("id\n1\n", "src,dst\n", r"edges\.csv: the table has no row"),
 }
 
 
