@@ -52,10 +52,10 @@ class DistGraph:
 
     Args:
         folder: What ``dglx partition`` wrote.
-        part_config: Instead of it DGL's own JSON file, imported once into ``<name>.dglx`` beside it.
+        part_config: DGL's own JSON file in its place, imported once into ``<name>.dglx`` beside it.
         structure: ``replicated``: every server maps the in-edges of the whole graph; ``partitioned``: those
-            of its own parts, and asks for the others; ``auto``: replicated when all parts are on every machine
-            and the structure takes at most half the free memory.
+            of its own parts, and asks for the others; ``auto``: replicated when all parts are on every
+            machine and the structure takes at most half the free memory.
         verify: Whether files are compared with their checksums, see ``open_dataset``.
         session: None: the current one.
 

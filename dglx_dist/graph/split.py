@@ -1,4 +1,4 @@
-"""``node_split`` and ``edge_split``: which of the marked nodes or edges this rank works on (DistDGL, two levels)."""
+"""``node_split`` and ``edge_split``: which of the marked rows this rank works on (DistDGL, two levels)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dglx_dist.graph.share import even_quota, quotas, range_of_server, share_of_
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
 Marked: TypeAlias = DistTensor | Tensor | Array | Sequence[Any]
-"""A mask of one value per node (or edge), or ids where they cannot be taken for one; see :func:`marked_ids`."""
+"""A mask of one value per node (or edge), or ids that cannot be taken for one; see :func:`marked_ids`."""
 
 
 def node_split(
@@ -29,7 +29,7 @@ def node_split(
     force_even: bool = True,
     node_trainer_ids: DistTensor | Tensor | Array | None = None,
 ) -> Tensor:
-    """Return the marked nodes that a rank works on. The shares of all ranks are disjoint and make up the whole.
+    """Return the marked nodes that a rank works on. Shares are disjoint and make up the whole.
 
     Not collective; the same arguments give the same answer on every rank.
 
@@ -38,8 +38,8 @@ def node_split(
         partition_book: ``g.get_partition_book()``; may be None for a DistTensor, which knows its own.
         ntype: Node type.
         rank: Whose share; None: this rank's.
-        force_even: Shares differ by at most one over all ranks: the marked nodes are cut into runs of ids, one
-            per server, so that a few may be another server's. Else each server works on its own.
+        force_even: Shares differ by at most one over all ranks: the marked nodes are cut into runs of ids,
+            one per server, so that a few may be another server's. Else each server works on its own.
             Inside a server they are dealt at random with the server's number as the seed.
         node_trainer_ids: (N,) rank that would like each node, numbered over all ranks (or over a multiple of
             them); honoured inside a server as far as the shares stay even.
@@ -63,7 +63,7 @@ def edge_split(
     force_even: bool = True,
     edge_trainer_ids: DistTensor | Tensor | Array | None = None,
 ) -> Tensor:
-    """Return the marked edges that a rank works on; as :func:`node_split`, an edge going with its destination."""
+    """Return the marked edges that a rank works on; as :func:`node_split`."""
     book = _book(edges, partition_book)
     return _split(edges, book.edge_bounds(etype), rank, force_even, edge_trainer_ids)
 
@@ -75,8 +75,8 @@ def marked_ids(marked: Marked, count: int) -> Array:
 
     * bool values are a mask and must be ``count`` many;
     * integers of which one is above 1, or that are not ``count`` many, are ids and must be distinct;
-    * ``count`` integers that are all 0 or 1 are a mask, as DGL stores masks, if one value repeats. What is left,
-      such as ``[0, 1]`` over two rows, could be both and is refused.
+    * ``count`` integers that are all 0 or 1 are a mask, as DGL stores masks, if one value repeats. What is
+      left, such as ``[0, 1]`` over two rows, could be both and is refused.
 
     Args:
         marked: Mask or ids, one-dimensional.

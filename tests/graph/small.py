@@ -1,4 +1,4 @@
-"""A graph of 40 nodes: a ring with chords, features that tell the node, and splits that can be counted by hand."""
+"""A graph of 40 nodes: a path with chords to node 0, and features that tell the node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_COLUMNS = 5
 
 
 def edges() -> tuple[np.ndarray, np.ndarray]:
-    """Every node has an edge to the next one; node 0 gets one from each multiple of 5; nodes 38, 39 send none."""
+    """Node n to n + 1 up to 38, and each multiple of 5 to node 0; nodes 38 and 39 send none."""
     source = np.concatenate([np.arange(38), np.arange(5, 40, 5)])
     destination = np.concatenate([np.arange(1, 39), np.zeros(7, dtype=np.int64)])
     return source, destination

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.split import marked_ids, split_ids
+
+SERVERS = [(0,), (0, 0), (0, 1), (0, 0, 1), (0, 0, 1, 1), (0, 0, 0, 1)]
+
+
+def shares(
+    ids: np.ndarray, bounds: list[int], servers: tuple[int, ...], **options: object
+) -> list[np.ndarray]:
+    return [
+        split_ids(ids, np.array(bounds), Topology(rank, len(servers), servers), **options)  # type: ignore[arg-type]
+        for rank in range(len(servers))
+    ]
+
+
+@pytest.mark.parametrize("servers", SERVERS)
+@pytest.mark.parametrize("num_ids", [0, 1, 3, 10, 41])
+def test_even_shares_are_disjoint_whole_and_differ_by_one(servers: tuple[int, ...], num_ids: int) -> None:
+    ids = np.sort(np.random.default_rng(0).permutation(100)[:num_ids])
+    bounds = [0, 100] if max(servers) == 0 else [0, 10, 100]
+    found = shares(ids, bounds, servers)
+    assert sorted(np.concatenate(found).tolist()) == ids.tolist()
+    sizes = [len(share) for share in found]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(np.all(np.diff(share) > 0) for share in found)
+
+
+def test_servers_take_runs_of_ids() -> None:
+    found = shares(np.arange(8), [0, 1, 8], (0, 0, 1, 1))
+    assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
+
+
+def test_not_even_means_ones_own() -> None:
+    found = shares(np.arange(0, 20, 2), [0, 5, 20], (0, 0, 1), force_even=False)
+    assert sorted([*found[0], *found[1]]) == [0, 2, 4]
+    assert found[2].tolist() == [6, 8, 10, 12, 14, 16, 18]
+
+
+def test_ranks_of_a_server_get_a_random_deal_that_repeats() -> None:
+    first, again = (shares(np.arange(40), [0, 40], (0, 0)) for _ in range(2))
+    assert [one.tolist() for one in first] == [one.tolist() for one in again]
+    assert first[0].tolist() != list(range(20))
+
+
+@pytest.mark.parametrize("force_even", [True, False])
+def test_trainers_get_what_they_prefer(force_even: bool) -> None:
+    trainer_of = np.array([1, 0, 1, 0, 3, 2, 3, 2])
+    found = shares(np.arange(8), [0, 4, 8], (0, 0, 1, 1), force_even=force_even, trainer_of=trainer_of)
+    assert [share.tolist() for share in found] == [[1, 3], [0, 2], [5, 7], [4, 6]]
+
+
+def test_even_comes_before_preferred() -> None:
+    found = shares(np.arange(6), [0, 6], (0, 0), trainer_of=np.zeros(6, np.int64))
+    assert [len(share) for share in found] == [3, 3]
+
+
+def test_not_even_gives_a_trainer_all_it_prefers() -> None:
+    found = shares(np.arange(6), [0, 6], (0, 0), trainer_of=np.array([1] * 5 + [0]), force_even=False)
+    assert [share.tolist() for share in found] == [[5], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("marked", "expected"),
+    [
+        ([True, False, True, False], [0, 2]),
+        (np.array([0, 1, 1, 0], dtype=np.uint8), [1, 2]),
+        (torch.tensor([0, 0, 0, 0]), []),
+        (torch.tensor([3, 1]), [1, 3]),
+        (np.array([0, 1]), [0, 1]),
+        (np.arange(4), [0, 1, 2, 3]),
+        ([], []),
+    ],
+)
+def test_masks_and_ids(marked: object, expected: list[int]) -> None:
+    assert marked_ids(marked, 4).tolist() == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("marked", "count", "message"),
+    [
+        ([1, 0], 2, "could be a mask or ids"),
+        ([True, False], 4, "2 elements for 4 rows"),
+        ([2, 2, 3], 4, "1 of the 3 ids are repeated"),
+        ([0.5, 1.0], 2, "give a bool mask or integer ids"),
+        (np.zeros((2, 2), bool), 2, "one dimension"),
+    ],
+)
+def test_what_is_neither_or_both_is_refused(marked: object, count: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        marked_ids(marked, count)  # type: ignore[arg-type]
+
+
+def test_an_id_out_of_range_is_named() -> None:
+    with pytest.raises(IndexError, match="id 9 at position 1"):
+        marked_ids([1, 9], 4)
+
+
+def test_topology_of_another_rank() -> None:
+    topology = Topology(0, 2, (0, 0))
+    other = replace(topology, rank=1)
+    ids, bounds = np.arange(9), np.array([0, 9])
+    both = np.concatenate([split_ids(ids, bounds, topology), split_ids(ids, bounds, other)])
+    assert sorted(both.tolist()) == list(range(9))
