@@ -50,7 +50,8 @@ def id_column(table: Any, name: str, where: str) -> Any:
     """Return the ids in column ``name`` as a pyarrow int64 or string array without gaps.
 
     Raises:
-        DatasetError: the table has no row, the column is missing, has an empty row, or holds neither integers nor strings.
+        DatasetError: the table has no row; the column is missing, has an empty row, or holds neither
+            integers nor strings.
     """
     ids = column(table, name, where)
     if pa.types.is_dictionary(ids.type):
