@@ -17,7 +17,7 @@ from dglx_dist.records import Array
 NUM_OPTIONS = 40
 OBJTYPE, NITER, NCUTS, SEED, NUMBERING = 1, 6, 7, 8, 17
 RETURN_CODES = {-2: "bad input", -3: "not enough memory", -4: "internal error"}
-MAX_SEED = 2**31
+MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ def _options(library: ctypes.CDLL, request: MetisRequest) -> ctypes.Array[ctypes
     options[OBJTYPE] = int(request.volume)
     options[NITER] = request.num_refinements
     options[NCUTS] = 1
-    # -1 would mean METIS' own seed, and more than 31 bits do not reach its generator.
-    options[SEED] = request.seed % MAX_SEED
+    # More than 31 bits do not reach its generator, which takes 0 and 1 for the same.
+    options[SEED] = request.seed % (MAX_SEED - 1) + 1
     options[NUMBERING] = 0
     return options
 

@@ -54,7 +54,8 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
     change places.
     """
     part = part_of_node.copy()
-    loads, room = weights.loads(part), weights.capacities()
+    # Weights are whole numbers: what is above the whole part of the room is excess in full.
+    loads, room = weights.loads(part), np.floor(weights.capacities() + 1e-6)
     totals = np.maximum(loads.sum(axis=1), 1.0)
     matrix = weights.matrix() / totals
     loads /= totals[:, None]

@@ -119,6 +119,13 @@ def test_what_the_graph_does_not_have_is_refused(options: PartitionOptions, name
         Metis(options).assign(AUTHORS_AND_PAPERS, 2, 0)
 
 
+def test_neighbouring_seeds_differ() -> None:
+    """The generator underneath takes 0 and 1 for the same seed."""
+    graph = communities(num_blocks=40, degree=4, inside=0.5)
+    answers = {tuple(flat(Metis(PartitionOptions()).assign(graph, 4, seed).part_of)) for seed in range(4)}
+    assert len(answers) == 4
+
+
 def test_a_seed_beyond_31_bits_is_taken() -> None:
     graph = communities(num_nodes=400)
     parts = flat(PARTITIONERS.get("metis")(PartitionOptions()).assign(graph, 2, 2**40 + 5).part_of)

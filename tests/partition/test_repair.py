@@ -32,6 +32,19 @@ def test_two_nodes_change_places_when_both_parts_are_full() -> None:
     assert np.bincount(settled).max() <= 41
 
 
+def test_an_excess_of_a_fraction_is_mended_too() -> None:
+    # 137 training nodes: a share of 34.25 allows 35.96, so 36 is one too many, by 0.04 only.
+    train = np.zeros(400, dtype=bool)
+    train[[*range(36), *range(100, 135), *range(200, 233), *range(300, 333)]] = True
+    graph = homogeneous(400, [], train_mask=train)
+    options = PartitionOptions(balance=("nodes", "train"), tolerance={"nodes": 0.001})
+    weights = balance_weights(graph, options, 4, None)
+    part = np.repeat(np.arange(4), 100).astype(np.int32)
+    part[[198, 199]] = 2  # 98 nodes in part 1, where there is room; 102 in part 2
+    part[[150, 151]], part[[298, 299, 297]] = 1, 3
+    assert settle(symmetrise(graph), weights, part, "test")[1] == {}
+
+
 def test_nothing_moves_when_nothing_is_missed() -> None:
     weights = balance_weights(TWO_TRIANGLES, PartitionOptions(), 2, None)
     part = np.array([0, 0, 0, 1, 1, 1], dtype=np.int32)

@@ -31,6 +31,14 @@ def test_equal_weights_are_left_out() -> None:
     assert symmetrise(both_ways).edge_weights is None
 
 
+def test_weights_that_hardly_differ_are_left_out() -> None:
+    ring = [(i, (i + 1) % 400) for i in range(400)]
+    assert symmetrise(homogeneous(400, [*ring, *ring[:4]])).edge_weights is None
+    kept = symmetrise(homogeneous(400, [*ring, *ring[:5]])).edge_weights
+    assert kept is not None
+    assert sorted(kept.tolist()) == [1] * 790 + [2] * 10
+
+
 def test_node_types_follow_each_other() -> None:
     assert first_ids(AUTHORS_AND_PAPERS) == {"author": 0, "paper": 2, "venue": 5}
     assert [sorted(r) for r in rows(symmetrise(AUTHORS_AND_PAPERS))] == [[2, 3], [4], [0, 4], [0], [1, 2], []]
@@ -50,7 +58,9 @@ def test_a_larger_graph_agrees_with_the_plain_way() -> None:
         if u != v:
             plain[u][v] = plain[u].get(v, 0) + 1
             plain[v][u] = plain[v].get(u, 0) + 1
-    assert rows(symmetrise(graph)) == plain
+    symmetric = symmetrise(graph)
+    assert symmetric.edge_weights is not None
+    assert rows(symmetric) == plain
 
 
 @pytest.mark.parametrize("num_nodes", [0, 3])
