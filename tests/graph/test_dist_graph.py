@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.graph import DistGraph, node_split
+from dglx_dist.graph.split import edge_split
+from tests.graph.small import NUM_NODES, edges, features
+from tests.helpers.ranks import RankError, run_ranks
+
+LAYOUTS = [(1, None), (2, 2), (2, 1), (3, 1), (4, 2)]
+MODES = ["replicated", "partitioned"]
+
+
+def look(folder: Path, mode: Any) -> dict[str, Any]:
+    """Everything one rank can see, in the ids of the source."""
+    with start_session():
+        g = DistGraph(folder, structure=mode)
+        old = g.orig_ids(slice(None))
+        source, destination = g.find_edges(torch.arange(g.num_edges()))
+        whole = g.sample_neighbors(torch.arange(NUM_NODES), -1)
+        found_source, found_destination = whole.edges()
+        assert torch.equal(found_source, source[whole.edata[dgl.EID]])
+        assert torch.equal(found_destination, destination[whole.edata[dgl.EID]])
+        _, _, blocks = dgl.dataloading.NeighborSampler([2, 2]).sample(g, torch.tensor([1, 5, 30]))
+        share = node_split(g.ndata["train_mask"])
+        return {
+            "old": old.tolist(),
+            "feat": bool((g.ndata["feat"][:].numpy() == features()[old]).all()),
+            "edges": sorted(zip(old[source].tolist(), old[destination].tolist(), strict=True)),
+            "sampled": whole.num_edges(),
+            "in": g.in_degrees()[old.argsort()].tolist(),
+            "out": g.out_degrees(torch.arange(NUM_NODES))[old.argsort()].tolist(),
+            "user": g.user_ids([0, 39]).tolist(),
+            "local": g.local_nodes().tolist(),
+            "share": old[share].tolist(),
+            "edge share": edge_split(np.arange(g.num_edges()), g.get_partition_book()).tolist(),
+            "seeds": blocks[-1].num_dst_nodes(),
+            "classes": g.num_classes(),
+        }
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rank_sees_the_graph_that_was_written(
+    small_dataset: Path, ranks: int, per_server: int | None, mode: str
+) -> None:
+    source, destination = edges()
+    seen = run_ranks(look, ranks, args=(small_dataset, mode), ranks_per_server=per_server)
+    for one in seen:
+        assert one["feat"]
+        assert sorted(one["old"]) == list(range(NUM_NODES))
+        assert one["edges"] == sorted(zip(source.tolist(), destination.tolist(), strict=True))
+        assert one["sampled"] == len(source)
+        assert one["in"] == np.bincount(destination, minlength=NUM_NODES).tolist()
+        assert one["out"] == np.bincount(source, minlength=NUM_NODES).tolist()
+        assert one["user"] == [1000 + one["old"][0], 1000 + one["old"][39]]
+        assert (one["seeds"], one["classes"]) == (3, 4)
+    shares = [one["share"] for one in seen]
+    assert sorted(chain(*shares)) == list(range(0, NUM_NODES, 3))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert sorted(chain(*(one["edge share"] for one in seen))) == list(range(len(source)))
+    of_servers = {tuple(one["local"]) for one in seen}
+    assert sorted(chain(*of_servers)) == list(range(NUM_NODES))
+
+
+def count_bytes(folder: Path) -> tuple[int, int]:
+    with start_session() as session:
+        g = DistGraph(folder, structure="partitioned")
+        own = set(g.local_nodes().tolist())
+        seeds = torch.tensor([0, 1, 20, 39, 39])
+        sampled = g.sample_neighbors(seeds, -1)
+        remote = {seed for seed in seeds.tolist() if seed not in own}
+        degrees = {node: int(g.in_degrees([node])) for node in remote}
+        assert sampled.num_edges() == int(g.in_degrees(seeds).sum())
+        expected = 8 * len(remote) + 24 * sum(degrees.values())
+        return session.ledger.total(phase="sampling"), expected
+
+
+def test_remote_sampling_costs_8_bytes_a_node_and_24_an_edge(small_dataset: Path) -> None:
+    counted = run_ranks(count_bytes, 2, args=(small_dataset,), ranks_per_server=1)
+    assert all(sent == expected > 0 for sent, expected in counted)
+
+
+@pytest.fixture
+def graph(small_dataset: Path) -> Any:
+    with start_session(topology=Topology(0, 1, (0,))):
+        yield DistGraph(small_dataset)
+
+
+def test_fanout_draws_distinct_edges_up_to_the_degree(graph: DistGraph) -> None:
+    sampled = graph.sample_neighbors(torch.arange(NUM_NODES), 3)
+    assert torch.equal(sampled.in_degrees(), graph.in_degrees().clamp(max=3))
+    assert len(set(sampled.edata[dgl.EID].tolist())) == sampled.num_edges()
+
+
+def test_replacement_draws_the_full_fanout_where_there_is_an_edge(graph: DistGraph) -> None:
+    sampled = graph.sample_neighbors(torch.arange(NUM_NODES), 4, replace=True)
+    assert torch.equal(sampled.in_degrees(), 4 * (graph.in_degrees() > 0))
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_edges_of_weight_zero_and_excluded_ones_are_never_drawn(graph: DistGraph, replace: bool) -> None:
+    weight = graph.edata["weight"].to_local()
+    excluded = weight.nonzero().flatten()[:3]
+    allowed = set(weight.nonzero().flatten()[3:].tolist())
+    drawn: set[int] = set()
+    for _ in range(20):
+        sampled = graph.sample_neighbors(
+            torch.arange(NUM_NODES), 2, prob="weight", exclude_edges=excluded, replace=replace
+        )
+        drawn |= set(sampled.edata[dgl.EID].tolist())
+    assert drawn == allowed
+
+
+def test_uniform_draws_are_uniform(graph: DistGraph) -> None:
+    hub = int(graph.in_degrees().argmax())
+    counts = torch.zeros(graph.num_edges())
+    for _ in range(1000):
+        counts[graph.sample_neighbors([hub], 3).edata[dgl.EID]] += 1
+    seen = counts[counts > 0]
+    expected = 3000 / 7
+    assert len(seen) == 7
+    # 6 degrees of freedom: chi squared stays below 22.5 with probability 0.999.
+    assert float(((seen - expected) ** 2 / expected).sum()) < 22.5
+
+
+def test_mistakes_are_named(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="edge_dir is 'out'"):
+        graph.sample_neighbors([0], 2, edge_dir="out")
+    with pytest.raises(ConfigError, match="no tensor 'edge~_N:_E:_N~w'"):
+        graph.sample_neighbors([0], 2, prob="w")
+    with pytest.raises(IndexError, match="id 40 at position 0"):
+        graph.sample_neighbors([40], 2)
+    with pytest.raises(KeyError, match="known: 'feat', 'label', 'train_mask'"):
+        graph.ndata["features"]
+    with pytest.raises(ConfigError, match="no node type 'user'"):
+        graph.nodes["user"]
+
+
+def test_two_graphs_may_be_open(graph: DistGraph, small_dataset: Path) -> None:
+    other = DistGraph(small_dataset, structure="partitioned")
+    assert torch.equal(other.ndata["feat"][[5]], graph.ndata["feat"][[5]])
+    other.close()
+    assert graph.in_degrees().sum() == 45
+
+
+def test_a_wrong_path_and_structure_are_refused(small_dataset: Path, tmp_path: Path) -> None:
+    with start_session(topology=Topology(0, 1, (0,))):
+        with pytest.raises(StorageError, match="nowhere"):
+            DistGraph(tmp_path / "nowhere")
+        with pytest.raises(ConfigError, match="structure is 'cut'"):
+            DistGraph(small_dataset, structure="cut")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="either the folder"):
+            DistGraph()
+        with pytest.raises(StorageError, match=r"x\.json"):
+            DistGraph(part_config=tmp_path / "x.json")
+
+
+def open_only(folder: Path) -> None:
+    with start_session():
+        DistGraph(folder)
+
+
+def test_fewer_parts_than_servers_is_refused(small_dataset: Path) -> None:
+    with pytest.raises(RankError, match="dglx partition DATA --parts 4"):
+        run_ranks(open_only, 4, args=(small_dataset,), ranks_per_server=1)
+
+
+def test_no_session_is_refused(small_dataset: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no session is open"):
+        DistGraph(small_dataset)
