@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import CheckpointError
+from dglx_dist.records import StepShare
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.training import checkpoint
+from tests.helpers.ranks import run_ranks
+
+
+class Position:
+    """A loader that only has a position."""
+
+    def __init__(self) -> None:
+        self.at = {"epoch": 0, "step": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.at)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = dict(state)
+
+
+def net(width: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(width, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+
+
+def advance(wrapped: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+    for step in steps:
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(9 * step + rank), dtype=torch.float64)
+        optimizer.zero_grad()
+        wrapped(x).pow(2).mean().backward()
+        optimizer.step()
+
+
+def _run(folder: str, save_at: int | None, resume: bool) -> list[Any]:
+    """Six steps with dropout; saved after ``save_at`` of them, or resumed from there."""
+    session = start_session()
+    rank, world_size = session.topology.rank, session.topology.world_size
+    session.step_share = StepShare(num_local=1, num_global=world_size)
+    model = net()
+    wrapped = STRATEGIES.get("data_parallel")(session, {}).wrap(model, None)  # type: ignore[arg-type]
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.05)
+    loader = Position()
+    torch.manual_seed(100 + rank)
+    done = 0
+    if resume:
+        found = checkpoint.load(
+            folder, model=wrapped, optimizer=optimizer, loader=loader, dataset={"nodes": 5}
+        )
+        done = found.step
+        assert found.extra == {"note": [1, 2.5]}
+        assert loader.at == {"epoch": 0, "step": done}
+    if save_at is not None:
+        advance(wrapped, optimizer, range(save_at), rank)
+        loader.at["step"] = save_at
+        checkpoint.save(
+            folder,
+            model=wrapped,
+            optimizer=optimizer,
+            loader=loader,
+            step=save_at,
+            extra={"note": [1, 2.5]},
+            dataset={"nodes": 5, "edges": 7},
+        )
+        done = save_at
+    advance(wrapped, optimizer, range(done, 6), rank)
+    return [value.numpy().copy() for value in wrapped.state_dict().values()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, ranks: int) -> None:
+    whole = run_ranks(_run, ranks, args=(str(tmp_path), 2, False))
+    resumed = run_ranks(_run, ranks, args=(str(tmp_path), None, True))
+    for mine, other in zip(resumed, whole, strict=True):
+        assert all((a == b).all() for a, b in zip(mine, other, strict=True))
+
+
+def _load_weights(folder: str) -> float:
+    session = start_session()
+    model = net()
+    wrapped = STRATEGIES.get("data_parallel")(session, {}).wrap(model, None)  # type: ignore[arg-type]
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.05)
+    checkpoint.load(folder, model=wrapped, optimizer=optimizer)
+    try:
+        checkpoint.load(folder, model=wrapped, loader=Position())
+    except CheckpointError as error:
+        assert "inside epoch 0 of a run on 2 ranks" in str(error)
+    else:
+        raise AssertionError
+    return float(sum(p.sum() for p in model.parameters()))
+
+
+def test_loads_on_another_number_of_ranks_and_into_a_plain_module(tmp_path: Path) -> None:
+    run_ranks(_run, 2, args=(str(tmp_path), 3, False))
+    sums = [value for ranks in (1, 3) for value in run_ranks(_load_weights, ranks, args=(str(tmp_path),))]
+    assert len(set(sums)) == 1
+    with start_session():
+        plain = net()
+        checkpoint.load(tmp_path, model=plain, random_state=False)
+        assert float(sum(p.detach().sum() for p in plain.parameters())) == sums[0]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with start_session():
+        return checkpoint.save(tmp_path, model=net(), epoch=1, dataset={"nodes": 5})
+
+
+def test_mismatches_name_the_first_difference(saved: Path) -> None:
+    with start_session():
+        with pytest.raises(CheckpointError, match=r"'0\.weight' is \(4, 3\).*but \(4, 9\)"):
+            checkpoint.load(saved, model=net(9))
+        with pytest.raises(
+            CheckpointError, match=r"'0\.weight' is .*float64 .* torch\.float32 in this model"
+        ):
+            checkpoint.load(saved, model=net().float())
+        with pytest.raises(CheckpointError, match=r"has '1\.bias', which this model lacks"):
+            checkpoint.load(saved, model=nn.Sequential(net()[0]))
+        with pytest.raises(CheckpointError, match=r"this model has '4\.weight'"):
+            checkpoint.load(saved, model=nn.Sequential(*net(), nn.Linear(2, 2)))
+        with pytest.raises(CheckpointError, match=r"nodes=5, this one has 6"):
+            checkpoint.load(saved, model=net(), dataset={"nodes": 6})
+        with pytest.raises(CheckpointError, match="has no optimizer"):
+            model = net()
+            checkpoint.load(saved, model=model, optimizer=torch.optim.Adam(model.parameters()))
+        with pytest.raises(CheckpointError, match="no loader position"):
+            checkpoint.load(saved, model=net(), loader=Position())
+
+
+def test_damage_is_found_and_changes_nothing(saved: Path) -> None:
+    file = saved / "tensors-0.bin"
+    raw = bytearray(file.read_bytes())
+    raw[8] ^= 1
+    file.write_bytes(raw)
+    with start_session():
+        model = net()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(CheckpointError, match=r"tensors-0\.bin is damaged"):
+            checkpoint.load(saved, model=model)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        file.write_bytes(raw[:-1])
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.load(saved, model=model)
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path) -> None:
+    assert sorted(path.name for path in saved.iterdir()) == ["state.json", "tensors-0.bin", "tensors.json"]
+    json.loads((saved / "tensors.json").read_text())
+    json.loads((saved / "state.json").read_text())
+    # The first tensor's own bytes, nothing before them.
+    first = net()[0].weight.detach().numpy().tobytes()
+    assert first in (saved / "tensors-0.bin").read_bytes()
+
+
+def _die_while_saving(folder: str) -> None:
+    start_session()
+    checkpoint.save(folder, model=net(), epoch=1)
+    checkpoint.write_json = lambda *_: os._exit(0)  # type: ignore[assignment,attr-defined]
+    checkpoint.save(folder, model=net(), epoch=2)
+
+
+def test_a_killed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(EOFError):
+        _in_a_process(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".epoch-000002-step-000000000.writing", "epoch-000001-step-000000000"]
+    with start_session():
+        assert checkpoint.load(tmp_path, model=net()).epoch == 1
+        # What was left behind does not hinder the next save.
+        checkpoint.save(tmp_path, model=net(), epoch=2)
+        assert checkpoint.latest(tmp_path).name == "epoch-000002-step-000000000"
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+def _in_a_process(folder: Path) -> None:
+    if run_ranks(_die_while_saving, 1, args=(str(folder),)) == [None]:
+        raise EOFError("the rank ended without a result")
+
+
+def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
+    with start_session():
+        assert not checkpoint.exists(tmp_path)
+        with pytest.raises(CheckpointError, match="no complete checkpoint"):
+            checkpoint.latest(tmp_path / "nowhere")
+        for epoch, note in ((2, "first"), (10, "a"), (10, "b")):
+            checkpoint.save(tmp_path, model=net(), epoch=epoch, extra={"note": note})
+        found = checkpoint.load(tmp_path, model=net())
+        assert (found.epoch, found.extra) == (10, {"note": "b"})
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "epoch-000002-step-000000000",
+            "epoch-000010-step-000000000",
+        ]
+        # Killed between the two renames of a replacement: the old one still counts.
+        newest = tmp_path / "epoch-000010-step-000000000"
+        newest.rename(newest.with_name(newest.name + ".old"))
+        assert checkpoint.load(tmp_path, model=net()).epoch == 10

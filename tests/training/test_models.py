@@ -1,0 +1,78 @@
+"""0 -> 2, 1 -> 2: node 2 has two in-neighbours, 0 and 1 have none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import dgl
+import pytest
+import torch
+
+from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.training.models import MODEL_KINDS, SymmetricConv, build_model
+
+
+TWO_INTO_ONE = ([0, 1], [2, 2])
+CYCLE = ([0, 1, 2], [1, 2, 0])
+
+
+def blocks(count: int, edges: tuple[list[int], list[int]] = TWO_INTO_ONE) -> list[Any]:
+    graph = dgl.graph((torch.tensor(edges[0]), torch.tensor(edges[1])), num_nodes=3)
+    return [dgl.to_block(graph, torch.arange(3), include_dst_in_src=True) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_forward_is_the_layers_in_order(kind: str, layers: int) -> None:
+    torch.manual_seed(0)
+    model = build_model(kind, 5, 8, 4, layers, dropout=0.5, heads=2).eval()
+    h = torch.randn(3, 5)
+    scores = model(blocks(layers), h)
+    assert scores.shape == (3, 4)
+    for layer, block in zip(model.inference_layers(), blocks(layers), strict=True):
+        h = layer(block, h)
+    assert torch.equal(scores, h)
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_dropout_acts_in_training_only(kind: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(kind, 5, 64, 4, 2, dropout=0.5)
+    h = torch.randn(3, 5)
+    assert not torch.equal(model(blocks(2, CYCLE), h), model(blocks(2, CYCLE), h))
+    model.eval()
+    assert torch.equal(model(blocks(2, CYCLE), h), model(blocks(2, CYCLE), h))
+
+
+def test_mlp_looks_at_no_neighbour() -> None:
+    model = build_model("mlp", 2, 4, 3, 2, dropout=0.0)
+    h = torch.randn(3, 2)
+    changed = h.clone()
+    changed[0] += 1
+    assert torch.equal(model(blocks(2), h)[2], model(blocks(2), changed)[2])
+    assert not torch.equal(model(blocks(2), h)[0], model(blocks(2), changed)[0])
+
+
+def test_symmetric_norm_of_two_neighbours() -> None:
+    """Out-degrees 4 and 9, in-degree 2: weights 1/sqrt(8) and 1/sqrt(18)."""
+    graph: Any = SimpleNamespace(
+        in_degrees=lambda ids: torch.tensor([0, 0, 2])[ids],
+        out_degrees=lambda ids: torch.tensor([4, 9, 0])[ids],
+    )
+    conv = SymmetricConv(1, 1, graph)
+    torch.nn.init.ones_(conv.conv.weight)
+    out = conv(blocks(1)[0], torch.tensor([[1.0], [10.0], [100.0]]))
+    torch.testing.assert_close(out[2, 0], torch.tensor(1 / 8**0.5 + 10 / 18**0.5))
+    assert out[:2].flatten().tolist() == [0, 0]
+
+
+def test_refusals() -> None:
+    with pytest.raises(UnknownNameError, match="known: sage, gcn, gat, mlp"):
+        build_model("gin", 1, 1, 1)
+    with pytest.raises(ConfigError, match="heads=3 must divide hidden=8"):
+        build_model("gat", 1, 8, 2, heads=3)
+    with pytest.raises(ConfigError, match="layers=0"):
+        build_model("sage", 1, 8, 2, layers=0)
+    with pytest.raises(ConfigError, match=r"dropout=1\.0"):
+        build_model("sage", 1, 8, 2, dropout=1.0)
