@@ -105,8 +105,13 @@ class Link:
         head = Head(Kind.REQUEST, call.request, op, name)
         messages = list(frames_of(head, arrays, chunk_bytes))
         self._waiting[call.request] = call
-        for frames in messages:
-            send_frames(self._socket, frames)
+        try:
+            for frames in messages:
+                send_frames(self._socket, frames)
+        except zmq.Again:
+            # Without a limit on the queue this means that ZeroMQ gave up the connection.
+            self._notice_all()
+            raise PeerError(f"{self.name} {self.broken or 'cannot be reached'}; asked for {op}") from None
         return call
 
     def pump(self, timeout_ms: int) -> None:
@@ -124,8 +129,7 @@ class Link:
             self._receive()
         except zmq.Again:
             # Only now, after the replies that came before the connection ended.
-            while not self.broken and self._monitor.poll(0):
-                self._notice()
+            self._notice_all()
 
     def _receive(self) -> None:
         try:
@@ -137,6 +141,10 @@ class Link:
             call = self._waiting.pop(message.head.request, None)
             if call is not None:
                 call.reply = message
+
+    def _notice_all(self) -> None:
+        while not self.broken and self._monitor.poll(0):
+            self._notice()
 
     def _notice(self) -> None:
         event = recv_monitor_message(self._monitor)["event"]

@@ -122,7 +122,7 @@ def barrier(session: Session, what: str) -> None:
         PeerError: ranks are missing after the time-out, or dead; they are named.
     """
     if session.store is not None:
-        session.store.barrier(what, check=session.raise_for_dead)
+        session.store.barrier(what, check=lambda missing: session.raise_for_dead(missing, what))
 
 
 @contextmanager

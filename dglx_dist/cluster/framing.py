@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -29,6 +29,8 @@ MAX_PARTIAL_MESSAGES = 1024
 COPY_BYTES = 128 * 1024
 """Up to this size a buffer is copied into the message: pyzmq gives zero-copy buffers back through a
 thread of its own, which costs more than such a copy."""
+SMALL_BYTES = 16 * 1024
+"""Up to this size a received buffer is copied: it may lie anywhere in the buffer of the connection."""
 
 Frames: TypeAlias = list[bytes | memoryview]
 
@@ -73,11 +75,15 @@ def send_frames(socket: zmq.Socket[bytes], frames: Frames) -> None:
 class Assembler:
     """Puts the messages of one peer together. Used by one thread.
 
-    Buffers are read straight into arrays made for them, whose sizes were checked first.
+    Chunks are read straight into arrays made for them, whose sizes were checked first.
+
+    Args:
+        on_first: Called with the file descriptor of the connection when its first message comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[int], None] | None = None) -> None:
         self._partial: dict[int, tuple[Message, int]] = {}
+        self._on_first = on_first
 
     def read(self, socket: zmq.Socket[bytes]) -> Message | None:
         """Read one ZeroMQ message (after any routing frame); return a message once it is complete.
@@ -86,7 +92,7 @@ class Assembler:
             WireError: the message is malformed; all its frames have been consumed.
             zmq.Again: nothing came within the socket's own time-out.
         """
-        raw = socket.recv()
+        raw = socket.recv() if self._on_first is None else self._first_head(socket, self._on_first)
         try:
             head = decode(raw)
             if head.kind is Kind.CHUNK:
@@ -95,6 +101,12 @@ class Assembler:
         finally:
             while socket.getsockopt(zmq.RCVMORE):
                 socket.recv()
+
+    def _first_head(self, socket: zmq.Socket[bytes], on_first: Callable[[int], None]) -> bytes:
+        frame = socket.recv(copy=False)
+        on_first(int(frame.get(zmq.SRCFD)))
+        self._on_first = None
+        return frame.bytes
 
     def _read_first(self, socket: zmq.Socket[bytes], head: Head) -> Message | None:
         arrays, missing = [], 0
@@ -146,8 +158,8 @@ def _chunk_target(message: Message, chunk: Head) -> memoryview:
 
 def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec, size: int) -> Array:
     _require_frame(socket)
-    if size <= COPY_BYTES:
-        raw = bytearray(socket.recv())  # a small copy is cheaper than a reference, aligned and writable
+    if size <= SMALL_BYTES:
+        raw = bytearray(socket.recv())  # aligned, and holds no larger receive buffer alive
         if len(raw) != size:
             raise WireError(f"a buffer of {len(raw)} bytes where {size} were announced")
         return array_from(spec, raw)

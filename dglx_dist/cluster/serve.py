@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -31,11 +32,8 @@ _SLOW_S = 2e-3
 """An operation that took longer of late runs on a thread of the pool, any other on the serving thread,
 which saves two thread switches; one never seen before counts as slow."""
 
-_REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_BURST = 64
+"""Requests taken in a row before looking at anything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class Server:
         self._router = context.socket(zmq.ROUTER)
         credentials.guard(self._router)
         tune(self._router, config)
-        self._monitor = self._router.get_monitor_socket(_REFUSED)
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._router.setsockopt(zmq.IPV6, int(":" in address))
         port = self._router.bind_to_random_port(endpoint_of(address, 0).rsplit(":", 1)[0])
         self.endpoint = endpoint_of(address, port)
@@ -77,6 +75,7 @@ class Server:
         self._replies: deque[tuple[bytes, list[Frames]]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Event()
+        self._strangers: dict[int, str] = {}
         self._seconds_of: dict[str, float] = {}
         self._pool = ThreadPoolExecutor(config.num_workers, thread_name_prefix="dglx-handler")
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
@@ -95,27 +94,33 @@ class Server:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._router, self._door, self._monitor, self._wake_read):
-            poller.register(socket, zmq.POLLIN)
+        for source in (self._router, self._door, self._monitor, self._wake_read):
+            poller.register(source, zmq.POLLIN)
         while not self._closing.is_set():
             ready = dict(poller.poll())
             if self._door in ready:
                 answer_door(self._door, self._credentials)
             if self._router in ready:
-                self._receive()
+                self._receive_all()
             if self._monitor in ready:
-                self._log_refusal()
+                self._watch_door()
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             while self._replies:
                 self._send(*self._replies.popleft())
         self._router.disable_monitor()
-        for socket in (self._monitor, self._router, self._door):
-            socket.close(0)
+        for source in (self._monitor, self._router, self._door):
+            source.close(0)
+
+    def _receive_all(self) -> None:
+        for _ in range(_BURST):
+            self._receive()
+            if not self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                return
 
     def _receive(self) -> None:
         peer = self._router.recv()
-        assembler = self._assemblers.setdefault(peer, Assembler())
+        assembler = self._assemblers.get(peer) or self._welcome(peer)
         try:
             message = assembler.read(self._router)
         except WireError as error:
@@ -154,16 +159,34 @@ class Server:
             self._router.send(peer, zmq.SNDMORE)
             send_frames(self._router, frames)
 
-    def _log_refusal(self) -> None:
+    def _welcome(self, peer: bytes) -> Assembler:
+        # Only who passed the handshake can get a message through.
+        self._assemblers[peer] = assembler = Assembler(self._passed)
+        return assembler
+
+    def _passed(self, handle: int) -> None:
+        self._strangers.pop(handle, None)
+
+    def _watch_door(self) -> None:
+        """Log connections that end before the handshake: something else than a rank was there."""
         event = recv_monitor_message(self._monitor)
-        log.warning(
-            "refused a connection to %s: it does not speak the protocol of this job",
-            event["endpoint"].decode(errors="replace"),
-        )
+        handle = int(event["value"])
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            self._strangers[handle] = _peer_name(handle)
+        elif event["event"] == zmq.EVENT_DISCONNECTED and handle in self._strangers:
+            address = self._strangers.pop(handle)
+            log.warning("refused a connection from %s: it does not speak this job's protocol", address)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
             os.write(self._wake_write, b"\0")
+
+
+def _peer_name(handle: int) -> str:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as copy:
+        host, port, *_ = copy.getpeername()
+        return f"{host}:{port}"
+    return "an address that is gone"
 
 
 def tune(socket: zmq.Socket[bytes], config: ServeConfig) -> None:
@@ -171,6 +194,7 @@ def tune(socket: zmq.Socket[bytes], config: ServeConfig) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     # Bounded by the calls in flight; a full queue would drop replies silently.
     socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.SNDTIMEO, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(config.heartbeat_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(config.heartbeat_timeout_s * 1000))

@@ -6,7 +6,8 @@ import atexit
 import logging
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,9 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import StepShare
 
 log = logging.getLogger(__name__)
+
+_PROBE_S = 5.0
+_END = "the end of the session"
 
 # The one module-level slot of the package: user code calls dx.init() once and then names no session. What
 # is inside the package takes the session as an argument, or reads it from here by current_session().
@@ -140,15 +144,18 @@ class Session:
 
     def _wait_for_the_others(self, store: JobStore) -> None:
         try:
-            store.barrier("the end of the session", check=self.raise_for_dead)
+            store.barrier(_END, check=lambda missing: self.raise_for_dead(missing, _END))
         except (PeerError, RuntimeError) as error:
             log.warning("rank %d ends without the others: %s", self.topology.rank, error)
 
-    def raise_for_dead(self, missing: list[int]) -> None:
-        """Raise PeerError if one of the ranks ``missing`` does not answer."""
-        dead = [rank for rank in missing if not self.rpc.alive(rank, 5.0)]
-        if dead:
-            raise PeerError(f"rank {dead[0]} on {self.hosts[dead[0]]} does not answer")
+    def raise_for_dead(self, missing: list[int], what: str) -> None:
+        """Raise PeerError if one of the ranks ``missing`` at ``what`` does not answer."""
+        for rank in missing:
+            if not self.rpc.alive(rank, _PROBE_S):
+                raise PeerError(
+                    f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and does not answer: it is "
+                    "probably dead; look at its output"
+                )
 
 
 def start_session(
@@ -249,10 +256,12 @@ def _joined(
     )
     ledger = Ledger(topology)
     rpc = Rpc(topology.rank, ledger, config.timeout_s, ServeConfig())
-    endpoint = rpc.listen(listening_address(rendezvous), credentials)
-    endpoints: list[Any] = store.exchange("endpoint", endpoint)
-    rpc.connect(_addresses(said, endpoints))
-    owns_group = _make_group(raw, topology, config.timeout_s, backend)
+    with ExitStack() as undo:
+        undo.callback(rpc.close)
+        endpoint = rpc.listen(listening_address(rendezvous), credentials)
+        rpc.connect(_addresses(said, store.exchange("endpoint", endpoint)))
+        owns_group = _make_group(raw, topology, config.timeout_s, backend)
+        undo.pop_all()
     # A name that is not the secret itself: folder names are public on a machine.
     job = said[0]["token"][:16]
     return _Parts(
@@ -267,7 +276,7 @@ def _joined(
     )
 
 
-def _addresses(said: list[Any], endpoints: list[Any]) -> dict[int, PeerAddress]:
+def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddress]:
     return {
         rank: PeerAddress(
             rank=rank,

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import final
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dglx_dist.cluster.topology import Rendezvous
 from dglx_dist.errors import PeerError
 
-_SLICE_S = 1.0
-"""How long one wait holds the connection to the store, which other threads may need."""
+_CHECK_EVERY_S = 1.0
+"""How often a waiting rank asks whether those it waits for are still there."""
 _FIRST_ERROR = "first_error"
 
 
@@ -97,23 +96,24 @@ class JobStore:
             PeerError: some are not after the time-out, the store is gone, or another rank failed.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        while True:
-            left_s = max(deadline - time.monotonic(), 0.001)
-            if self._wait(keys, min(left_s, _SLICE_S)):
-                return
-            missing = [rank for rank, key in enumerate(keys) if not self.raw.check([key])]
-            if not missing:
-                return
-            self._raise_if_failed(missing, what)
-            if check is not None:
-                check(missing)
-            if time.monotonic() >= deadline:
-                names = ", ".join(map(str, missing))
-                raise PeerError(
-                    f"ranks missing: {names} (of {self.world_size}) at {what!r} after {limit_s:g} s; look at "
-                    "their output, or raise timeout_s (DGLX_TIMEOUT)"
-                )
+        started = time.monotonic()
+        next_check_s = _CHECK_EVERY_S
+        while not self._have(keys):
+            waited_s = time.monotonic() - started
+            if waited_s >= min(next_check_s, limit_s):
+                next_check_s = waited_s + _CHECK_EVERY_S
+                missing = [rank for rank, key in enumerate(keys) if not self._have([key])]
+                self._raise_if_failed(missing, what)
+                if check is not None:
+                    check(missing)
+                if missing and waited_s >= limit_s:
+                    names = ", ".join(map(str, missing))
+                    raise PeerError(
+                        f"ranks missing: {names} (of {self.world_size}) at {what!r} after {limit_s:g} s; "
+                        "look at their output, or raise timeout_s (DGLX_TIMEOUT)"
+                    )
+            # Polled, because Store.wait holds the connection that other threads need and warns on stderr.
+            time.sleep(min(0.0005 + waited_s / 20, 0.05))
 
     def report_failure(self, text: str) -> None:
         """Leave ``text`` as the reason why this rank ends, unless another rank was first."""
@@ -138,16 +138,13 @@ class JobStore:
         if failure is not None and failure[0] in missing:
             raise PeerError(f"rank {failure[0]} failed before {what!r}: {failure[1]}")
 
-    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+    def _have(self, keys: Sequence[str]) -> bool:
         try:
-            self.raw.wait(list(keys), timedelta(seconds=timeout_s))
-        except dist.DistNetworkError as error:
+            return bool(self.raw.check(list(keys)))
+        except RuntimeError as error:
             raise PeerError(
                 f"the rendezvous store is gone ({_first_line(error)}); the launcher or rank 0 has ended"
             ) from error
-        except dist.DistStoreError:
-            return False
-        return True
 
 
 def _first_line(error: Exception) -> str:

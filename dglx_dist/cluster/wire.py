@@ -32,6 +32,7 @@ _FIXED = struct.Struct("<4sBBHQQHH")
 """magic, version, kind, number of arrays, request id, offset (chunks only), operation bytes, name bytes."""
 _ARRAY = struct.Struct("<BBxxI")
 """dtype code, number of dimensions, chunk size in bytes (0: the buffer is in this message)."""
+_SHAPES = [struct.Struct(f"<{dimensions}q") for dimensions in range(MAX_DIMENSIONS + 1)]
 
 # A code once given is never reused. uint16 also carries bfloat16, whose meaning the receiver knows.
 _DTYPE_NAMES = (
@@ -118,7 +119,7 @@ def encode(head: Head) -> bytes:
     parts = [fixed, op, name]
     for spec in head.arrays:
         parts.append(_ARRAY.pack(_CODES[spec.dtype], len(spec.shape), spec.chunk_bytes))
-        parts.append(struct.pack(f"<{len(spec.shape)}q", *spec.shape))
+        parts.append(_SHAPES[len(spec.shape)].pack(*spec.shape))
     return b"".join(parts)
 
 
@@ -212,7 +213,7 @@ def _array_specs(data: bytes, position: int, count: int) -> tuple[ArraySpec, ...
             raise WireError(f"dtype code {code} with {dimensions} dimensions")
         if position + 8 * dimensions > len(data):
             raise WireError("the head ends inside a shape")
-        shape = struct.unpack_from(f"<{dimensions}q", data, position)
+        shape = _SHAPES[dimensions].unpack_from(data, position)
         position += 8 * dimensions
         if min(shape, default=0) < 0:
             raise WireError(f"negative dimension in {shape}")
