@@ -33,15 +33,18 @@ def test_two_nodes_change_places_when_both_parts_are_full() -> None:
 
 
 def test_an_excess_of_a_fraction_is_mended_too() -> None:
-    # 137 training nodes: a share of 34.25 allows 35.96, so 36 is one too many, by 0.04 only.
+    """137 training nodes: a share of 34.25 allows 35.96, so 36 is one too many, by 0.04 only.
+
+    The other three parts are full, with 101 nodes each.
+    """
     train = np.zeros(400, dtype=bool)
-    train[[*range(36), *range(100, 135), *range(200, 233), *range(300, 333)]] = True
+    for first, count in ((0, 36), (97, 35), (198, 33), (299, 33)):
+        train[first : first + count] = True
     graph = homogeneous(400, [], train_mask=train)
     options = PartitionOptions(balance=("nodes", "train"), tolerance={"nodes": 0.001})
     weights = balance_weights(graph, options, 4, None)
-    part = np.repeat(np.arange(4), 100).astype(np.int32)
-    part[[198, 199]] = 2  # 98 nodes in part 1, where there is room; 102 in part 2
-    part[[150, 151]], part[[298, 299, 297]] = 1, 3
+    part = np.repeat(np.arange(4, dtype=np.int32), [97, 101, 101, 101])
+    assert list(weights.missed(part)) == ["train"]
     assert settle(symmetrise(graph), weights, part, "test")[1] == {}
 
 
