@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def run_ahead(make: Callable[[int], T], steps: range, *, depth: int, num_threads: int) -> Iterator[T]:
+def run_ahead(
+    make: Callable[[int], T], steps: range, *, depth: int, num_threads: int
+) -> Generator[T, None, None]:
     """Yield ``make(step)`` for each step in order, at most ``depth`` of them begun ahead of the consumer.
 
     An error of a step is raised when it is that step's turn, with the traceback of its thread. When the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -161,9 +162,9 @@ class DataLoader:
         def make(step: int) -> MiniBatch:
             return self._maker.make(order[self._schedule.slice_of(step)], epoch)
 
-        batches = run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)
-        for step in steps:
-            yield self._handed_over(step, batches)
+        with closing(run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)) as batches:
+            for step in steps:
+                yield self._handed_over(step, batches)
         self._epoch, self._next_step, self._begun = epoch + 1, 0, False
 
     def _handed_over(self, step: int, batches: Iterator[MiniBatch]) -> Batch:

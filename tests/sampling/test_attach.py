@@ -1,0 +1,25 @@
+import dgl
+import numpy as np
+import torch
+
+from dglx_dist.graph import DistGraph
+from dglx_dist.sampling.attach import Columns, Fetch
+
+
+def test_columns_land_where_they_belong(graph: DistGraph) -> None:
+    # Sources 5, 9, 2 of the destination 5, by the edges 7 and 3.
+    block = dgl.create_block(([1, 2], [0, 0]), num_src_nodes=3, num_dst_nodes=1)
+    block.edata[dgl.EID] = torch.tensor([7, 3])
+    keys = {name: graph.ndata[name].kvstore_key for name in ("feat", "label")}
+    columns = Columns(
+        inputs={"feat": keys["feat"]},
+        targets={"label": keys["label"]},
+        edges={"source": graph.edata["source"].kvstore_key},
+    )
+    fetch = Fetch(graph.kvstore, columns)
+    fetch.start(np.array([5, 9, 2]), np.array([5]))
+    fetch.finish([block], {"ready": torch.tensor([1, 2, 3])})
+    assert block.srcdata["feat"][:, 0].tolist() == [5, 9, 2]
+    assert block.srcdata["ready"].tolist() == [1, 2, 3]
+    assert block.dstdata["label"].tolist() == [5]
+    assert torch.equal(block.edata["source"], graph.edata["source"][torch.tensor([7, 3])])

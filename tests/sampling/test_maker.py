@@ -1,0 +1,37 @@
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.sampling.maker import Draws, LocalColumn, LocalSlicer
+from dglx_dist.sampling.source import WholeSource
+from dglx_dist.sampling.workspace import Workspace
+from tests.sampling.graphs import random_csc
+
+CSC = random_csc(100, 5)
+DRAWS = Draws(fanouts=(2, 3), replace=False, exclude=np.empty(0, np.int64), seed=1, idtype=np.dtype(np.int64))
+
+
+def test_hops_start_at_the_seeds_and_have_keys_of_their_own() -> None:
+    ask = DRAWS.ask(np.array([4]), 0)
+    assert ask.fanouts.tolist() == [3, 2]
+    keys = {int(key) for epoch in range(3) for key in DRAWS.ask(np.array([4]), epoch).streams}
+    assert len(keys) == 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (np.arange(300, dtype=np.float32).reshape(100, 3), torch.float32),
+        (np.arange(100, dtype=np.int64), torch.int64),
+        (np.arange(100) % 2 == 0, torch.bool),
+        (np.arange(400, dtype=np.uint16).reshape(100, 2, 2), torch.bfloat16),
+    ],
+    ids=["float32", "scalar", "bool", "bfloat16"],
+)
+def test_local_columns_of_any_dtype_and_shape(rows: np.ndarray, dtype: torch.dtype) -> None:
+    slicer = LocalSlicer(WholeSource(CSC), LocalColumn(name="x", rows=rows, dtype=dtype), num_batches=2)
+    for seed in (0, 5, 9):
+        batch, ready = slicer.sample(DRAWS.ask(np.array([seed]), 0), Workspace(100))
+        expected = torch.from_numpy(rows[batch.nodes])
+        assert ready["x"].dtype == dtype
+        assert torch.equal(ready["x"].view(expected.dtype), expected)
