@@ -1,4 +1,4 @@
-"""KaMinPar: parallel multilevel partitioning, several times faster than METIS, one balance weight."""
+"""KaMinPar: parallel multilevel partitioning in a quarter of METIS' memory, one balance weight."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class Metis(Partitioner):
 
     Honours any number of constraints, a tolerance for each, target weights, the objective and ``fast``
     (one refinement pass instead of ten). METIS aims at the tolerances; what it misses is moved to where
-    there is room, and what cannot be is logged and listed in ``parameters["missed"]``. About 100 bytes
-    of memory per edge.
+    there is room, and what cannot be is logged and listed in ``parameters["missed"]``. About 200 bytes
+    of memory per directed edge.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "objective", "fast"})

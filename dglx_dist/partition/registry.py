@@ -31,8 +31,8 @@ partitioner = PARTITIONERS.register
 def default_partitioner(options: PartitionOptions) -> str:
     """Return ``kaminpar`` where one balance weight is enough, ``metis`` where more is asked.
 
-    KaMinPar is several times faster with a fraction of the memory at the same cut; only METIS balances
-    several weights at once and minimises communication volume.
+    KaMinPar needs a quarter of the memory for the same cut and runs on several threads; only METIS
+    balances several weights at once and minimises communication volume.
     """
     one_weight = len(options.constraints) == 1 and options.constraints != ("ntype",)
     return "kaminpar" if one_weight and options.objective == "cut" else "metis"
