@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,12 +103,13 @@ def save(
         tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
     tensors |= _random_state(rank)
     try:
-        save_tensors(
-            tensors,
-            storage_writer=RawWriter(temporary, rank),
-            planner=DefaultSavePlanner(flatten_state_dict=False),
-            no_dist=session.topology.world_size == 1,
-        )
+        with _alone_on_purpose():
+            save_tensors(
+                tensors,
+                storage_writer=RawWriter(temporary, rank),
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                no_dist=session.topology.world_size == 1,
+            )
     except CheckpointException as error:
         raise CheckpointError(f"cannot write {final}: {error}") from error
     state = {
@@ -169,12 +172,13 @@ def load(
         check_matches(optimizer, _plain_module(model), state["optimizer"])
     wanted = _wanted(metadata, session.topology.rank, optimizer is not None, same_ranks and random_state)
     try:
-        load_tensors(
-            wanted,
-            storage_reader=reader,
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            no_dist=session.topology.world_size == 1,
-        )
+        with _alone_on_purpose():
+            load_tensors(
+                wanted,
+                storage_reader=reader,
+                planner=DefaultLoadPlanner(flatten_state_dict=False),
+                no_dist=session.topology.world_size == 1,
+            )
     except CheckpointException as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     model.load_state_dict(_below("model/", wanted))
@@ -221,6 +225,14 @@ def _newest(folder: Path) -> Path | None:
         if (match := _FOLDER.fullmatch(path.name)) and (path / STATE_NAME).is_file()
     ]
     return max(complete)[1] if complete else None
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """Hide torch's warning that there is no process group: a run of one process has none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _publish(temporary: Path, final: Path) -> None:
@@ -273,7 +285,7 @@ def _wanted(metadata: Metadata, rank: int, with_optimizer: bool, with_random: bo
 
 def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
     saved = _below("model/", metadata.state_dict_metadata)
-    for name in sorted({*saved, *model}):
+    for name in dict.fromkeys([*model, *saved]):
         mine, theirs = model.get(name), saved.get(name)
         if mine is None:
             raise CheckpointError(f"{path} has {name!r}, which this model lacks; build the model as it was")

@@ -18,7 +18,7 @@ from dglx_dist.sampling.loader import LoaderTimes
 from dglx_dist.strategies.base import WrappedModel
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(B, C) scores and (B,) labels to the mean loss over the B rows; B may be 0, the result then does not count."""
+"""(B, C) scores and (B,) labels to the mean loss over the B rows; with B = 0 it does not count."""
 
 
 class TrainingLoader(Protocol):

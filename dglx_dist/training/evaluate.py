@@ -232,8 +232,8 @@ def _layers_of(module: nn.Module) -> list[InferenceLayer]:
     if ask is None:
         raise ConfigError(
             f"{type(module).__name__} does not tell its layers; give it a method inference_layers() that "
-            "returns one callable (block, h) -> h per layer (see dglx_dist.training.models), or pass num_layers= "
-            "to evaluate(), which computes each batch's whole neighbourhood"
+            "returns one callable (block, h) -> h per layer (see dglx_dist.training.models), or pass "
+            "num_layers= to evaluate(), which computes each batch's whole neighbourhood"
         )
     return list(ask())
 

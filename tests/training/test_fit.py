@@ -1,0 +1,143 @@
+"""The training loop on the equality graph: its figures by plain DGL, and a resumed run bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.training.fit import FitConfig, FitResult, train
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+
+BATCH = 40
+TIMES = ("seconds", "sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s")
+
+
+def _fit(folder: str, config: dict[str, Any], dropout: float) -> tuple[dict[str, Any], list[Any]]:
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    topology = session.topology
+    strategy = STRATEGIES.get("data_parallel")(session, {})
+    # The second rank has one step's seeds, and runs out of them.
+    ids = equality.cut(equality.new_ids_of_training(g), (3.0, 1.0), topology.rank, topology.world_size)
+    sampler = dgl.dataloading.NeighborSampler(
+        [-1, 4], prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    loader = strategy.loader(g, ids, sampler, batch_size=BATCH, shuffle=True)
+    torch.manual_seed(11)
+    model = strategy.wrap(
+        build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, dropout).double(), g
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    torch.manual_seed(topology.rank)
+    seen: list[int] = []
+    result = train(
+        model, loader, optimizer, g, FitConfig(**config), callbacks=[lambda record: seen.append(record.epoch)]
+    )
+    assert seen == [record.epoch for record in result.epochs]
+    weights = [p.detach().numpy().copy() for p in model.parameters()]
+    return asdict(result), weights
+
+
+def run(folder: Path, ranks: int, dropout: float = 0.5, **config: Any) -> list[tuple[FitResult, list[Any]]]:
+    return run_ranks(_fit, ranks, args=(str(folder), config, dropout), ranks_per_server=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("fit"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, ranks: int) -> None:
+    whole = run(folder, ranks, epochs=4, eval_every=2)
+    run(folder, ranks, epochs=2, eval_every=2, checkpoint_folder=str(tmp_path))
+    resumed = run(
+        folder,
+        ranks,
+        epochs=4,
+        eval_every=2,
+        checkpoint_folder=str(tmp_path),
+        checkpoint_every=5,
+        resume=True,
+    )
+    for (a, weights), (b, other) in zip(whole, resumed, strict=True):
+        assert all(np.array_equal(x, y) for x, y in zip(weights, other, strict=True))
+        assert b["first_epoch"] == 2
+        assert [r["epoch"] for r in b["epochs"]] == [2, 3]
+        assert [r["loss"] for r in a["epochs"][2:]] == [r["loss"] for r in b["epochs"]]
+        assert a["accuracy"] == b["accuracy"]
+        assert (a["best_epoch"], a["best_val_accuracy"]) == (b["best_epoch"], b["best_val_accuracy"])
+    # After the last epoch it saved, though 5 epochs were not over.
+    assert sorted(p.name[:12] for p in tmp_path.iterdir()) == ["epoch-000001", "epoch-000002", "epoch-000004"]
+
+
+def test_records_are_sums_over_ranks(folder: Path) -> None:
+    results = [result for result, _ in run(folder, 2, dropout=0.0, epochs=2)]
+    assert results[0] == results[1]
+    for record in results[0]["epochs"]:
+        assert record["num_samples"] == 167
+        assert record["val_accuracy"] is not None
+        assert record["bytes_inside"] == 0 < record["bytes_outside"]
+        assert all(record[name] >= 0.0 for name in TIMES)
+        assert record["seconds"] >= record["compute_s"]
+    assert set(results[0]["accuracy"]) == {"train_mask", "val_mask", "test_mask"}
+
+
+def test_early_stop_and_first_loss(folder: Path) -> None:
+    """With a learning rate that never helps: the first epoch stays the best."""
+    result = run_ranks(_hopeless, 1, args=(str(folder),))[0]
+    assert result["stopped_early"]
+    assert [r["epoch"] for r in result["epochs"]] == [0, 1, 2]
+    assert result["best_epoch"] == 0
+    graph = equality.plain_graph()
+    torch.manual_seed(11)
+    model = equality.PlainModel("sage").double()
+    targets = graph.ndata["train_mask"].nonzero()[:, 0]
+    with torch.no_grad():
+        scores = model([graph, graph], graph.ndata["feat"])[targets]
+        labels = graph.ndata["label"][targets]
+        loss = float(F.cross_entropy(scores, labels))
+        accuracy = float((scores.argmax(1) == labels).double().mean())
+    for record in result["epochs"]:
+        assert record["loss"] == pytest.approx(loss, abs=1e-12)
+        assert record["train_accuracy"] == pytest.approx(accuracy, abs=1e-12)
+
+
+def _hopeless(folder: str) -> dict[str, Any]:
+    session = start_session()
+    g = DistGraph(folder)
+    strategy = STRATEGIES.get("data_parallel")(session, {})
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    loader = strategy.loader(g, equality.new_ids_of_training(g), sampler, batch_size=BATCH)
+    model = strategy.wrap(equality.model_of("sage", g), g)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return asdict(train(model, loader, optimizer, g, FitConfig(epochs=9, patience=2)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"epochs": 0}, "epochs=0"),
+        ({"patience": 2, "eval_every": 0}, "patience=2"),
+        ({"resume": True}, "resume needs checkpoint_folder"),
+        ({"checkpoint_every": 0}, "checkpoint_every=0"),
+    ],
+)
+def test_config_refuses_nonsense(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FitConfig(**fields)
