@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
@@ -25,9 +25,17 @@ from dglx_dist.graph.dataset_columns import (
     text_ids,
 )
 from dglx_dist.graph.dist_tensor import GRAPH, DistTensor
-from dglx_dist.graph.ids import Ids, as_ids, to_tensor
+from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.neighbors import NO_IDS, DrawRule, as_dgl_graph, by_type, draw_in_edges, serve_uniform
+from dglx_dist.graph.neighbors import (
+    NO_IDS,
+    DrawRule,
+    as_dgl_graph,
+    by_type,
+    draw_in_edges,
+    fanout_by_type,
+    serve_uniform,
+)
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
 from dglx_dist.graph.partition_book import PartitionBook, canonical_etype
 from dglx_dist.graph.placement import Placement
@@ -133,20 +141,12 @@ class DistGraph:
 
     @property
     def ndata(self) -> DataView:
-        """Tensors of the nodes, of a graph with one node type.
-
-        Raises:
-            ConfigError: there are several; use ``g.nodes[ntype].data``.
-        """
+        """Tensors of the nodes; ConfigError when there are several node types."""
         return self._node_views[self._ntype_or_only(None, "g.nodes[ntype].data")]
 
     @property
     def edata(self) -> DataView:
-        """Tensors of the edges, of a graph with one edge type.
-
-        Raises:
-            ConfigError: there are several; use ``g.edges[etype].data``.
-        """
+        """Tensors of the edges; ConfigError when there are several edge types."""
         return self._edge_views[self._etype_or_only(None, "g.edges[etype].data")]
 
     @property
@@ -246,7 +246,7 @@ class DistGraph:
             IndexError: an id is out of range.
         """
         structure = self.structure(etype)
-        ids = _all_or(nodes, structure.num_destinations, structure.etype[2])
+        ids = as_ids_or_all(nodes, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
         return to_tensor(structure.in_degrees(ids))
 
     def out_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
@@ -256,7 +256,7 @@ class DistGraph:
             IndexError: an id is out of range.
         """
         structure = self.structure(etype)
-        ids = _all_or(nodes, structure.num_sources, structure.etype[0])
+        ids = as_ids_or_all(nodes, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return to_tensor(structure.out_degrees(ids))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
@@ -304,17 +304,15 @@ class DistGraph:
         call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
         rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0] >> 1))
         counts = {ntype: self.num_nodes(ntype) for ntype in self.ntypes}
+        edge_counts = {etype: self.num_edges(etype) for etype in self.canonical_etypes}
         seeds = by_type(seed_nodes, counts, "node")
-        fanouts = self._by_etype(fanout) if isinstance(fanout, Mapping) else {}
-        excluded = self._excluded(exclude_edges)
+        fanouts = fanout_by_type(fanout, self.canonical_etypes)
+        excluded = {} if exclude_edges is None else by_type(exclude_edges, edge_counts, "edge")
         drawn = {}
         for etype, policy in self._edge_policies.items():
-            nodes = seeds.get(etype[2], NO_IDS)
-            wanted = int(fanouts[etype]) if isinstance(fanout, Mapping) else int(fanout)
-            found = draw_in_edges(
-                self._structures[etype], policy, nodes, wanted, rule, excluded.get(etype, NO_IDS)
-            )
-            drawn[etype] = nodes, found
+            nodes, exclude = seeds.get(etype[2], NO_IDS), excluded.get(etype, NO_IDS)
+            structure = self._structures[etype]
+            drawn[etype] = nodes, draw_in_edges(structure, policy, nodes, fanouts[etype], rule, exclude)
         graph = as_dgl_graph(counts, drawn)
         return graph if output_device is None else graph.to(output_device)
 
@@ -391,26 +389,6 @@ class DistGraph:
             raise ConfigError(f"the graph has the edge types {', '.join(self.etypes)}; use {remedy}")
         return self.to_canonical_etype(etype)
 
-    def _by_etype(self, fanout: Mapping[Any, int]) -> dict[EdgeType, int]:
-        fanouts = {self.to_canonical_etype(etype): size for etype, size in fanout.items()}
-        missing = [etype for etype in self.canonical_etypes if etype not in fanouts]
-        if missing:
-            raise ConfigError(f"fanout has no entry for the edge type {missing[0]}; name every edge type")
-        return fanouts
-
-    def _excluded(self, given: Any) -> dict[EdgeType, Array]:
-        if given is None:
-            return {}
-        if isinstance(given, Mapping):
-            given = {self.to_canonical_etype(etype): ids for etype, ids in given.items()}
-        return by_type(given, {etype: self.num_edges(etype) for etype in self.canonical_etypes}, "edge")
-
     def _hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:
         asked = as_ids(ids, policy.get_size(), policy.policy_str)
         return self.kvstore.pull(policy.hidden_key(name), asked, phase="ids")
-
-
-def _all_or(ids: Ids | None, num_rows: int, what: str) -> Array:
-    # DGL's default is the text "__ALL__".
-    everything = ids is None or isinstance(ids, str)
-    return as_ids(slice(None) if everything else ids, num_rows, f"the nodes of type {what!r}")  # type: ignore[arg-type]

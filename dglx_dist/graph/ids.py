@@ -56,6 +56,13 @@ def as_ids(index: Ids, count: int, what: str) -> Array:
     return ids
 
 
+def as_ids_or_all(index: Ids | None, count: int, what: str) -> Array:
+    """Return the ids that ``index`` names, as :func:`as_ids`; all for None or DGL's ``"__ALL__"``."""
+    if index is None or isinstance(index, str):
+        return np.arange(count, dtype=np.int64)
+    return as_ids(index, count, what)
+
+
 def check_ids(ids: Array, count: int, what: str) -> None:
     """Raise IndexError unless each of the (K,) int64 ``ids`` is in [0, ``count``)."""
     bad = first_outside(ids, count)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -92,20 +92,51 @@ def as_dgl_graph(
 def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:
     """Return the (K,) int64 ids per type of ``given``, which may be plain ids when there is one type.
 
+    Args:
+        given: Ids, or a dict of them by type; an edge type may be named by its relation.
+        counts: Every type, with the number of its ids.
+        what: ``node`` or ``edge``, for messages.
+
     Raises:
-        ConfigError: plain ids although there are several types, or an unknown type.
+        ConfigError: plain ids although there are several types, or an unknown or ambiguous type.
         IndexError: an id is out of range.
     """
     if not isinstance(given, Mapping):
         if len(counts) != 1:
             raise ConfigError(
-                f"the graph has the {what} types {', '.join(map(str, counts))}; give a dict of ids by type"
+                f"the graph has several {what} types; give a dict of ids by type: {_list(counts)}"
             )
         given = {next(iter(counts)): given}
-    unknown = [key for key in given if key not in counts]
-    if unknown:
-        raise ConfigError(f"there is no {what} type {unknown[0]!r} (known: {', '.join(map(str, counts))})")
-    return {key: as_ids(ids, counts[key], f"the {what}s of type {key!r}") for key, ids in given.items()}
+    keys = {key: _known(key, counts, what) for key in given}
+    return {keys[key]: as_ids(ids, counts[keys[key]], f"the {what}s {key!r}") for key, ids in given.items()}
+
+
+def fanout_by_type(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) -> dict[EdgeType, int]:
+    """Return the fan-out of every edge type; one number stands for all.
+
+    Raises:
+        ConfigError: a dict names an unknown type, or leaves one out.
+    """
+    if not isinstance(fanout, Mapping):
+        return dict.fromkeys(etypes, int(fanout))
+    fanouts = {_known(key, etypes, "edge"): int(size) for key, size in fanout.items()}
+    missing = [etype for etype in etypes if etype not in fanouts]
+    if missing:
+        raise ConfigError(f"fanout has no entry for the edge type {missing[0]}; name every edge type")
+    return fanouts
+
+
+def _known(key: object, types: Collection[K], what: str) -> K:
+    """Return the one of ``types`` that ``key`` is, or is the relation of."""
+    found = [one for one in types if key == one or (what == "edge" and key == cast("EdgeType", one)[1])]
+    if len(found) != 1:
+        problem = "several types are" if found else "there is no type"
+        raise ConfigError(f"{problem} {key!r} among the {what} types {_list(types)}")
+    return found[0]
+
+
+def _list(types: Iterable[object]) -> str:
+    return ", ".join(map(str, types))
 
 
 def _weights(store: KVStore, key: str, edge_ids: Array) -> Array:

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.graph import DistGraph
+from dglx_dist.records import NODE_TYPE, Assignment
+from dglx_dist.storage.dgl_format import write_dgl_format
+from tests.graph.small import build, features, part_of
+from tests.helpers.ranks import run_ranks
+
+
+def open_dgl_format(part_config: Path) -> tuple[bool, int]:
+    with start_session():
+        g = DistGraph(part_config=part_config)
+        folder = g.dataset.folder
+        again = DistGraph(part_config=part_config)
+        assert again.dataset.folder == folder
+        order = g.ndata["feat"][:][:, 0].argsort()
+        return bool((g.ndata["feat"][:].numpy()[order] == features()).all()), g.num_edges()
+
+
+def test_dgls_own_files_are_imported_once_and_opened(tmp_path: Path) -> None:
+    parts = np.where(part_of() == 2, 1, 0).astype(np.int32)
+    assignment = Assignment(num_parts=2, part_of={NODE_TYPE: parts}, method="hand", seed=0)
+    part_config = write_dgl_format(build(), assignment, tmp_path / "dgl")
+    assert run_ranks(open_dgl_format, 2, args=(part_config,), ranks_per_server=1) == [(True, 45)] * 2
+    assert [one.name for one in part_config.parent.glob("*.dglx")] == [f"{part_config.stem}.dglx"]
