@@ -59,7 +59,7 @@ def frames_of(head: Head, arrays: Sequence[Array], chunk_bytes: int) -> Iterator
     for index, (spec, buffer) in enumerate(zip(specs, buffers, strict=True)):
         if spec.chunk_bytes:
             for start in range(0, spec.num_bytes, spec.chunk_bytes):
-                chunk = Head(Kind.CHUNK, head.request, index=index, offset=start)
+                chunk = Head(Kind.CHUNK, head.request, array=index, offset=start)
                 yield [encode(chunk), buffer[start : start + spec.chunk_bytes]]
 
 
@@ -68,7 +68,7 @@ def send_frames(socket: zmq.Socket[bytes], frames: Frames) -> None:
     *before, last = frames
     for frame in before:
         socket.send(frame, zmq.SNDMORE, copy=len(frame) <= COPY_BYTES)
-    socket.send(last, copy=len(last) <= COPY_BYTES)
+    socket.send(last, 0, copy=len(last) <= COPY_BYTES)
 
 
 @final
@@ -144,15 +144,15 @@ class Assembler:
 
 def _chunk_target(message: Message, chunk: Head) -> memoryview:
     specs = message.head.arrays
-    spec = specs[chunk.index] if chunk.index < len(specs) else None
+    spec = specs[chunk.array] if chunk.array < len(specs) else None
     if (
         spec is None
         or not spec.chunk_bytes
         or chunk.offset % spec.chunk_bytes
         or chunk.offset >= spec.num_bytes
     ):
-        raise WireError(f"a chunk at byte {chunk.offset} of array {chunk.index}, which has no such chunk")
-    whole = byte_view(message.arrays[chunk.index])
+        raise WireError(f"a chunk at byte {chunk.offset} of array {chunk.array}, which has no such chunk")
+    whole = byte_view(message.arrays[chunk.array])
     return whole[chunk.offset : chunk.offset + spec.chunk_bytes]
 
 

@@ -115,7 +115,7 @@ class Server:
     def _receive_all(self) -> None:
         for _ in range(_BURST):
             self._receive()
-            if not self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
 
     def _receive(self) -> None:

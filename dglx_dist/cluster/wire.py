@@ -82,7 +82,7 @@ class Head(NamedTuple):
     op: str = ""
     name: str = ""
     arrays: tuple[ArraySpec, ...] = ()
-    index: int = 0
+    array: int = 0
     """Chunks only: which array; travels in the place of the number of arrays."""
     offset: int = 0
     """Chunks only: first byte."""
@@ -109,12 +109,13 @@ def encode(head: Head) -> bytes:
     Raises:
         WireError: a name is too long or there are too many arrays.
     """
-    op, name = head.op.encode(), head.name.encode()
+    # An error text may hold what is no valid UTF-8; it must arrive all the same.
+    op, name = head.op.encode(errors="replace"), head.name.encode(errors="replace")
     if max(len(op), len(name)) > MAX_NAME_BYTES:
         raise WireError(f"a name of {max(len(op), len(name))} bytes is too long; at most {MAX_NAME_BYTES}")
     if len(head.arrays) > MAX_ARRAYS:
         raise WireError(f"{len(head.arrays)} arrays in one message are too many; at most {MAX_ARRAYS}")
-    count = head.index if head.kind is Kind.CHUNK else len(head.arrays)
+    count = head.array if head.kind is Kind.CHUNK else len(head.arrays)
     fixed = _FIXED.pack(MAGIC, VERSION, head.kind, count, head.request, head.offset, len(op), len(name))
     parts = [fixed, op, name]
     for spec in head.arrays:
@@ -147,7 +148,7 @@ def decode(frame: Buffer) -> Head:
     if kind == Kind.CHUNK:
         if position != len(data):
             raise WireError(f"{len(data) - position} bytes follow the head of a chunk")
-        return Head(Kind.CHUNK, request, op, name, index=count, offset=offset)
+        return Head(Kind.CHUNK, request, op, name, array=count, offset=offset)
     return Head(_KINDS[kind], request, op, name, _array_specs(data, position, count), offset=offset)
 
 

@@ -3,8 +3,9 @@
     python scripts/bench/rpc.py [--json] [--rounds 5]
 
 Two processes, TCP over loopback. Bare pyzmq is a ROUTER that answers each request with a buffer it holds
-(copy=False) and a DEALER that takes it (copy=False): no head, no secret, no dtype. Ours is the same call through
-`Rpc`. Both are measured in turn, round after round; medians are shown. Ours must reach 60 % at every size.
+(copy=False) and a DEALER that takes it (copy=False): no head, no secret, no dtype. Ours is the same call
+through `Rpc`. Both are measured in turn, round after round; medians are shown. The exit status is 1 when a
+pull of 64 KB to 16 MB, one call at a time, is below 60 %.
 """
 
 from __future__ import annotations
@@ -142,15 +143,16 @@ def main() -> int:
     if options.json:
         print(json.dumps({"chunk_bytes": options.chunk_bytes, "rows": rows}))
     else:
-        print(
-            f"{'bytes':>10} {'under way':>9} {'bare us':>9} {'ours us':>9} {'bare MB/s':>10} {'ours MB/s':>10} {'ratio':>6}"
-        )
+        names = ["bytes", "calls_under_way", "bare_us", "ours_us", "bare_mb_s", "ours_mb_s", "ratio"]
+        print(" ".join(f"{name:>15}" for name in names))
         for one in rows:
             print(
-                f"{one['bytes']:>10} {one['calls_under_way']:>9} {one['bare_us']:>9.0f} {one['ours_us']:>9.0f} "
-                f"{one['bare_mb_s']:>10.0f} {one['ours_mb_s']:>10.0f} {one['ratio']:>6.2f}"
+                " ".join(
+                    f"{one[name]:>15.2f}" if name == "ratio" else f"{one[name]:>15.0f}" for name in names
+                )
             )
-    slow = [one for one in rows if one["bytes"] >= SIZES[0] and one["ratio"] < REQUIRED]
+    asked = [one for one in rows if one["bytes"] >= SIZES[0] and one["calls_under_way"] == 1]
+    slow = [one for one in asked if one["ratio"] < REQUIRED]
     return 1 if slow else 0
 
 

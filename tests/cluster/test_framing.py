@@ -60,8 +60,8 @@ def _spoil(kind: str) -> list[list[bytes]]:
         "chunk without buffer": [first, chunks[0][:1]],
         "chunk twice": [first, *chunks[:-1], chunks[0]],
         "chunk between chunks": [first, [encode(Head(Kind.CHUNK, 1, offset=1)), b"x" * 64]],
-        "chunk of no array": [first, [encode(Head(Kind.CHUNK, 1, index=9)), b"x" * 64]],
-        "chunk of a whole array": [first, [encode(Head(Kind.CHUNK, 1, index=2)), b"x" * 7]],
+        "chunk of no array": [first, [encode(Head(Kind.CHUNK, 1, array=9)), b"x" * 64]],
+        "chunk of a whole array": [first, [encode(Head(Kind.CHUNK, 1, array=2)), b"x" * 7]],
         "chunk past the end": [first, [encode(Head(Kind.CHUNK, 1, offset=832)), b"x" * 64]],
     }[kind]
 

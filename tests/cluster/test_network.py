@@ -29,7 +29,7 @@ def test_address_towards_the_rendezvous_is_taken() -> None:
 
 
 def test_unknown_host_is_named() -> None:
-    with pytest.raises(ConfigError, match="MASTER_ADDR='no.such.host.invalid'"):
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR='no\.such\.host\.invalid'"):
         listening_address(rendezvous(MASTER_ADDR="no.such.host.invalid"))
 
 

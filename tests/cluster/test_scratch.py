@@ -41,7 +41,7 @@ def test_folder_of_a_killed_process_is_removed_by_the_next() -> None:
     (outcome,) = start_ranks(_open_and_die, 1, args=(job,))
     assert outcome.exitcode == -signal.SIGKILL
     abandoned = Scratch("unused" + job, 0)
-    left = [path for path in abandoned.path.parent.glob(f"*{job}-s3")]
+    left = list(abandoned.path.parent.glob(f"*{job}-s3"))
     abandoned.close()
     assert left == []
 

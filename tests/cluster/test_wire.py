@@ -48,7 +48,7 @@ def test_heads_come_back(head: Head) -> None:
 
 @given(st.integers(0, 2**32), st.integers(0, 2**16 - 1), st.integers(0, 2**63))
 def test_chunk_heads_come_back(request: int, index: int, offset: int) -> None:
-    head = Head(Kind.CHUNK, request, index=index, offset=offset)
+    head = Head(Kind.CHUNK, request, array=index, offset=offset)
     assert decode(encode(head)) == head
 
 
