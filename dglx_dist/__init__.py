@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from dglx_dist.training.checkpoint import save as save
     from dglx_dist.training.evaluate import evaluate as evaluate
     from dglx_dist.training.evaluate import layerwise_inference as layerwise_inference
+    from dglx_dist.training.fit import FitConfig as FitConfig
+    from dglx_dist.training.fit import FitResult as FitResult
 
 __version__ = "0.1.0"
 
@@ -52,6 +54,8 @@ _WHERE = {
     "DistGraph": "dglx_dist.graph",
     "DistNodeDataLoader": "dglx_dist.run.session",
     "DistTensor": "dglx_dist.graph",
+    "FitConfig": "dglx_dist.training.fit",
+    "FitResult": "dglx_dist.training.fit",
     "PartitionBook": "dglx_dist.graph",
     "PeerError": "dglx_dist.errors",
     "RemoteError": "dglx_dist.errors",

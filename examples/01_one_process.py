@@ -53,10 +53,10 @@ def main():
     sampler = dgl.dataloading.NeighborSampler(
         [10, 5], prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    loader = DataLoader(g, train_nid, sampler, batch_size=128, shuffle=True)
-    test_loader = DataLoader(g, test_nid, sampler, batch_size=128)
+    loader = DataLoader(g, train_nid, sampler, batch_size=64, shuffle=True)
+    test_loader = DataLoader(g, test_nid, sampler, batch_size=64)
     model = SAGE(g.ndata["feat"].shape[1], 64, CLASSES)
-    train(model, loader, epochs=3)
+    train(model, loader, epochs=6)
     print(f"test accuracy {accuracy(model, test_loader):.3f}")
 
 

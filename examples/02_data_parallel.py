@@ -19,10 +19,10 @@ What differs from 01_one_process.py:
     +     g = dx.distribute(make_graph())
     +     train_nid = dx.node_split(g.ndata["train_mask"])
     +     test_nid = dx.node_split(g.ndata["test_mask"])
-    -     loader = DataLoader(g, train_nid, sampler, batch_size=128, shuffle=True)
-    +     loader = dx.DataLoader(g, train_nid, sampler, batch_size=128, shuffle=True)
-    -     test_loader = DataLoader(g, test_nid, sampler, batch_size=128)
-    +     test_loader = dx.DataLoader(g, test_nid, sampler, batch_size=128)
+    -     loader = DataLoader(g, train_nid, sampler, batch_size=64, shuffle=True)
+    +     loader = dx.DataLoader(g, train_nid, sampler, batch_size=64, shuffle=True)
+    -     test_loader = DataLoader(g, test_nid, sampler, batch_size=64)
+    +     test_loader = dx.DataLoader(g, test_nid, sampler, batch_size=64)
     -     model = SAGE(g.ndata["feat"].shape[1], 64, CLASSES)
     +     model = dx.wrap(SAGE(g.ndata["feat"].shape[1], 64, CLASSES), g)
 """
@@ -76,10 +76,10 @@ def main():
     sampler = dgl.dataloading.NeighborSampler(
         [10, 5], prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    loader = dx.DataLoader(g, train_nid, sampler, batch_size=128, shuffle=True)
-    test_loader = dx.DataLoader(g, test_nid, sampler, batch_size=128)
+    loader = dx.DataLoader(g, train_nid, sampler, batch_size=64, shuffle=True)
+    test_loader = dx.DataLoader(g, test_nid, sampler, batch_size=64)
     model = dx.wrap(SAGE(g.ndata["feat"].shape[1], 64, CLASSES), g)
-    train(model, loader, epochs=3)
+    train(model, loader, epochs=6)
     print(f"test accuracy {accuracy(model, test_loader):.3f}")
 
 

@@ -13,7 +13,7 @@ def make_graph():
     """Return the built-in graph; the same at every call."""
     raw = load_dataset(f"synthetic:nodes={NODES},degree=20,seed=0")
     (edges,) = raw.edges.values()
-    g = dgl.graph(tuple(torch.as_tensor(ends) for ends in edges), num_nodes=NODES)
+    g = dgl.graph(tuple(torch.as_tensor(ends).long() for ends in edges), num_nodes=NODES)
     for name, values in raw.node_data["_N"].items():
         g.ndata[name] = torch.as_tensor(values)
     return g

@@ -12,31 +12,26 @@ from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.errors import ConfigError
 
 
-def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int) -> int:
+def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) -> int:
     """Run ``dglx ARGUMENTS`` on ``ranks`` ranks of this machine and wait for them.
 
     Args:
         arguments: What follows ``dglx``, e.g. ``["train", "data/x", "--debug"]``.
         ranks: W.
-        servers: S virtual servers of W / S ranks each; 1 is this machine as it is.
+        servers: S virtual servers of W / S ranks each; None: one, or what DGLX_RANKS_PER_SERVER says.
 
     Returns:
         The exit code: 0, or that of the rank that failed first, whose message has been shown.
 
     Raises:
-        ConfigError: the ranks cannot be dealt out evenly.
+        ConfigError: the ranks are none, or cannot be dealt out to the servers.
     """
-    if servers < 1 or ranks % servers:
-        raise ConfigError(
-            f"--ranks {ranks} cannot be dealt out evenly to --servers {servers}; "
-            "make the ranks a multiple of the servers"
-        )
     command = [
         *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
         *("--standalone", "--nproc-per-node", str(ranks)),
         *("-m", "dglx_dist.cli", *arguments, LAUNCHED),
     ]
-    environment = rank_environment(ranks, ranks_per_server=ranks // servers)
+    environment = rank_environment(ranks, ranks_per_server=_ranks_per_server(ranks, servers))
     process = subprocess.Popen(command, env=environment)
     # Whoever ends this command means its ranks too.
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -46,3 +41,16 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int) -> int:
         # The terminal sends the interrupt to the launcher too, which ends the ranks; wait for that.
         process.wait()
         return 130
+
+
+def _ranks_per_server(ranks: int, servers: int | None) -> int | None:
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks} must be at least 1")
+    if servers is None:
+        return None
+    if servers < 1 or ranks % servers:
+        raise ConfigError(
+            f"--ranks {ranks} cannot be dealt out to --servers {servers}; "
+            "make the ranks a multiple of the servers"
+        )
+    return ranks // servers

@@ -28,7 +28,9 @@ def train(  # noqa: PLR0913  # one argument per option
             help="Start so many processes here, with torchrun. Without it: one, or those of torchrun."
         ),
     ] = None,
-    servers: Annotated[int, typer.Option(help="Treat the ranks as if they were on so many machines.")] = 1,
+    servers: Annotated[
+        int | None, typer.Option(help="Treat the ranks as if they were on so many machines. Default: one.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the strategy; repeatable.")
     ] = None,
@@ -99,43 +101,44 @@ def train(  # noqa: PLR0913  # one argument per option
     RUNDIR gets `summary.json`, `metrics.jsonl`, `config.json` and `picture.png`; `dglx report RUNDIR` shows
     them again.
     """
+    from dglx_dist.run.plan import TrainPlan
+
+    plan = TrainPlan(
+        data=str(data),
+        out=str(out or Path("runs") / f"{data.absolute().name}-{strategy}"),
+        strategy=strategy,
+        strategy_options=literals(option or [], "--option"),
+        model=model,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        dropout=dropout,
+        fanouts=whole_numbers(fanout, "--fanout") if fanout else (25, *[10] * (layers - 1))[:layers],
+        batch_size=batch_size,
+        epochs=epochs,
+        lr=lr,
+        weight_decay=weight_decay,
+        seed=seed,
+        eval_every=eval_every,
+        patience=patience,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        structure=structure,  # type: ignore[arg-type]  # checked by DistGraph
+        verify=verify,  # type: ignore[arg-type]  # checked by open_dataset
+        depth=depth,
+        loader_threads=loader_threads,
+        timeout_s=timeout,
+    )
     if ranks is not None and not launched_by_torchrun():
         from dglx_dist.cli.launch import start_ranks
 
         check_names(strategy, data)
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
-    if servers != 1 and not launched_by_torchrun():
+    if servers not in (None, 1) and not launched_by_torchrun():
         raise ConfigError(f"--servers {servers} deals out ranks; say how many with --ranks")
-    from dglx_dist.run.train import TrainPlan, train_dataset
+    from dglx_dist.run.train import train_dataset
 
-    trained = train_dataset(
-        TrainPlan(
-            data=str(data),
-            out=str(out or Path("runs") / f"{data.absolute().name}-{strategy}"),
-            strategy=strategy,
-            strategy_options=literals(option or [], "--option"),
-            model=model,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            dropout=dropout,
-            fanouts=whole_numbers(fanout, "--fanout") if fanout else (25, *[10] * (layers - 1))[:layers],
-            batch_size=batch_size,
-            epochs=epochs,
-            lr=lr,
-            weight_decay=weight_decay,
-            seed=seed,
-            eval_every=eval_every,
-            patience=patience,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            structure=structure,  # type: ignore[arg-type]  # checked by DistGraph
-            verify=verify,  # type: ignore[arg-type]  # checked by open_dataset
-            depth=depth,
-            loader_threads=loader_threads,
-            timeout_s=timeout,
-        )
-    )
+    trained = train_dataset(plan)
     if trained.rank == 0:
         from dglx_dist.report.table import epoch_table, summary_table
 

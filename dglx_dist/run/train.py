@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import dgl
 import torch
@@ -21,56 +21,12 @@ from dglx_dist.report.picture import draw
 from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.summary import RunFacts, run_title, summarise
 from dglx_dist.run.fit import fit
+from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.session import init
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.models import build_model
 
 CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainPlan:
-    """One run of a ready-made model, as the command line states it.
-
-    Raises:
-        ConfigError: the fan-outs are not one for each layer, or a number is out of range.
-    """
-
-    data: str
-    out: str
-    strategy: str = "data_parallel"
-    strategy_options: Mapping[str, object] = field(default_factory=dict)
-    model: str = "sage"
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    dropout: float = 0.5
-    fanouts: tuple[int, ...] = (25, 10)
-    batch_size: int = 512
-    epochs: int = 20
-    lr: float = 0.01
-    weight_decay: float = 0.0
-    seed: int = 0
-    eval_every: int = 1
-    patience: int | None = None
-    checkpoint_every: int = 0
-    """0: no checkpoints."""
-    resume: bool = False
-    structure: Literal["auto", "replicated", "partitioned"] = "auto"
-    verify: Literal["auto", "full", "never"] = "auto"
-    depth: int = 2
-    loader_threads: int = 1
-    timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        if len(self.fanouts) != self.layers:
-            raise ConfigError(
-                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
-                f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"
-            )
-        for name, wrong in (("lr", self.lr <= 0), ("weight_decay", self.weight_decay < 0)):
-            if wrong:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is out of range")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,70 @@
+"""What ``dglx train`` is told, checked before any process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dglx_dist.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """One run of a ready-made model, as the command line states it.
+
+    Raises:
+        ConfigError: the fan-outs are not one for each layer, or a number is out of range.
+    """
+
+    data: str
+    out: str
+    strategy: str = "data_parallel"
+    strategy_options: Mapping[str, object] = field(default_factory=dict)
+    model: str = "sage"
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    dropout: float = 0.5
+    fanouts: tuple[int, ...] = (25, 10)
+    batch_size: int = 512
+    epochs: int = 20
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    seed: int = 0
+    eval_every: int = 1
+    patience: int | None = None
+    checkpoint_every: int = 0
+    """0: no checkpoints."""
+    resume: bool = False
+    structure: Literal["auto", "replicated", "partitioned"] = "auto"
+    verify: Literal["auto", "full", "never"] = "auto"
+    depth: int = 2
+    loader_threads: int = 1
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if len(self.fanouts) != self.layers:
+            raise ConfigError(
+                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
+                f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"
+            )
+        for name, wrong, allowed in (
+            ("hidden", self.hidden < 1, "at least 1"),
+            ("batch-size", self.batch_size < 1, "at least 1"),
+            ("epochs", self.epochs < 1, "at least 1"),
+            ("dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"),
+            ("lr", not self.lr > 0, "above 0"),
+            ("weight-decay", not self.weight_decay >= 0, "at least 0"),
+            ("checkpoint-every", self.checkpoint_every < 0, "at least 0"),
+            ("timeout", not self.timeout_s > 0, "above 0"),
+            (
+                "structure",
+                self.structure not in ("auto", "replicated", "partitioned"),
+                "auto, replicated or partitioned",
+            ),
+            ("verify", self.verify not in ("auto", "full", "never"), "auto, full or never"),
+        ):
+            if wrong:
+                field_name = {"timeout": "timeout_s"}.get(name, name.replace("-", "_"))
+                raise ConfigError(f"--{name} {getattr(self, field_name)} must be {allowed}")
