@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -50,9 +49,7 @@ class Call:
     """One request on its way. Its reply must be taken on the thread that sent it."""
 
     def __init__(self, link: Link, request: int, what: str) -> None:
-        self._link, self._what = link, what
-        self.request = request
-        self.reply: Message | None = None
+        self._link, self._request, self._what = link, request, what
         self._started = time.monotonic()
 
     def wait(self, timeout_s: float) -> list[Array]:
@@ -63,7 +60,7 @@ class Call:
             RemoteError: the handler raised.
         """
         link = self._link
-        while self.reply is None:
+        while self._request not in link.replies:
             left_s = self._started + timeout_s - time.monotonic()
             if link.broken:
                 raise PeerError(f"{link.name} {link.broken} while asked for {self._what}{self._after()}")
@@ -73,9 +70,14 @@ class Call:
                     "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
                 )
             link.pump(min(_POLL_MS, int(left_s * 1000) + 1))
-        if self.reply.head.kind is Kind.ERROR:
-            raise RemoteError(f"{link.name} failed at {self._what}: {self.reply.head.name}")
-        return self.reply.arrays
+        reply = link.replies.pop(self._request)
+        if reply.head.kind is Kind.ERROR:
+            raise RemoteError(f"{link.name} failed at {self._what}: {reply.head.name}")
+        return reply.arrays
+
+    def __del__(self) -> None:
+        # Nobody will ask any more, so the reply can be dropped when it comes.
+        self._link.forget(self._request)
 
     def _after(self) -> str:
         return f" ({time.monotonic() - self._started:.1f} s after the call)"
@@ -93,8 +95,8 @@ class Link:
         socket.connect(peer.endpoint)
         self._receive_timeout_ms = -1
         self._assembler = Assembler()
-        # A call that nobody waits for any more disappears from here, and its reply is dropped.
-        self._waiting: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+        self._waiting: set[int] = set()
+        self.replies: dict[int, Message] = {}
         self._next_request = 0
         self._retries = 0
 
@@ -102,9 +104,9 @@ class Link:
         """Send a request and return at once."""
         self._next_request += 1
         call = Call(self, self._next_request, f"{op} {name!r}" if name else op)
-        head = Head(Kind.REQUEST, call.request, op, name)
-        messages = list(frames_of(head, arrays, chunk_bytes))
-        self._waiting[call.request] = call
+        head = Head(Kind.REQUEST, self._next_request, op, name)
+        messages = frames_of(head, arrays, chunk_bytes)
+        self._waiting.add(self._next_request)
         try:
             for frames in messages:
                 send_frames(self._socket, frames)
@@ -113,6 +115,11 @@ class Link:
             self._notice_all()
             raise PeerError(f"{self.name} {self.broken or 'cannot be reached'}; asked for {op}") from None
         return call
+
+    def forget(self, request: int) -> None:
+        """Drop the reply of ``request``, also if it is still to come; any thread."""
+        self._waiting.discard(request)
+        self.replies.pop(request, None)
 
     def pump(self, timeout_ms: int) -> None:
         """Take in what has arrived, waiting at most ``timeout_ms`` for something.
@@ -138,9 +145,10 @@ class Link:
             log.warning("dropped a malformed reply of %s: %s", self.name, error)
             return
         if message is not None:
-            call = self._waiting.pop(message.head.request, None)
-            if call is not None:
-                call.reply = message
+            request = message.head.request
+            if request in self._waiting:
+                self._waiting.discard(request)
+                self.replies[request] = message
 
     def _notice_all(self) -> None:
         while not self.broken and self._monitor.poll(0):
@@ -187,7 +195,10 @@ class Client:
     def _link(self, rank: int) -> Link:
         if self._closing.is_set():
             raise PeerError("the session is closed; start a new one with dglx_dist.init()")
-        links: dict[int, Link] = self._local.__dict__.setdefault("links", {})
+        try:
+            links: dict[int, Link] = self._local.links
+        except AttributeError:
+            links = self._local.links = {}
         link = links.get(rank)
         if link is None or link.broken:
             links[rank] = link = self._open(self._peers[rank])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import zmq
 
@@ -35,40 +34,50 @@ SMALL_BYTES = 16 * 1024
 Frames: TypeAlias = list[bytes | memoryview]
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One complete message."""
 
     head: Head
     arrays: list[Array]
 
 
-def frames_of(head: Head, arrays: Sequence[Array], chunk_bytes: int) -> Iterator[Frames]:
-    """Yield the ZeroMQ messages that carry ``head`` and ``arrays``; large arrays follow in chunks.
+def frames_of(head: Head, arrays: Sequence[Array], chunk_bytes: int) -> list[Frames]:
+    """Return the ZeroMQ messages that carry ``head`` and ``arrays``; large arrays follow in chunks.
 
     The frames are views of ``arrays``, which must not change until they are sent.
 
     Raises:
         WireError: an array has a dtype or shape that cannot be sent.
     """
-    specs = tuple(spec_of(array, chunk_bytes) for array in arrays)
-    buffers = [raw_bytes(array) for array in arrays]
-    first: Frames = [encode(Head(head.kind, head.request, head.op, head.name, specs))]
-    first += [buffer for spec, buffer in zip(specs, buffers, strict=True) if not spec.chunk_bytes]
-    yield first
-    for index, (spec, buffer) in enumerate(zip(specs, buffers, strict=True)):
+    specs: list[ArraySpec] = []
+    first: Frames = []
+    chunks: list[Frames] = []
+    for index, array in enumerate(arrays):
+        spec = spec_of(array, chunk_bytes)
+        specs.append(spec)
         if spec.chunk_bytes:
-            for start in range(0, spec.num_bytes, spec.chunk_bytes):
-                chunk = Head(Kind.CHUNK, head.request, array=index, offset=start)
-                yield [encode(chunk), buffer[start : start + spec.chunk_bytes]]
+            chunks += _chunks_of(head.request, index, raw_bytes(array), chunk_bytes)
+        else:
+            first.append(raw_bytes(array))
+    messages: list[Frames] = [[encode(head, specs), *first]]
+    return messages + chunks
+
+
+def _chunks_of(request: int, array: int, buffer: memoryview, chunk_bytes: int) -> Iterator[Frames]:
+    for start in range(0, len(buffer), chunk_bytes):
+        head = Head(Kind.CHUNK, request, array=array, offset=start)
+        yield [encode(head), buffer[start : start + chunk_bytes]]
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Frames) -> None:
     """Send one ZeroMQ message; large buffers are referred to until they are gone, small ones copied."""
-    *before, last = frames
-    for frame in before:
-        socket.send(frame, zmq.SNDMORE, copy=len(frame) <= COPY_BYTES)
-    socket.send(last, 0, copy=len(last) <= COPY_BYTES)
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        more = zmq.SNDMORE if index < last else 0
+        if len(frame) <= COPY_BYTES:
+            socket.send(frame, more)
+        else:
+            socket.send(frame, more, copy=False)
 
 
 @final

@@ -132,8 +132,13 @@ class Rpc:
 
     def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
         """Count ``size`` bytes in the ledger; None stands for this rank."""
-        ends = [self.rank if end is None else end for end in (source, destination)]
-        self._ledger.add(phase, layer, ends[0], ends[1], size)
+        self._ledger.add(
+            phase,
+            layer,
+            self.rank if source is None else source,
+            self.rank if destination is None else destination,
+            size,
+        )
 
     def close(self) -> None:
         """Stop serving and calling; may be called twice. Waits for nobody."""

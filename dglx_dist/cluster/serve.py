@@ -145,10 +145,10 @@ class Server:
         started = time.perf_counter()
         try:
             answer = run_handler(self._handlers, message.head.op, message.head.name, message.arrays)
-            frames = list(frames_of(Head(Kind.REPLY, request), answer, chunk))
+            frames = frames_of(Head(Kind.REPLY, request), answer, chunk)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the caller's to know
             text = f"{type(error).__name__}: {error}"
-            frames = list(frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk))
+            frames = frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk)
         took_s, before_s = time.perf_counter() - started, self._seconds_of.get(message.head.op, 0.0)
         self._seconds_of[message.head.op] = max(took_s, 0.9 * before_s)
         return frames

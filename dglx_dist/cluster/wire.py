@@ -103,8 +103,8 @@ def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
     return ArraySpec(dtype, array.shape, chunk_bytes if array.nbytes > chunk_bytes else 0)
 
 
-def encode(head: Head) -> bytes:
-    """Return the bytes of ``head``.
+def encode(head: Head, arrays: Sequence[ArraySpec] | None = None) -> bytes:
+    """Return the bytes of ``head``, which describes ``arrays`` in place of its own if they are given.
 
     Raises:
         WireError: a name is too long or there are too many arrays.
@@ -113,12 +113,13 @@ def encode(head: Head) -> bytes:
     op, name = head.op.encode(errors="replace"), head.name.encode(errors="replace")
     if max(len(op), len(name)) > MAX_NAME_BYTES:
         raise WireError(f"a name of {max(len(op), len(name))} bytes is too long; at most {MAX_NAME_BYTES}")
-    if len(head.arrays) > MAX_ARRAYS:
-        raise WireError(f"{len(head.arrays)} arrays in one message are too many; at most {MAX_ARRAYS}")
-    count = head.array if head.kind is Kind.CHUNK else len(head.arrays)
+    specs = head.arrays if arrays is None else arrays
+    if len(specs) > MAX_ARRAYS:
+        raise WireError(f"{len(specs)} arrays in one message are too many; at most {MAX_ARRAYS}")
+    count = head.array if head.kind is Kind.CHUNK else len(specs)
     fixed = _FIXED.pack(MAGIC, VERSION, head.kind, count, head.request, head.offset, len(op), len(name))
     parts = [fixed, op, name]
-    for spec in head.arrays:
+    for spec in specs:
         parts.append(_ARRAY.pack(_CODES[spec.dtype], len(spec.shape), spec.chunk_bytes))
         parts.append(_SHAPES[len(spec.shape)].pack(*spec.shape))
     return b"".join(parts)
@@ -191,7 +192,7 @@ def byte_view(array: Array) -> memoryview:
 
 def payload_bytes(arrays: Sequence[Array]) -> int:
     """Sum of the raw sizes, which is what the ledger counts."""
-    return sum(int(array.nbytes) for array in arrays)
+    return sum([int(array.nbytes) for array in arrays])
 
 
 def _text(raw: bytes) -> str:
