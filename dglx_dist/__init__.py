@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dglx_dist.run.session import register_partitioner as register_partitioner
     from dglx_dist.run.session import register_strategy as register_strategy
     from dglx_dist.run.session import shutdown as shutdown
-    from dglx_dist.run.session import strategies as strategies
+    from dglx_dist.run.session import strategy_names as strategy_names
     from dglx_dist.run.session import wrap as wrap
     from dglx_dist.training.checkpoint import load as load
     from dglx_dist.training.checkpoint import save as save
@@ -77,7 +77,7 @@ _WHERE = {
     "register_strategy": "dglx_dist.run.session",
     "save": "dglx_dist.training.checkpoint",
     "shutdown": "dglx_dist.run.session",
-    "strategies": "dglx_dist.run.session",
+    "strategy_names": "dglx_dist.run.session",
     "wrap": "dglx_dist.run.session",
 }
 

@@ -50,7 +50,7 @@ def main():
             )
 
     if session.topology.rank == 0:
-        print(f"strategies: {', '.join(dx.strategies())}")
+        print(f"strategies: {', '.join(dx.strategy_names())}")
     model = SAGE(g.ndata["feat"].shape[1], 64, CLASSES)
     config = dx.FitConfig(epochs=6, show_progress=False)
     _, result = dx.fit(model, g, config=config, fanouts=[10, 5], batch_size=64, callbacks=[show])

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +34,9 @@ def test_importing_loads_neither_dgl_nor_torch() -> None:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "[]\n"
     )
+
+
+def test_no_public_name_is_that_of_a_room() -> None:
+    # Importing a room sets it as an attribute of the package, which would hide the name.
+    rooms = {path.stem for path in Path(dglx_dist.__file__).parent.iterdir()}
+    assert not rooms & set(dglx_dist.__all__)

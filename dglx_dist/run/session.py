@@ -124,7 +124,7 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     return total / number if number else float("nan")
 
 
-def strategies() -> tuple[str, ...]:
+def strategy_names() -> tuple[str, ...]:
     """Return the names that :func:`init` takes, aliases left out."""
     return STRATEGIES.names()
 

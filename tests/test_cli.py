@@ -1,0 +1,249 @@
+"""`dglx` as a user starts it: real processes on a tiny graph, and the likeliest mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DGLX = (sys.executable, "-m", "dglx_dist.cli")
+GRAPH = "synthetic:nodes=1000,degree=10,classes=4,features=16,seed=1"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("DGLX_")}
+
+
+def dglx(*arguments: str, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*DGLX, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=folder,
+        env=ENVIRONMENT,
+        check=False,
+    )
+
+
+def succeeded(*arguments: str) -> str:
+    done = dglx(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(*arguments: str, folder: Path | None = None) -> str:
+    """Run what must be refused: one message, no traceback, exit code 2."""
+    done = dglx(*arguments, folder=folder)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    succeeded(
+        "partition",
+        GRAPH,
+        "--parts",
+        "2",
+        "--method",
+        "metis",
+        "--balance",
+        "train,degree",
+        "--out",
+        str(folder),
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    shown = succeeded(
+        "train", str(dataset), "--strategy", "data_parallel", "--ranks", "2", "--servers", "2", "--epochs", "3",
+        "--model", "sage", "--layers", "2", "--hidden", "16", "--fanout", "5,5", "--batch-size", "32", "--lr", "0.01",
+        "--dropout", "0.5", "--seed", "0", "--out", str(folder),
+    )  # fmt: skip
+    assert "samples/s" in shown
+    assert "test_accuracy" in shown
+    return folder
+
+
+def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert {
+        "strategy", "ranks", "servers", "test_accuracy", "val_accuracy", "epoch_seconds", "samples_per_second",
+        "bytes_inside", "bytes_outside", "peak_memory_bytes", "phase_seconds",
+    } <= summary.keys()  # fmt: skip
+    assert (summary["strategy"], summary["ranks"], summary["servers"]) == ("data_parallel", 2, 2)
+    # Four classes: better than guessing. Two servers of one rank each: all traffic is between them.
+    assert summary["test_accuracy"] > 0.3
+    assert summary["bytes_inside"] == 0
+    assert summary["bytes_outside"] > 0
+    assert summary["peak_memory_bytes"] > 50e6
+    epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
+    assert all(epoch["num_samples"] == 100 for epoch in epochs)
+    config = json.loads((run / "config.json").read_text())
+    assert (config["model"], config["fanouts"], config["ranks"]) == ("sage", [5, 5], 2)
+    assert (run / "picture.png").stat().st_size > 10_000
+
+
+def test_report_prints_again_and_redraws(run: Path) -> None:
+    before = (run / "summary.json").read_bytes()
+    (run / "picture.png").unlink()
+    shown = succeeded("report", str(run))
+    assert "samples/s" in shown
+    assert (run / "picture.png").is_file()
+    assert (run / "summary.json").read_bytes() == before
+
+
+def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> None:
+    shown = succeeded("inspect", str(dataset), "--picture", str(tmp_path / "parts.png"))
+    for word in (
+        "edge cut",
+        "replication factor",
+        "balance train",
+        "balance degree",
+        "halo factor",
+        "on disk",
+    ):
+        assert word in shown
+    assert (tmp_path / "parts.png").is_file()
+
+
+def test_one_process_needs_no_launcher_and_resumes(dataset: Path, tmp_path: Path) -> None:
+    common = ("train", str(dataset), "--hidden", "8", "--fanout", "3,3", "--out", str(tmp_path))
+    succeeded(*common, "--epochs", "1", "--checkpoint-every", "1")
+    succeeded(*common, "--epochs", "2", "--resume")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 1]
+
+
+def test_help_reads_like_documentation() -> None:
+    assert "dglx train data/demo" in succeeded("--help")
+    for command in ("partition", "inspect", "train", "report"):
+        assert "Example" in succeeded(command, "--help") or "dglx train" in succeeded(command, "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("partition", "nowhere.npz", "--out", "x"), "nowhere.npz"),
+        (("partition", GRAPH, "--method", "metiss", "--out", "x"), "'metis'"),
+        (("partition", GRAPH, "--tolerance", "much", "--out", "x"), "--tolerance 'much'"),
+        (("partition", GRAPH, "--parts", "0", "--out", "x"), "at least 1"),
+        (("inspect", "nowhere"), "nowhere"),
+        (("train", "nowhere", "--ranks", "2"), "nowhere"),
+        (("train", "nowhere", "--fanout", "5", "--layers", "2"), "one fan-out for each layer"),
+        (("train", "nowhere", "--servers", "2"), "--ranks"),
+        (("train", "nowhere", "--epochs", "0"), "--epochs 0"),
+        (("report", "nowhere"), "nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_mistake_gets_one_message(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in refused(*arguments, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_strategy_names_the_nearest(dataset: Path) -> None:
+    assert "did you mean 'data_parallel'" in refused(
+        "train", str(dataset), "--strategy", "data_paralel", "--ranks", "2"
+    )
+
+
+def test_a_mistake_that_only_the_ranks_can_see_is_told_once(dataset: Path, tmp_path: Path) -> None:
+    said = refused(
+        "train",
+        str(dataset),
+        "--ranks",
+        "2",
+        "--option",
+        "no_such=1",
+        "--fanout",
+        "3,3",
+        "--out",
+        str(tmp_path / "x"),
+    )
+    assert said.count("no_such") == 1
+
+
+def test_a_folder_that_holds_something_is_not_replaced(dataset: Path) -> None:
+    before = (dataset / "manifest.json").read_bytes()
+    assert "--overwrite" in refused("partition", GRAPH, "--out", str(dataset))
+    assert (dataset / "manifest.json").read_bytes() == before
+
+
+def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    succeeded("partition", GRAPH, "--parts", "2", "--method", "hash", "--out", str(folder))
+    victim = next(folder.glob("part1/nodes/*/data/feat.arrow"))
+    content = bytearray(victim.read_bytes())
+    content[-100] ^= 1
+    victim.write_bytes(content)
+    for arguments in (
+        ("inspect", str(folder)),
+        ("train", str(folder), "--ranks", "2", "--out", str(tmp_path / "r")),
+    ):
+        assert "feat.arrow" in refused(*arguments)
+
+
+def test_the_traceback_is_there_for_who_asks() -> None:
+    done = dglx("inspect", "nowhere", "--debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+
+
+def rank_processes(launcher: int) -> dict[int, int]:
+    """Return {rank: process id} of the ranks below the process ``launcher``, read from /proc."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ranks = [entry for entry in variables if entry.startswith(b"RANK=")]
+        if ranks and parent_of(parent) == launcher:
+            found[int(ranks[0][5:])] = int(folder.name)
+    return found
+
+
+def parent_of(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return -1
+
+
+def test_a_killed_rank_ends_the_other_and_is_named(dataset: Path, tmp_path: Path) -> None:
+    arguments = (
+        "train",
+        str(dataset),
+        "--ranks",
+        "2",
+        "--epochs",
+        "100000",
+        "--fanout",
+        "3,3",
+        "--out",
+        str(tmp_path),
+    )
+    process = subprocess.Popen([*DGLX, *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert process.stderr is not None
+    try:
+        # The line comes when both ranks have met and training starts.
+        assert "training" in process.stderr.readline()
+        ranks = rank_processes(process.pid)
+        assert set(ranks) == {0, 1}
+        os.kill(ranks[1], signal.SIGKILL)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 1" in said
+    assert "SIGKILL" in said
+    assert parent_of(ranks[0]) == -1

@@ -1,0 +1,92 @@
+"""Each example runs, and says truly how it differs from the one before."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torchrun(folder: Path, name: str, *arguments: str) -> str:
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return run(folder, *launch, str(EXAMPLES / name), *arguments)
+
+
+def accuracies(shown: str) -> list[float]:
+    return [float(value) for value in re.findall(r"test accuracy (\d\.\d+)", shown)]
+
+
+def test_one_process(tmp_path: Path) -> None:
+    (accuracy,) = accuracies(run(tmp_path, sys.executable, str(EXAMPLES / "01_one_process.py")))
+    assert accuracy > 0.7
+
+
+def test_data_parallel(tmp_path: Path) -> None:
+    first, second = accuracies(torchrun(tmp_path, "02_data_parallel.py"))
+    assert first == second > 0.7
+
+
+def test_partition_once_and_go_on(tmp_path: Path) -> None:
+    script = "03_partition_once.py"
+    assert "new node 0" in run(tmp_path, sys.executable, str(EXAMPLES / script), "--partition")
+    first = torchrun(tmp_path, script)
+    assert "epoch 0:" in first
+    assert accuracies(first)[0] > 0.7
+    second = torchrun(tmp_path, script)
+    assert "epoch 0:" not in second
+    assert "epoch 5:" in second
+
+
+def test_pick_a_strategy(tmp_path: Path) -> None:
+    shown = torchrun(tmp_path, "04_pick_a_strategy.py", "--strategy", "dp")
+    assert "strategies: " in shown
+    assert accuracies(shown)[0] > 0.7
+
+
+def code_of(text: str) -> list[str]:
+    """Lines of a script without its docstring and blank lines."""
+    return [line for line in text.split('"""\n', 2)[-1].splitlines() if line.strip()]
+
+
+def changed(before: str, after: str) -> list[str]:
+    lines = difflib.ndiff(code_of(before), code_of(after))
+    return [line.rstrip() for line in lines if line[0] in "+-"]
+
+
+def test_the_lines_that_differ_are_the_documented_ones() -> None:
+    one, two = (EXAMPLES / name for name in ("01_one_process.py", "02_data_parallel.py"))
+    documented = [
+        line[4:] for line in two.read_text().split('"""')[1].splitlines() if re.match(r" {4}[+-] ", line)
+    ]
+    assert documented == changed(one.read_text(), two.read_text())
+
+
+def test_the_readme_shows_the_same_lines() -> None:
+    one, two = (EXAMPLES / name for name in ("01_one_process.py", "02_data_parallel.py"))
+    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    shown = [line for line in block.splitlines() if line]
+    actual = [f"{line[0]}{line[2:]}" for line in changed(one.read_text(), two.read_text())]
+    assert shown == actual
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short_and_say_what_to_expect(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) < 120
+    if path.name[0].isdigit():
+        assert "Expect" in text.split('"""')[1]
