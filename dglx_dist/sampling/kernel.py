@@ -74,7 +74,7 @@ def _relabel_edges(csc: Csc, table: Table, edges: Array, nodes: Array, count: in
     for first in range(0, len(edges), _CHUNK):
         length = min(_CHUNK, len(edges) - first)
         for i in range(length):
-            chunk[i] = csc.indices[edges[first + i] - csc.first_edge]
+            chunk[i] = csc.indices[np.uint64(edges[first + i] - csc.first_edge)]
         count = number(table, chunk[:length], nodes, count, local[first : first + length])
     return count
 

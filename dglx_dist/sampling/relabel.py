@@ -37,21 +37,23 @@ def _slot_of(table: Table, node: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
-def number_direct(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> int:
+def number_direct(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> np.int64:
     """Number ``sources``; see :func:`number`."""
     slots = table.slots
     base = np.uint32(table.base)
+    # Unsigned positions, because for signed ones every access would first ask whether they are negative.
+    end = np.uint64(count)
     for i in range(len(sources)):
-        node = np.int64(sources[i])
+        node = np.uint64(sources[i])
         seen = slots[node]
         # Always storing costs less than a branch that the processor cannot foresee.
         fresh = seen < base
-        value = np.uint32(base + np.uint32(count)) if fresh else seen
+        value = np.uint32(base + np.uint32(end)) if fresh else seen
         slots[node] = value
-        nodes[count] = node
-        count += int(fresh)
+        nodes[end] = node
+        end += np.uint64(fresh)
         local[i] = value - base
-    return count
+    return np.int64(end)
 
 
 @njit(cache=True, nogil=True)
@@ -85,7 +87,7 @@ def number(table: Table, sources: Array, nodes: Array, count: int, local: Array)
         The new count.
     """
     if len(table.keys) == 0:
-        return number_direct(table, sources, nodes, count, local)
+        return int(number_direct(table, sources, nodes, count, local))
     return number_hashed(table, sources, nodes, count, local)
 
 
