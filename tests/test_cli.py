@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 DGLX = (sys.executable, "-m", "dglx_dist.cli")
-GRAPH = "synthetic:nodes=1000,degree=10,classes=4,features=16,seed=1"
+GRAPH = "synthetic:nodes=1000,degree=10,classes=4,features=16,signal=0.5,seed=1"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("DGLX_")}
 
 
@@ -62,9 +62,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     shown = succeeded(
-        "train", str(dataset), "--strategy", "data_parallel", "--ranks", "2", "--servers", "2", "--epochs", "3",
-        "--model", "sage", "--layers", "2", "--hidden", "16", "--fanout", "5,5", "--batch-size", "32", "--lr", "0.01",
-        "--dropout", "0.5", "--seed", "0", "--out", str(folder),
+        "train", str(dataset), "--strategy", "data_parallel", "--ranks", "2", "--servers", "2",
+        "--epochs", "5", "--model", "sage", "--layers", "2", "--hidden", "16", "--fanout", "5,5",
+        "--batch-size", "32", "--lr", "0.01", "--dropout", "0.5", "--seed", "0", "--out", str(folder),
     )  # fmt: skip
     assert "samples/s" in shown
     assert "test_accuracy" in shown
@@ -74,8 +74,8 @@ def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert {
-        "strategy", "ranks", "servers", "test_accuracy", "val_accuracy", "epoch_seconds", "samples_per_second",
-        "bytes_inside", "bytes_outside", "peak_memory_bytes", "phase_seconds",
+        "strategy", "ranks", "servers", "test_accuracy", "val_accuracy", "epoch_seconds",
+        "samples_per_second", "bytes_inside", "bytes_outside", "peak_memory_bytes", "phase_seconds",
     } <= summary.keys()  # fmt: skip
     assert (summary["strategy"], summary["ranks"], summary["servers"]) == ("data_parallel", 2, 2)
     # Four classes: better than guessing. Two servers of one rank each: all traffic is between them.
@@ -84,7 +84,7 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     assert summary["bytes_outside"] > 0
     assert summary["peak_memory_bytes"] > 50e6
     epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
+    assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2, 3, 4]
     assert all(epoch["num_samples"] == 100 for epoch in epochs)
     config = json.loads((run / "config.json").read_text())
     assert (config["model"], config["fanouts"], config["ranks"]) == ("sage", [5, 5], 2)
