@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias, final
 import zmq
 
 from dglx_dist.cluster.wire import (
+    INLINE_BYTES,
     ArraySpec,
     Head,
     Kind,
@@ -52,14 +53,15 @@ def frames_of(head: Head, arrays: Sequence[Array], chunk_bytes: int) -> list[Fra
     specs: list[ArraySpec] = []
     first: Frames = []
     chunks: list[Frames] = []
+    inline: list[memoryview] = []
     for index, array in enumerate(arrays):
-        spec = spec_of(array, chunk_bytes)
+        spec, raw = spec_of(array, chunk_bytes), raw_bytes(array)
         specs.append(spec)
         if spec.chunk_bytes:
-            chunks += _chunks_of(head.request, index, raw_bytes(array), chunk_bytes)
+            chunks += _chunks_of(head.request, index, raw, chunk_bytes)
         else:
-            first.append(raw_bytes(array))
-    messages: list[Frames] = [[encode(head, specs), *first]]
+            (inline if len(raw) <= INLINE_BYTES else first).append(raw)
+    messages: list[Frames] = [[encode(head, specs, inline), *first]]
     return messages + chunks
 
 
@@ -106,7 +108,7 @@ class Assembler:
             head = decode(raw)
             if head.kind is Kind.CHUNK:
                 return self._read_chunk(socket, head)
-            return self._read_first(socket, head)
+            return self._read_first(socket, head, raw)
         finally:
             while socket.getsockopt(zmq.RCVMORE):
                 socket.recv()
@@ -117,13 +119,16 @@ class Assembler:
         self._on_first = None
         return frame.bytes
 
-    def _read_first(self, socket: zmq.Socket[bytes], head: Head) -> Message | None:
-        arrays, missing = [], 0
+    def _read_first(self, socket: zmq.Socket[bytes], head: Head, raw: bytes) -> Message | None:
+        arrays, missing, at = [], 0, head.body
         for spec in head.arrays:
             size = spec.num_bytes
-            if spec.chunk_bytes:
-                missing += size
+            if size <= INLINE_BYTES:
+                arrays.append(array_from(spec, bytearray(raw[at : at + size])))
+                at += size
+            elif spec.chunk_bytes:
                 arrays.append(empty_array(spec))
+                missing += size
             else:
                 arrays.append(_read_array(socket, spec, size))
         if not missing:

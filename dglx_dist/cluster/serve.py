@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 import threading
 import time
 from collections import deque
@@ -15,9 +13,9 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from dglx_dist.cluster.auth import Credentials, answer_door, open_door
+from dglx_dist.cluster.auth import Credentials
+from dglx_dist.cluster.door import Door
 from dglx_dist.cluster.framing import Assembler, Frames, Message, frames_of, send_frames
 from dglx_dist.cluster.network import endpoint_of
 from dglx_dist.cluster.wire import Head, Kind, WireError
@@ -32,8 +30,8 @@ _SLOW_S = 2e-3
 """An operation that took longer of late runs on a thread of the pool, any other on the serving thread,
 which saves two thread switches; one never seen before counts as slow."""
 
-_BURST = 64
-"""Requests taken in a row before looking at anything else."""
+_WAKE = b"wake"
+_WAKE_ENDPOINT = "inproc://serve-wake"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +60,23 @@ class Server:
         handlers: Mapping[str, Handler],
         config: ServeConfig,
     ) -> None:
-        self._credentials, self._handlers, self._config = credentials, handlers, config
-        self._door = open_door(context)
+        self._handlers, self._config = handlers, config
         self._router = context.socket(zmq.ROUTER)
         credentials.guard(self._router)
         tune(self._router, config)
-        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._door = Door(context, credentials, self._router)
         self._router.setsockopt(zmq.IPV6, int(":" in address))
+        self._router.bind(_WAKE_ENDPOINT)
+        self._waker = context.socket(zmq.DEALER)
+        self._waker.setsockopt(zmq.ROUTING_ID, _WAKE)
+        self._waker.setsockopt(zmq.SNDTIMEO, 0)
+        self._waker.connect(_WAKE_ENDPOINT)
+        self._waker_lock = threading.Lock()
         port = self._router.bind_to_random_port(endpoint_of(address, 0).rsplit(":", 1)[0])
         self.endpoint = endpoint_of(address, port)
         self._assemblers: dict[bytes, Assembler] = {}
         self._replies: deque[tuple[bytes, list[Frames]]] = deque()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Event()
-        self._strangers: dict[int, str] = {}
         self._seconds_of: dict[str, float] = {}
         self._pool = ThreadPoolExecutor(config.num_workers, thread_name_prefix="dglx-handler")
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
@@ -89,38 +90,26 @@ class Server:
         self._wake()
         self._thread.join()
         self._pool.shutdown(cancel_futures=True)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._door.close()
+        self._waker.close(0)
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._router, self._door, self._monitor, self._wake_read):
-            poller.register(source, zmq.POLLIN)
+        # A plain receive is the quickest way to wait; a socket of our own wakes it for what is not a request.
         while not self._closing.is_set():
-            ready = dict(poller.poll())
-            if self._door in ready:
-                answer_door(self._door, self._credentials)
-            if self._router in ready:
-                self._receive_all()
-            if self._monitor in ready:
-                self._watch_door()
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
-            while self._replies:
-                self._send(*self._replies.popleft())
+            peer = self._router.recv()
+            if peer == _WAKE:
+                self._router.recv()
+                while self._replies:
+                    self._send(*self._replies.popleft())
+            else:
+                self._receive(peer)
         self._router.disable_monitor()
-        for source in (self._monitor, self._router, self._door):
-            source.close(0)
+        self._router.close(0)
 
-    def _receive_all(self) -> None:
-        for _ in range(_BURST):
-            self._receive()
-            if not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
-
-    def _receive(self) -> None:
-        peer = self._router.recv()
-        assembler = self._assemblers.get(peer) or self._welcome(peer)
+    def _receive(self, peer: bytes) -> None:
+        assembler = self._assemblers.get(peer)
+        if assembler is None:
+            self._assemblers[peer] = assembler = Assembler(self._door.passed)
         try:
             message = assembler.read(self._router)
         except WireError as error:
@@ -159,34 +148,9 @@ class Server:
             self._router.send(peer, zmq.SNDMORE)
             send_frames(self._router, frames)
 
-    def _welcome(self, peer: bytes) -> Assembler:
-        # Only who passed the handshake can get a message through.
-        self._assemblers[peer] = assembler = Assembler(self._passed)
-        return assembler
-
-    def _passed(self, handle: int) -> None:
-        self._strangers.pop(handle, None)
-
-    def _watch_door(self) -> None:
-        """Log connections that end before the handshake: something else than a rank was there."""
-        event = recv_monitor_message(self._monitor)
-        handle = int(event["value"])
-        if event["event"] == zmq.EVENT_ACCEPTED:
-            self._strangers[handle] = _peer_name(handle)
-        elif event["event"] == zmq.EVENT_DISCONNECTED and handle in self._strangers:
-            address = self._strangers.pop(handle)
-            log.warning("refused a connection from %s: it does not speak this job's protocol", address)
-
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
-            os.write(self._wake_write, b"\0")
-
-
-def _peer_name(handle: int) -> str:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as copy:
-        host, port, *_ = copy.getpeername()
-        return f"{host}:{port}"
-    return "an address that is gone"
+        with self._waker_lock, contextlib.suppress(zmq.Again):  # Again: nobody serves any more
+            self._waker.send(b"")
 
 
 def tune(socket: zmq.Socket[bytes], config: ServeConfig) -> None:

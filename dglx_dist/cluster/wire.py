@@ -1,7 +1,8 @@
 """How a message looks on the wire: a checked binary head, then raw buffers.
 
 Layout of the head, little-endian: the fixed part (:data:`_FIXED`), the operation name, the argument
-name, then per array its dtype code, number of dimensions, chunk size and shape. Nothing in it is ever
+name, then per array its dtype code, number of dimensions, chunk size and shape, then the bytes of arrays
+up to :data:`INLINE_BYTES`. Larger ones follow in frames of their own, or in chunks. Nothing is ever
 evaluated, unpickled or used as a size before it was checked against the limits below and against the
 buffer it describes.
 """
@@ -26,7 +27,9 @@ MAX_NAME_BYTES = 4096
 MAX_ARRAYS = 256
 MAX_DIMENSIONS = 8
 MAX_ARRAY_BYTES = 1 << 36
-MAX_HEAD_BYTES = 64 * 1024
+INLINE_BYTES = 1024
+"""Arrays up to this size travel in the head: one frame less each way."""
+MAX_HEAD_BYTES = 64 * 1024 + MAX_ARRAYS * INLINE_BYTES
 
 _FIXED = struct.Struct("<4sBBHQQHH")
 """magic, version, kind, number of arrays, request id, offset (chunks only), operation bytes, name bytes."""
@@ -86,10 +89,12 @@ class Head(NamedTuple):
     """Chunks only: which array; travels in the place of the number of arrays."""
     offset: int = 0
     """Chunks only: first byte."""
+    body: int = 0
+    """Set by :func:`decode`: where the bytes of the inline arrays begin."""
 
 
 def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
-    """Describe ``array``; it is cut when it is larger than ``chunk_bytes``.
+    """Describe ``array``; it is cut when it is larger than ``chunk_bytes`` and not inline.
 
     Raises:
         WireError: its dtype or number of dimensions has no place in the format.
@@ -100,11 +105,17 @@ def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
         raise WireError(f"arrays of dtype {array.dtype} cannot be sent; convert to one of {known}")
     if array.ndim > MAX_DIMENSIONS:
         raise WireError(f"an array of {array.ndim} dimensions cannot be sent; reshape to {MAX_DIMENSIONS}")
-    return ArraySpec(dtype, array.shape, chunk_bytes if array.nbytes > chunk_bytes else 0)
+    cut = array.nbytes > max(chunk_bytes, INLINE_BYTES)
+    return ArraySpec(dtype, array.shape, chunk_bytes if cut else 0)
 
 
-def encode(head: Head, arrays: Sequence[ArraySpec] | None = None) -> bytes:
-    """Return the bytes of ``head``, which describes ``arrays`` in place of its own if they are given.
+def encode(head: Head, arrays: Sequence[ArraySpec] | None = None, inline: Sequence[memoryview] = ()) -> bytes:
+    """Return the bytes of ``head``.
+
+    Args:
+        head: What to encode.
+        arrays: Described in place of the head's own if they are given.
+        inline: Bytes of those up to INLINE_BYTES, in order.
 
     Raises:
         WireError: a name is too long or there are too many arrays.
@@ -122,7 +133,7 @@ def encode(head: Head, arrays: Sequence[ArraySpec] | None = None) -> bytes:
     for spec in specs:
         parts.append(_ARRAY.pack(_CODES[spec.dtype], len(spec.shape), spec.chunk_bytes))
         parts.append(_SHAPES[len(spec.shape)].pack(*spec.shape))
-    return b"".join(parts)
+    return b"".join([*parts, *inline])
 
 
 def decode(frame: Buffer) -> Head:
@@ -150,7 +161,8 @@ def decode(frame: Buffer) -> Head:
         if position != len(data):
             raise WireError(f"{len(data) - position} bytes follow the head of a chunk")
         return Head(Kind.CHUNK, request, op, name, array=count, offset=offset)
-    return Head(_KINDS[kind], request, op, name, _array_specs(data, position, count), offset=offset)
+    specs, body = _array_specs(data, position, count)
+    return Head(_KINDS[kind], request, op, name, specs, 0, offset, body)
 
 
 def array_from(spec: ArraySpec, buffer: Buffer) -> Array:
@@ -202,10 +214,10 @@ def _text(raw: bytes) -> str:
         raise WireError(f"a name is not UTF-8: {error}") from None
 
 
-def _array_specs(data: bytes, position: int, count: int) -> tuple[ArraySpec, ...]:
+def _array_specs(data: bytes, position: int, count: int) -> tuple[tuple[ArraySpec, ...], int]:
     if count > MAX_ARRAYS:
         raise WireError(f"{count} arrays are more than {MAX_ARRAYS}")
-    specs = []
+    specs, inline = [], 0
     for _ in range(count):
         if position + _ARRAY.size > len(data):
             raise WireError("the head ends inside the description of an array")
@@ -217,13 +229,16 @@ def _array_specs(data: bytes, position: int, count: int) -> tuple[ArraySpec, ...
             raise WireError("the head ends inside a shape")
         shape = _SHAPES[dimensions].unpack_from(data, position)
         position += 8 * dimensions
-        if min(shape, default=0) < 0:
+        if shape and min(shape) < 0:
             raise WireError(f"negative dimension in {shape}")
         spec = ArraySpec(_DTYPES[code], shape, chunk_bytes)
+        size = spec.num_bytes
         # math.prod of Python integers cannot overflow, so a hostile shape ends here.
-        if spec.num_bytes > MAX_ARRAY_BYTES:
-            raise WireError(f"{spec.num_bytes} bytes for shape {shape} are more than {MAX_ARRAY_BYTES}")
+        if size > MAX_ARRAY_BYTES:
+            raise WireError(f"{size} bytes for shape {shape} are more than {MAX_ARRAY_BYTES}")
+        if size <= INLINE_BYTES:
+            inline += size
         specs.append(spec)
-    if position != len(data):
-        raise WireError(f"{len(data) - position} bytes follow the last array description")
-    return tuple(specs)
+    if position + inline != len(data):
+        raise WireError(f"{len(data) - position} bytes follow the last array description, not {inline}")
+    return tuple(specs), position

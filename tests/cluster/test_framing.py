@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from dglx_dist.cluster.framing import Assembler, Message, frames_of, send_frames
 from dglx_dist.cluster.wire import Head, Kind, WireError, encode
 
-ARRAYS = [np.arange(100, dtype=np.int64), np.zeros(0), np.arange(7, dtype=np.uint8)]
+CHUNK = 1500
+ARRAYS = [
+    np.arange(500, dtype=np.int64),  # 4000 bytes: in chunks
+    np.zeros(0),
+    np.arange(7, dtype=np.uint8),  # in the head
+    np.ones(150),  # 1200 bytes: in a frame of its own
+]
 
 
 @pytest.fixture
@@ -38,8 +44,8 @@ def deliver(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], messages: list[li
 
 
 def test_chunks_of_two_messages_may_mix(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
-    first, second = (list(frames_of(Head(Kind.REPLY, n), ARRAYS, 64)) for n in (1, 2))
-    assert len(first) == 1 + 13  # 800 bytes in pieces of 64, beside the head
+    first, second = (list(frames_of(Head(Kind.REPLY, n), ARRAYS, CHUNK)) for n in (1, 2))
+    assert len(first) == 1 + 3
     mixed = [frames for both in zip(second, first, strict=True) for frames in both]
     found = deliver(wire, mixed)
     assert [message.head.request for message in found] == [2, 1]
@@ -48,27 +54,30 @@ def test_chunks_of_two_messages_may_mix(wire: tuple[zmq.Socket[bytes], zmq.Socke
 
 
 def _spoil(kind: str) -> list[list[bytes]]:
-    first, *chunks = (list(frames) for frames in frames_of(Head(Kind.REPLY, 1), ARRAYS, 64))
+    first, *chunks = (list(frames) for frames in frames_of(Head(Kind.REPLY, 1), ARRAYS, CHUNK))
     return {
-        "buffer missing": [first[:2]],
-        "buffer too large": [[*first[:2], b"x" * 8]],
-        "buffer too small": [[*first[:2], b"x"]],
+        "buffer missing": [first[:1]],
+        "buffer too large": [[first[0], b"x" * 1201]],
+        "buffer too small": [[first[0], b"x"]],
+        "inline bytes missing": [[first[0][:-1], first[1]]],
         "starts twice": [first, first],
         "chunk without start": [chunks[0]],
         "chunk too small": [first, [chunks[0][0], b"x"]],
-        "chunk too large": [first, [chunks[0][0], b"x" * 65]],
+        "chunk too large": [first, [chunks[0][0], b"x" * (CHUNK + 1)]],
         "chunk without buffer": [first, chunks[0][:1]],
         "chunk twice": [first, *chunks[:-1], chunks[0]],
-        "chunk between chunks": [first, [encode(Head(Kind.CHUNK, 1, offset=1)), b"x" * 64]],
-        "chunk of no array": [first, [encode(Head(Kind.CHUNK, 1, array=9)), b"x" * 64]],
-        "chunk of a whole array": [first, [encode(Head(Kind.CHUNK, 1, array=2)), b"x" * 7]],
-        "chunk past the end": [first, [encode(Head(Kind.CHUNK, 1, offset=832)), b"x" * 64]],
+        "chunk between chunks": [first, [encode(Head(Kind.CHUNK, 1, offset=1)), b"x" * CHUNK]],
+        "chunk of no array": [first, [encode(Head(Kind.CHUNK, 1, array=9)), b"x" * CHUNK]],
+        "chunk of a whole array": [first, [encode(Head(Kind.CHUNK, 1, array=3)), b"x" * 1200]],
+        "chunk of an inline array": [first, [encode(Head(Kind.CHUNK, 1, array=2)), b"x" * 7]],
+        "chunk past the end": [first, [encode(Head(Kind.CHUNK, 1, offset=3 * CHUNK)), b"x" * CHUNK]],
     }[kind]
 
 
 @pytest.mark.parametrize(
     "kind",
     [
+        *("inline bytes missing", "chunk of an inline array"),
         *("buffer missing", "buffer too large", "buffer too small", "starts twice", "chunk without start"),
         *("chunk too small", "chunk too large", "chunk without buffer", "chunk twice"),
         *("chunk between chunks", "chunk of no array", "chunk of a whole array", "chunk past the end"),
@@ -78,7 +87,7 @@ def test_what_does_not_fit_is_refused(wire: tuple[zmq.Socket[bytes], zmq.Socket[
     with pytest.raises(WireError):
         deliver(wire, _spoil(kind))
     # Nothing of the bad message is left behind for the next one.
-    (found,) = deliver(wire, list(frames_of(Head(Kind.REPLY, 5), ARRAYS, 64)))
+    (found,) = deliver(wire, list(frames_of(Head(Kind.REPLY, 5), ARRAYS, CHUNK)))
     assert np.array_equal(found.arrays[0], ARRAYS[0])
 
 

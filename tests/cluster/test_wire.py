@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dglx_dist.cluster.wire import (
+    INLINE_BYTES,
     MAX_ARRAY_BYTES,
     MAX_ARRAYS,
     MAX_HEAD_BYTES,
@@ -38,12 +39,18 @@ HEADS = st.builds(
     st.lists(SPECS, max_size=5).map(tuple),
     st.just(0),
     st.just(0),
+    st.just(0),
 )
+
+
+def raw_of(head: Head) -> bytes:
+    inline = [bytes(spec.num_bytes) for spec in head.arrays if spec.num_bytes <= INLINE_BYTES]
+    return encode(head, inline=[memoryview(one) for one in inline])
 
 
 @given(HEADS)
 def test_heads_come_back(head: Head) -> None:
-    assert decode(encode(head)) == head
+    assert decode(raw_of(head))._replace(body=0) == head
 
 
 @given(st.integers(0, 2**32), st.integers(0, 2**16 - 1), st.integers(0, 2**63))
@@ -60,7 +67,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 @given(HEADS, st.data())
 def test_damaged_heads_are_refused_or_read_within_the_limits(head: Head, data: st.DataObject) -> None:
-    raw = bytearray(encode(head))
+    raw = bytearray(raw_of(head))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(raw)))
@@ -77,7 +84,7 @@ def test_damaged_heads_are_refused_or_read_within_the_limits(head: Head, data: s
 
 @given(HEADS)
 def test_every_cut_is_refused(head: Head) -> None:
-    raw = encode(head)
+    raw = raw_of(head)
     for end in range(len(raw)):
         with pytest.raises(WireError):
             decode(raw[:end])
