@@ -58,7 +58,12 @@ def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     for name, field, color in _HIDDEN:
         axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
     axes.set(title="seconds per epoch, slowest rank", xlabel="epoch", ylabel="s")
-    axes.legend(fontsize=8)
+    # The first epoch compiles kernels; drawn whole, it would flatten all others.
+    warm = max((sum(getattr(e, field) for _, field, _ in _PHASES) for e in epochs[1:]), default=0.0)
+    if bottom and bottom[0] > 2 * warm > 0:
+        axes.set_ylim(0, 1.6 * warm)
+        axes.set_xlabel(f"epoch (the first, {bottom[0]:.2g} s, goes beyond the picture)")
+    axes.legend(fontsize=8, loc="upper right")
 
 
 def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
@@ -68,7 +73,8 @@ def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     outside = [e.bytes_outside / 1e6 for e in epochs]
     axes.bar(numbers, outside, bottom=inside, color=_OUTSIDE, label="between servers")
     axes.set(title="payload per epoch, all ranks", xlabel="epoch", ylabel="MB")
-    axes.legend(fontsize=8)
+    axes.margins(y=0.3)
+    axes.legend(fontsize=8, loc="upper right")
 
 
 def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
