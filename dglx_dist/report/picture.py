@@ -73,7 +73,7 @@ def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     outside = [e.bytes_outside / 1e6 for e in epochs]
     axes.bar(numbers, outside, bottom=inside, color=_OUTSIDE, label="between servers")
     axes.set(title="payload per epoch, all ranks", xlabel="epoch", ylabel="MB")
-    axes.margins(y=0.3)
+    axes.set_ylim(0, 1.4 * max((e.bytes_inside + e.bytes_outside for e in epochs), default=1) / 1e6 or 1)
     axes.legend(fontsize=8, loc="upper right")
 
 
