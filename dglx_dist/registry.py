@@ -57,9 +57,7 @@ class Registry(Generic[T]):
             return resolved
         near = difflib.get_close_matches(name, [*known, *self._aliases], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UnknownNameError(
-            f"there is no {self._kind} {name!r}{hint} (known: {', '.join(known)})"
-        )
+        raise UnknownNameError(f"there is no {self._kind} {name!r}{hint} (known: {', '.join(known)})")
 
     def get(self, name: str) -> type[T]:
         """Return the class behind ``name``, importing its module now.

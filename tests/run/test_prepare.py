@@ -1,0 +1,62 @@
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dglx_dist.errors import ConfigError, StorageError, UnknownNameError
+from dglx_dist.partition import PartitionOptions
+from dglx_dist.records import NODE_TYPE
+from dglx_dist.run.prepare import PartitionPlan, content_key, partition_to_disk
+from dglx_dist.storage.reader import open_dataset
+from tests.run.graphs import two_triangles
+
+
+def test_only_the_bridge_is_cut_and_the_figures_are_kept(tmp_path: Path) -> None:
+    quality = partition_to_disk(two_triangles(), tmp_path / "x", PartitionPlan(num_parts=2, method="metis"))
+    assert quality.cut_edges == 2
+    assert open_dataset(tmp_path / "x").manifest.quality["cut_edges"] == 2
+
+
+def test_weights_balance_but_are_not_written(tmp_path: Path) -> None:
+    heavy = np.array([1, 1, 0, 0, 0, 0])
+    plan = PartitionPlan(num_parts=2, method="metis", options=PartitionOptions(balance=("nodes", "heavy")))
+    quality = partition_to_disk(two_triangles(), tmp_path / "x", plan, weights={"heavy": heavy})
+    assert quality.balance["heavy"] == 1.0
+    assert "heavy" not in open_dataset(tmp_path / "x").manifest.node_columns[NODE_TYPE]
+
+
+def test_a_full_folder_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("")
+    plan = PartitionPlan(num_parts=2, method="hash")
+    with pytest.raises(StorageError, match="not empty"):
+        partition_to_disk(two_triangles(), tmp_path, plan)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("wrong", [{"num_parts": 0}, {"seed": -1}, {"format": "x"}])
+def test_a_wrong_plan_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        PartitionPlan(**{"num_parts": 2, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_wrong_method_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="'metis'"):
+        _ = PartitionPlan(num_parts=2, method="metos").partitioner
+
+
+def test_the_key_changes_with_every_thing_that_matters() -> None:
+    graph, plan = two_triangles(), PartitionPlan(num_parts=2, method="hash")
+    other = replace(
+        graph, node_data={NODE_TYPE: {**graph.node_data[NODE_TYPE], "feat": np.zeros((6, 2), np.float32)}}
+    )
+    keys = {
+        content_key(graph, plan),
+        content_key(other, plan),
+        content_key(replace(graph, node_data={}), plan),
+        content_key(graph, replace(plan, seed=1)),
+        content_key(graph, replace(plan, num_parts=3)),
+        content_key(graph, replace(plan, method="random")),
+    }
+    assert len(keys) == 6
+    assert content_key(two_triangles(), plan) in keys
