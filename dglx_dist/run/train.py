@@ -73,8 +73,8 @@ def check_trainable(g: DistGraph) -> None:
     where = g.dataset.folder
     if g.ntypes != [NODE_TYPE] or len(g.canonical_etypes) != 1:
         raise ConfigError(
-            f"{where} has the node types {', '.join(g.ntypes)}; `dglx train` has models for "
-            "graphs of one node and one edge type only, write a loop for others"
+            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types; `dglx train` has "
+            "models for graphs of one node and one edge type only, write a loop for others"
         )
     for name in (FEATURE, LABEL, "train_mask"):
         if name not in g.ndata:
