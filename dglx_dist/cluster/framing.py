@@ -26,7 +26,7 @@ from dglx_dist.records import Array
 MAX_PARTIAL_MESSAGES = 1024
 """Messages of one peer that may be incomplete at a time."""
 
-COPY_BYTES = 128 * 1024
+COPY_BYTES = 512 * 1024
 """Up to this size a buffer is copied into the message: pyzmq gives zero-copy buffers back through a
 thread of its own, which costs more than such a copy."""
 SMALL_BYTES = 16 * 1024

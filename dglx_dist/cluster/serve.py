@@ -139,7 +139,7 @@ class Server:
             text = f"{type(error).__name__}: {error}"
             frames = frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk)
         took_s, before_s = time.perf_counter() - started, self._seconds_of.get(message.head.op, 0.0)
-        self._seconds_of[message.head.op] = max(took_s, 0.9 * before_s)
+        self._seconds_of[message.head.op] = max(took_s, 0.5 * before_s)
         return frames
 
     def _send(self, peer: bytes, messages: list[Frames]) -> None:
