@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dglx_dist.cluster.collectives import gather_json, sum_over_ranks
+from dglx_dist.cluster.collectives import gather_json, peers_named, sum_over_ranks
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Parts, Reduction, Strategy, Traits, WrappedModel, check_options
@@ -58,7 +58,8 @@ class DataParallel(Strategy):
         """Return ``model`` with exact gradients over all ranks; every rank must call it.
 
         Raises:
-            ConfigError: ``reduction`` is neither "mean" nor "sum", or the ranks built different models.
+            ConfigError: ``reduction`` is neither "mean" nor "sum", or the ranks differ in the model, in what
+                of it is trained, or in the options.
         """
         return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
 
@@ -89,7 +90,7 @@ class DataParallelModel(WrappedModel):
         super().__init__()
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-        check_same_model(model, session)
+        check_same_model(model, session, f"reduction={reduction}, bucket_bytes={bucket_bytes}")
         self.module = model
         self._session = session
         self._reduction: Reduction = reduction
@@ -135,6 +136,20 @@ class DataParallelModel(WrappedModel):
             leaves[place] = tensor
         return tree_unflatten(leaves, layout)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See :meth:`WrappedModel.load_state_dict`."""
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._buffers_before = self._float_buffers()
+        return result
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # What .to(), .double() and the like call: the buffers to compare with must come along.
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        self._buffers_before = self._float_buffers()
+        return result
+
     def _check_frozen(self) -> None:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._trained:
@@ -158,19 +173,35 @@ class DataParallelModel(WrappedModel):
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:
-    """Overwrite parameters and buffers with those of rank 0, in place; every rank must call it."""
-    if session.topology.world_size == 1:
+    """Overwrite parameters and buffers with those of rank 0, in place; every rank must call it.
+
+    Counted as one copy from rank 0 to each other rank, phase ``weights``.
+
+    Raises:
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
+    topology = session.topology
+    if topology.world_size == 1:
         return
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, src=0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        values = tensor.detach().contiguous()
+        with peers_named(session, "the first weights"):
+            dist.broadcast(values, src=0)
+        tensor.detach().copy_(values)
+        for rank in range(1, topology.world_size) if topology.rank == 0 else ():
+            session.ledger.add("weights", 0, 0, rank, values.numel() * values.element_size())
 
 
-def check_same_model(model: nn.Module, session: Session) -> None:
-    """Raise ConfigError unless all ranks have the same names, shapes and dtypes; every rank must call it."""
+def check_same_model(model: nn.Module, session: Session, settings: str) -> None:
+    """Compare what the ranks wrap; every rank must call it.
+
+    Raises:
+        ConfigError: names, shapes, dtypes, what is frozen, or ``settings`` differ between ranks.
+    """
     described = [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        settings,
+        *(f"{name} {_kind(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()),
+        *(f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()),
     ]
     for rank, other in enumerate(gather_json(described, session)):
         assert isinstance(other, list)
@@ -181,3 +212,7 @@ def check_same_model(model: nn.Module, session: Session) -> None:
                 f"the ranks wrap different models: rank {session.topology.rank} has {mine} where rank "
                 f"{rank} has {theirs}; build the model from the same configuration on every rank"
             )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")

@@ -14,8 +14,9 @@ against DDP's 80 and 70, so hooks in Python probably cost some 5 % (``scripts/be
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,8 @@ class GradientExchange:
         self._bucket_bytes = bucket_bytes
         self._task = _IDLE
         self._weight = 1.0
+        self._callback: weakref.ref[Callable[[], None]] | None = None
         self._before: list[Tensor | None] = []
-        self._seen: set[int] = set()
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._layout: tuple[tuple[torch.dtype, torch.device], ...] = ()
@@ -70,9 +71,12 @@ class GradientExchange:
         """
         anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
         # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose
-        # results nobody sums; autograd does so before it reaches any parameter of the model.
+        # results nobody sums.
         _on_accumulation(anchor, lambda _: self._begin(weight))
-        return _Mark.apply(anchor, *outputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        # A user's hook on a parameter that nothing depends on would be called with None.
+        free = [parameter for parameter in self._parameters if not parameter._backward_hooks]
+        marked = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return cast("tuple[Tensor, ...]", marked)
 
     def finally_do(self, action: Callable[[float], None]) -> None:
         """Call ``action(weight)`` at the end of every exchanging backward, on every rank."""
@@ -91,15 +95,18 @@ class GradientExchange:
             self._check_same(weight)
             return
         if self._task != _IDLE:
-            # An earlier backward raised half-way: its buckets are void.
+            # An earlier backward raised half-way: its buckets are void, but sums into them may still run.
             self._in_flight.clear()
+            self._layout = ()
         self._task, self._weight = task, weight
-        self._seen.clear()
         self._before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         self._clear_buckets()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        callback = self._finish
+        # Autograd drops the callback when the backward ends, also when it ends by an error.
+        self._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _check_same(self, weight: float) -> None:
         if weight != self._weight:
@@ -120,25 +127,32 @@ class GradientExchange:
 
     def _arrival(self, index: int) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
-            if self._task == _IDLE or torch._C._current_graph_task_id() != self._task:
+            if self._task == _IDLE:
+                return
+            if torch._C._current_graph_task_id() != self._task:
+                self._check_not_inside(index)
                 return
             gradient = parameter.grad
-            assert gradient is not None
+            if gradient is None:
+                # Autograd came by for the mark's sake only: nothing on this rank depends on it.
+                return
             if gradient.layout != torch.strided:
                 raise ConfigError(
                     f"the gradient of {self._names[index]!r} is sparse, and a dense sum would be as large "
                     "as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or sparse=False"
                 )
-            if index in self._seen:
-                raise ConfigError(
-                    f"the gradient of {self._names[index]!r} arrived twice in one backward call (re-entrant "
-                    "checkpointing does that); use torch.utils.checkpoint(..., use_reentrant=False)"
-                )
-            self._seen.add(index)
             self._bucket_of[index].put(index, gradient, self._weight)
             self._launch(all_of_them=False)
 
         return arrived
+
+    def _check_not_inside(self, index: int) -> None:
+        if self._callback is not None and self._callback() is not None:
+            raise ConfigError(
+                f"the gradient of {self._names[index]!r} was computed by a backward call inside the backward "
+                "call of the loss (re-entrant checkpointing does that), so it would not be summed; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
 
     def _launch(self, *, all_of_them: bool) -> None:
         """Send the next buckets in their order, which is the same on every rank."""
@@ -153,7 +167,8 @@ class GradientExchange:
         if topology.world_size == 1:
             return None
         record_all_reduce(self._session, PHASE, bucket.num_bytes)
-        return dist.all_reduce(bucket.flat, async_op=True)
+        with peers_named(self._session, "the sum of gradients"):
+            return dist.all_reduce(bucket.flat, async_op=True)
 
     def _finish(self) -> None:
         self._launch(all_of_them=True)
@@ -185,16 +200,23 @@ class GradientExchange:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, with an anchor whose gradient tells that backward came by."""
+    """The identity of the outputs, with an anchor whose gradient tells that backward came by.
+
+    The parameters get no gradient from here, but being inputs none of theirs is accumulated before the
+    anchor's: not even that of a penalty on a parameter which this rank's outputs do not depend on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, num_outputs: int, *outputs_and_parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.num_parameters = len(outputs_and_parameters) - num_outputs
         # Clones, for autograd forbids changing views of several outputs in place, and users do.
-        return tuple(output.clone() for output in outputs)
+        return tuple(output.clone() for output in outputs_and_parameters[:num_outputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0].new_zeros(()), *gradients
+        return gradients[0].new_zeros(()), None, *gradients, *[None] * ctx.num_parameters
 
 
 def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> None:

@@ -90,6 +90,24 @@ def side_on_some(model: nn.Module, x: Tensor, y: Tensor) -> None:
     loss.backward()
 
 
+def penalty_where_only_some_rows_go(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """On the ranks whose rows do not go through ``side``, its gradient comes from the penalty alone."""
+    scores = model(x, use_side=len(x) >= 4)
+    if len(x) == 6:
+        scores = torch.cat([scores[:4], model(x[4:])])
+    # Made after the forward call, so backward reaches it before the model.
+    penalty = sum(p.pow(2).sum() for name, p in model.named_parameters() if "never" not in name)
+    (F.cross_entropy(scores, y) + 0.1 * penalty).backward()
+
+
+def hooked_and_unused(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """A user's hook on a parameter that nobody uses is not called."""
+    handles = [p.register_hook(lambda g: 2 * g) for n, p in model.named_parameters() if "never" in n]
+    mean(model, x, y)
+    for handle in handles:
+        handle.remove()
+
+
 def summed(model: nn.Module, x: Tensor, y: Tensor) -> None:
     for factor in (1.0, 2.0):
         F.cross_entropy(model(factor * x), y, reduction="sum").backward()
@@ -112,7 +130,16 @@ def evaluated_between(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 MEAN_CASES: dict[str, Callable[..., None]] = {
     case.__name__: case
-    for case in (mean, with_penalty, accumulated, two_forwards, side_on_some, evaluated_between)
+    for case in (
+        mean,
+        with_penalty,
+        penalty_where_only_some_rows_go,
+        hooked_and_unused,
+        accumulated,
+        two_forwards,
+        side_on_some,
+        evaluated_between,
+    )
 }
 
 
@@ -232,21 +259,73 @@ def test_refusals_name_the_remedy() -> None:
     assert "'max'" in reduction
 
 
-def _different_models() -> str:
+def _different_models() -> list[str]:
     session = start_session()
-    width = 3 if session.topology.rank == 1 else 4
-    try:
-        wrap(session, nn.Linear(width, 2))
-    except ConfigError as error:
-        return str(error)
-    return ""
+    odd = session.topology.rank == 1
+    partly_frozen = nn.Linear(3, 2)
+    partly_frozen.bias.requires_grad_(not odd)
+    said = []
+    for model, options in (
+        (nn.Linear(3 if odd else 4, 2), {}),
+        (partly_frozen, {}),
+        (nn.Linear(3, 2), {"reduction": "sum" if odd else "mean"}),
+        (nn.Linear(3, 2), {"bucket_bytes": 9 if odd else 8}),
+    ):
+        try:
+            wrap(session, model, **options)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def test_different_models_are_refused_on_every_rank() -> None:
-    for said in run_ranks(_different_models, 2):
-        assert "the ranks wrap different models" in said
-        assert "weight (2, 3)" in said
-        assert "weight (2, 4)" in said
+    for width, frozen, reduction, bucket in run_ranks(_different_models, 2):
+        assert "the ranks wrap different models" in width
+        assert "weight (2, 3)" in width
+        assert "weight (2, 4)" in width
+        assert "bias (2,) float32 frozen" in frozen
+        assert "reduction=sum" in reduction
+        assert "bucket_bytes=9" in bucket
+
+
+def _transposed() -> tuple[list[Any], int]:
+    session = start_session()
+    layer = nn.Linear(2, 3).double()
+    rank = session.topology.rank
+    layer.weight = nn.Parameter(torch.full((2, 3), float(rank), dtype=torch.float64).t())
+    with torch.no_grad():
+        layer.bias.fill_(rank)
+    wrap(session, layer)
+    sums = [float(p.detach().sum()) for p in layer.parameters()]
+    return sums, session.ledger.total(phase="weights")
+
+
+def test_first_weights_of_rank_0_win_in_any_layout_and_are_counted() -> None:
+    # 2 * 3 + 3 numbers of 8 bytes to each of two ranks.
+    assert run_ranks(_transposed, 3) == [([0, 0], 2 * 9 * 8), ([0, 0], 0), ([0, 0], 0)]
+
+
+class Reentrant(nn.Module):
+    """The first layer is computed again in a backward call inside the backward call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.utils.checkpoint.checkpoint(self.net.first, x, use_reentrant=True)
+        return self.net.second(torch.tanh(h))
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    with start_session() as session:
+        session.step_share = StepShare(num_local=6, num_global=6)
+        x, y = rows()
+        model: Any = wrap(session, Reentrant())
+        with pytest.raises(ConfigError, match=r"'net\.first\..*use_reentrant=False"):
+            mean(model, x.requires_grad_(True), y)
+        # What failed is over: a backward of one's own, past the wrapper, is nobody's business.
+        model.module.net.side(x).sum().backward()
 
 
 def _running_statistics() -> dict[str, Any]:
@@ -260,6 +339,32 @@ def _running_statistics() -> dict[str, Any]:
     batch = torch.full((4, 2), float(rank + 1), dtype=torch.float64)
     wrapped(batch).sum().backward()
     return {name: value.numpy() for name, value in wrapped.state_dict().items()}
+
+
+def _buffers_after_loading() -> list[Any]:
+    """What a run has after loading its own state is what it has without."""
+    session = start_session()
+    rank, results = session.topology.rank, []
+    saved: dict[str, Tensor] = {}
+    for load in (False, True):
+        model = nn.BatchNorm1d(5).double()
+        model.register_buffer("constant", torch.full((5,), 0.1 + load, dtype=torch.float64))
+        wrapped = wrap(session, model)
+        session.step_share = StepShare(num_local=(2, 1)[rank], num_global=3)
+        for step in range(9):
+            if load and step == 4:
+                wrapped.load_state_dict(saved)
+            if not load and step == 4:
+                saved = {name: value.clone() for name, value in wrapped.state_dict().items()}
+            batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(9 * step + rank))
+            wrapped(batch.double()).sum().backward()
+        results.append([value.tolist() for value in wrapped.state_dict().values()])
+    return results
+
+
+def test_loaded_buffers_go_on_to_the_last_bit() -> None:
+    for without, loaded in run_ranks(_buffers_after_loading, 2):
+        assert loaded == without
 
 
 def test_buffers_become_the_weighted_mean_on_all_ranks() -> None:
