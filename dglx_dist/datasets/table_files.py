@@ -38,9 +38,12 @@ def read_table(path: Path) -> Any:
 
 
 def column(table: Any, name: str, where: str) -> Any:
-    """Return the column ``name`` in one chunk; DatasetError lists the columns when it is missing."""
-    if name not in table.column_names:
+    """Return the column ``name`` in one chunk; DatasetError when the table has none of it, or several."""
+    count = table.column_names.count(name)
+    if count == 0:
         raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(table.column_names)})")
+    if count > 1:
+        raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
     combined = table.column(name).combine_chunks()
     # A chunked column of no chunks combines to another type than one of several.
     return combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
@@ -60,10 +63,18 @@ def id_column(table: Any, name: str, where: str) -> Any:
         raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
     refuse_gaps(ids, name, where)
     if pa.types.is_integer(ids.type):
-        return ids.cast(pa.int64())
+        return as_int64(ids, name, where)
     if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
         return ids.cast(pa.large_string())
     raise DatasetError(f"{where}: column {name!r} must hold integer or string ids; it holds {ids.type}")
+
+
+def as_int64(values: Any, name: str, where: str) -> Any:
+    """Return integers (a pyarrow array) as int64; DatasetError where one is beyond."""
+    try:
+        return values.cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise DatasetError(f"{where}: column {name!r} has a number beyond 64 signed bits: {error}") from error
 
 
 def refuse_gaps(values: Any, name: str, where: str) -> None:

@@ -16,6 +16,7 @@ from dglx_dist.datasets.check import check_columns, check_unique
 from dglx_dist.datasets.columns import count_classes, masks_of_split, standard_columns
 from dglx_dist.datasets.options import refuse_unknown
 from dglx_dist.datasets.table_files import (
+    as_int64,
     column,
     id_column,
     number_column,
@@ -64,7 +65,8 @@ class TablesSource(DatasetSource):
             table = read_table(spec.path)
             ids[node_type], key = _node_ids(table, spec)
             node_data[node_type] = _columns(table, spec, {key})
-        for node_type in {name for edge_type in ends for name in (edge_type[0], edge_type[2])} - ids.keys():
+        # Sorted: the order of a set of texts changes from run to run, and new ids follow the order of types.
+        for node_type in sorted({name for kind in ends for name in (kind[0], kind[2])} - ids.keys()):
             ids[node_type] = _ids_in_edges(node_type, ends)
         edges, edge_data = {}, {}
         for edge_type, (sources, destinations, keys) in ends.items():
@@ -211,7 +213,7 @@ def _label_column(table: Any, name: str, where: str) -> Array:
     if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
         if not pa.types.is_integer(values.type):
             return number_column(table, name, where)
-        return np.asarray(pc.fill_null(values.cast(pa.int64()), -1).to_numpy(zero_copy_only=False))
+        return np.asarray(pc.fill_null(as_int64(values, name, where), -1).to_numpy(zero_copy_only=False))
     known = pc.if_else(pc.equal(values, ""), None, values)
     classes = pc.unique(known.drop_null())
     in_order = classes.take(pc.sort_indices(classes))

@@ -184,6 +184,7 @@ BAD_TABLES = {
         r"nodes\.csv: columns 'train_mask' and 'test_mask' overlap: row 1",
     ),
     "edge column": ("id\n1\n2\n", "src,dst,w\n1,2,1\n2,1,inf\n", r"edges\.csv: column 'w', row 1: inf"),
+    "same name": ("id,x,x\n1,1,2\n", "src,dst\n1,1\n", r"nodes\.csv: has 2 columns 'x'; rename"),
     "ragged": ("id\n1\n2\n", "src,dst\n1,2\n1,2,3\n", r"edges\.csv: not readable as a csv table"),
     "no row": ("id\n1\n", "src,dst\n", r"edges\.csv: the table has no row"),
 }
@@ -195,6 +196,27 @@ def test_bad_tables_are_named_with_column_and_row(
 ) -> None:
     with pytest.raises(DatasetError, match=message):
         load_dataset(write(tmp_path, nodes_dot_csv=nodes, edges_dot_csv=edges))
+
+
+def test_types_without_a_table_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    # New ids, and what a seed draws, follow the order of the types: it may not change from run to run.
+    pairs = [("g", "a"), ("f", "c"), ("b", "e"), ("d", "h")]
+    tables = {f"edges_in_{one}__r__{other}_dot_csv": "src,dst\n0,1\n" for one, other in pairs}
+    assert list(load_dataset(write(tmp_path, **tables)).num_nodes) == list("abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "named"),
+    [
+        ({"id": pa.array([1, 2**63], pa.uint64())}, "column 'id' has a number beyond 64 signed bits"),
+        ({"id": [0, 1], "label": pa.array([1, 2**63], pa.uint64())}, "column 'label' has a number beyond"),
+    ],
+)
+def test_numbers_beyond_int64_are_refused(tmp_path: Path, nodes: dict[str, object], named: str) -> None:
+    pyarrow.parquet.write_table(pa.table(nodes), tmp_path / "nodes.parquet")
+    write(tmp_path, edges_dot_csv="src,dst\n0,1\n")
+    with pytest.raises(DatasetError, match=rf"nodes\.parquet: {named}"):
+        load_dataset(tmp_path)
 
 
 def test_columns_can_be_left_out_by_option(tmp_path: Path) -> None:
