@@ -50,21 +50,28 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
         check_columns(columns, graph.num_nodes[node_type], graph.num_classes.get(node_type), here)
     for node_type, user_ids in graph.user_ids.items():
         here = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
+        if node_type not in graph.num_nodes:
+            raise DatasetError(f"{here}: user ids of a node type that the graph lacks")
         _check_length(user_ids, graph.num_nodes[node_type], "id", here)
         check_unique(user_ids, "id", here)
 
 
 def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node id") -> None:
     """Raise DatasetError unless ``ids`` is (K,) of integers in [0, end); ``what`` is one of them."""
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise DatasetError(
-            f"{where}: column {column!r} must hold one whole number a row; it is {ids.dtype} of "
-            f"shape {ids.shape}"
-        )
+    check_whole(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
         row = _first((ids < 0) | (ids >= end))
         raise DatasetError(
             f"{where}: column {column!r}, row {row}: {what} {ids[row]} is outside 0..{end - 1}"
+        )
+
+
+def check_whole(values: Array, column: str, where: str) -> None:
+    """Raise DatasetError unless ``values`` is (K,) of integers."""
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise DatasetError(
+            f"{where}: column {column!r} must hold one whole number a row; it is {values.dtype} of "
+            f"shape {values.shape}"
         )
 
 

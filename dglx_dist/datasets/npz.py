@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tokenize
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import final
 import numpy as np
 
 from dglx_dist.datasets.base import DatasetSource
-from dglx_dist.datasets.check import check_ids
+from dglx_dist.datasets.check import check_ids, check_whole
 from dglx_dist.datasets.columns import count_classes, masks_of_split, standard_columns
 from dglx_dist.datasets.options import refuse_unknown
 from dglx_dist.errors import DatasetError
@@ -24,6 +26,11 @@ _STRUCTURE = {
     *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
     *_SPARSE,
 }
+# What NumPy lets through from a damaged archive: it reads an array's header before its checksum.
+_UNREADABLE = (
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, EOFError, OSError),
+    *(ValueError, TypeError, AttributeError, RuntimeError, MemoryError),
+)
 
 
 @final
@@ -51,10 +58,11 @@ class NpzSource(DatasetSource):
         triples = "head" in arrays
         _require(arrays, ("head", "rel", "tail") if triples else ("src", "dst"), where)
         ends = ("head", "tail") if triples else ("src", "dst")
-        source_ids, destination_ids = (arrays[name] for name in ends)
+        source_ids, destination_ids = (_ids(arrays[name], name, where) for name in ends)
         num_nodes = _num_nodes(arrays, source_ids, destination_ids)
         node_columns, edge_columns = _columns(arrays, num_nodes, len(source_ids), where)
         if "triple_split" in arrays:
+            _same_length(source_ids, arrays["triple_split"], "splits", where)
             masks = masks_of_split(arrays["triple_split"])
             edge_columns.update({name: mask for name, mask in masks.items() if mask.any()})
         edges, edge_data = {EDGE_TYPE: (source_ids, destination_ids)}, {EDGE_TYPE: edge_columns}
@@ -79,7 +87,7 @@ def _read(path: Path) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
-    except (zipfile.BadZipFile, ValueError, EOFError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
 
 
@@ -147,10 +155,11 @@ def _by_relation(
     names: Array | None,
     where: str,
 ) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
+    relation = _ids(relation, "rel or etype", where)
     if names is None:
         names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
     check_ids(relation, len(names), "rel or etype", where, what="relation")
-    _same_length(source_ids, relation, where)
+    _same_length(source_ids, relation, "relations", where)
     # One stable sort puts each relation's edges together without changing their order.
     order = np.argsort(relation, kind="stable")
     first = np.searchsorted(relation[order], np.arange(len(names) + 1))
@@ -168,9 +177,17 @@ def _by_relation(
     return edges, edge_data
 
 
-def _same_length(source_ids: Array, relation: Array, where: str) -> None:
-    if len(source_ids) != len(relation):
-        raise DatasetError(f"{where}: {len(source_ids)} edges but {len(relation)} relations of edges")
+def _ids(array: Array, name: str, where: str) -> Array:
+    """Return an array of ids as int32 or int64 in the machine's byte order, which compiled loops need."""
+    check_whole(array, name, where)
+    if array.dtype in (np.int32, np.int64):
+        return array
+    return array.astype(np.int32 if array.itemsize < 4 else np.int64)
+
+
+def _same_length(source_ids: Array, others: Array, what: str, where: str) -> None:
+    if len(source_ids) != len(others):
+        raise DatasetError(f"{where}: {len(source_ids)} edges but {len(others)} {what} of edges")
 
 
 def _short_names(names: list[str]) -> list[str]:

@@ -145,3 +145,9 @@ def test_a_bad_value_beyond_the_first_piece_has_its_own_row() -> None:
     )
     with pytest.raises(DatasetError, match="row 66000: inf"):
         check_raw_graph(graph, WHERE)
+
+
+def test_user_ids_of_an_unknown_type_are_refused() -> None:
+    graph = dataclasses.replace(graph_with(), user_ids={"user": array(1, 2)})
+    with pytest.raises(DatasetError, match="user ids of a node type that the graph lacks"):
+        check_raw_graph(graph, WHERE)

@@ -121,6 +121,9 @@ def test_a_validation_mask_without_nodes_is_absent_but_a_training_mask_is_refuse
         ({"feat_data": np.ones(2)}, "lacks the array 'feat_indptr'"),
         ({"etype": np.array([0, 1, 2]), "etype_names": np.array(["a", "b"])}, "row 2: relation 2 is outside"),
         ({"etype": np.array([0, 1]), "etype_names": np.array(["a", "b"])}, "3 edges but 2 relations"),
+        ({"etype": np.array([0, 1, np.nan])}, "column 'rel or etype' must hold one whole number"),
+        ({"src": np.array(0)}, r"column 'src' must hold one whole number a row; it is int64 of shape \(\)"),
+        ({"etype": np.array([0, 1, 0]), "triple_split": np.array([0] * 4)}, "3 edges but 4 splits of edges"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -147,6 +150,35 @@ def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "absent.npz")
     with pytest.raises(ConfigError, match="no option 'colour'"):
         NpzSource(str(tmp_path / "graph.npz"), {"colour": 1})
+
+
+@pytest.mark.parametrize(("stored", "loaded"), [("u1", "i4"), ("u8", "i8"), (">i8", "i8"), (">i4", "i8")])
+def test_ids_come_in_the_dtypes_that_every_later_stage_compiles_for(
+    tmp_path: Path, stored: str, loaded: str
+) -> None:
+    ends = {name: PATH_OF_FOUR[name].astype(stored) for name in ("src", "dst")}
+    found = load(saved(tmp_path, **ends)).edges[EDGE_TYPE]
+    assert [(ids.dtype, ids.tolist()) for ids in found] == [(loaded, [0, 1, 2]), (loaded, [1, 2, 3])]
+
+
+def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "graph.npz", src=np.arange(200), dst=np.arange(200), feat=np.eye(200))
+    whole = (tmp_path / "graph.npz").read_bytes()
+    refused = 0
+    for place in range(0, len(whole), 5):
+        (tmp_path / "graph.npz").write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        try:
+            load_dataset(tmp_path / "graph.npz")
+        except DatasetError:
+            refused += 1
+    assert refused > 50
+
+
+def test_a_lone_array_under_the_wrong_suffix_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "array.npy", np.arange(3))
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    with pytest.raises(DatasetError, match=r"array\.npz: not a readable \.npz file"):
+        load(tmp_path / "array.npz")
 
 
 def real(name: str) -> RawGraph:
