@@ -83,8 +83,8 @@ class DglDataSource(DatasetSource):
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         self._name = location
         self._factory = _dataset_class(location)
-        self._index = whole_number(options, "index", None)
-        self._split = whole_number(options, "split", None)
+        self._index = whole_number(options, "index")
+        self._split = whole_number(options, "split")
         self._arguments = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
         parameters = inspect.signature(self._factory).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -121,8 +121,8 @@ class DglBinarySource(DatasetSource):
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, _OWN_OPTIONS, "dgl_binary")
         self._path = Path(location).expanduser()
-        self._index = whole_number(options, "index", None)
-        self._split = whole_number(options, "split", None)
+        self._index = whole_number(options, "index")
+        self._split = whole_number(options, "split")
 
     def load(self) -> RawGraph:
         """Read every graph of the file and return the one asked for."""

@@ -21,14 +21,14 @@ def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: 
             )
 
 
-def whole_number(options: Mapping[str, object], name: str, default: int | None) -> int | None:
-    """Return the option ``name`` as an int >= 0; ``default`` when it was not given.
+def whole_number(options: Mapping[str, object], name: str) -> int | None:
+    """Return the option ``name`` as an int >= 0; None when it was not given.
 
     Raises:
         ConfigError: it is not a whole number, or negative.
     """
     if options.get(name) is None:
-        return default
+        return None
     text = str(options[name])
     if not text.isdecimal():
         raise ConfigError(f"the option {name}={text!r} must be a whole number, 0 or more")

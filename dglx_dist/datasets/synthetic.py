@@ -224,6 +224,8 @@ def _parsed(name: str, value: object, kind: type) -> object:
         if text.lower() in meaning:
             return meaning[text.lower()]
         raise ConfigError(f"{name}={text!r} of the synthetic graph must be true or false")
+    if kind is int and text.removeprefix("-").isdecimal():
+        return int(text)  # a float would round a seed of more than 53 bits
     try:
         number = float(text.replace("_", ""))
     except ValueError:

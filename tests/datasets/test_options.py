@@ -13,9 +13,9 @@ def test_known_options_pass_and_others_get_the_nearest_name() -> None:
 
 
 def test_whole_numbers_come_as_numbers_or_as_text() -> None:
-    assert whole_number({"index": "12"}, "index", None) == 12
-    assert whole_number({"index": 0}, "index", None) == 0
-    assert whole_number({}, "index", None) is None
+    assert whole_number({"index": "12"}, "index") == 12
+    assert whole_number({"index": 0}, "index") == 0
+    assert whole_number({}, "index") is None
     for wrong in (-1, 1.5, "first"):
         with pytest.raises(ConfigError, match="must be a whole number, 0 or more"):
-            whole_number({"index": wrong}, "index", None)
+            whole_number({"index": wrong}, "index")

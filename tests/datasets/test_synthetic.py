@@ -141,6 +141,7 @@ def test_metis_finds_the_communities_and_skew_makes_balance_matter() -> None:
         ("nodes=2e4,degree=7.5", {"seed": 9}, SyntheticConfig(nodes=20_000, degree=7.5, seed=9)),
         ("seed=1", {"seed": 2, "both_directions": False}, SyntheticConfig(seed=2, both_directions=False)),
         ("both_directions=no", {}, SyntheticConfig(both_directions=False)),
+        ("", {"seed": 2**60 + 1}, SyntheticConfig(seed=2**60 + 1)),  # no float holds that number
     ],
 )
 def test_a_spec_is_read_and_options_win(
