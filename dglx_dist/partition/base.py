@@ -32,15 +32,11 @@ class Partitioner(ABC):
         default = PartitionOptions()
         # Balancing the number of nodes is what everybody does (or approximates) when nothing is said.
         spoken = {"balance"} if options.constraints != default.constraints else set()
-        for option in fields(PartitionOptions):
-            if option.name == "balance":
-                continue
-            value = getattr(options, option.name)
-            if option.name == "vector":
-                if value is not None:
-                    spoken.add("vector")
-            elif value != getattr(default, option.name):
-                spoken.add(option.name)
+        if options.vector is not None:
+            spoken.add("vector")
+        for name in {option.name for option in fields(options)} - {"balance", "vector"}:
+            if getattr(options, name) != getattr(default, name):
+                spoken.add(name)
         for name in sorted(spoken - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} cannot honour {name}={getattr(options, name)!r}; leave it out or "

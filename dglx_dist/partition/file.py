@@ -65,10 +65,14 @@ def read_parts(path: Path) -> Array:
         raise ConfigError(f"there is no file {path}; give the path of one part id per node")
     if path.suffix == ".npy":
         try:
-            return np.load(path, allow_pickle=False)
-        except ValueError as error:
+            with path.open("rb") as file:
+                return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
+        except (ValueError, EOFError) as error:
             raise DatasetError(f"{path} is not a plain .npy array: {error}") from error
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} is not text ({error}); write one whole number per line") from error
     parts = np.empty(len(lines), dtype=np.int64)
     for number, line in enumerate(lines):
         try:

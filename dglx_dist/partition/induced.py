@@ -37,8 +37,9 @@ def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> 
         }
     edges: dict[EdgeType, tuple[Array, Array]] = {}
     for edge_type, (src, dst) in graph.edges.items():
-        new_src = new_id[src + first_id[edge_type[0]]]
-        new_dst = new_id[dst + first_id[edge_type[2]]]
+        # Views, since adding the first id to int32 ids overflows where all types together exceed 2**31.
+        new_src = new_id[first_id[edge_type[0]] :][src]
+        new_dst = new_id[first_id[edge_type[2]] :][dst]
         inside = (new_src >= 0) & (new_dst >= 0)
         edges[edge_type] = (new_src[inside], new_dst[inside])
     return RawGraph(name=f"a piece of {graph.name}", num_nodes=num_nodes, edges=edges, node_data=node_data)

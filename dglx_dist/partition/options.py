@@ -51,6 +51,7 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         _check_balance(self.balance)
+        object.__setattr__(self, "balance", tuple(self.balance))
         _check_tolerance(self.tolerance, self.constraints)
         if self.objective not in ("cut", "vol"):
             raise ConfigError(f"objective is {self.objective!r}; it is 'cut' or 'vol'")

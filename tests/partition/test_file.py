@@ -5,7 +5,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError, DatasetError, DglxError
 from dglx_dist.partition import PartitionOptions
-from dglx_dist.partition.file import File
+from dglx_dist.partition.file import File, read_parts
 from dglx_dist.records import Array
 from tests.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, flat
 
@@ -81,3 +81,15 @@ def test_a_wrong_array_is_refused(tmp_path: Path, array: Array, named: str) -> N
 def test_a_wrong_source_is_refused(options: PartitionOptions, error: type[DglxError], named: str) -> None:
     with pytest.raises(error, match=named):
         File(options).assign(TWO_TRIANGLES, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"), [("parts.npy", "not a plain .npy array"), ("parts.txt", "not text")]
+)
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"PK\x03\x04\xff" * 9])
+def test_what_is_neither_text_nor_array_is_refused(
+    tmp_path: Path, name: str, named: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=f"{name} is {named}"):
+        read_parts(tmp_path / name)

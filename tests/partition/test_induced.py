@@ -1,7 +1,7 @@
 import numpy as np
 
 from dglx_dist.partition.induced import induced_graph
-from dglx_dist.records import SparseRows
+from dglx_dist.records import RawGraph, SparseRows
 from tests.partition.graphs import AUTHORS_AND_PAPERS, homogeneous
 
 
@@ -21,3 +21,11 @@ def test_only_the_columns_that_are_weighed_are_copied() -> None:
     piece = induced_graph(graph, np.array([1, 2]), ("train",))
     assert list(piece.node_data["_N"]) == ["train_mask"]
     assert piece.node_data["_N"]["train_mask"].tolist() == [False, True]
+
+
+def test_ids_narrower_than_the_row_of_all_types_do_not_overflow() -> None:
+    # 200 + 3 does not fit into int8, as 2**31 + 3 does not fit into int32.
+    ends = np.array([0, 3], dtype=np.int8), np.array([1, 2], dtype=np.int8)
+    graph = RawGraph(name="g", num_nodes={"a": 200, "b": 4}, edges={("b", "r", "b"): ends})
+    piece = induced_graph(graph, np.array([202, 203]), ())
+    assert [ids.tolist() for ids in piece.edges[("b", "r", "b")]] == [[1], [0]]

@@ -51,3 +51,9 @@ def test_a_wrong_value_is_named(fields: dict[str, object], named: str) -> None:
 def test_options_with_vectors_can_be_compared() -> None:
     one, other = (PartitionOptions(vector=np.arange(3)) for _ in range(2))
     assert one == other
+
+
+def test_balance_may_come_as_a_list() -> None:
+    options = PartitionOptions(balance=["nodes"])  # type: ignore[arg-type]
+    assert options.balance == ("nodes",)
+    assert options.constraints == PartitionOptions().constraints

@@ -55,13 +55,15 @@ def test_nothing_moves_when_nothing_is_missed() -> None:
 
 
 def test_what_cannot_be_mended_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    # Weights 3, 3 and 3 shared 1 : 5 with no room: one part must take too much either way.
-    graph = homogeneous(4, [], a=np.array([9, 9, 0, 0]), b=np.array([9, 9, 0, 0]))
-    options = PartitionOptions(balance=("nodes", "a", "b"), tolerance=0.001, target_weights=(1, 9))
-    weights = balance_weights(graph, options, 2, None)
+    # Each of the six pairs of 4 nodes weighs in one constraint, so all 4 should part; there are 3 parts.
+    pairs = {f"{a}{b}": np.isin(np.arange(4), (a, b)) for a in range(4) for b in range(a)}
+    graph = homogeneous(4, [], **pairs)
+    weights = balance_weights(graph, PartitionOptions(balance=tuple(pairs)), 3, None)
     with caplog.at_level(logging.WARNING):
-        _, missed = settle(symmetrise(graph), weights, np.zeros(4, dtype=np.int32), "test")
-    assert set(missed) == {record.args[1] for record in caplog.records}
+        settled, missed = settle(symmetrise(graph), weights, np.array([0, 1, 2, 2], dtype=np.int32), "test")
+    (together,) = (pair for pair in pairs if settled[int(pair[0])] == settled[int(pair[1])])
+    assert missed == {together: 3.0}  # a load of 2 where the share is 2 / 3
+    assert [record.args[1] for record in caplog.records] == [together]
 
 
 def test_a_deal_is_even_in_all_constraints() -> None:
