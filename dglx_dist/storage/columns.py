@@ -168,15 +168,14 @@ class _Sink(io.RawIOBase):
 
 
 def _write_file(
-    path: Path, values: object, metadata: dict[str, str], pieces: Iterator[Array] | None, num_bytes: int
+    path: Path, values: pa.Array, metadata: dict[str, str], pieces: Iterator[Array] | None, num_bytes: int
 ) -> FileInfo:
     path.parent.mkdir(parents=True, exist_ok=True)
-    array = values if isinstance(values, pa.Array) else pa.array(values)
-    schema = pa.schema([pa.field(_COLUMN, array.type, nullable=False)], metadata=metadata)
+    schema = pa.schema([pa.field(_COLUMN, values.type, nullable=False)], metadata=metadata)
     with path.open("xb") as file:
         sink = _Sink(file, pieces if num_bytes else None, num_bytes)
         with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
-            writer.write_batch(pa.record_batch([array], schema=schema))
+            writer.write_batch(pa.record_batch([values], schema=schema))
         file.flush()
         os.fsync(file.fileno())
     return FileInfo(num_bytes=sink.num_bytes, checksum=f"{sink.checksum:08x}")

@@ -182,7 +182,7 @@ class _Job:
             array = array.view(np.uint8)
         try:
             return torch.from_numpy(np.ascontiguousarray(array))
-        except TypeError as problem:
+        except (TypeError, ValueError) as problem:
             raise ConfigError(
                 f"{kind}/{name} has dtype {array.dtype}, which DGL's files cannot hold"
             ) from problem

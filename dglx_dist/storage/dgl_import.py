@@ -175,9 +175,12 @@ class _Collected:
         config = self._config
         path = config.file(part, "part_graph")
         structure = _load(path, lambda name: dgl.load_graphs(name)[0][0])
-        for name in (dgl.NID, "inner_node"):
-            if name not in structure.ndata:
-                raise StorageError(f"{path} has no node data {name!r}; it is no part of DGL's")
+        for data, name in (
+            *((structure.ndata, name) for name in (dgl.NID, "inner_node")),
+            *((structure.edata, name) for name in (dgl.EID, "inner_edge")),
+        ):
+            if name not in data:
+                raise StorageError(f"{path} has no {name!r} of its nodes or edges; it is no part of DGL's")
         nodes, edges = structure.ndata[dgl.NID].numpy(), structure.edata[dgl.EID].numpy()
         inner_nodes = structure.ndata["inner_node"].numpy() == 1
         # Only edges into owned nodes are whole in a part.

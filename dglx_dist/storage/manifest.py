@@ -165,14 +165,15 @@ def read_manifest(folder: Path) -> Manifest:
         ) from problem
     try:
         value = json.loads(raw)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); copy it again or partition again") from problem
     top = Fields(value, str(path))
     # The version comes first: a newer format may compute its checksum differently.
     _check_format(top)
     stated = top.text("checksum")
-    head, found, tail = raw.rpartition(stated.encode())
-    if not found or f"{zlib.crc32(head + _NO_CHECKSUM.encode() + tail):08x}" != stated:
+    head, _, tail = raw.rpartition(f'"{stated}"'.encode(errors="replace"))
+    blank = head + f'"{_NO_CHECKSUM}"'.encode() + tail
+    if f"{zlib.crc32(blank):08x}" != stated:
         raise StorageError(
             f"{path} does not match its checksum {stated!r}: it was damaged or edited; "
             f"copy it again or partition again"

@@ -67,7 +67,7 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     Needs 2 E ids beside its result, and no sort by comparison.
 
     Raises:
-        ConfigError: an edge names a node that does not exist.
+        ConfigError: an edge names a node that does not exist, or the ids are no (E,) whole numbers.
     """
     src, dst = graph.edges[etype]
     _check_ends(src, len(sources.new_to_old), etype, "source")
@@ -114,6 +114,11 @@ def _check_owners(part_of: Array, num_nodes: int, num_parts: int, ntype: str) ->
 
 
 def _check_ends(ids: Array, num_nodes: int, etype: EdgeType, end: str) -> None:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ConfigError(
+            f"edge type {etype} has {end} ids of {ids.dtype} and shape {ids.shape}; "
+            f"give one whole number an edge"
+        )
     if len(ids) and (ids.min() < 0 or ids.max() >= num_nodes):
         row = int(np.flatnonzero((ids < 0) | (ids >= num_nodes))[0])
         raise ConfigError(

@@ -236,9 +236,9 @@ def _checked_info(column: NodeColumn, num_rows: int, what: str, is_bfloat16: boo
     if not column.shape or column.shape[0] != num_rows:
         raise ConfigError(f"{what} has shape {column.shape}, but there are {num_rows} rows to describe")
     if isinstance(column, SparseRows):
-        info = column_info(column.values, what)
-        return ColumnInfo(dtype=info.dtype, row_shape=(column.num_columns,))
-    info = column_info(column, what)
+        info = ColumnInfo(dtype=column_info(column.values, what).dtype, row_shape=(column.num_columns,))
+    else:
+        info = column_info(column, what)
     if not is_bfloat16:
         return info
     if info.dtype != "uint16":

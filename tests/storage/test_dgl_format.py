@@ -1,5 +1,6 @@
 """Stock DGL loads what we write: the same owners, the same in-edges, the same rows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import dgl
@@ -173,3 +174,10 @@ def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
     with pytest.raises(StorageError, match="exists already"):
         write_dgl_format(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["U1", ">f4"])
+def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path, dtype: str) -> None:
+    graph = replace(TWO_TRIANGLES, node_data={NODE_TYPE: {"odd": np.ones(6).astype(dtype)}})
+    with pytest.raises(ConfigError, match=f"_N/odd has dtype {np.dtype(dtype)}, which DGL's files cannot"):
+        write_dgl_format(graph, ODD_ONES_OUT, tmp_path / "d")

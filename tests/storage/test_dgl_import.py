@@ -142,3 +142,13 @@ def test_a_damaged_graph_file_is_named(tmp_path: Path, config: Path) -> None:
     path.write_bytes(b"not a graph")
     with pytest.raises(StorageError, match=r"part1/graph\.dgl cannot be read"):
         import_dgl_format(config, tmp_path / "d")
+
+
+@pytest.mark.parametrize("name", [dgl.EID, "inner_edge"])
+def test_a_graph_file_without_edge_ids_is_named(tmp_path: Path, config: Path, name: str) -> None:
+    path = config.parent / "part1/graph.dgl"
+    (structure,), _ = dgl.load_graphs(str(path))
+    del structure.edata[name]
+    dgl.save_graphs(str(path), [structure])
+    with pytest.raises(StorageError, match=rf"part1/graph\.dgl has no '{name}'"):
+        import_dgl_format(config, tmp_path / "d")

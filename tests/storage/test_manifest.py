@@ -94,7 +94,7 @@ def test_a_wrong_field_is_named(
         from_json(copy, "somewhere/manifest.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "3", "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "3", "\x00\xff", "[" * 100_000])
 def test_something_else_than_a_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(StorageError, match=r"manifest\.json"):
@@ -105,5 +105,14 @@ def test_an_edited_manifest_is_refused(tmp_path: Path, value: dict[str, Any]) ->
     write_manifest(from_json(value, "x"), tmp_path)
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"seed": 7', '"seed": 8'))
+    with pytest.raises(StorageError, match=r"manifest\.json does not match its checksum"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("stated", ["", "00000000", "x" * 8, "\\ud800"])
+def test_a_senseless_checksum_is_refused(tmp_path: Path, value: dict[str, Any], stated: str) -> None:
+    checksum = write_manifest(from_json(value, "x"), tmp_path).checksum
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace(f'"{checksum}"', f'"{stated}"'))
     with pytest.raises(StorageError, match=r"manifest\.json does not match its checksum"):
         read_manifest(tmp_path)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.storage.relabel import relabel_edges, relabel_nodes
 from tests.storage.graphs import (
     FOLLOWS,
@@ -96,4 +96,12 @@ def test_an_edge_to_nowhere_is_refused() -> None:
     )
     order = relabel_nodes(graph, owned_by([0, 1]))[NODE_TYPE]
     with pytest.raises(ConfigError, match=r"edge 1 .* destination 2"):
+        relabel_edges(graph, EDGE_TYPE, order, order)
+
+
+@pytest.mark.parametrize("ends", [np.array([0.0, 1.0]), np.array([[0, 1]])])
+def test_ends_that_are_no_whole_numbers_are_refused(ends: Array) -> None:
+    graph = RawGraph(name="", num_nodes={NODE_TYPE: 2}, edges={EDGE_TYPE: (ends, ends)})
+    order = relabel_nodes(graph, owned_by([0, 1]))[NODE_TYPE]
+    with pytest.raises(ConfigError, match=r"source ids of .*; give one whole number an edge"):
         relabel_edges(graph, EDGE_TYPE, order, order)

@@ -130,6 +130,10 @@ def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
     assert part.node_data(NODE_TYPE, "half").tolist() == bits[part.original_node_ids(NODE_TYPE)].tolist()
     with pytest.raises(ConfigError, match=r"feat has dtype float32; the bits of bfloat16"):
         write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "e", bfloat16=[(NODE_TYPE, "feat")])
+    rows = SparseRows(indptr=np.arange(41), indices=np.zeros(40, np.int32), values=np.ones(40), num_columns=1)
+    sparse = dataclasses.replace(graph, node_data={NODE_TYPE: {"rows": rows}})
+    with pytest.raises(ConfigError, match=r"rows has dtype float64; the bits of bfloat16"):
+        write_dataset(sparse, random_owners(graph, 2, 0), tmp_path / "f", bfloat16=[(NODE_TYPE, "rows")])
 
 
 def test_the_manifest_tells_how_it_was_made(tmp_path: Path) -> None:
