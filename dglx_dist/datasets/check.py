@@ -152,6 +152,15 @@ def _check_sparse(column: SparseRows, name: str, where: str) -> None:
             f"{where}: column {name!r}, row {row}: value {column.values[position]} at position "
             f"{column.indices[position]} must be finite and in a column of 0..{column.num_columns - 1}"
         )
+    places = np.repeat(np.arange(len(lengths)), lengths) * column.num_columns + column.indices
+    if (np.diff(places) <= 0).any():
+        places.sort()
+        repeats = places[1:][places[1:] == places[:-1]]
+        if len(repeats):
+            row, twice = divmod(int(repeats[0]), column.num_columns)
+            raise DatasetError(
+                f"{where}: column {name!r}, row {row}: position {twice} is stored twice; add the values up"
+            )
 
 
 def _check_splits(splits: Mapping[str, NodeColumn], where: str) -> None:

@@ -39,7 +39,8 @@ class TablesSource(DatasetSource):
     By convention: ``nodes.csv`` (may be absent: the nodes are then those of the edges) and
     ``edges.csv``; for several types ``nodes/TYPE.csv`` and
     ``edges/SOURCE__RELATION__DESTINATION.csv``; each may be ``.parquet``. In node tables, ``id`` holds
-    integer or string ids (absent: the row number), ``label`` numbers or strings (empty: none;
+    integer or string ids (absent: the row number; in CSV an id of digits only is an integer, so 007
+    is 7: write Parquet to keep the zeros), ``label`` numbers or strings (empty: none;
     strings are numbered in alphabetical order), ``split`` train, val or test, ``feat`` lists or
     ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids. Every other
     column is kept under its own name and must hold numbers. A description says the same with other

@@ -151,3 +151,11 @@ def test_user_ids_of_an_unknown_type_are_refused() -> None:
     graph = dataclasses.replace(graph_with(), user_ids={"user": array(1, 2)})
     with pytest.raises(DatasetError, match="user ids of a node type that the graph lacks"):
         check_raw_graph(graph, WHERE)
+
+
+def test_a_sparse_row_may_be_out_of_order_but_not_repeat_a_position() -> None:
+    # Rows 0, 1 and 3 have one value each, row 2 has two.
+    pointers = {"indptr": array(0, 1, 2, 4, 5), "values": array(1.0, 2, 3, 4, 5)}
+    check_raw_graph(graph_with(feat=sparse(**pointers, indices=array(0, 1, 3, 2, 0))), WHERE)
+    with pytest.raises(DatasetError, match="column 'feat', row 2: position 3 is stored twice; add"):
+        check_raw_graph(graph_with(feat=sparse(**pointers, indices=array(0, 1, 3, 3, 0))), WHERE)
