@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
@@ -63,7 +65,7 @@ class DistTensor:
         *,
         graph: DistGraph | None = None,
     ) -> None:
-        shape = tuple(int(size) for size in shape)
+        shape = _whole_sizes(shape)
         policy = part_policy or _graph(graph).policy_of_length(shape[0])
         if shape[0] != policy.get_size():
             raise ConfigError(
@@ -198,6 +200,16 @@ class DistTensor:
                 f"the existing tensor {self._name!r} is {self.dtype} of shape {self.shape}, not {dtype} of "
                 f"shape {shape}; choose another name"
             )
+
+
+def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
+    if not sizes or min(sizes) < 0:
+        raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
+    return sizes
 
 
 def _graph(graph: DistGraph | None) -> DistGraph:

@@ -148,16 +148,23 @@ def _split(
     if rank is not None:
         topology = Topology(rank, topology.world_size, topology.server_of_rank)
     ids = marked_ids(marked, int(bounds[-1]))
-    trainer_of = None if trainer_ids is None else _trainers(trainer_ids, ids, topology.world_size)
+    trainer_of = (
+        None if trainer_ids is None else _trainers(trainer_ids, ids, int(bounds[-1]), topology.world_size)
+    )
     return to_tensor(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=trainer_of))
 
 
-def _trainers(trainer_ids: DistTensor | Tensor | Array, ids: Array, world_size: int) -> Array:
+def _trainers(trainer_ids: DistTensor | Tensor | Array, ids: Array, count: int, world_size: int) -> Array:
     """Return the rank that each of ``ids`` prefers; several trainers fold onto one rank."""
     if isinstance(trainer_ids, DistTensor):
         trainers = trainer_ids.to_local().numpy()
     else:
         trainers = as_array(trainer_ids)
+    if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
+        raise ConfigError(
+            f"the trainer ids are {trainers.dtype} of shape {trainers.shape}; give one integer "
+            f"for each of the {count} rows"
+        )
     num_trainers = max(world_size, int(trainers.max(initial=-1)) + 1)
     if num_trainers % world_size:
         raise ConfigError(

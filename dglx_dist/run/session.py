@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from dglx_dist.cluster.collectives import sum_over_ranks
 from dglx_dist.cluster.session import Session, current_session, start_session
 from dglx_dist.cluster.topology import read_settings
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.partition import PARTITIONERS, Partitioner
+from dglx_dist.sampling.options import whole_number
 from dglx_dist.strategies.base import Reduction, Strategy, WrappedModel
 from dglx_dist.strategies.registry import STRATEGIES
 
@@ -39,14 +41,21 @@ def init(
 
     Raises:
         UnknownNameError: there is no such strategy; the message has the nearest name.
-        ConfigError: the strategy does not know an option, ranks disagree, or a session is open already.
+        ConfigError: the strategy does not know an option, ``seed`` is no seed, ranks disagree, or a session
+            is open already.
         PeerError: ranks are missing after ``timeout``; the message lists them.
     """
     # Before anything is opened: a wrong name must not cost a rendezvous.
+    seed = whole_number("seed", seed, least=0)
     name = STRATEGIES.resolve(strategy or read_settings().strategy or "data_parallel")
     session = start_session(strategy=name, options=options, timeout_s=timeout, seed=seed, backend=backend)
     torch.manual_seed(seed)
-    strategy_of(session)
+    try:
+        strategy_of(session)
+    except BaseException as error:
+        session.fail(error)
+        session.close(failed=True)
+        raise
     return session
 
 
@@ -78,9 +87,9 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
             :class:`dglx_dist.sampling.DataLoader`.
 
     Raises:
-        ConfigError: an option or sampler that cannot be honoured.
+        ConfigError: an option or sampler that cannot be honoured, or ``g`` is in this process only.
     """
-    return strategy_of(g.session).loader(g, indices, graph_sampler, **options)
+    return strategy_of(_distributed(g).session).loader(g, indices, graph_sampler, **options)
 
 
 DistNodeDataLoader = DataLoader
@@ -98,9 +107,12 @@ def wrap(model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> Wrapp
         reduction: What the loss of the loop is over its own targets: their mean, or their sum.
 
     Raises:
-        ConfigError: the strategy cannot train this model exactly, or the ranks built different ones.
+        ConfigError: the strategy cannot train this model exactly, the ranks built different ones, or ``g``
+            is in this process only.
     """
-    return strategy_of(g.session).wrap(model, g, reduction)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"wrap takes a torch.nn.Module, not a {type(model).__name__}")
+    return strategy_of(_distributed(g).session).wrap(model, g, reduction)
 
 
 def local_device() -> torch.device:
@@ -127,6 +139,15 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
 def strategy_names() -> tuple[str, ...]:
     """Return the names that :func:`init` takes, aliases left out."""
     return STRATEGIES.names()
+
+
+def _distributed(g: object) -> DistGraph:
+    if not isinstance(g, DistGraph):
+        raise ConfigError(
+            f"the graph is a {type(g).__name__} of this process, not one that all ranks share; "
+            "pass g = dx.distribute(graph), or dx.DistGraph(folder)"
+        )
+    return g
 
 
 def register_strategy(name: str) -> Callable[[type[Strategy]], type[Strategy]]:

@@ -126,8 +126,15 @@ class DataLoader:
         """Go on after the position ``state``; the next iteration has the rest of its epoch.
 
         Raises:
-            CheckpointError: it is of a loader with another seed, or of more steps.
+            CheckpointError: it is no such position, or of a loader with another seed or of more steps.
         """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{state!r} is no position of a loader; give what state_dict() returned")
+        for name in ("epoch", "step", "seed"):
+            try:
+                whole_number(name, state.get(name), least=0)
+            except ConfigError as error:
+                raise CheckpointError(f"this is no position of a loader: {error}") from None
         if state["seed"] != self._seed:
             raise CheckpointError(
                 f"the loader's position was saved with seed {state['seed']}, and this one has {self._seed}; "

@@ -91,7 +91,8 @@ def _fanouts(fanouts: object) -> tuple[int, ...]:
                 f"fanouts[{layer}] is a dict of edge types, and only graphs with one edge type are sampled "
                 "so far; give a number, or convert the graph with dgl.to_homogeneous"
             )
-        if isinstance(fanout, bool) or not isinstance(fanout, (int, np.integer)) or fanout < -1:
+        whole = isinstance(fanout, (int, np.integer)) and not isinstance(fanout, bool)
+        if not whole or not -1 <= fanout < 1 << 63:
             raise ConfigError(
                 f"fanouts[{layer}] is {fanout!r}; give a number of in-edges, 0 or more, or -1 for all"
             )

@@ -66,11 +66,11 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:
-    """Return ``value`` as an int.
+    """Return ``value`` as an int that 64 bits hold.
 
     Raises:
-        ConfigError: it is no whole number, or below ``least``.
+        ConfigError: it is no whole number, below ``least``, or too large.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ConfigError(f"{name}={value!r}; give a whole number of at least {least}")
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
+        raise ConfigError(f"{name}={value!r}; give a whole number of at least {least} and below 2**63")
     return int(value)

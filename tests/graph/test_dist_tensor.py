@@ -164,3 +164,9 @@ def test_ranks_that_create_different_tensors_all_hear_of_it(small_dataset: Path)
         "creating one is collective" in text
         for text in run_ranks(create_differently, 2, args=(small_dataset,))
     )
+
+
+@pytest.mark.parametrize("shape", [(), (NUM_NODES, -1), (NUM_NODES, 2.5), NUM_NODES, "ab"])
+def test_a_shape_that_is_none_is_refused(graph: DistGraph, shape: Any) -> None:
+    with pytest.raises(ConfigError, match="shape is"):
+        DistTensor(shape, torch.float32)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from dglx_dist.cluster.session import start_session
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.split import marked_ids, split_ids
+from dglx_dist.graph import DistGraph
+from dglx_dist.graph.split import marked_ids, node_split, split_ids
 
 SERVERS = [(0,), (0, 0), (0, 1), (0, 0, 1), (0, 0, 1, 1), (0, 0, 0, 1)]
 
@@ -110,3 +113,10 @@ def test_topology_of_another_rank() -> None:
     ids, bounds = np.arange(9), np.array([0, 9])
     both = np.concatenate([split_ids(ids, bounds, topology), split_ids(ids, bounds, other)])
     assert sorted(both.tolist()) == list(range(9))
+
+
+def test_trainer_ids_of_another_length_are_refused(small_dataset: Path) -> None:
+    with start_session(topology=Topology(0, 1, (0,))):
+        mask = DistGraph(small_dataset).ndata["train_mask"]
+        with pytest.raises(ConfigError, match="trainer ids"):
+            node_split(mask, node_trainer_ids=np.zeros(3, np.int64))

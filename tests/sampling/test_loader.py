@@ -254,3 +254,19 @@ def test_an_error_of_a_batch_reaches_the_loop(graph: DistGraph) -> None:
 
     with pytest.raises(RuntimeError, match="the disk is gone"):
         list(loader_of(graph, sampler=Failing([1])))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, {}, {"seed": 3}, {"seed": 3, "step": -1, "epoch": 0}, {"seed": 3, "step": "a", "epoch": 0}],
+)
+def test_what_is_no_position_is_refused(graph: DistGraph, state) -> None:
+    with pytest.raises(CheckpointError, match="no position"):
+        loader_of(graph).load_state_dict(state)
+
+
+def test_numbers_beyond_64_bits_are_refused(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        loader_of(graph, seed=1 << 64)
+    with pytest.raises(ConfigError, match="fanouts"):
+        loader_of(graph, sampler=NeighborSampler([1 << 70]))
