@@ -78,13 +78,13 @@ def open_structures(
 
     Raises:
         ConfigError: ``mode`` is none of the three.
-        StorageError: on all ranks, when the replicated structure cannot be put together on one.
+        StorageError: on all ranks, when a file is damaged or the structure cannot be put together on one.
     """
     if mode not in ("auto", "replicated", "partitioned"):
         raise ConfigError(f"structure is {mode!r}; choose 'auto', 'replicated' or 'partitioned'")
     manifest = dataset.manifest
     if mode == "auto":
-        fits = [bool(answer) for answer in gather_json(_fits(dataset), session)]
+        fits = gather_json(together(session, lambda: _fits(dataset)), session)
         mode = "replicated" if all(fits) else "partitioned"
     if session.topology.rank == 0:
         log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
@@ -95,20 +95,26 @@ def open_structures(
     return {etype: _replicated(dataset, session, etype) for etype in manifest.edge_types}
 
 
-def together(session: Session, action: Callable[[], T]) -> T:
-    """Return what ``action`` returns; when it raises a DglxError on one rank, all raise. Collective."""
+def together(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
+    """Return what ``action`` returns; when it raises a DglxError on one rank, all raise. Collective.
+
+    Args:
+        session: The run.
+        action: Calls no collective.
+        error: What the other ranks raise, with the failed rank and its message.
+    """
     problem, result = "", None
     mine: DglxError | None = None
     try:
         result = action()
-    except DglxError as error:
-        mine, problem = error, str(error)
+    except DglxError as caught:
+        mine, problem = caught, str(caught)
     problems = gather_json(problem, session)
     if mine is not None:
         raise mine
     for rank, text in enumerate(problems):
         if text:
-            raise StorageError(f"rank {rank} on {session.hosts[rank]}: {text}")
+            raise error(f"rank {rank} on {session.hosts[rank]}: {text}")
     return result  # type: ignore[return-value]  # set, since nothing was raised
 
 
@@ -148,14 +154,17 @@ def _partitioned(
 ) -> PartitionedStructure:
     manifest = dataset.manifest
     node_offsets, edge_offsets = manifest.node_offsets[etype[2]], manifest.edge_offsets[etype]
-    shards = tuple(
-        CSCShard(
-            indptr=dataset.part(part).indptr(etype),
-            indices=dataset.part(part).indices(etype),
-            first_node=int(node_offsets[part]),
-            first_edge=int(edge_offsets[part]),
-        )
-        for part in placement.local_parts
+    shards = together(
+        session,
+        lambda: tuple(
+            CSCShard(
+                indptr=dataset.part(part).indptr(etype),
+                indices=dataset.part(part).indices(etype),
+                first_node=int(node_offsets[part]),
+                first_edge=int(edge_offsets[part]),
+            )
+            for part in placement.local_parts
+        ),
     )
     bounds = placement.server_offsets(node_offsets), placement.server_offsets(edge_offsets)
     return PartitionedStructure(

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import StorageError
 from dglx_dist.graph import DistGraph
-from dglx_dist.records import NODE_TYPE, Assignment
+from dglx_dist.records import NODE_TYPE, Array, Assignment, EdgeType
 from dglx_dist.storage.dgl_format import write_dgl_format
+from dglx_dist.storage.reader import StoredPart
 from tests.graph.small import build, features, part_of
 from tests.helpers.ranks import run_ranks
 
@@ -28,3 +30,29 @@ def test_dgls_own_files_are_imported_once_and_opened(tmp_path: Path) -> None:
     part_config = write_dgl_format(build(), assignment, tmp_path / "dgl")
     assert run_ranks(open_dgl_format, 2, args=(part_config,), ranks_per_server=1) == [(True, 45)] * 2
     assert [one.name for one in part_config.parent.glob("*.dglx")] == [f"{part_config.stem}.dglx"]
+
+
+def damaged_on_one_rank(folder: Path) -> list[str]:
+    with start_session() as session:
+        opened = StoredPart.indptr
+
+        def read(part: StoredPart, etype: EdgeType) -> Array:
+            if session.topology.rank == 1:
+                raise StorageError("indptr is damaged")
+            return opened(part, etype)
+
+        StoredPart.indptr = read  # type: ignore[method-assign]
+        said = []
+        for mode in ("replicated", "partitioned"):
+            try:
+                DistGraph(folder, structure=mode)  # type: ignore[arg-type]
+            except StorageError as error:
+                said.append(str(error))
+        return said
+
+
+def test_a_file_damaged_for_one_rank_is_an_error_on_all(small_dataset: Path) -> None:
+    first, second = run_ranks(damaged_on_one_rank, 2, args=(small_dataset,), ranks_per_server=1)
+    assert second[-1] == "indptr is damaged"
+    assert first[-1].startswith("rank 1 on ")
+    assert first[-1].endswith(": indptr is damaged")
