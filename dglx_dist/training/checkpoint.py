@@ -6,6 +6,7 @@ complete, so a save that is killed leaves the earlier ones as they were.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,9 +25,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from dglx_dist.cluster.collectives import barrier, broadcast_json, gather_json
+from dglx_dist.cluster.collectives import broadcast_json, gather_json, peers_named
 from dglx_dist.cluster.session import current_session
 from dglx_dist.errors import CheckpointError
+from dglx_dist.graph.opening import together
 from dglx_dist.strategies import WrappedModel
 from dglx_dist.training.optimizer_state import check_matches, restore_state, split_state
 from dglx_dist.training.tensor_files import RawReader, RawWriter, read_json, write_json
@@ -85,25 +87,28 @@ def save(
         dataset: Facts that must be equal on load, JSON values only.
 
     Raises:
-        CheckpointError: the optimizer or ``extra`` has something that cannot be saved, or writing failed.
+        CheckpointError: on all ranks, when on one the optimizer, ``extra`` or ``dataset`` has something that
+            cannot be saved, or writing failed.
+        PeerError: a rank is dead or silent.
     """
     session = current_session()
     rank = session.topology.rank
     final = Path(folder) / f"epoch-{epoch:06d}-step-{step:09d}"
     temporary = final.with_name(f".{final.name}.writing")
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    barrier(session, "the folder of a checkpoint")
     module = _plain_module(model)
+
+    def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        _check_json({"extra": extra, "dataset": dataset})
+        if rank == 0:
+            _make_folder(temporary)
+        return split_state(optimizer, module) if optimizer is not None else ({}, None)
+
+    of_optimizer, plain = together(session, prepare, CheckpointError)
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
-    plain: dict[str, Any] | None = None
-    if optimizer is not None:
-        of_optimizer, plain = split_state(optimizer, module)
-        tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
+    tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
     tensors |= _random_state(rank)
     try:
-        with _alone_on_purpose():
+        with _alone_on_purpose(), peers_named(session, "saving a checkpoint"):
             save_tensors(
                 tensors,
                 storage_writer=RawWriter(temporary, rank),
@@ -122,10 +127,7 @@ def save(
         "dataset": dict(dataset or {}),
         "extra": dict(extra or {}),
     }
-    if rank == 0:
-        write_json(temporary / STATE_NAME, state)
-        _publish(temporary, final)
-    barrier(session, "a checkpoint")
+    together(session, lambda: _publish(temporary, final, state) if rank == 0 else None, CheckpointError)
     return final
 
 
@@ -153,26 +155,35 @@ def load(
         random_state: Whether to restore torch's generators.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model, optimizer or dataset; the
-            message names the first difference. Nothing was changed then.
+        CheckpointError: on all ranks, when on one there is none, it is damaged, or it is of another model,
+            optimizer or dataset; the message names the first difference. Nothing was changed then.
+        PeerError: a rank is dead or silent.
     """
     session = current_session()
-    path = Path(str(broadcast_json(str(latest(folder)), session)))
-    state, reader = read_json(path / STATE_NAME), RawReader(path)
-    if state.get("version") != VERSION:
-        raise CheckpointError(f"{path} has version {state.get('version')}, this package reads {VERSION}")
-    metadata = reader.read_metadata()
+    found = together(
+        session, lambda: str(latest(folder)) if session.topology.rank == 0 else "", CheckpointError
+    )
+    path = Path(str(broadcast_json(found, session)))
+    reader, of_model = RawReader(path), model.state_dict()
+
+    def read_and_check() -> tuple[dict[str, Any], Metadata]:
+        state, metadata = read_json(path / STATE_NAME), reader.read_metadata()
+        if state.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
+                "package that saved it"
+            )
+        _check_dataset(path, state["dataset"], dataset or {})
+        _check_model(path, metadata, of_model)
+        _check_position(path, state, loader, session.topology.world_size)
+        _check_optimizer(path, state["optimizer"], optimizer, _plain_module(model))
+        return state, metadata
+
+    state, metadata = together(session, read_and_check, CheckpointError)
     same_ranks = state["world_size"] == session.topology.world_size
-    _check_dataset(path, state["dataset"], dataset or {})
-    _check_model(path, metadata, model.state_dict())
-    _check_position(path, state, loader, same_ranks)
-    if optimizer is not None:
-        if state["optimizer"] is None:
-            raise CheckpointError(f"{path} has no optimizer; load it without one")
-        check_matches(optimizer, _plain_module(model), state["optimizer"])
     wanted = _wanted(metadata, session.topology.rank, optimizer is not None, same_ranks and random_state)
     try:
-        with _alone_on_purpose():
+        with _alone_on_purpose(), peers_named(session, "loading a checkpoint"):
             load_tensors(
                 wanted,
                 storage_reader=reader,
@@ -235,19 +246,45 @@ def _alone_on_purpose() -> Iterator[None]:
         yield
 
 
-def _publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name; at every moment one complete checkpoint of that name exists."""
-    old = final.with_name(final.name + ".old")
-    if final.exists():
+def _check_json(values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{name} cannot be saved ({error}); give JSON values only") from error
+
+
+def _make_folder(temporary: Path) -> None:
+    with _writing(temporary.parent):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+
+def _publish(temporary: Path, final: Path, state: Mapping[str, object]) -> None:
+    """Complete a checkpoint and give it its name; at every moment a complete one of that name exists."""
+    with _writing(final):
+        write_json(temporary / STATE_NAME, state)
+        old = final.with_name(final.name + ".old")
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        temporary.rename(final)
         shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    temporary.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(final.parent, os.O_RDONLY)
+        descriptor = os.open(final.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}; free space, or choose another folder"
+        ) from error
 
 
 def _plain_module(model: nn.Module) -> nn.Module:
@@ -307,8 +344,18 @@ def _check_dataset(path: Path, saved: Mapping[str, object], mine: Mapping[str, o
             )
 
 
-def _check_position(path: Path, state: Mapping[str, Any], loader: object, same_ranks: bool) -> None:
-    if loader is not None and not same_ranks and state["step"] != 0:
+def _check_optimizer(
+    path: Path, saved: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer | None, module: nn.Module
+) -> None:
+    if optimizer is None:
+        return
+    if saved is None:
+        raise CheckpointError(f"{path} has no optimizer; load it without one")
+    check_matches(optimizer, module, saved)
+
+
+def _check_position(path: Path, state: Mapping[str, Any], loader: object, world_size: int) -> None:
+    if loader is not None and state["world_size"] != world_size and state["step"] != 0:
         raise CheckpointError(
             f"{path} stands inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it "
             "on as many, or load one that was saved at the end of an epoch"
