@@ -125,11 +125,11 @@ def train(
     enabled = config.show_progress and g.session.topology.rank == 0
     with progress(description, steps, enabled=enabled) as advance:
         for epoch in range(run.first_epoch, config.epochs):
+            if run.stopped_early:
+                break
             record = run.epoch(epoch, lambda: advance(1))
             for callback in callbacks:
                 callback(record)
-            if run.stopped_early:
-                break
     return run.result()
 
 
@@ -173,7 +173,9 @@ class _Run:
         best = resumed.extra.get("best")
         self._best = (int(best[0]), float(best[1])) if best else None
         self._evaluations_since_best = int(resumed.extra.get("evaluations_since_best", 0))
-        self._accuracy = {str(name): float(value) for name, value in resumed.extra["accuracy"].items()}
+        self.stopped_early = self._without_patience()
+        accuracy = resumed.extra.get("accuracy", {})
+        self._accuracy = {str(name): float(value) for name, value in accuracy.items()}
 
     def epoch(self, epoch: int, after_step: Callable[[], None]) -> EpochRecord:
         """Train, evaluate and save one epoch."""
@@ -216,10 +218,12 @@ class _Run:
             self._best, self._evaluations_since_best = (record.epoch, validation), 0
         else:
             self._evaluations_since_best += 1
-            self.stopped_early = (
-                config.patience is not None and self._evaluations_since_best >= config.patience
-            )
+            self.stopped_early = self._without_patience()
         return replace(record, val_accuracy=validation)
+
+    def _without_patience(self) -> bool:
+        patience = self._config.patience
+        return patience is not None and self._evaluations_since_best >= patience
 
     def _save(self, next_epoch: int) -> None:
         assert self._config.checkpoint_folder is not None

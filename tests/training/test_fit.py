@@ -96,9 +96,11 @@ def test_records_are_sums_over_ranks(folder: Path) -> None:
     assert set(results[0]["accuracy"]) == {"train_mask", "val_mask", "test_mask"}
 
 
-def test_early_stop_and_first_loss(folder: Path) -> None:
-    """With a learning rate that never helps: the first epoch stays the best."""
-    result = run_ranks(_hopeless, 1, args=(str(folder),))[0]
+def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:
+    """With a learning rate that never helps: the first epoch stays the best, and resuming adds none."""
+    result, resumed = run_ranks(_hopeless, 1, args=(str(folder), str(tmp_path)))[0]
+    assert (resumed["stopped_early"], resumed["first_epoch"], resumed["epochs"]) == (True, 3, [])
+    assert resumed["accuracy"] == result["accuracy"]
     assert result["stopped_early"]
     assert [r["epoch"] for r in result["epochs"]] == [0, 1, 2]
     assert result["best_epoch"] == 0
@@ -116,7 +118,7 @@ def test_early_stop_and_first_loss(folder: Path) -> None:
         assert record["train_accuracy"] == pytest.approx(accuracy, abs=1e-12)
 
 
-def _hopeless(folder: str) -> dict[str, Any]:
+def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
     session = start_session()
     g = DistGraph(folder)
     strategy = STRATEGIES.get("data_parallel")(session, {})
@@ -126,7 +128,8 @@ def _hopeless(folder: str) -> dict[str, Any]:
     loader = strategy.loader(g, equality.new_ids_of_training(g), sampler, batch_size=BATCH)
     model = strategy.wrap(equality.model_of("sage", g), g)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    return asdict(train(model, loader, optimizer, g, FitConfig(epochs=9, patience=2)))
+    config = FitConfig(epochs=9, patience=2, checkpoint_folder=checkpoints, resume=True)
+    return [asdict(train(model, loader, optimizer, g, config)) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
