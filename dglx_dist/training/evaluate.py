@@ -128,13 +128,18 @@ def evaluate(
         Mask to accuracy, nan where a mask has no labelled node.
 
     Raises:
-        ConfigError: the model does not tell its layers and ``num_layers`` is not given; a mask is missing.
+        ConfigError: the model does not tell its layers and ``num_layers`` is not given; the nodes have no
+            ``label`` or mask of that name.
     """
+    names = list(masks) if masks is not None else [name for name in SPLITS if name in g.ndata]
+    for name in (label, *names):
+        if name not in g.ndata:
+            known = ", ".join(map(repr, g.ndata)) or "none"
+            raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
     if num_layers is not None:
         scores = minibatch_inference(model, g, num_layers, feature=feature, batch_size=batch_size)
     else:
         scores = layerwise_inference(model, g, feature=feature, batch_size=batch_size)
-    names = list(masks) if masks is not None else [name for name in SPLITS if name in g.ndata]
     counts = torch.zeros(len(names), 2, dtype=torch.int64)
     first, last = local_share(g)
     if last > first:
@@ -164,10 +169,9 @@ def in_original_order(rows: DistTensor, g: DistGraph) -> Tensor:
 def local_share(g: DistGraph) -> tuple[int, int]:
     """Return this rank's first own node and the one after its last; shares of ranks are disjoint."""
     topology = g.session.topology
-    ranks = topology.ranks_of_server(topology.server)
-    first, last = _server_range(g)
-    place, count = list(ranks).index(topology.rank), len(ranks)
-    size = last - first
+    policy = g.get_node_partition_policy(g.ntypes[0])
+    first, size = int(policy.bounds[policy.part_id]), policy.get_part_size()
+    place, count = topology.local_rank, len(topology.ranks_of_server(topology.server))
     return first + size * place // count, first + size * (place + 1) // count
 
 
@@ -216,11 +220,6 @@ def _put(out: DistTensor, first: int, values: Tensor) -> None:
     """Write rows of the own server straight into the memory that its ranks share."""
     start = first - out.local_range[0]
     out.local_rows()[start : start + len(values)] = values.cpu()
-
-
-def _server_range(g: DistGraph) -> tuple[int, int]:
-    policy = g.get_node_partition_policy(g.ntypes[0])
-    return int(policy.bounds[policy.part_id]), int(policy.bounds[policy.part_id + 1])
 
 
 def _plain(model: nn.Module) -> nn.Module:
