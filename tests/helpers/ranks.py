@@ -24,7 +24,17 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-PRELOAD = ["torch", "torch.distributed", "numpy", "zmq", "numba", "dgl"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",  # the first optimizer imports it
+    "numpy",
+    "zmq",
+    "numba",
+    "dgl",
+    "dglx_dist.sampling",
+]
 GRACE_S = 30.0
 """How long the others may take to end after the first rank failed."""
 
