@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -62,39 +62,23 @@ def add_columns(
     manifest = dataset.manifest
     parts = {part: dataset.part(part) for part in placement.local_parts}
 
-    def add(
-        policy: PartitionPolicy,
-        key: str,
-        offsets: Array,
-        info: ColumnInfo,
-        read: Callable[[StoredPart], Array],
-    ) -> None:
-        policy.store.add(key, offsets, {part: read(stored) for part, stored in parts.items()}, info)
-
     for ntype, policy in nodes.items():
         offsets = manifest.node_offsets[ntype]
         for name, info in manifest.node_columns[ntype].items():
-            add(policy, policy.key(name), offsets, info, lambda part: part.node_data(ntype, name))  # noqa: B023 - called now
-        add(
-            policy,
-            policy.hidden_key(ORIGINAL_IDS),
-            offsets,
-            _IDS,
-            lambda part: part.original_node_ids(ntype),  # noqa: B023 - called now
-        )
+            rows = {part: stored.node_data(ntype, name) for part, stored in parts.items()}
+            policy.store.add(policy.key(name), offsets, rows, info)
+        rows = {part: stored.original_node_ids(ntype) for part, stored in parts.items()}
+        policy.store.add(policy.hidden_key(ORIGINAL_IDS), offsets, rows, _IDS)
         if manifest.user_ids.get(ntype) == "int64":
-            add(policy, policy.hidden_key(USER_IDS), offsets, _IDS, lambda part: _user_ids(part, ntype))  # noqa: B023
+            rows = {part: _user_ids(stored, ntype) for part, stored in parts.items()}
+            policy.store.add(policy.hidden_key(USER_IDS), offsets, rows, _IDS)
     for etype, policy in edges.items():
         offsets = manifest.edge_offsets[etype]
         for name, info in manifest.edge_columns[etype].items():
-            add(policy, policy.key(name), offsets, info, lambda part: part.edge_data(etype, name))  # noqa: B023
-        add(
-            policy,
-            policy.hidden_key(ORIGINAL_IDS),
-            offsets,
-            _IDS,
-            lambda part: part.original_edge_ids(etype),  # noqa: B023 - called now
-        )
+            rows = {part: stored.edge_data(etype, name) for part, stored in parts.items()}
+            policy.store.add(policy.key(name), offsets, rows, info)
+        rows = {part: stored.original_edge_ids(etype) for part, stored in parts.items()}
+        policy.store.add(policy.hidden_key(ORIGINAL_IDS), offsets, rows, _IDS)
 
 
 def text_ids(dataset: StoredDataset, ntype: str) -> Array:

@@ -9,25 +9,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, ColumnInfo
 from dglx_dist.storage.columns import DTYPES, numpy_dtype
 
-_TORCH = {
-    name: dtype
-    for name, dtype in {
-        "bool": torch.bool,
-        "uint8": torch.uint8,
-        "uint16": torch.uint16,
-        "uint32": torch.uint32,
-        "uint64": torch.uint64,
-        "int8": torch.int8,
-        "int16": torch.int16,
-        "int32": torch.int32,
-        "int64": torch.int64,
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "float32": torch.float32,
-        "float64": torch.float64,
-    }.items()
-    if name in DTYPES
-}
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 def torch_dtype(name: str) -> torch.dtype:

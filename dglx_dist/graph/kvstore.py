@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from typing import final
 
 import numpy as np
@@ -18,6 +18,7 @@ from dglx_dist.graph.dtypes import empty_rows, numpy_view, torch_dtype
 from dglx_dist.graph.gather import spread_rows
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.remote_plan import RemotePlan, plan_remote
+from dglx_dist.graph.rows import Request, requests_of
 from dglx_dist.records import Array, ColumnInfo
 from dglx_dist.storage.columns import numpy_dtype
 
@@ -144,8 +145,8 @@ class KVStore:
         plan = plan_remote(ids, column.bounds, self.placement.topology.server)
         submit = partial(self.session.rpc.submit, op=self._pull_op, name=name, phase=phase, layer=layer)
         replies = [
-            (submit(rank, arrays=[plan.ids[first:last]]), first)
-            for rank, first, last in self._requests(plan, column.row_bytes)
+            (submit(call.rank, arrays=[plan.ids[call.first : call.last]]), call.first)
+            for call in self._requests(plan, column)
         ]
         return PendingPull(column, ids, out, plan, replies)
 
@@ -170,8 +171,11 @@ class KVStore:
         last_places = plan.positions[plan.starts[1:] - 1]
         submit = partial(self.session.rpc.submit, op=self._push_op, name=name, phase=phase, layer=layer)
         pending = [
-            submit(rank, arrays=[plan.ids[first:last], rows[last_places[first:last]]])
-            for rank, first, last in self._requests(plan, column.row_bytes)
+            submit(
+                call.rank,
+                arrays=[plan.ids[call.first : call.last], rows[last_places[call.first : call.last]]],
+            )
+            for call in self._requests(plan, column)
         ]
         column.write(ids, rows)
         for call in pending:
@@ -199,14 +203,8 @@ class KVStore:
             )
         return column
 
-    def _requests(self, plan: RemotePlan, row_bytes: int) -> list[tuple[int, int, int]]:
-        """Return (rank, first slot, last slot) of each message: one per server, several when large."""
-        step = max(1, MAX_MESSAGE_BYTES // max(row_bytes, 8))
-        requests = []
-        for server, (first, last) in enumerate(pairwise(plan.server_starts.tolist())):
-            rank = self.placement.serving_rank(server)
-            requests += [(rank, begin, min(begin + step, last)) for begin in range(first, last, step)]
-        return requests
+    def _requests(self, plan: RemotePlan, column: Column) -> list[Request]:
+        return requests_of(plan, self.placement, max(1, MAX_MESSAGE_BYTES // max(column.row_bytes, 8)))
 
     def _serve_pull(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         (ids,) = arrays
