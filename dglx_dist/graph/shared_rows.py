@@ -40,7 +40,8 @@ def shared_rows(
         (``count``, *row); bfloat16 as uint16. The memory lives as long as a rank holds the array.
 
     Raises:
-        ConfigError: on all ranks, when on one of them there is no room or ``init`` returned something else.
+        ConfigError: on all ranks, when on one of them there is no room, or ``init`` raised or returned
+            something else.
     """
     path = session.scratch / file_name
     problem = ""
@@ -77,7 +78,10 @@ def _make(path: Path, count: int, info: ColumnInfo, init: InitRows | None) -> st
 
 def _first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
     shape, dtype = rows.shape, torch_dtype(info.dtype)
-    values = init(shape, dtype)
+    try:
+        values = init(shape, dtype)
+    except Exception as error:
+        raise ConfigError(f"init_func raised {type(error).__name__}: {error}") from error
     if tuple(values.shape) != shape or values.dtype != dtype:
         raise ConfigError(
             f"init_func returned {values.dtype} of shape {tuple(values.shape)} for {dtype} of shape {shape}"

@@ -149,21 +149,29 @@ def test_ranks_write_rows_of_all_servers(small_dataset: Path, ranks: int, per_se
         assert inside == 0
 
 
-def create_differently(folder: Path) -> str:
-    with start_session():
+def create_in_vain(folder: Path) -> list[Any]:
+    with start_session() as session:
         g = DistGraph(folder)
-        try:
-            g.new_tensor((NUM_NODES, 1 + g.rank()), torch.float32, "h")
-        except ConfigError as error:
-            return str(error)
-        return ""
+
+        def out_of_luck(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            if g.rank() == 1:
+                raise ValueError("no luck")
+            return torch.zeros(shape, dtype=dtype)
+
+        said: list[Any] = []
+        for width, init in ((1 + g.rank(), None), (1, out_of_luck)):
+            try:
+                g.new_tensor((NUM_NODES, width), torch.float32, "h", init)
+            except ConfigError as error:
+                said.append(str(error))
+        return [*said, [name for name in os.listdir(session.scratch) if "tensor" in name]]
 
 
-def test_ranks_that_create_different_tensors_all_hear_of_it(small_dataset: Path) -> None:
-    assert all(
-        "creating one is collective" in text
-        for text in run_ranks(create_differently, 2, args=(small_dataset,))
-    )
+def test_what_one_rank_cannot_create_all_hear_of(small_dataset: Path) -> None:
+    for different, raised, left in run_ranks(create_in_vain, 2, args=(small_dataset,), ranks_per_server=1):
+        assert "creating one is collective" in different
+        assert raised == "init_func raised ValueError: no luck"
+        assert left == []
 
 
 @pytest.mark.parametrize("shape", [(), (NUM_NODES, -1), (NUM_NODES, 2.5), NUM_NODES, "ab"])
