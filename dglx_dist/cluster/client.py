@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -56,7 +57,7 @@ class Call:
         """Wait for the reply.
 
         Raises:
-            PeerError: the peer is dead, or silent for ``timeout_s`` since the call.
+            PeerError: the peer is dead, or silent for ``timeout_s`` since the call; the session was closed.
             RemoteError: the handler raised.
         """
         link = self._link
@@ -64,12 +65,13 @@ class Call:
             left_s = self._started + timeout_s - time.monotonic()
             if link.broken:
                 raise PeerError(f"{link.name} {link.broken} while asked for {self._what}{self._after()}")
-            if left_s <= 0:
+            # Looked at even when the time is up: the reply may have come long before it is asked for.
+            came = link.pump(min(_POLL_MS, max(int(left_s * 1000) + 1, 0)))
+            if left_s <= 0 and not came:
                 raise PeerError(
                     f"{link.name} did not answer {self._what} within {timeout_s:g} s; it may hang or be "
                     "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
                 )
-            link.pump(min(_POLL_MS, int(left_s * 1000) + 1))
         reply = link.replies.pop(self._request)
         if reply.head.kind is Kind.ERROR:
             raise RemoteError(f"{link.name} failed at {self._what}: {reply.head.name}")
@@ -85,12 +87,14 @@ class Call:
 
 @final
 class Link:
-    """The connection of one thread to one peer."""
+    """The connection of one thread to one peer; only :meth:`close` and :meth:`forget` are for any thread."""
 
     def __init__(self, socket: zmq.Socket[bytes], peer: PeerAddress, closing: threading.Event) -> None:
         self.name = f"rank {peer.rank} on {peer.host}"
         self.broken = ""
         self._socket, self._closing = socket, closing
+        # ZeroMQ's sockets bear one thread at a time: without it, closing would pull them from under a call.
+        self._in_use = threading.Lock()
         self._monitor = socket.get_monitor_socket(_WATCHED)
         socket.connect(peer.endpoint)
         self._receive_timeout_ms = -1
@@ -108,8 +112,10 @@ class Link:
         messages = frames_of(head, arrays, chunk_bytes)
         self._waiting.add(self._next_request)
         try:
-            for frames in messages:
-                send_frames(self._socket, frames)
+            with self._in_use:
+                self._raise_if_closed()
+                for frames in messages:
+                    send_frames(self._socket, frames)
         except zmq.Again:
             # Without a limit on the queue this means that ZeroMQ gave up the connection.
             self._notice_all()
@@ -121,22 +127,35 @@ class Link:
         self._waiting.discard(request)
         self.replies.pop(request, None)
 
-    def pump(self, timeout_ms: int) -> None:
-        """Take in what has arrived, waiting at most ``timeout_ms`` for something.
+    def pump(self, timeout_ms: int) -> bool:
+        """Take in one message, waiting at most ``timeout_ms`` for it; return whether there was one.
 
         Raises:
             PeerError: this rank closed its session.
         """
+        with self._in_use:
+            self._raise_if_closed()
+            if timeout_ms != self._receive_timeout_ms:
+                self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+                self._receive_timeout_ms = timeout_ms
+            try:
+                self._receive()
+            except zmq.Again:
+                # Only now, after the replies that came before the connection ended.
+                self._notice_all()
+                return False
+            return True
+
+    def close(self) -> None:
+        """Close the connection, once the thread that waits at it has noticed; the session is closing."""
+        with self._in_use:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+
+    def _raise_if_closed(self) -> None:
         if self._closing.is_set():
             raise PeerError("the session was closed on this rank while a call was under way")
-        if timeout_ms != self._receive_timeout_ms:
-            self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
-            self._receive_timeout_ms = timeout_ms
-        try:
-            self._receive()
-        except zmq.Again:
-            # Only now, after the replies that came before the connection ended.
-            self._notice_all()
 
     def _receive(self) -> None:
         try:
@@ -183,25 +202,36 @@ class Client:
         self._credentials, self._config = credentials, config
         self._closing = threading.Event()
         self._local = threading.local()
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._links_lock = threading.Lock()
 
     def send(self, rank: int, op: str, name: str, arrays: Sequence[Array]) -> Call:
         """Send a request to ``rank`` and return at once; any thread."""
         return self._link(rank).send(op, name, arrays, self._config.chunk_bytes)
 
     def close(self) -> None:
-        """Make waiting calls of all threads end with an error."""
+        """Make waiting calls of all threads end with an error, and close their connections."""
+        self._closing.set()
+        with self._links_lock:
+            for link in list(self._links):
+                link.close()
+            self._links.clear()
+
+    def forget(self) -> None:
+        """In a forked process: call nobody through connections that belong to the parent."""
         self._closing.set()
 
     def _link(self, rank: int) -> Link:
-        if self._closing.is_set():
-            raise PeerError("the session is closed; start a new one with dglx_dist.init()")
+        self._raise_if_closed()
         try:
             links: dict[int, Link] = self._local.links
         except AttributeError:
             links = self._local.links = {}
         link = links.get(rank)
         if link is None or link.broken:
-            links[rank] = link = self._open(self._peers[rank])
+            with self._links_lock:
+                self._raise_if_closed()
+                links[rank] = link = self._open(self._peers[rank])
         return link
 
     def _open(self, peer: PeerAddress) -> Link:
@@ -209,4 +239,10 @@ class Client:
         tune(socket, self._config)
         self._credentials.present(socket, peer.public_key)
         socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
-        return Link(socket, peer, self._closing)
+        link = Link(socket, peer, self._closing)
+        self._links.add(link)
+        return link
+
+    def _raise_if_closed(self) -> None:
+        if self._closing.is_set():
+            raise PeerError("the session is closed; start a new one with dglx_dist.init()")

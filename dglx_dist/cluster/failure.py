@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, TracebackType
 from typing import final
 
@@ -28,7 +28,8 @@ class FailureWatch:
 
     While it is open, an uncaught exception is left in the store before Python ends, and SIGTERM (which
     torchrun sends to the survivors of a dead rank) ends the process with status 143 after naming who does
-    not answer, even while the main thread hangs in a collective. A handler of the user's own is left alone.
+    not answer, even while the main thread hangs in a collective. A handler of the user's own is left alone,
+    whether it was there before or came later.
     """
 
     def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str]) -> None:
@@ -44,13 +45,17 @@ class FailureWatch:
             sys.excepthook = self._hook_before
         self._terminal.close()
 
+    def forget(self) -> None:
+        """In a forked process: put everything back, so that nothing of it reaches the parent."""
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._hook_before
+        self._terminal.forget()
+
     def describe(self, doing: str, probe_s: float = _PROBE_S) -> str:
         """Say what is known of the others: who failed first and why, who does not answer."""
         failure = self._store.first_failure()
         others = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
-        with ThreadPoolExecutor(min(len(others), 16)) as pool:
-            answers = pool.map(lambda rank: self._rpc.alive(rank, probe_s), others)
-            dead = [rank for rank, alive in zip(others, answers, strict=True) if not alive]
+        dead = self._rpc.silent(others, probe_s)
         parts = []
         if failure is not None and failure[0] != self._store.rank:
             parts.append(f"rank {failure[0]} failed first: {failure[1]}")
@@ -70,7 +75,7 @@ class FailureWatch:
         sys.stdout.flush()
         sys.stderr.flush()
         # The main thread may hang in a collective for ever, so there is no way back through it.
-        os._exit(_EXIT_CODE)
+        _end_process()
 
 
 @final
@@ -91,25 +96,50 @@ class _SignalPipe:
         self._read, self._write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._write, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, _do_nothing)
+        signal.signal(signal.SIGTERM, self._handle)
         self._installed = True
         threading.Thread(target=self._listen, name="dglx-signals", daemon=True).start()
 
     def close(self) -> None:
+        """Give the signal back; from another thread than the main one, SIGTERM just ends the process."""
         if not self._installed:
             return
-        self._installed = False
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.set_wakeup_fd(self._wakeup_before)
+        if threading.current_thread() is not threading.main_thread():
+            self._action = _end_process  # only the main thread may set handlers, so the pipe must stay
+            return
+        self._give_back()
         os.close(self._write)
+
+    def forget(self) -> None:
+        """In a forked process: a signal to it must not be told to the parent's thread."""
+        if self._installed:
+            self._give_back()
+            os.close(self._write)
+            os.close(self._read)
+
+    def _give_back(self) -> None:
+        self._installed = False
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        in_place = signal.set_wakeup_fd(self._wakeup_before)
+        if in_place != self._write:
+            signal.set_wakeup_fd(in_place)  # somebody else's by now
 
     def _listen(self) -> None:
         while received := os.read(self._read, 64):
-            if signal.SIGTERM in received:
+            if self._wakeup_before >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._wakeup_before, received)
+            if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) == self._handle:
                 self._action()
         os.close(self._read)
 
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        """Take the place of the default action, which would end the process before it said why."""
+        # The interpreter has told the pipe already, unless the wake-up descriptor is somebody else's by now.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, bytes([number]))
 
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Stand in for the default action, which would end the process before it said why."""
+
+def _end_process() -> None:
+    os._exit(_EXIT_CODE)

@@ -96,6 +96,11 @@ class Assembler:
         self._partial: dict[int, tuple[Message, int]] = {}
         self._on_first = on_first
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message is incomplete."""
+        return not self._partial
+
     def read(self, socket: zmq.Socket[bytes]) -> Message | None:
         """Read one ZeroMQ message (after any routing frame); return a message once it is complete.
 

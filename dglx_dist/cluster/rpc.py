@@ -122,13 +122,23 @@ class Rpc:
 
     def alive(self, rank: int, timeout_s: float) -> bool:
         """Whether ``rank`` answers within ``timeout_s``; nothing is counted."""
-        if rank == self.rank:
-            return True
-        try:
-            self.submit(rank, PING, "", [], phase="control").result(timeout_s)
-        except PeerError:
-            return False
-        return True
+        return not self.silent([rank], timeout_s)
+
+    def silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
+        """Return those of ``ranks`` that do not answer within ``timeout_s``; all are asked at once."""
+        asked: list[tuple[int, Pending]] = []
+        found = []
+        for rank in ranks:
+            try:
+                asked.append((rank, self.submit(rank, PING, "", [], phase="control")))
+            except PeerError:
+                found.append(rank)
+        for rank, pending in asked:
+            try:
+                pending.result(timeout_s)
+            except PeerError:
+                found.append(rank)
+        return sorted(found)
 
     def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
         """Count ``size`` bytes in the ledger; None stands for this rank."""
@@ -150,6 +160,11 @@ class Rpc:
             with contextlib.suppress(zmq.ZMQError):
                 self._context.destroy(linger=0)
         self._context = self._server = None
+
+    def forget(self) -> None:
+        """In a forked process: leave sockets and threads to the parent and call nobody any more."""
+        if self._client is not None:
+            self._client.forget()
 
     def _call_myself(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, final
 
 import zmq
@@ -75,12 +76,20 @@ class Server:
         port = self._router.bind_to_random_port(endpoint_of(address, 0).rsplit(":", 1)[0])
         self.endpoint = endpoint_of(address, port)
         self._assemblers: dict[bytes, Assembler] = {}
+        self._peer_on: dict[int, bytes] = {}
         self._replies: deque[tuple[bytes, list[Frames]]] = deque()
         self._closing = threading.Event()
         self._seconds_of: dict[str, float] = {}
-        self._pool = ThreadPoolExecutor(config.num_workers, thread_name_prefix="dglx-handler")
+        self._slow: queue.SimpleQueue[tuple[bytes, Message] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
-        self._thread.start()
+        # Not those of concurrent.futures: they end before a script's exit handlers run, and a session that
+        # is closed by one still serves the other ranks.
+        self._workers = [
+            threading.Thread(target=self._work, name=f"dglx-handler-{number}", daemon=True)
+            for number in range(config.num_workers)
+        ]
+        for thread in (self._thread, *self._workers):
+            thread.start()
 
     def close(self) -> None:
         """Stop serving; running handlers are waited for, replies not yet sent are dropped."""
@@ -88,8 +97,10 @@ class Server:
             return
         self._closing.set()
         self._wake()
-        self._thread.join()
-        self._pool.shutdown(cancel_futures=True)
+        for _ in self._workers:
+            self._slow.put(None)
+        for thread in (self._thread, *self._workers):
+            thread.join()
         self._door.close()
         self._waker.close(0)
 
@@ -109,7 +120,7 @@ class Server:
     def _receive(self, peer: bytes) -> None:
         assembler = self._assemblers.get(peer)
         if assembler is None:
-            self._assemblers[peer] = assembler = Assembler(self._door.passed)
+            self._assemblers[peer] = assembler = Assembler(partial(self._greet, peer))
         try:
             message = assembler.read(self._router)
         except WireError as error:
@@ -123,11 +134,23 @@ class Server:
         if self._seconds_of.get(message.head.op, _SLOW_S) < _SLOW_S:
             self._send(peer, self._answer(message))
         else:
-            self._pool.submit(self._answer_later, peer, message)
+            self._slow.put((peer, message))
 
-    def _answer_later(self, peer: bytes, message: Message) -> None:
-        self._replies.append((peer, self._answer(message)))
-        self._wake()
+    def _greet(self, peer: bytes, handle: int) -> None:
+        """Note that ``peer`` came, through the connection of file descriptor ``handle``."""
+        self._door.passed(handle)
+        # A descriptor comes again when its connection has ended: so what is kept of peers is bounded.
+        gone = self._peer_on.get(handle)
+        self._peer_on[handle] = peer
+        if gone is not None and gone in self._assemblers and self._assemblers[gone].is_idle:
+            del self._assemblers[gone]
+
+    def _work(self) -> None:
+        while (asked := self._slow.get()) is not None:
+            if not self._closing.is_set():
+                peer, message = asked
+                self._replies.append((peer, self._answer(message)))
+                self._wake()
 
     def _answer(self, message: Message) -> list[Frames]:
         request, chunk = message.head.request, self._config.chunk_bytes
@@ -135,7 +158,7 @@ class Server:
         try:
             answer = run_handler(self._handlers, message.head.op, message.head.name, message.arrays)
             frames = frames_of(Head(Kind.REPLY, request), answer, chunk)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is the caller's to know
+        except BaseException as error:  # noqa: BLE001 - the caller's to know, and this thread must go on
             text = f"{type(error).__name__}: {error}"
             frames = frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk)
         took_s, before_s = time.perf_counter() - started, self._seconds_of.get(message.head.op, 0.0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
+import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,6 +96,7 @@ class Session:
         self._closed = False
         self._watch = FailureWatch(self.store, self.rpc, self.hosts) if self.store is not None else None
         atexit.register(self._at_exit)
+        _call_in_forks(weakref.WeakMethod(self._leave_to_parent))
 
     @property
     def scratch(self) -> Path:
@@ -142,6 +146,17 @@ class Session:
     def _at_exit(self) -> None:
         self.close(failed=self._watch is not None and self._watch.failed)
 
+    def _leave_to_parent(self) -> None:
+        """In a forked process: the rank is the parent, so nothing of it may be ended from here."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._watch is not None:
+            self._watch.forget()
+        self.rpc.forget()
+        _CURRENT.clear()
+
     def _wait_for_the_others(self, store: JobStore) -> None:
         try:
             store.barrier(_END, check=lambda missing: self.raise_for_dead(missing, _END))
@@ -150,12 +165,11 @@ class Session:
 
     def raise_for_dead(self, missing: list[int], what: str) -> None:
         """Raise PeerError if one of the ranks ``missing`` at ``what`` does not answer."""
-        for rank in missing:
-            if not self.rpc.alive(rank, _PROBE_S):
-                raise PeerError(
-                    f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and does not answer: it is "
-                    "probably dead; look at its output"
-                )
+        for rank in self.rpc.silent(missing, _PROBE_S):
+            raise PeerError(
+                f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and does not answer: it is "
+                "probably dead; look at its output"
+            )
 
 
 def start_session(
@@ -262,8 +276,8 @@ def _joined(
         rpc.connect(_addresses(said, store.exchange("endpoint", endpoint)))
         owns_group = _make_group(raw, topology, config.timeout_s, backend)
         undo.pop_all()
-    # A name that is not the secret itself: folder names are public on a machine.
-    job = said[0]["token"][:16]
+    # Made from the secret, but telling nothing of it: folder names are public on a machine.
+    job = hashlib.sha256(credentials.secret).hexdigest()[:16]
     return _Parts(
         topology=topology,
         rpc=rpc,
@@ -274,6 +288,17 @@ def _joined(
         device=_device(rendezvous.local_rank),
         owns_group=owns_group,
     )
+
+
+def _call_in_forks(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call ``method``, if its object is still there, in every process that is forked from this one."""
+
+    def call() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    os.register_at_fork(after_in_child=call)
 
 
 def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddress]:

@@ -42,7 +42,9 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             f"rank {rank} found no rendezvous at {rendezvous.host}:{rendezvous.port} within {timeout_s:g} s; "
             f"{who} should serve it: is it running, and is the port open? ({_first_line(error)})"
         ) from error
-    return PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
+    job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
+    # Every rank counts its own sessions, so that one after another finds none of its forerunner's keys.
+    return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
 
 
 @final

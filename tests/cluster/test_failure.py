@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +19,7 @@ import torch
 
 from dglx_dist.cluster.collectives import barrier, sum_over_ranks
 from dglx_dist.cluster.session import current_session, start_session
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import ConfigError, PeerError
 from tests.helpers.ranks import RankError, run_ranks, start_ranks
 
 LIMIT_S = 30.0
@@ -172,6 +176,107 @@ def test_script_that_ends_without_close_ends_cleanly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (folder,) = set(re.findall(r"end of (\S+)", done.stdout))
     assert not Path(folder).exists()
+
+
+ANSWERING_AT_EXIT = """
+import time
+import numpy as np
+from dglx_dist.cluster.session import start_session
+from dglx_dist.cluster.collectives import barrier
+
+session = start_session(timeout_s=20)
+session.rpc.register("rows", lambda _name, _arrays: [np.arange(3)])
+barrier(session, "registered")
+if session.topology.rank == 1:
+    while not session.store.raw.check(["barrier/2/0"]):  # until rank 0 is in its exit handlers
+        time.sleep(0.01)
+    print("read", session.rpc.call(0, "rows", "", [], phase="p")[0].tolist())
+"""
+
+
+def test_rank_whose_script_has_ended_still_answers_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ANSWERING_AT_EXIT)
+    done = _torchrun(script)
+    assert done.returncode == 0, done.stderr
+    assert "read [0, 1, 2]" in done.stdout
+
+
+def _square(number: int) -> int:
+    return number * number
+
+
+def _with_a_pool() -> list[int]:
+    session = start_session(timeout_s=60)
+    before = threading.active_count()
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        squares = pool.map(_square, range(3))
+    # Leaving the pool sends SIGTERM to its processes, which must end them and nobody else.
+    barrier(session, "after the pool")
+    assert threading.active_count() == before
+    return squares
+
+
+def test_processes_forked_from_a_rank_end_alone() -> None:
+    assert run_ranks(_with_a_pool, 2) == [[0, 1, 4]] * 2
+
+
+def _fork_that_exits() -> list[object]:
+    session = start_session(timeout_s=60)
+    child = os.fork()
+    if child == 0:
+        try:
+            session.rpc.call(1 - session.topology.rank, "cluster.ping", "", [], phase="p")
+        except PeerError:
+            session.close()
+            with contextlib.suppress(ConfigError):
+                current_session()
+                os._exit(9)
+            atexit._run_exitfuncs()  # as an ordinary end would, which the helper stands in the way of
+            os._exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 8)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    barrier(session, "after the child")
+    return [os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
+
+
+def test_forked_process_lets_go_of_the_session() -> None:
+    assert run_ranks(_fork_that_exits, 2, ranks_per_server=1) == [[0, True]] * 2
+
+
+def _own_handler_later() -> list[bool]:
+    session = start_session(timeout_s=60)
+    told = threading.Event()
+
+    def mine(_number: int, _frame: object) -> None:
+        told.set()
+
+    signal.signal(signal.SIGTERM, mine)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert told.wait(20)
+    barrier(session, "after the signal")
+    session.close()
+    return [told.is_set(), signal.getsignal(signal.SIGTERM) is mine]
+
+
+def test_handler_that_the_user_sets_later_is_left_alone() -> None:
+    assert run_ranks(_own_handler_later, 2) == [[True, True]] * 2
+
+
+def _taken_wakeup() -> None:
+    session = start_session(timeout_s=60)
+    barrier(session, "ready")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)  # as asyncio does
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert os.read(read, 1)
+    threading.Event().wait(60)
+
+
+def test_sigterm_ends_a_rank_whose_wakeup_descriptor_is_somebody_elses() -> None:
+    outcomes = start_ranks(_taken_wakeup, 2)
+    assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM] * 2
 
 
 def _torchrun(script: Path) -> subprocess.CompletedProcess[str]:

@@ -216,6 +216,76 @@ def test_closing_ends_calls_under_way() -> None:
         caller.close()
 
 
+def test_closing_under_calls_of_other_threads_ends_them_with_an_error_that_says_so() -> None:
+    ends: list[BaseException] = []
+    with pair() as (caller, server):
+        server.register("rows", lambda _name, _arrays: [np.zeros(300_000)])
+        under_way = threading.Barrier(4)
+
+        def ask_for_ever() -> None:
+            caller.call(1, "rows", "", [TABLE], phase="p")
+            under_way.wait(20)
+            try:
+                while True:
+                    caller.call(1, "rows", "", [TABLE], phase="p")
+            except BaseException as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=ask_for_ever) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        under_way.wait(20)
+        caller.close()
+        for thread in threads:
+            thread.join(20)
+    assert [type(end) for end in ends] == [PeerError] * 3
+    assert all("session" in str(end) for end in ends)
+
+
+def test_reply_that_came_in_time_counts_however_late_it_is_asked_for() -> None:
+    with pair() as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        early = caller.submit(1, "echo", "", [TABLE], phase="p")
+        late = caller.submit(1, "echo", "", [TABLE], phase="p")
+        assert late._answer._link.pump(20_000)  # the reply of the first; that of the second follows
+        assert late._answer._link.pump(20_000)
+        third = caller.submit(1, "echo", "", [TABLE], phase="p")
+        assert late._answer._link._socket.poll(20_000)  # has come, but was not taken in
+        for one in (early, late, third):
+            assert np.array_equal(one.result(1e-9)[0], TABLE)
+
+
+def test_handler_that_ends_its_thread_ends_only_the_call() -> None:
+    def leave(_name: str, _arrays: object) -> list[np.ndarray]:
+        raise SystemExit("enough")
+
+    with pair() as (caller, server):
+        server.register("leave", leave)
+        for _ in range(5):  # more often than there are threads in the pool
+            with pytest.raises(RemoteError, match="SystemExit: enough"):
+                caller.call(1, "leave", "", [], phase="p")
+
+
+def test_what_is_kept_of_callers_that_left_is_bounded() -> None:
+    with pair() as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        for _ in range(40):
+            thread = threading.Thread(target=lambda: caller.call(1, "echo", "", [TABLE], phase="p"))
+            thread.start()
+            thread.join()
+        # A few, because a descriptor is used again only after its connection has ended.
+        assert len(server._server._assemblers) <= 10
+
+
+def test_the_silent_are_told_from_those_who_answer() -> None:
+    with pair(timeout_s=60.0) as (caller, server):
+        assert caller.silent([0, 1], 20.0) == []
+        server.close()
+        assert caller.silent([0, 1], 20.0) == [1]
+        caller.close()
+        assert not caller.alive(1, 20.0)
+
+
 def test_wrong_secret_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pair(mine=Credentials(secret=b"guess")) as (caller, server):
         server.register("rows", lambda _name, arrays: pytest.fail("a stranger was served"))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
+import numpy as np
 import pytest
 
+from dglx_dist.cluster.collectives import barrier, gather_int64
 from dglx_dist.cluster.session import current_session, start_session
 from dglx_dist.errors import ConfigError
+from tests.helpers.ranks import run_ranks
 
 
 def test_one_process_needs_no_launcher() -> None:
@@ -33,3 +39,31 @@ def test_time_limit_must_make_sense(timeout_s: float) -> None:
         start_session(timeout_s=timeout_s)
     with pytest.raises(ConfigError, match="init"):
         current_session()
+
+
+def _three_sessions() -> list[list[int]]:
+    rank, found = int(os.environ["RANK"]), []
+    for number in range(3):
+        if rank == 0 and number:
+            threading.Event().wait(0.3)  # the other is far ahead and finds what the last session left
+        with start_session(timeout_s=20, seed=number) as session:
+            session.rpc.register("number", lambda _name, _arrays, number=number: [np.array([number])])
+            barrier(session, "registered")
+            answer = session.rpc.call(1 - rank, "number", "", [], phase="p")[0]
+            found.append([int(answer[0]), int(gather_int64([number], session).sum())])
+    return found
+
+
+def test_sessions_follow_each_other_in_a_process() -> None:
+    assert run_ranks(_three_sessions, 2) == [[[0, 0], [1, 2], [2, 4]]] * 2
+
+
+def test_name_of_the_folder_tells_nothing_of_the_secret() -> None:
+    (shown,) = set(run_ranks(_folder_shows_secret, 2))
+    assert not shown
+
+
+def _folder_shows_secret() -> bool:
+    with start_session() as session:
+        secret = session.rpc._credentials.secret.decode()
+        return any(secret[at : at + 8] in session.scratch.name for at in range(len(secret) - 7))
