@@ -16,7 +16,7 @@ from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies import STRATEGIES
-from dglx_dist.training.fit import FitConfig, FitResult, train
+from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -25,10 +25,14 @@ BATCH = 40
 TIMES = ("seconds", "sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s")
 
 
-def _fit(folder: str, config: dict[str, Any], dropout: float) -> tuple[dict[str, Any], list[Any]]:
-    session = start_session(timeout_s=60)
+def _fits(folder: str, configs: list[dict[str, Any]], dropout: float) -> list[tuple[Any, list[Any]]]:
+    start_session(timeout_s=60)
     g = DistGraph(folder)
-    topology = session.topology
+    return [_fit(g, config, dropout) for config in configs]
+
+
+def _fit(g: DistGraph, config: dict[str, Any], dropout: float) -> tuple[dict[str, Any], list[Any]]:
+    session, topology = g.session, g.session.topology
     strategy = STRATEGIES.get("data_parallel")(session, {})
     # The second rank has one step's seeds, and runs out of them.
     ids = equality.cut(equality.new_ids_of_training(g), (3.0, 1.0), topology.rank, topology.world_size)
@@ -51,8 +55,11 @@ def _fit(folder: str, config: dict[str, Any], dropout: float) -> tuple[dict[str,
     return asdict(result), weights
 
 
-def run(folder: Path, ranks: int, dropout: float = 0.5, **config: Any) -> list[tuple[FitResult, list[Any]]]:
-    return run_ranks(_fit, ranks, args=(str(folder), config, dropout), ranks_per_server=1)
+def run(
+    folder: Path, ranks: int, *configs: dict[str, Any], dropout: float = 0.5
+) -> list[list[tuple[Any, list[Any]]]]:
+    """What each rank has of each configuration, one after the other in the same processes."""
+    return run_ranks(_fits, ranks, args=(str(folder), list(configs), dropout), ranks_per_server=1)
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +69,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, ranks: int) -> None:
-    whole = run(folder, ranks, epochs=4, eval_every=2)
-    run(folder, ranks, epochs=2, eval_every=2, checkpoint_folder=str(tmp_path))
-    resumed = run(
-        folder,
-        ranks,
-        epochs=4,
-        eval_every=2,
-        checkpoint_folder=str(tmp_path),
-        checkpoint_every=5,
-        resume=True,
-    )
-    for (a, weights), (b, other) in zip(whole, resumed, strict=True):
+    whole = {"epochs": 4, "eval_every": 2}
+    half = {"epochs": 2, "eval_every": 2, "checkpoint_folder": str(tmp_path)}
+    rest = {**whole, "checkpoint_folder": str(tmp_path), "checkpoint_every": 5, "resume": True}
+    before = run(folder, ranks, whole, half)
+    after = run(folder, ranks, rest)
+    for ((a, weights), _), [(b, other)] in zip(before, after, strict=True):
         assert all(np.array_equal(x, y) for x, y in zip(weights, other, strict=True))
         assert b["first_epoch"] == 2
         assert [r["epoch"] for r in b["epochs"]] == [2, 3]
@@ -85,7 +86,7 @@ def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, rank
 
 
 def test_records_are_sums_over_ranks(folder: Path) -> None:
-    results = [result for result, _ in run(folder, 2, dropout=0.0, epochs=2)]
+    results = [result for [(result, _)] in run(folder, 2, {"epochs": 2}, dropout=0.0)]
     assert results[0] == results[1]
     for record in results[0]["epochs"]:
         assert record["num_samples"] == 167
