@@ -27,12 +27,10 @@ class Scratch:
         base = _base()
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base, self.path)
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._lock = _joined(self.path)
 
     def close(self) -> None:
-        """Leave the folder; the last one to leave removes it. May be called twice."""
+        """Leave the folder; the last one to leave removes it, and those of the dead. May be called twice."""
         if self._lock < 0:
             return
         with contextlib.suppress(BlockingIOError):
@@ -40,10 +38,31 @@ class Scratch:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
+        _remove_abandoned(self.path.parent, self.path)
 
 
 def _base() -> Path:
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _joined(path: Path) -> int:
+    """Make the folder if need be, and return the descriptor whose shared lock keeps it."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            # Before it was locked, the folder looked abandoned: another job may have removed it.
+            if _is_at(lock, path / _LOCK):
+                return lock
+            os.close(lock)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _remove_abandoned(base: Path, keep: Path) -> None:

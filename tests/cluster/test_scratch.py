@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import uuid
+from pathlib import Path
+
+import pytest
 
 from dglx_dist.cluster.scratch import Scratch
 from dglx_dist.cluster.session import start_session
@@ -55,3 +60,31 @@ def test_ranks_of_a_server_share_one() -> None:
     a, b, c = run_ranks(_path, 3, ranks_per_server=2)
     assert a == b != c
     assert not any(os.path.exists(path) for path in (a, b, c))
+
+
+def test_a_folder_taken_away_before_it_was_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = uuid.uuid4().hex[:12]
+    real = fcntl.flock
+    taken: list[Path] = []
+
+    def lock(descriptor: int, kind: int) -> None:
+        if kind == fcntl.LOCK_SH and not taken:
+            # What a job does that starts at this moment and finds nobody's lock on the folder.
+            taken.extend(Path("/dev/shm").glob(f"*{job}-s0"))
+            shutil.rmtree(taken[0])
+        real(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    mine = Scratch(job, 0)
+    assert taken == [mine.path]
+    (mine.path / "rows").write_text("x")
+    mine.close()
+    assert not mine.path.exists()
+
+
+def test_a_survivor_removes_the_folder_of_a_killed_process() -> None:
+    mine, job = Scratch(uuid.uuid4().hex[:12], 0), uuid.uuid4().hex[:12]
+    start_ranks(_open_and_die, 1, args=(job,))
+    parent = mine.path.parent
+    mine.close()
+    assert list(parent.glob(f"*{job}-s3")) == []
