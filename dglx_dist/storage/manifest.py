@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -234,10 +235,10 @@ class _EdgeType:
 
 
 def _offsets(item: Fields, num_parts: int) -> Array:
-    offsets = np.array(item.integers("offsets", count=num_parts + 1), dtype=np.int64)
-    if offsets[0] != 0 or np.any(np.diff(offsets) < 0):
-        raise item.wrong("offsets", "numbers that start at 0 and never fall")
-    return offsets
+    offsets = item.integers("offsets", count=num_parts + 1)
+    if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)) or offsets[-1] >= 1 << 63:
+        raise item.wrong("offsets", "64-bit numbers that start at 0 and never fall")
+    return np.array(offsets, dtype=np.int64)
 
 
 def _columns(items: Fields) -> dict[str, ColumnInfo]:

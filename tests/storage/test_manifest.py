@@ -70,6 +70,7 @@ WRONG = [
     (changed("node_types", 0, "offsets", to=[0, 4, 3]), r"offsets' is \[0, 4, 3\], expected .*never fall"),
     (changed("node_types", 0, "offsets", to=[1, 4, 6]), "start at 0"),
     (changed("node_types", 0, "offsets", to=[0, 1.5, 6]), "whole numbers"),
+    (changed("node_types", 0, "offsets", to=[0, 4, 10**30]), "64-bit"),
     (changed("node_types", 0, "user_ids", to="float"), "'float', expected one of 'int64', 'string', None"),
     (changed("node_types", 0, "num_classes", to=-1), "num_classes' is -1"),
     (changed("node_types", 0, "columns", "feat", "dtype", to="float3"), r"columns\.feat\.dtype' is 'float3'"),
