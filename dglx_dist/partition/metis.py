@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 
 from dglx_dist.partition.base import Partitioner
-from dglx_dist.partition.dgl_metis import part_graph_with_dgl
+from dglx_dist.partition.dgl_metis import part_graph_with_dgl, what_dgl_lacks
 from dglx_dist.partition.flat import check_request, describe, to_assignment, trivial_parts
 from dglx_dist.partition.metis_library import MetisRequest, library_path, part_graph
 from dglx_dist.partition.repair import deal, settle
@@ -20,8 +20,10 @@ from dglx_dist.records import Array, Assignment, RawGraph
 class Metis(Partitioner):
     """Multilevel k-way partitioning of the symmetrised graph (DistDGL, section 1.1).
 
-    Honours any number of constraints, a tolerance for each, target weights, the objective and ``fast``
-    (one refinement pass instead of ten). METIS aims at the tolerances; what it misses is moved to where
+    Honours any number of constraints, a tolerance for each, target weights, the objective and ``fast``:
+    DistDGL's cheap variant, one initial partition and one refinement pass, by DGL's own build of METIS.
+    With tolerances, target weights or weights above 1 of one's own, which that build does not know, fast is
+    one refinement pass instead of ten. METIS aims at the tolerances; what it misses is moved to where
     there is room, and what cannot be is logged and listed in ``parameters["missed"]``. About 200 bytes
     of memory per directed edge.
     """
@@ -54,7 +56,7 @@ class Metis(Partitioner):
             # METIS has nothing to coarsen, and complains on standard output; any even deal is as good.
             return deal(weights)
         path = library_path()
-        if path is None:
+        if path is None or (self.options.fast and what_dgl_lacks(self.options, weights) is None):
             return part_graph_with_dgl(symmetric, self.options, weights)
         request = MetisRequest(
             num_parts=len(weights.shares),

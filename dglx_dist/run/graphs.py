@@ -73,7 +73,7 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         balance: Weights to balance: nodes, degree, train, val, test, ntype or a node column.
         tolerance: How much the heaviest part may exceed its share; one for all, or by constraint.
         target_weights: (P,) shares for unequal machines.
-        fast: Less refinement, for a cut that is a few percent worse.
+        fast: The cheap variant of kaminpar (less time) or metis (less memory, as DistDGL), for a worse cut.
         seed: The same seed gives the same parts.
         format: ``dgl`` writes files that DGL's own ``load_partition`` reads, into ``out_path`` itself.
         overwrite: Replace what is there.

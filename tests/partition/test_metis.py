@@ -66,12 +66,25 @@ def test_every_node_type_is_balanced() -> None:
     assert quality.balance["ntype:right"] <= 1.05
 
 
-def test_fast_reaches_the_library() -> None:
+@pytest.mark.parametrize("tolerance", [0.05, 0.07], ids=["build-of-dgl", "one-pass"])
+def test_fast_reaches_the_library(tolerance: float) -> None:
     """Less effort is another answer where there is something to refine; a dead switch would give the same."""
     graph = communities(num_blocks=40, degree=4, inside=0.5)
-    full, fast = (Metis(PartitionOptions(fast=fast)).assign(graph, 8, 0) for fast in (False, True))
+    options = PartitionOptions(tolerance=tolerance)
+    full, fast = (Metis(replace(options, fast=fast)).assign(graph, 8, 0) for fast in (False, True))
     assert flat(full.part_of) != flat(fast.part_of)
     assert fast.parameters["fast"] is True
+    assert measure(graph, fast).balance["nodes"] <= 1 + tolerance
+
+
+def test_fast_is_one_initial_partition_and_one_pass_by_dgls_own_build() -> None:
+    """That build knows no seed, and pymetis's, asked for one pass alone, does."""
+    graph = communities(num_blocks=40, degree=4, inside=0.5)
+    cheap, one_pass = PartitionOptions(fast=True), PartitionOptions(fast=True, tolerance=0.07)
+    first, other = (flat(Metis(cheap).assign(graph, 8, seed).part_of) for seed in (0, 1))
+    assert first == other
+    first, other = (flat(Metis(one_pass).assign(graph, 8, seed).part_of) for seed in (0, 1))
+    assert first != other
 
 
 def test_communication_volume_is_what_vol_minimises() -> None:
