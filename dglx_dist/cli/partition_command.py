@@ -52,7 +52,7 @@ def partition(  # noqa: PLR0913  # one argument per option
         str, typer.Option(help="Minimise cut edges (cut) or communicated nodes (vol).")
     ] = "cut",
     fast: Annotated[
-        bool, typer.Option("--fast", help="The cheap variant: less time (kaminpar) or memory (metis), a worse cut.")
+        bool, typer.Option("--fast", help="Cheaper: less time (kaminpar) or memory (metis), a worse cut.")
     ] = False,
     servers: Annotated[
         int | None, typer.Option(help="For hierarchical: servers; parts = servers x workers.")

@@ -35,7 +35,7 @@ class PartitionOptions:
     objective: Literal["cut", "vol"] = "cut"
     """Minimise cut edges, or the number of (node, foreign part) pairs that must be communicated."""
     fast: bool = False
-    """The cheap variant: kaminpar is faster; metis is DistDGL's, with a quarter less memory and a worse cut."""
+    """The cheap variant: kaminpar is faster; metis is DistDGL's, less memory and a worse cut."""
     servers: int | None = None
     """Number of servers for ``hierarchical``; P must be a multiple of it."""
     workers: int | None = None
