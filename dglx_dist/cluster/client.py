@@ -49,8 +49,8 @@ class PeerAddress:
 class Call:
     """One request on its way. Its reply must be taken on the thread that sent it."""
 
-    def __init__(self, link: Link, request: int, what: str) -> None:
-        self._link, self._request, self._what = link, request, what
+    def __init__(self, link: Link, request: int, op: str, name: str) -> None:
+        self._link, self._request, self._op, self._name = link, request, op, name
         self._started = time.monotonic()
 
     def wait(self, timeout_s: float) -> list[Array]:
@@ -64,22 +64,25 @@ class Call:
         while self._request not in link.replies:
             left_s = self._started + timeout_s - time.monotonic()
             if link.broken:
-                raise PeerError(f"{link.name} {link.broken} while asked for {self._what}{self._after()}")
+                raise PeerError(f"{link.name} {link.broken} while asked for {self._what()}{self._after()}")
             # Looked at even when the time is up: the reply may have come long before it is asked for.
             came = link.pump(min(_POLL_MS, max(int(left_s * 1000) + 1, 0)))
             if left_s <= 0 and not came:
                 raise PeerError(
-                    f"{link.name} did not answer {self._what} within {timeout_s:g} s; it may hang or be "
+                    f"{link.name} did not answer {self._what()} within {timeout_s:g} s; it may hang or be "
                     "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
                 )
         reply = link.replies.pop(self._request)
         if reply.head.kind is Kind.ERROR:
-            raise RemoteError(f"{link.name} failed at {self._what}: {reply.head.name}")
+            raise RemoteError(f"{link.name} failed at {self._what()}: {reply.head.name}")
         return reply.arrays
 
     def __del__(self) -> None:
         # Nobody will ask any more, so the reply can be dropped when it comes.
         self._link.forget(self._request)
+
+    def _what(self) -> str:
+        return f"{self._op} {self._name!r}" if self._name else self._op
 
     def _after(self) -> str:
         return f" ({time.monotonic() - self._started:.1f} s after the call)"
@@ -107,7 +110,7 @@ class Link:
     def send(self, op: str, name: str, arrays: Sequence[Array], chunk_bytes: int) -> Call:
         """Send a request and return at once."""
         self._next_request += 1
-        call = Call(self, self._next_request, f"{op} {name!r}" if name else op)
+        call = Call(self, self._next_request, op, name)
         head = Head(Kind.REQUEST, self._next_request, op, name)
         messages = frames_of(head, arrays, chunk_bytes)
         self._waiting.add(self._next_request)

@@ -26,9 +26,9 @@ from dglx_dist.records import Array
 MAX_PARTIAL_MESSAGES = 1024
 """Messages of one peer that may be incomplete at a time."""
 
-COPY_BYTES = 512 * 1024
-"""Up to this size a buffer is copied into the message: pyzmq gives zero-copy buffers back through a
-thread of its own, which costs more than such a copy."""
+COPY_BYTES = 1 << 20
+"""Up to this size a whole buffer is copied into the message: pyzmq gives zero-copy buffers back through a
+thread of its own, which costs more than one such copy. Chunks come in numbers and are never copied."""
 SMALL_BYTES = 16 * 1024
 """Up to this size a received buffer is copied: it may lie anywhere in the buffer of the connection."""
 
@@ -71,12 +71,12 @@ def _chunks_of(request: int, array: int, buffer: memoryview, chunk_bytes: int) -
         yield [encode(head), buffer[start : start + chunk_bytes]]
 
 
-def send_frames(socket: zmq.Socket[bytes], frames: Frames) -> None:
-    """Send one ZeroMQ message; large buffers are referred to until they are gone, small ones copied."""
+def send_frames(socket: zmq.Socket[bytes], frames: Frames, *, copy_bytes: int = COPY_BYTES) -> None:
+    """Send one ZeroMQ message; buffers above ``copy_bytes`` are referred to until they are gone."""
     last = len(frames) - 1
     for index, frame in enumerate(frames):
         more = zmq.SNDMORE if index < last else 0
-        if len(frame) <= COPY_BYTES:
+        if len(frame) <= copy_bytes:
             socket.send(frame, more)
         else:
             socket.send(frame, more, copy=False)

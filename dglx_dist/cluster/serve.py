@@ -17,7 +17,15 @@ import zmq
 
 from dglx_dist.cluster.auth import Credentials
 from dglx_dist.cluster.door import Door
-from dglx_dist.cluster.framing import Assembler, Frames, Message, frames_of, send_frames
+from dglx_dist.cluster.framing import (
+    COPY_BYTES,
+    SMALL_BYTES,
+    Assembler,
+    Frames,
+    Message,
+    frames_of,
+    send_frames,
+)
 from dglx_dist.cluster.network import endpoint_of
 from dglx_dist.cluster.wire import Head, Kind, WireError
 from dglx_dist.records import Array
@@ -166,10 +174,12 @@ class Server:
         return frames
 
     def _send(self, peer: bytes, messages: list[Frames]) -> None:
+        copy_bytes = COPY_BYTES
         for frames in messages:
             # A peer that left has no route, and ROUTER drops what is for it.
             self._router.send(peer, zmq.SNDMORE)
-            send_frames(self._router, frames)
+            send_frames(self._router, frames, copy_bytes=copy_bytes)
+            copy_bytes = SMALL_BYTES  # chunks follow
 
     def _wake(self) -> None:
         with self._waker_lock, contextlib.suppress(zmq.Again):  # Again: nobody serves any more
