@@ -16,6 +16,7 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.records import EpochRecord
 from dglx_dist.sampling.loader import LoaderTimes
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.training.evaluate import float_of
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(B, C) scores and (B,) labels to the mean loss over the B rows; with B = 0 it does not count."""
@@ -100,7 +101,9 @@ def train_epoch(
 
 def _train_step(step: Step, blocks: list[Any], sums: _Sums) -> None:
     labels = blocks[-1].dstdata[step.label]
-    scores = step.model(blocks, blocks[0].srcdata[step.feature])
+    # Stored as their source had them: flags, counts, half or double precision.
+    features = blocks[0].srcdata[step.feature].to(float_of(step.model).dtype)
+    scores = step.model(blocks, features)
     loss = step.loss(scores, labels)
     step.optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare

@@ -50,7 +50,7 @@ def layerwise_inference(
         ConfigError: the model does not tell its layers, or the graph has several types.
     """
     steps = list(layers) if layers is not None else _layers_of(_plain(model))
-    target = _float_of(model)
+    target = float_of(model)
     blocks, mine = FullBlocks(g, target.device), local_share(g)
     computed: list[DistTensor] = []
     with _evaluating(model):
@@ -85,7 +85,7 @@ def minibatch_inference(
     """
     if num_layers < 1:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
-    target = _float_of(model)
+    target = float_of(model)
     full, mine = FullBlocks(g, target.device), local_share(g)
 
     def scores(ids: Array) -> Tensor:
@@ -188,6 +188,12 @@ def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]
         yield start, min(start + batch_size, last)
 
 
+def float_of(model: nn.Module) -> Tensor:
+    """Return a tensor of the floating-point dtype and the device of the model's parameters."""
+    floats = (p for p in model.parameters() if p.is_floating_point())
+    return next(floats, torch.zeros(()))
+
+
 def _one_layer(
     layer: InferenceLayer,
     blocks: FullBlocks,
@@ -235,12 +241,6 @@ def _layers_of(module: nn.Module) -> list[InferenceLayer]:
             "num_layers= to evaluate(), which computes each batch's whole neighbourhood"
         )
     return list(ask())
-
-
-def _float_of(model: nn.Module) -> Tensor:
-    """Return a tensor that has the model's dtype and device."""
-    floats = (p for p in model.parameters() if p.is_floating_point())
-    return next(floats, torch.zeros(()))
 
 
 @contextmanager

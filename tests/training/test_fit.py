@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import Assignment
+from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
@@ -145,3 +147,26 @@ def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
 def test_config_refuses_nonsense(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FitConfig(**fields)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int8", "bool"])
+@pytest.mark.parametrize("kind", ["sage", "gat"])
+def test_features_come_in_the_dtype_of_the_model(tmp_path: Path, kind: str, dtype: str) -> None:
+    raw = equality.raw_graph()
+    columns = {**raw.node_data["_N"], "feat": np.asarray(raw.node_data["_N"]["feat"]).astype(dtype)}
+    raw = replace(raw, node_data={"_N": columns})
+    part_of = {"_N": np.zeros(equality.NUM_NODES, np.int32)}
+    parts = Assignment(num_parts=1, part_of=part_of, method="test", seed=0)
+    write_dataset(raw, parts, tmp_path / "data")
+    with start_session() as session:
+        g = DistGraph(tmp_path / "data")
+        sampler = dgl.dataloading.NeighborSampler(
+            [2, 2], prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        strategy = STRATEGIES.get("data_parallel")(session, {})
+        loader = strategy.loader(g, equality.new_ids_of_training(g), sampler, batch_size=BATCH)
+        plain = build_model(kind, equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.0)
+        model = strategy.wrap(plain, g)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        result = train(model, loader, optimizer, g, FitConfig(epochs=1))
+    assert np.isfinite(result.epochs[0].loss)
