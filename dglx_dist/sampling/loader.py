@@ -169,9 +169,13 @@ class DataLoader:
         def make(step: int) -> MiniBatch:
             return self._maker.make(order[self._schedule.slice_of(step)], epoch)
 
-        with closing(run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)) as batches:
-            for step in steps:
-                yield self._handed_over(step, batches)
+        try:
+            with closing(run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)) as batches:
+                for step in steps:
+                    yield self._handed_over(step, batches)
+        finally:
+            # A step after the loop is not of the last batch, and must not be weighed like it.
+            self._session.step_share = None
         self._epoch, self._next_step, self._begun = epoch + 1, 0, False
 
     def _handed_over(self, step: int, batches: Iterator[MiniBatch]) -> Batch:

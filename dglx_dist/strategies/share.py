@@ -47,7 +47,7 @@ def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
     if share is None:
         raise ConfigError(
             "the wrapped model does not know how many targets this step has, so it cannot weigh this rank's "
-            "mean loss; feed it from dglx_dist.DataLoader, set session.step_share = "
-            "count_targets(len(targets), session) before the forward call, or wrap with reduction='sum'"
+            "mean loss; feed it from dglx_dist.DataLoader, set session.step_share = dglx_dist.strategies."
+            "share.count_targets(len(targets), session) before the forward call, or wrap with reduction='sum'"
         )
     return share.num_local / share.num_global

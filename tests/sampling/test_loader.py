@@ -202,6 +202,7 @@ def test_shares_and_times(graph: DistGraph) -> None:
         assert blocks[-1].step_share == graph.session.step_share
         shares.append(graph.session.step_share)
     assert shares == [StepShare(num_local=n, num_global=n) for n in (32, 28)]
+    assert graph.session.step_share is None, "a step after the loop is not the loader's"
     times = loader.times(reset=True)
     assert times.sample_s > 0
     assert times.fetch_s > 0
