@@ -11,13 +11,14 @@
 #   --parts P        parts of the graph (default: ranks)  --method M     partitioner (default: the package's)
 #   --name NAME      of data/NAME and runs/NAME           anything else goes to `dglx train`
 set -euo pipefail
+started_in=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 data="synthetic:nodes=20000,degree=25,seed=0" strategy=data_parallel ranks=2 servers=1 parts="" method="" name=""
 more=()
 while [ $# -gt 0 ]; do
     case "$1" in
-        -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0" && exit 0 ;;
+        -h | --help) sed -n '2,13s/^# \{0,1\}//p' scripts/demo.sh; exit ;;
         --data | --strategy | --ranks | --servers | --parts | --method | --name)
             [ $# -ge 2 ] || { echo "demo.sh: $1 needs a value; see scripts/demo.sh --help" >&2 && exit 2; }
             printf -v "${1#--}" '%s' "$2" && shift 2 ;;
@@ -25,12 +26,17 @@ while [ $# -gt 0 ]; do
     esac
 done
 
+# A path is meant from where the command was typed.
+if [ -e "$started_in/$data" ]; then
+    data=$started_in/$data
+fi
 scripts/setup.sh
 dglx=.venv/bin/dglx
 parts=${parts:-$ranks}
 if [ -z "$name" ]; then
-    # Readable, and different for every graph and cut.
-    name=$(basename "${data%%:*}" .npz)-$parts-$(printf '%s' "$data $parts $method" | sha256sum | cut -c1-6)
+    # Readable, and different for every graph and cut: a file that has changed is cut again.
+    changed=$(stat -c '%s %Y' "$data" 2>/dev/null || true)
+    name=$(basename "${data%%:*}" .npz)-$parts-$(printf '%s' "$data $parts $method$changed" | sha256sum | cut -c1-6)
 fi
 
 if [ ! -f "data/$name/manifest.json" ]; then

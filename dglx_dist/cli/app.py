@@ -31,7 +31,7 @@ app = typer.Typer(
     dglx report runs/demo
 
 On several machines, torchrun starts the ranks: `torchrun --nnodes 2 --nproc-per-node 4
---rdzv-endpoint HOST:29500 -m dglx_dist.cli train data/demo --out runs/demo`
+--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dglx_dist.cli train data/demo --out runs/demo`
 
 Exit codes: 0; 2 for what you can put right, with one message that says how; 1 for everything else.
 """

@@ -62,7 +62,7 @@ def inspect(
         draw_parts({**per_part, "MB on disk": [size / 1e6 for size in sizes]}, target, title=title)
     except OSError as error:
         raise ConfigError(f"cannot write the picture: {error}; say where with --picture FILE") from error
-    console.print(f"picture: {target}")
+    console.print(f"picture: {target}", soft_wrap=True)
 
 
 def overview(manifest: Manifest) -> dict[str, object]:

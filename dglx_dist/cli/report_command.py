@@ -26,7 +26,7 @@ def report(
     show(epoch_table(run.epochs))
     show(summary_table(run.summary))
     draw(run.epochs, folder / PICTURE, title=run_title(run.summary, run.config))
-    Console(highlight=False).print(f"picture: {folder / PICTURE}")
+    Console(highlight=False, soft_wrap=True).print(f"picture: {folder / PICTURE}")
 
 
 def show(table: Table) -> None:

@@ -73,7 +73,9 @@ def train(  # noqa: PLR0913  # one argument per option
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUNDIR", rich_help_panel=_RUN, help="Default: runs/NAME-STRATEGY, NAME of DIR."
+            metavar="RUNDIR",
+            rich_help_panel=_RUN,
+            help="An earlier run there is replaced. Default: runs/NAME-STRATEGY, NAME of DIR.",
         ),
     ] = None,
     eval_every: Annotated[
@@ -89,14 +91,18 @@ def train(  # noqa: PLR0913  # one argument per option
     ] = 0,
     resume: Annotated[
         bool,
-        typer.Option("--resume", rich_help_panel=_RUN, help="Go on from the newest checkpoint in RUNDIR."),
+        typer.Option(
+            "--resume",
+            rich_help_panel=_RUN,
+            help="Go on from the newest checkpoint in RUNDIR; from the start where there is none.",
+        ),
     ] = False,
 ) -> None:
     """Train a model on a partitioned dataset, evaluate it exactly, and write what it cost to a folder.
 
     Two processes here: `dglx train data/demo --ranks 2 --epochs 5 --out runs/demo`
 
-    Under torchrun: `torchrun --nnodes 2 --nproc-per-node 4 -m dglx_dist.cli train data/demo --out runs/demo`
+    Under torchrun: `torchrun --nproc-per-node 4 -m dglx_dist.cli train data/demo --out runs/demo`
 
     RUNDIR gets `summary.json`, `metrics.jsonl`, `config.json` and `picture.png`; `dglx report RUNDIR` shows
     them again.
@@ -144,7 +150,9 @@ def train(  # noqa: PLR0913  # one argument per option
 
         show(epoch_table(trained.epochs))
         show(summary_table(trained.summary))
-        Console(highlight=False).print(f"written to {trained.folder}; again: dglx report {trained.folder}")
+        Console(highlight=False, soft_wrap=True).print(
+            f"written to {trained.folder}; again: dglx report {trained.folder}"
+        )
 
 
 def check_names(strategy: str, data: Path) -> None:

@@ -43,7 +43,7 @@ def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
         right.plot(
             *zip(*measured, strict=True), color="#c44e52", marker="o", markersize=3, label="val accuracy"
         )
-    right.set_ylim(0, 1)
+    right.set(ylim=(0, 1), ylabel="accuracy")
     handles = [*axes.get_lines(), *right.get_lines()]
     axes.legend(handles=handles, loc="center right", fontsize=8)
 

@@ -1,8 +1,9 @@
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from dglx_dist.report.picture import draw, draw_parts
+from dglx_dist.report.picture import _draw_learning, draw, draw_parts
 from tests.report.records import epoch
 
 
@@ -23,3 +24,9 @@ def test_each_column_of_parts_gets_a_panel(tmp_path: Path) -> None:
     draw_parts({"nodes": [1, 2]}, tmp_path / "one.png", title="one")
     draw_parts({"nodes": [1, 2], "edges": [5, 5]}, tmp_path / "two.png", title="two")
     assert imread(tmp_path / "two.png").shape[1] == 2 * imread(tmp_path / "one.png").shape[1]
+
+
+def test_both_axes_of_the_learning_curve_are_named() -> None:
+    figure = Figure()
+    _draw_learning(figure.subplots(), [epoch(0), epoch(1)])
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "accuracy"]
