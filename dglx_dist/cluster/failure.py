@@ -30,10 +30,12 @@ class FailureWatch:
     torchrun sends to the survivors of a dead rank) ends the process with status 143 after naming who does
     not answer, even while the main thread hangs in a collective. A handler of the user's own is left alone,
     whether it was there before or came later.
+
+    ``leave`` is called before SIGTERM ends the process, to let go of what would stay on the machine.
     """
 
-    def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str]) -> None:
-        self._store, self._rpc, self._hosts = store, rpc, hosts
+    def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str], leave: Callable[[], None]) -> None:
+        self._store, self._rpc, self._hosts, self._leave = store, rpc, hosts, leave
         self.failed = False
         self._hook_before = sys.excepthook
         sys.excepthook = self._hook
@@ -74,6 +76,8 @@ class FailureWatch:
         log.error("%s", text)
         sys.stdout.flush()
         sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            self._leave()
         # The main thread may hang in a collective for ever, so there is no way back through it.
         _end_process()
 

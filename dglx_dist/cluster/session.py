@@ -94,7 +94,11 @@ class Session:
         """What lower rooms keep as long as the session lasts, such as the graph opened last."""
         self._scratch, self._owns_group = parts.scratch, parts.owns_group
         self._closed = False
-        self._watch = FailureWatch(self.store, self.rpc, self.hosts) if self.store is not None else None
+        self._watch = (
+            None
+            if self.store is None
+            else FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
+        )
         atexit.register(self._at_exit)
         _call_in_forks(weakref.WeakMethod(self._leave_to_parent))
 

@@ -288,3 +288,21 @@ def _torchrun(script: Path) -> subprocess.CompletedProcess[str]:
 def test_no_session_is_left_behind() -> None:
     with pytest.raises(ValueError, match="init"):
         current_session()
+
+
+def _wait_for_sigterm(folder: str) -> None:
+    session = start_session(timeout_s=60)
+    Path(folder, str(session.topology.rank)).write_text(str(session.scratch))
+    barrier(session, "ready")
+    if session.topology.rank == 0:
+        # As torchrun does to a rank whose peer was killed.
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait(60)
+
+
+def test_a_rank_ended_by_sigterm_leaves_no_folder_behind(tmp_path: Path) -> None:
+    outcomes = start_ranks(_wait_for_sigterm, 2, args=(str(tmp_path),))
+    assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM, -signal.SIGKILL]
+    assert not Path((tmp_path / "0").read_text()).exists()
