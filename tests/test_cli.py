@@ -247,3 +247,27 @@ def test_a_killed_rank_ends_the_other_and_is_named(dataset: Path, tmp_path: Path
     assert "rank 1" in said
     assert "SIGKILL" in said
     assert parent_of(ranks[0]) == -1
+
+
+def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -> None:
+    arguments = ("train", str(dataset), "--ranks", "2", "--epochs", "100000", "--fanout", "3,3")
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    process = subprocess.Popen(
+        [*DGLX, *arguments, "--out", str(tmp_path / "run")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**ENVIRONMENT, "TMPDIR": str(folder)},
+    )
+    assert process.stderr is not None
+    try:
+        assert "training" in process.stderr.readline()
+        ranks = rank_processes(process.pid)
+        assert set(ranks) == {0, 1}
+    finally:
+        process.kill()
+    # Everyone who could write to it is gone when it ends.
+    process.stderr.read()
+    process.wait()
+    assert [parent_of(rank) for rank in ranks.values()] == [-1, -1]
+    assert [path.name for path in folder.iterdir() if path.name.startswith(("torchelastic", "dglx"))] == []

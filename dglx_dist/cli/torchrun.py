@@ -7,8 +7,11 @@ traceback of the launcher.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +20,19 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with ``arguments`` and return the exit code of the rank that failed first, or 0."""
+    end_with_parent()
     # The agent logs each rank that it ends; what a user wants to read is why.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)
     try:
-        run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]  # torch leaves them bare
+        # torchrun would make such a folder too, and leave it.
+        with tempfile.TemporaryDirectory(prefix="dglx-torchrun-") as logs:
+            parsed = run.parse_args(["--log-dir", logs, *arguments])  # type: ignore[no-untyped-call]
+            run.run(parsed)  # type: ignore[no-untyped-call]  # torch leaves them bare
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
@@ -33,6 +42,11 @@ def main(arguments: Sequence[str]) -> int:
         )
         return exit_code(failure)
     return 0
+
+
+def end_with_parent() -> None:
+    """Ask the system for SIGTERM when the process that started this one ends, even if it is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, ProcessFailure]:
