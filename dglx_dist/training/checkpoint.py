@@ -116,7 +116,12 @@ def save(
                 no_dist=session.topology.world_size == 1,
             )
     except CheckpointException as error:
-        raise CheckpointError(f"cannot write {final}: {error}") from error
+        if rank == 0:
+            # What is half written would keep a full disk full.
+            shutil.rmtree(temporary, ignore_errors=True)
+        failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
+        remedy = "; free space, or choose another folder" if isinstance(reason, OSError) else ""
+        raise CheckpointError(f"cannot write {final}: rank {failed}: {reason}{remedy}") from error
     state = {
         "version": VERSION,
         "epoch": epoch,

@@ -233,3 +233,16 @@ def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
         newest = tmp_path / "epoch-000010-step-000000000"
         newest.rename(newest.with_name(newest.name + ".old"))
         assert checkpoint.load(tmp_path, model=net()).epoch == 10
+
+
+def test_a_full_disk_is_one_message_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(writer: object, plan: object, planner: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dglx_dist.training.checkpoint.RawWriter.write_data", full)
+    with start_session(), pytest.raises(CheckpointError, match=r"rank 0: .*No space left") as caught:
+        checkpoint.save(tmp_path, model=torch.nn.Linear(2, 2))
+    assert "Traceback" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
