@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from dglx_dist.records import EpochRecord
+from dglx_dist.report.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> st
     said = {**config, **summary}
     return (
         f"{said.get('graph', '?')}: {said.get('model', '?')} by {said.get('strategy', '?')}, "
-        f"{said.get('ranks', '?')} rank(s) on {said.get('servers', '?')} server(s)"
+        f"{plural(said.get('ranks', '?'), 'rank')} on {plural(said.get('servers', '?'), 'server')}"
     )
 
 

@@ -21,6 +21,11 @@ def readable_count(count: float) -> str:
     return f"{count:,.0f}".replace(",", " ")
 
 
+def plural(count: object, noun: str) -> str:
+    """Write how many there are: (1, "rank") -> ``1 rank``, (2, "rank") -> ``2 ranks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def readable_seconds(seconds: float) -> str:
     """Write seconds with what precision matters: 0.0123 -> ``0.012``, 75.3 -> ``75.3``."""
     return f"{seconds:.3f}" if abs(seconds) < 10 else f"{seconds:.1f}"

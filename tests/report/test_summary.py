@@ -1,4 +1,4 @@
-from dglx_dist.report.summary import RunFacts, summarise
+from dglx_dist.report.summary import RunFacts, run_title, summarise
 from tests.report.records import epoch
 
 FACTS = RunFacts(
@@ -33,3 +33,9 @@ def test_every_promised_field_is_there() -> None:
 def test_no_epoch_has_no_time() -> None:
     summary = summarise(FACTS, [])
     assert (summary["epoch_seconds"], summary["bytes_inside"], summary["phase_seconds"]) == (None, 0, {})
+
+
+def test_the_title_counts_ranks_and_servers() -> None:
+    config = {"graph": "drawn", "model": "sage"}
+    summary = {"strategy": "data_parallel", "ranks": 2, "servers": 1}
+    assert run_title(summary, config) == "drawn: sage by data_parallel, 2 ranks on 1 server"

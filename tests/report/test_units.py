@@ -1,6 +1,6 @@
 import pytest
 
-from dglx_dist.report.units import readable_bytes, readable_count, readable_percent, readable_seconds
+from dglx_dist.report.units import plural, readable_bytes, readable_count, readable_percent, readable_seconds
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,7 @@ def test_seconds_keep_the_digits_that_matter() -> None:
 
 def test_a_share_that_was_not_measured_is_blank() -> None:
     assert (readable_percent(None), readable_percent(0.8125)) == ("", "81.2 %")
+
+
+def test_one_is_no_plural() -> None:
+    assert [plural(count, "rank") for count in (0, 1, 2, "?")] == ["0 ranks", "1 rank", "2 ranks", "? ranks"]
