@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 
 T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'NEAREST'?``, to follow a message; empty when nothing in ``known`` is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class Registry(Generic[T]):
@@ -55,8 +61,7 @@ class Registry(Generic[T]):
         resolved = self._aliases.get(name, name)
         if resolved in known:
             return resolved
-        near = difflib.get_close_matches(name, [*known, *self._aliases], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, [*known, *self._aliases])
         raise UnknownNameError(f"there is no {self._kind} {name!r}{hint} (known: {', '.join(known)})")
 
     def get(self, name: str) -> type[T]:

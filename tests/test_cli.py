@@ -140,6 +140,7 @@ def test_help_reads_like_documentation() -> None:
         (("train", "nowhere", "--fanout", "5", "--layers", "2"), "one fan-out for each layer"),
         (("train", "nowhere", "--servers", "2"), "--ranks"),
         (("train", "nowhere", "--epochs", "0"), "--epochs 0"),
+        (("train", "nowhere", "--model", "sag"), "'sag'; did you mean 'sage'"),
         (("report", "nowhere"), "nowhere"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -153,6 +154,22 @@ def test_a_wrong_strategy_names_the_nearest(dataset: Path) -> None:
     assert "did you mean 'data_parallel'" in refused(
         "train", str(dataset), "--strategy", "data_paralel", "--ranks", "2"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--ranks", "2", "--model", "sag"), "error: there is no model 'sag'; did you mean 'sage'"),
+        (("--ranks", "3", "--servers", "3"), "has 2 parts, too few for --servers 3"),
+    ],
+)
+def test_no_process_is_started_for_what_can_be_seen_before(
+    dataset: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    # A rank, or its launcher, would be named.
+    shown = refused("train", str(dataset), *arguments)
+    assert said in shown
+    assert "rank 0" not in shown
 
 
 def test_a_mistake_that_only_the_ranks_can_see_is_told_once(dataset: Path, tmp_path: Path) -> None:

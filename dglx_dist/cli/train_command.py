@@ -13,6 +13,7 @@ from dglx_dist.cli.options import literals, whole_numbers
 from dglx_dist.cli.report_command import show
 from dglx_dist.cluster.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
+from dglx_dist.report.units import plural
 
 _MODEL, _RUN, _LOADER = "Model and optimizer", "Run folder, evaluation, checkpoints", "Loading"
 
@@ -138,7 +139,7 @@ def train(  # noqa: PLR0913  # one argument per option
     if ranks is not None and not launched_by_torchrun():
         from dglx_dist.cli.launch import start_ranks
 
-        check_names(strategy, data)
+        check_names(strategy, data, servers or 1)
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     if servers not in (None, 1) and not launched_by_torchrun():
         raise ConfigError(f"--servers {servers} deals out ranks; say how many with --ranks")
@@ -155,15 +156,21 @@ def train(  # noqa: PLR0913  # one argument per option
         )
 
 
-def check_names(strategy: str, data: Path) -> None:
-    """Find the two likeliest mistakes before any process is started.
+def check_names(strategy: str, data: Path, servers: int) -> None:
+    """Find the likeliest mistakes, a model's name left to the plan, before any process is started.
 
     Raises:
         UnknownNameError: there is no such strategy.
         StorageError: there is no partitioned dataset at ``data``.
+        ConfigError: it has fewer parts than there are ``servers``.
     """
     from dglx_dist.storage.manifest import read_manifest
     from dglx_dist.strategies.registry import STRATEGIES
 
     STRATEGIES.resolve(strategy)
-    read_manifest(data)
+    parts = read_manifest(data).num_parts
+    if parts < servers:
+        raise ConfigError(
+            f"{data} has {plural(parts, 'part')}, too few for --servers {servers}; start {parts} at most, or "
+            f"partition again with `dglx partition DATA --parts {servers} --out DIR`"
+        )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.registry import did_you_mean
 
 
 def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: str) -> None:
@@ -13,8 +13,7 @@ def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: 
     allowed = sorted(known)
     for name in options:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, allowed)
             raise ConfigError(
                 f"the dataset source {source!r} has no option {name!r}{hint} "
                 f"(known: {', '.join(allowed) or 'none'})"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.training.kinds import check_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,7 @@ class TrainPlan:
     """One run of a ready-made model, as the command line states it.
 
     Raises:
+        UnknownNameError: there is no such model.
         ConfigError: the fan-outs are not one for each layer, or a number is out of range.
     """
 
@@ -44,6 +46,7 @@ class TrainPlan:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        check_kind(self.model)
         if len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "

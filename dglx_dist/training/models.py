@@ -18,13 +18,13 @@ import dgl
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.errors import ConfigError
+from dglx_dist.training.kinds import check_kind
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
 
 InferenceLayer: TypeAlias = Callable[[Any, Tensor], Tensor]
-MODEL_KINDS = ("sage", "gcn", "gat", "mlp")
 
 
 @final
@@ -130,8 +130,7 @@ def build_model(
         UnknownNameError: no such kind.
         ConfigError: a number is out of range.
     """
-    if kind not in MODEL_KINDS:
-        raise UnknownNameError(f"there is no model {kind!r} (known: {', '.join(MODEL_KINDS)})")
+    check_kind(kind)
     if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
         raise ConfigError(
             f"model {kind!r} needs widths and layers of at least 1 and a dropout in [0, 1), but got "

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.training.models import MODEL_KINDS, SymmetricConv, build_model
+from dglx_dist.training.kinds import MODEL_KINDS
+from dglx_dist.training.models import SymmetricConv, build_model
 
 TWO_INTO_ONE = ([0, 1], [2, 2])
 CYCLE = ([0, 1, 2], [1, 2, 0])

@@ -1,0 +1,14 @@
+import pytest
+
+from dglx_dist.errors import UnknownNameError
+from dglx_dist.training.kinds import MODEL_KINDS, check_kind
+
+
+def test_known_kinds_pass() -> None:
+    for kind in MODEL_KINDS:
+        check_kind(kind)
+
+
+def test_a_wrong_kind_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="no model 'sag'; did you mean 'sage'"):
+        check_kind("sag")
