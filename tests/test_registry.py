@@ -1,0 +1,94 @@
+"""Plugins: built in, announced by another package, or made known by a decorator."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.partition import PARTITIONERS, PartitionOptions
+from dglx_dist.registry import Registry
+
+PLUGIN = """
+import numpy as np
+from dglx_dist.partition.base import Partitioner
+from dglx_dist.records import Assignment
+
+class AllInTheLast(Partitioner):
+    honours = frozenset()
+    def assign(self, graph, num_parts, seed):
+        owners = {t: np.full(n, num_parts - 1, np.int32) for t, n in graph.num_nodes.items()}
+        return Assignment(num_parts=num_parts, part_of=owners, method="last", seed=seed)
+"""
+
+
+class Shape:
+    """What the plugins of these tests are."""
+
+
+class Circle(Shape):
+    """Built in."""
+
+
+def make(builtin: str = f"{__name__}:Circle") -> Registry[Shape]:
+    return Registry(
+        "shape", Shape, builtin={"circle": builtin}, aliases={"disc": "circle"}, group="tests.none"
+    )
+
+
+def test_a_name_and_its_alias_are_one_class() -> None:
+    assert make().get("circle") is make().get("disc") is Circle
+    assert make().names() == ("circle",)
+
+
+def test_an_unknown_name_lists_what_exists_and_the_nearest() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"no shape 'circel'; did you mean 'circle'\? \(known: circle\)"
+    ):
+        make().get("circel")
+
+
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
+    registry = make("no_such_module_anywhere:Circle")
+    assert registry.resolve("disc") == "circle"
+    with pytest.raises(ModuleNotFoundError):
+        registry.get("circle")
+
+
+def test_a_decorated_class_is_known_and_a_taken_name_is_refused() -> None:
+    registry = make()
+
+    @registry.register("square")
+    class Square(Shape):
+        pass
+
+    assert registry.get("square") is Square
+    for taken in ("square", "circle", "disc"):
+        with pytest.raises(ConfigError, match=f"{taken}' is taken"):
+            registry.register(taken)(Square)
+
+
+def test_a_plugin_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not a subclass of .*Shape"):
+        make("pathlib:Path").get("circle")
+    with pytest.raises(ConfigError, match="not a subclass"):
+        make().register("path")(Path)  # type: ignore[type-var]
+
+
+def test_an_installed_package_announces_a_partitioner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.partition.graphs import communities
+
+    (tmp_path / "last_part.py").write_text(PLUGIN)
+    info = tmp_path / "last_part-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: last-part\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dglx_dist.partitioners]\nlast = last_part:AllInTheLast\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert "last" in PARTITIONERS.names()
+    graph = communities(num_nodes=320)
+    assignment = PARTITIONERS.get("last")(PartitionOptions()).assign(graph, 3, 0)
+    assert {int(part) for part in assignment.part_of["_N"]} == {2}
