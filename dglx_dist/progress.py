@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Advance = Callable[[int], None]
-"""Call it with how many more units are done."""
+
+@final
+class Advance:
+    """What :func:`progress` yields: call it with how many more units are done."""
+
+    def __init__(self, move: Callable[[int], None], say: Callable[[str], None]) -> None:
+        self._move = move
+        self._say = say
+
+    def __call__(self, units: int) -> None:
+        """Move the bar on by ``units``; nothing where there is no bar."""
+        self._move(units)
+
+    def say(self, line: str) -> None:
+        """Show one line of text, above the bar where there is one; nothing where progress is not enabled."""
+        self._say(line)
 
 
 @contextmanager
@@ -21,13 +36,13 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
         total: How many units make the whole; 0 is allowed.
         enabled: False on every rank but 0.
     """
-    console = Console(stderr=True)
     if not enabled:
-        yield lambda _: None
+        yield Advance(_nothing, _nothing)
         return
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     if not console.is_terminal:
-        console.print(f"{description} ...", highlight=False)
-        yield lambda _: None
+        console.print(f"{description} ...")
+        yield Advance(_nothing, console.print)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -38,4 +53,8 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=max(total, 1))
-        yield lambda units: bar.advance(task, units)
+        yield Advance(lambda units: bar.advance(task, units), console.print)
+
+
+def _nothing(_: object) -> None:
+    """Show nothing."""

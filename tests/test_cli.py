@@ -116,10 +116,14 @@ def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> N
 
 def test_one_process_needs_no_launcher_and_resumes(dataset: Path, tmp_path: Path) -> None:
     common = ("train", str(dataset), "--hidden", "8", "--fanout", "3,3", "--out", str(tmp_path))
-    succeeded(*common, "--epochs", "1", "--checkpoint-every", "1")
-    succeeded(*common, "--epochs", "2", "--resume")
+    started = dglx(*common, "--epochs", "1", "--checkpoint-every", "1")
+    assert "training epoch 0 ..." in started.stderr
+    resumed = dglx(*common, "--epochs", "3", "--resume")
+    assert "training epochs 1 to 2 ..." in resumed.stderr
+    # One line as each ends, though nobody looks at a terminal.
+    assert [line[:14] for line in resumed.stderr.splitlines()[-2:]] == ["epoch 1: loss ", "epoch 2: loss "]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [0, 1]
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2]
 
 
 def test_help_reads_like_documentation() -> None:

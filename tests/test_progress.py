@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from dglx_dist.progress import progress
@@ -18,4 +20,27 @@ def test_without_a_terminal_one_line_says_what_goes_on(capfd: pytest.CaptureFixt
 def test_other_ranks_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     with progress("writing parts", 0, enabled=False) as advance:
         advance(1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_line_stands_as_it_is_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress("writing parts", 3) as advance:
+        advance.say("part 0 " * 20 + "[done]")
+    assert capfd.readouterr().err == "writing parts ...\n" + "part 0 " * 20 + "[done]\n"
+
+
+def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress("writing parts", 2) as advance:
+        advance.say("part 0 done")
+        advance(2)
+    assert "part 0 done\n" in screen.getvalue()
+    assert "100 %" in screen.getvalue()
+
+
+def test_other_ranks_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress("writing parts", 0, enabled=False) as advance:
+        advance.say("part 0 done")
     assert capfd.readouterr() == ("", "")

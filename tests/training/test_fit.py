@@ -18,9 +18,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
-from dglx_dist.training.fit import FitConfig, train
+from dglx_dist.training.fit import FitConfig, epoch_line, train
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
+from tests.report.records import epoch
 from tests.strategies import equality
 
 BATCH = 40
@@ -170,3 +171,8 @@ def test_features_come_in_the_dtype_of_the_model(tmp_path: Path, kind: str, dtyp
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         result = train(model, loader, optimizer, g, FitConfig(epochs=1))
     assert np.isfinite(result.epochs[0].loss)
+
+
+def test_an_epoch_in_one_line() -> None:
+    assert epoch_line(epoch(3, seconds=0.15, val=0.841)) == "epoch 3: loss 1.0000, val 84.1 %, 0.15 s"
+    assert epoch_line(epoch(3, val=None)) == "epoch 3: loss 1.0000, 2.00 s"
