@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +113,30 @@ def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> N
     ):
         assert word in shown
     assert (tmp_path / "parts.png").is_file()
+
+
+def test_inspect_shows_the_tables_where_it_cannot_draw(dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(dataset, folder, ignore=shutil.ignore_patterns("cache"))
+    # Root may write into any folder, but nobody below a file.
+    (folder / "cache").write_text("")
+    done = dglx("inspect", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "edge cut" in done.stdout
+    assert "warning: the picture could not be written" in done.stderr
+    assert "--picture FILE" in done.stderr
+    assert "--picture" in refused("inspect", str(folder), "--picture", str(folder / "cache" / "x.png"))
+
+
+def test_report_of_a_stopped_run_shows_what_there_is(run: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    done = dglx("report", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout
+    data = json.loads((run / "config.json").read_text())["data"]
+    assert "did not finish" in done.stderr
+    assert f"`dglx train {data} --resume --out {tmp_path}`" in done.stderr
 
 
 def test_one_process_needs_no_launcher_and_resumes(dataset: Path, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dglx_dist.cli.report_command import show
+from dglx_dist.cli.report_command import draw_or_warn, show
 from dglx_dist.errors import ConfigError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 
 if TYPE_CHECKING:
+    from dglx_dist.records import ColumnInfo
     from dglx_dist.storage.manifest import Manifest
 
 PICTURE = "partition.png"
@@ -37,16 +39,15 @@ def inspect(
     """
     from dglx_dist.report.picture import draw_parts
     from dglx_dist.report.table import parts_table, summary_table
-    from dglx_dist.report.units import readable_bytes
+    from dglx_dist.report.units import plural, readable_bytes
     from dglx_dist.storage.reader import open_dataset
 
     dataset = open_dataset(folder, verify=verify)  # type: ignore[arg-type]  # checked there
     manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
     sizes = part_bytes(manifest)
     console = Console(highlight=False)
-    console.print(
-        f"{manifest.name}, cut into {manifest.num_parts} parts by {manifest.method}, seed {manifest.seed}"
-    )
+    cut = f"{plural(manifest.num_parts, 'part')} by {manifest.method}"
+    console.print(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
     console.print(summary_table(overview(manifest)))
     per_part = part_columns(quality)
     shown: dict[str, Any] = {
@@ -56,12 +57,19 @@ def inspect(
     shown["on disk"] = [readable_bytes(size) for size in sizes]
     show(parts_table(shown))
     target = picture or folder / "cache" / PICTURE
-    title = f"{manifest.name}: {manifest.num_parts} parts by {manifest.method}"
-    try:
+
+    def draw() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draw_parts({**per_part, "MB on disk": [size / 1e6 for size in sizes]}, target, title=title)
+        columns = {**per_part, "MB on disk": [size / 1e6 for size in sizes]}
+        draw_parts(columns, target, title=f"{manifest.name}: {cut}")
+
+    if picture is None:
+        draw_or_warn(draw, target, remedy="; say where with --picture FILE")
+        return
+    try:
+        draw()
     except OSError as error:
-        raise ConfigError(f"cannot write the picture: {error}; say where with --picture FILE") from error
+        raise ConfigError(f"--picture {picture} cannot be written: {error.strerror}") from error
     console.print(f"picture: {target}", soft_wrap=True)
 
 
@@ -70,10 +78,11 @@ def overview(manifest: Manifest) -> dict[str, object]:
     quality = manifest.quality
     found: dict[str, object] = {}
     for ntype, columns in manifest.node_columns.items():
-        tensors = ", ".join(f"{name} {info.dtype}{list(info.row_shape)}" for name, info in columns.items())
-        found[f"nodes {ntype}"] = f"{manifest.num_nodes(ntype)}: {tensors or 'no tensors'}"
+        tensors = ", ".join(f"{name} {row_type(info)}" for name, info in columns.items())
+        name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"
+        found[name] = f"{manifest.num_nodes(ntype)}: {tensors or 'no tensors'}"
     for etype in manifest.edge_types:
-        found["edges " + ".".join(etype)] = f"{manifest.num_edges(etype)}"
+        found["edges" if etype == EDGE_TYPE else "edges " + ".".join(etype)] = f"{manifest.num_edges(etype)}"
     for name in ("edge_cut", "replication_factor"):
         if isinstance(value := quality.get(name), float):
             found[name.replace("_", " ")] = f"{value:.4f}"
@@ -82,6 +91,11 @@ def overview(manifest: Manifest) -> dict[str, object]:
         found |= {f"balance {name} (max/mean)": f"{ratio:.4f}" for name, ratio in balance.items()}
     found["bytes on disk"] = sum(info.num_bytes for info in manifest.files.values())
     return found
+
+
+def row_type(info: ColumnInfo) -> str:
+    """Return dtype and shape of one row: ``float32[5]``, and ``int64`` for one number."""
+    return f"{info.dtype}{list(info.row_shape) or ''}"
 
 
 def part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 def report(
     folder: Annotated[Path, typer.Argument(metavar="RUNDIR", help="What `dglx train --out` wrote.")],
 ) -> None:
-    """Print the table of a finished run again and draw its picture anew.
+    """Print the tables of a run again and draw its picture anew; of an unfinished one, what there is.
 
     Example: `dglx report runs/demo`
     """
@@ -24,9 +25,44 @@ def report(
 
     run = read_run(folder)
     show(epoch_table(run.epochs))
+    if run.summary is None:
+        warn(how_to_resume(folder, run.config))
+        return
     show(summary_table(run.summary))
-    draw(run.epochs, folder / PICTURE, title=run_title(run.summary, run.config))
-    Console(highlight=False, soft_wrap=True).print(f"picture: {folder / PICTURE}")
+    title = run_title(run.summary, run.config)
+    draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
+
+
+def how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return what to say of a run with this ``config.json`` that lacks its summary."""
+    start = "" if config.get("checkpoint_every") else ", from the start, as no checkpoint was asked for"
+    return (
+        f"the run did not finish, or still goes on; resume it{start}: "
+        f"`dglx train {config.get('data', 'DIR')} --resume --out {folder}`, with the options that it had "
+        f"({folder / 'config.json'})"
+    )
+
+
+def draw_or_warn(draw: Callable[[], None], target: Path, remedy: str = "") -> None:
+    """Call ``draw``, which writes ``target``, and say where the picture is, or why there is none.
+
+    Args:
+        draw: Makes the folder of ``target`` too, if need be.
+        target: The picture.
+        remedy: What follows the warning, e.g. ``; say where with --picture FILE``.
+    """
+    try:
+        draw()
+    except OSError as error:
+        warn(f"the picture could not be written to {target}: {error.strerror}{remedy}")
+    else:
+        Console(highlight=False, soft_wrap=True).print(f"picture: {target}")
+
+
+def warn(text: str) -> None:
+    """Show a warning on standard error."""
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"warning: {text}", style="yellow", highlight=False, markup=False)
 
 
 def show(table: Table) -> None:

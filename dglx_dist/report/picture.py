@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dglx_dist.records import EpochRecord
 
@@ -81,17 +82,23 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
     """Draw one bar per part for each column (nodes, edges, halo, ...) into a PNG file.
 
     Args:
-        columns: Name to one number per part, all of one length; each gets its own panel with a line
-            at the mean, so that imbalance shows.
+        columns: Name to one number per part, all of one length; each gets its own panel, two to a row,
+            with a line at the mean, so that imbalance shows.
         path: Where the picture goes.
         title: Heading of the whole.
     """
-    figure = Figure(figsize=(3.2 * max(len(columns), 1), 3.4), layout="constrained")
+    across = min(max(len(columns), 1), 2)
+    down = max(-(-len(columns) // across), 1)
+    figure = Figure(figsize=(6 * across, 3.5 * down), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, max(len(columns), 1), squeeze=False)[0]
+    panels = figure.subplots(down, across, squeeze=False).flat
     for axes, (name, values) in zip(panels, columns.items(), strict=False):
         axes.bar(range(len(values)), values, color="#4c72b0")
         axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
-        axes.set(title=name, xlabel="part", xticks=range(len(values)))
+        axes.set(title=name, xlabel="part")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Two to a row: an odd number leaves the last place empty.
+    for axes in panels:
+        axes.set_axis_off()
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)

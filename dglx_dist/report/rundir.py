@@ -23,7 +23,8 @@ class Run:
     folder: Path
     config: Mapping[str, Any]
     epochs: tuple[EpochRecord, ...]
-    summary: Mapping[str, Any]
+    summary: Mapping[str, Any] | None
+    """None: the run did not finish."""
 
 
 def start_run(folder: str | Path, config: Mapping[str, object], *, keep_metrics: bool = False) -> Path:
@@ -79,25 +80,25 @@ def write_run(
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read what :func:`write_run` wrote.
+    """Read what :func:`write_run` wrote, or a run that was stopped after an epoch or more.
 
     Raises:
-        StorageError: the folder is no finished run, or a file in it is damaged; the message names it.
+        StorageError: the folder is no run, or a file in it is damaged; the message names it.
     """
     source = Path(folder)
     if not source.is_dir():
         raise StorageError(f"there is no folder {source}; a run is what `dglx train --out FOLDER` writes")
-    for name in (CONFIG, METRICS, SUMMARY):
+    for name in (CONFIG, METRICS):
         if not (source / name).is_file():
             raise StorageError(
-                f"{source} has no {name}: it is no run, or the run did not finish; "
-                f"repeat `dglx train --out {source}`"
+                f"{source} has no {name}: it is no run, or one that stopped before its first epoch ended; "
+                f"repeat `dglx train DIR --out {source}`"
             )
     return Run(
         folder=source,
         config=_read_object(source / CONFIG),
         epochs=read_epochs(source),
-        summary=_read_object(source / SUMMARY),
+        summary=_read_object(source / SUMMARY) if (source / SUMMARY).is_file() else None,
     )
 
 

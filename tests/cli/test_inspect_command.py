@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 
 from dglx_dist.cli.inspect_command import overview, part_bytes, part_columns
@@ -10,7 +12,12 @@ TWO_PARTS = Manifest(
     num_parts=2,
     node_offsets={NODE_TYPE: np.array([0, 3, 6])},
     edge_offsets={EDGE_TYPE: np.array([0, 4, 7])},
-    node_columns={NODE_TYPE: {"feat": ColumnInfo(dtype="float32", row_shape=(5,))}},
+    node_columns={
+        NODE_TYPE: {
+            "feat": ColumnInfo(dtype="float32", row_shape=(5,)),
+            "label": ColumnInfo(dtype="int64", row_shape=()),
+        }
+    },
     edge_columns={EDGE_TYPE: {}},
     num_classes={},
     user_ids={},
@@ -31,11 +38,26 @@ def test_bytes_are_summed_by_part() -> None:
 
 def test_overview_has_counts_and_figures() -> None:
     shown = overview(TWO_PARTS)
-    assert shown["nodes _N"] == "6: feat float32[5]"
-    assert shown["edges _N._E._N"] == "7"
+    assert shown["nodes"] == "6: feat float32[5], label int64"
+    assert shown["edges"] == "7"
     assert shown["edge cut"] == "0.2500"
     assert shown["balance train (max/mean)"] == "1.5000"
     assert shown["bytes on disk"] == 13
+
+
+def test_types_of_several_are_named() -> None:
+    rates = ("user", "rates", "film")
+    offsets = np.array([0, 1, 2])
+    shown = overview(
+        replace(
+            TWO_PARTS,
+            node_offsets={"user": offsets, "film": offsets},
+            node_columns={"user": {}, "film": {}},
+            edge_offsets={rates: offsets},
+            edge_columns={rates: {}},
+        )
+    )
+    assert {"nodes user", "nodes film", "edges user.rates.film"} < shown.keys()
 
 
 def test_figures_that_the_dataset_lacks_are_left_out() -> None:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -24,6 +25,15 @@ def test_each_column_of_parts_gets_a_panel(tmp_path: Path) -> None:
     draw_parts({"nodes": [1, 2]}, tmp_path / "one.png", title="one")
     draw_parts({"nodes": [1, 2], "edges": [5, 5]}, tmp_path / "two.png", title="two")
     assert imread(tmp_path / "two.png").shape[1] == 2 * imread(tmp_path / "one.png").shape[1]
+
+
+def test_panels_stand_two_to_a_row(tmp_path: Path) -> None:
+    columns = {name: [1.0, 2.0] for name in "abcde"}
+    draw_parts(dict(list(columns.items())[:2]), tmp_path / "two.png", title="two")
+    draw_parts(columns, tmp_path / "five.png", title="five")
+    (height, width, _), two = imread(tmp_path / "five.png").shape, imread(tmp_path / "two.png").shape
+    assert width == two[1] <= 1200
+    assert height == pytest.approx(3 * two[0], abs=3)
 
 
 def test_both_axes_of_the_learning_curve_are_named() -> None:

@@ -40,9 +40,14 @@ def test_epochs_appended_one_by_one_are_the_same_file(tmp_path: Path) -> None:
     assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
 
-def test_a_run_that_did_not_finish_says_so(tmp_path: Path) -> None:
+def test_a_run_that_did_not_finish_has_its_epochs_and_no_summary(tmp_path: Path) -> None:
     append_epoch(start_run(tmp_path, CONFIG), epoch(0))
-    with pytest.raises(StorageError, match=r"summary\.json.*did not finish"):
+    assert (read_run(tmp_path).epochs, read_run(tmp_path).summary) == ((epoch(0),), None)
+
+
+def test_a_run_without_an_epoch_says_so(tmp_path: Path) -> None:
+    start_run(tmp_path, CONFIG)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl.*before its first epoch"):
         read_run(tmp_path)
 
 
