@@ -66,7 +66,7 @@ class DistTensor:
         graph: DistGraph | None = None,
     ) -> None:
         shape = _whole_sizes(shape)
-        policy = part_policy or _graph(graph).policy_of_length(shape[0])
+        policy = part_policy or (graph or opened_graph()).policy_of_length(shape[0])
         if shape[0] != policy.get_size():
             raise ConfigError(
                 f"a tensor of {shape[0]} rows does not go with {policy.policy_str}, of which there are "
@@ -202,6 +202,18 @@ class DistTensor:
             )
 
 
+def opened_graph() -> DistGraph:
+    """Return the graph opened last in the current session.
+
+    Raises:
+        ConfigError: none is open.
+    """
+    found = current_session().attached.get(GRAPH)
+    if found is None:
+        raise ConfigError("no graph is open; open a DistGraph first")
+    return cast("DistGraph", found)
+
+
 def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
     try:
         sizes = tuple(operator.index(size) for size in shape)
@@ -210,13 +222,6 @@ def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
     if not sizes or min(sizes) < 0:
         raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
     return sizes
-
-
-def _graph(graph: DistGraph | None) -> DistGraph:
-    found = graph if graph is not None else current_session().attached.get(GRAPH)
-    if found is None:
-        raise ConfigError("no graph is open; open a DistGraph before creating tensors")
-    return cast("DistGraph", found)
 
 
 def _create(

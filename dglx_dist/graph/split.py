@@ -11,7 +11,7 @@ from torch import Tensor
 from dglx_dist.cluster.session import current_session
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
 from dglx_dist.graph.ids import as_array, check_ids, to_tensor
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.graph.share import even_quota, quotas, range_of_server, share_of_rank
@@ -35,7 +35,7 @@ def node_split(
 
     Args:
         nodes: Mask over all nodes of ``ntype`` or ids of some, see :func:`marked_ids`.
-        partition_book: ``g.get_partition_book()``; may be None for a DistTensor, which knows its own.
+        partition_book: ``g.get_partition_book()``; None: the DistTensor's, else that of the graph opened last.
         ntype: Node type.
         rank: Whose share; None: this rank's.
         force_even: Shares differ by at most one over all ranks: the marked nodes are cut into runs of ids,
@@ -48,7 +48,7 @@ def node_split(
         (n,) int64 ids, ascending.
 
     Raises:
-        ConfigError: ``nodes`` is neither a mask nor ids, or could be both; no book; an unknown type.
+        ConfigError: ``nodes`` is neither a mask nor ids, or could be both; no graph is open; an unknown type.
         IndexError: an id is out of range.
     """
     book = _book(nodes, partition_book)
@@ -186,4 +186,4 @@ def _book(marked: Marked, book: PartitionBook | None) -> PartitionBook:
         return book
     if isinstance(marked, DistTensor):
         return marked.part_policy.partition_book
-    raise ConfigError("give the partition book: node_split(mask, g.get_partition_book())")
+    return opened_graph().get_partition_book()

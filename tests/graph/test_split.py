@@ -11,7 +11,7 @@ from dglx_dist.cluster.session import start_session
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
-from dglx_dist.graph.split import marked_ids, node_split, split_ids
+from dglx_dist.graph.split import edge_split, marked_ids, node_split, split_ids
 
 SERVERS = [(0,), (0, 0), (0, 1), (0, 0, 1), (0, 0, 1, 1), (0, 0, 0, 1)]
 
@@ -120,3 +120,16 @@ def test_trainer_ids_of_another_length_are_refused(small_dataset: Path) -> None:
         mask = DistGraph(small_dataset).ndata["train_mask"]
         with pytest.raises(ConfigError, match="trainer ids"):
             node_split(mask, node_trainer_ids=np.zeros(3, np.int64))
+
+
+def test_without_a_book_the_graph_opened_last_tells(small_dataset: Path) -> None:
+    with start_session(topology=Topology(0, 1, (0,))):
+        with pytest.raises(ConfigError, match="no graph is open"):
+            node_split(torch.tensor([True]))
+        g = DistGraph(small_dataset)
+        mask = torch.zeros(g.num_nodes(), dtype=torch.bool)
+        mask[2] = True
+        assert node_split(mask).tolist() == [2]
+        edges = torch.zeros(g.num_edges(), dtype=torch.bool)
+        edges[3] = True
+        assert edge_split(edges).tolist() == [3]
