@@ -317,3 +317,25 @@ def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -
     process.wait()
     assert [parent_of(rank) for rank in ranks.values()] == [-1, -1]
     assert [path.name for path in folder.iterdir() if path.name.startswith(("torchelastic", "dglx"))] == []
+
+
+def test_an_interrupt_is_told_once(dataset: Path, tmp_path: Path) -> None:
+    arguments = ("train", str(dataset), "--ranks", "2", "--epochs", "100000", "--fanout", "3,3")
+    process = subprocess.Popen(
+        [*DGLX, *arguments, "--out", str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    try:
+        assert "training" in process.stderr.readline()
+        # As a terminal does: to the command, its launcher and all ranks.
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    (line,) = [line for line in said.splitlines() if not line.startswith("epoch ")]
+    assert line.startswith("interrupted; ")

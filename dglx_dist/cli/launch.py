@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from dglx_dist.cli.failure import LAUNCHED
 from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.errors import ConfigError
@@ -21,7 +23,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         servers: S virtual servers of W / S ranks each; None: one, or what DGLX_RANKS_PER_SERVER says.
 
     Returns:
-        The exit code: 0, or that of the rank that failed first, whose message has been shown.
+        The exit code: 0, 130 after Ctrl-C, or that of the rank that failed first; a message has been shown.
 
     Raises:
         ConfigError: the ranks are none, or cannot be dealt out to the servers.
@@ -39,7 +41,14 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         return process.wait()
     except KeyboardInterrupt:
         # The terminal sends the interrupt to the launcher too, which ends the ranks; wait for that.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         process.wait()
+        Console(stderr=True, soft_wrap=True).print(
+            "interrupted; the ranks have ended. The same command with --resume goes on from the newest "
+            "checkpoint, where --checkpoint-every saved any",
+            style="red",
+            highlight=False,
+        )
         return 130
 
 
