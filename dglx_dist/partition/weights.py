@@ -10,6 +10,7 @@ import numpy as np
 from dglx_dist.errors import ConfigError
 from dglx_dist.partition.options import PartitionOptions
 from dglx_dist.records import Array, NodeColumn, RawGraph, SparseRows
+from dglx_dist.registry import did_you_mean
 
 MASKS = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
 
@@ -148,8 +149,9 @@ def _only(graph: RawGraph, wanted: str) -> Array:
 def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
     if not has_column(graph, column):
         existing = sorted({name for columns in graph.node_data.values() for name in columns})
+        hint = did_you_mean(constraint, ["nodes", "degree", "ntype", *MASKS, *existing])
         raise ConfigError(
-            f"cannot balance {constraint!r}: {graph.name} has no node column {column!r} (node columns: "
+            f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} (node columns: "
             f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype)"
         )
     pieces = [np.zeros(0, dtype=np.int64)]

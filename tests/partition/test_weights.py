@@ -64,3 +64,10 @@ def test_a_column_that_is_no_weight_is_refused(values: np.ndarray, named: str) -
 def test_too_many_constraints_for_a_method() -> None:
     with pytest.raises(ConfigError, match=r"3 are asked for .*choose method metis"):
         balance_weights(AUTHORS_AND_PAPERS, PartitionOptions(balance=("ntype",)), 2, 1)
+
+
+def test_a_misspelt_weight_names_the_nearest() -> None:
+    for name, near in (("trian", "train"), ("degre", "degree"), ("coost", "cost")):
+        graph = homogeneous(2, [(0, 1)], cost=np.ones(2, dtype=int))
+        with pytest.raises(ConfigError, match=f"cannot balance '{name}'.*did you mean '{near}'"):
+            balance_weights(graph, PartitionOptions(balance=(name,)), 1, None)
