@@ -19,6 +19,8 @@ from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
 from dglx_dist.records import LABEL, SPLITS, Array, RawGraph
 
 _OWN_OPTIONS = ("index", "split")
+_MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
+"""What a file of ``dgl.save_graphs`` starts with."""
 
 
 def raw_graph_from_dgl(
@@ -128,12 +130,18 @@ class DglBinarySource(DatasetSource):
         """Read every graph of the file and return the one asked for."""
         if not self._path.is_file():
             raise DatasetError(f"there is no file {self._path.absolute()}; expected one of dgl.save_graphs")
+        with self._path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise DatasetError(
+                    f"{self._path}: not a file of saved DGL graphs; write one with dgl.save_graphs"
+                )
         try:
             graphs, _ = dgl.load_graphs(str(self._path))
         except (dgl.DGLError, RuntimeError) as error:
+            # DGL's text is a check of its C++ and a stack; neither helps here.
             raise DatasetError(
-                f"{self._path}: not a file of saved DGL graphs ({_first_line(error)}); write one with "
-                f"dgl.save_graphs"
+                f"{self._path}: this file of saved DGL graphs is damaged or cut off; copy it again, or write "
+                "it again with dgl.save_graphs"
             ) from error
         graph = graphs[_position(len(graphs), self._index, str(self._path))]
         return raw_graph_from_dgl(graph, name=self._path.stem, split=self._split)
@@ -189,8 +197,3 @@ def _one_split(name: str, column: Array, split: int | None, where: str) -> Array
             f"{column.shape[1] - 1}"
         )
     return column[:, split]
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

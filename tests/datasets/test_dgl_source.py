@@ -109,10 +109,19 @@ def test_several_saved_graphs_need_an_index(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_saved_graph_is_refused(tmp_path: Path) -> None:
     (tmp_path / "noise.bin").write_bytes(bytes(range(64)))
-    with pytest.raises(DatasetError, match=r"noise\.bin: not a file of saved DGL graphs"):
+    with pytest.raises(DatasetError, match=r"noise\.bin: not a file of saved DGL graphs; write"):
         load_dataset(tmp_path / "noise.bin")
     with pytest.raises(DatasetError, match=r"there is no file .*absent\.bin"):
         DglBinarySource(str(tmp_path / "absent.bin"), {}).load()
+
+
+def test_half_a_saved_graph_is_refused_without_dgls_stack(tmp_path: Path) -> None:
+    path = tmp_path / "half.bin"
+    dgl.save_graphs(str(path), [triangle()])
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(DatasetError, match=r"half\.bin: .* damaged or cut off") as refused:
+        load_dataset(path)
+    assert "Check failed" not in str(refused.value)
 
 
 def test_a_dataset_of_dgl_is_loaded_by_its_class_name(tmp_path: Path) -> None:
