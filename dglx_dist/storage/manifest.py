@@ -154,16 +154,14 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the checked manifest of a dataset.
 
     Raises:
-        StorageError: there is none, or it is damaged, or of a newer format version.
+        StorageError: there is none, perhaps because the files are DGL's, or it is damaged, or of a newer
+            format version.
     """
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
     except OSError as problem:
-        raise StorageError(
-            f"{folder} is no partitioned dataset: {path} cannot be read ({problem.strerror}); "
-            f"write one with `dglx partition DATA --out {folder}`"
-        ) from problem
+        raise StorageError(_why_unreadable(folder, problem)) from problem
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as problem:
@@ -181,6 +179,28 @@ def read_manifest(folder: Path) -> Manifest:
         )
     del value["checksum"]
     return replace(from_json(value, str(path)), checksum=stated)
+
+
+def _why_unreadable(folder: Path, problem: OSError) -> str:
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else [folder]:
+        if _is_dgl_config(path):
+            return f'{folder} is in the format of DGL; open it with dx.DistGraph(part_config="{path}")'
+    if not folder.exists():
+        reason = "it does not exist"
+    elif isinstance(problem, (FileNotFoundError, NotADirectoryError)):
+        reason = f"it has no {MANIFEST}"
+    else:
+        reason = f"its {MANIFEST} cannot be read ({problem.strerror})"
+    return f"{folder} is no partitioned dataset: {reason}; write one with `dglx partition DATA --out DIR`"
+
+
+def _is_dgl_config(path: Path) -> bool:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        # Whatever it is, it is not what DGL writes.
+        return False
+    return isinstance(value, dict) and {"node_map", "part_method"} <= value.keys()
 
 
 def _check_format(top: Fields) -> None:

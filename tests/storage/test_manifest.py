@@ -117,3 +117,19 @@ def test_a_senseless_checksum_is_refused(tmp_path: Path, value: dict[str, Any], 
     path.write_text(path.read_text().replace(f'"{checksum}"', f'"{stated}"'))
     with pytest.raises(StorageError, match=r"manifest\.json does not match its checksum"):
         read_manifest(tmp_path)
+
+
+def test_a_folder_of_dgl_is_told_apart(tmp_path: Path) -> None:
+    config = tmp_path / "shop.json"
+    config.write_text('{"part_method": "metis", "node_map": {}}')
+    for given in (tmp_path, config):
+        with pytest.raises(StorageError, match="format of DGL") as refused:
+            read_manifest(given)
+        assert f'dx.DistGraph(part_config="{config}")' in str(refused.value)
+
+
+def test_a_missing_folder_is_named_once(tmp_path: Path) -> None:
+    for folder, reason in ((tmp_path / "absent", "does not exist"), (tmp_path, r"has no manifest\.json")):
+        with pytest.raises(StorageError, match=reason) as refused:
+            read_manifest(folder)
+        assert str(refused.value).count(str(folder)) == 1
