@@ -122,7 +122,8 @@ def barrier(session: Session, what: str) -> None:
         PeerError: ranks are missing after the time-out, or dead; they are named.
     """
     if session.store is not None:
-        session.store.barrier(what, check=lambda missing: session.raise_for_dead(missing, what))
+        with _doing(session, what):
+            session.store.barrier(what, check=lambda missing: session.raise_for_dead(missing, what))
 
 
 @contextmanager
@@ -132,12 +133,23 @@ def peers_named(session: Session, doing: str) -> Iterator[None]:
     Raises:
         PeerError: torch.distributed failed inside the block.
     """
+    with _doing(session, doing):
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PeerError):
+                raise
+            raise PeerError(f"{session.describe_failure(doing)} ({error})") from error
+
+
+@contextmanager
+def _doing(session: Session, what: str) -> Iterator[None]:
+    """Tell whoever asks what this rank waits for inside the block."""
+    before, session.rpc.doing = session.rpc.doing, what
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, PeerError):
-            raise
-        raise PeerError(f"{session.describe_failure(doing)} ({error})") from error
+    finally:
+        session.rpc.doing = before
 
 
 def _gather(mine: Tensor, session: Session) -> Tensor:

@@ -54,16 +54,25 @@ class FailureWatch:
         self._terminal.forget()
 
     def describe(self, doing: str, probe_s: float = _PROBE_S) -> str:
-        """Say what is known of the others: who failed first and why, who does not answer."""
+        """Say what is known of the others: who failed first and why, who is silent, who is elsewhere."""
         failure = self._store.first_failure()
         others = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
-        dead = self._rpc.silent(others, probe_s)
+        told = self._rpc.what_they_do(others, probe_s)
+        dead = [rank for rank, at in told.items() if at is None]
+        elsewhere = {rank: at for rank, at in told.items() if at is not None and at != self._rpc.doing}
         parts = []
         if failure is not None and failure[0] != self._store.rank:
             parts.append(f"rank {failure[0]} failed first: {failure[1]}")
         if dead:
             names = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in dead)
             parts.append(f"{names} did not answer within {probe_s:g} s and is probably dead")
+        if not parts:
+            # Everybody lives, so the ranks do not agree on what comes next.
+            parts = [
+                f"rank {rank} on {self._hosts[rank]} is not in it, but "
+                + (f"waits at {at!r}" if at else "computes")
+                for rank, at in elsewhere.items()
+            ]
         return f"{doing}: " + ("; ".join(parts) if parts else "all ranks still answer")
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

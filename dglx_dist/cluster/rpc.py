@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import final
 
+import numpy as np
 import zmq
 
 from dglx_dist.cluster.auth import Credentials
@@ -17,6 +18,7 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 
 PING = "cluster.ping"
+MAX_DOING_BYTES = 200
 
 
 @final
@@ -60,7 +62,9 @@ class Rpc:
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self._ledger, self._config = ledger, config or ServeConfig()
-        self._handlers: dict[str, Handler] = {PING: lambda _name, _arrays: []}
+        self.doing = ""
+        """What this rank waits for together with the others, told to whoever asks; "" when for nothing."""
+        self._handlers: dict[str, Handler] = {PING: self._tell}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._server: Server | None = None
         self._client: Client | None = None
@@ -126,19 +130,23 @@ class Rpc:
 
     def silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of ``ranks`` that do not answer within ``timeout_s``; all are asked at once."""
-        asked: list[tuple[int, Pending]] = []
-        found = []
-        for rank in ranks:
-            try:
-                asked.append((rank, self.submit(rank, PING, "", [], phase="control")))
-            except PeerError:
-                found.append(rank)
-        for rank, pending in asked:
-            try:
-                pending.result(timeout_s)
-            except PeerError:
-                found.append(rank)
-        return sorted(found)
+        return [rank for rank, doing in self.what_they_do(ranks, timeout_s).items() if doing is None]
+
+    def what_they_do(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
+        """Return what each of ``ranks`` waits for ("" for nothing), None where one does not answer.
+
+        All are asked at once; a rank counts as silent after ``timeout_s``.
+        """
+        asked: dict[int, Pending] = {}
+        found: dict[int, str | None] = dict.fromkeys(sorted(ranks))
+        for rank in found:
+            with contextlib.suppress(PeerError):
+                asked[rank] = self.submit(rank, PING, "", [], phase="control")
+        for rank, pending in asked.items():
+            with contextlib.suppress(PeerError):
+                (told,) = pending.result(timeout_s)
+                found[rank] = told.tobytes().decode(errors="replace")
+        return found
 
     def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
         """Count ``size`` bytes in the ledger; None stands for this rank."""
@@ -165,6 +173,9 @@ class Rpc:
         """In a forked process: leave sockets and threads to the parent and call nobody any more."""
         if self._client is not None:
             self._client.forget()
+
+    def _tell(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
+        return [np.frombuffer(self.doing.encode()[:MAX_DOING_BYTES], dtype=np.uint8)]
 
     def _call_myself(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
         try:

@@ -126,6 +126,7 @@ class Session:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        self.rpc.doing = _END
         if self.store is not None and not failed:
             self._wait_for_the_others(self.store)
         if self._watch is not None:

@@ -78,12 +78,19 @@ class JobStore:
             check: Called now and then with the ranks that are missing; may raise.
 
         Raises:
-            PeerError: somebody is missing after the time-out; the message lists who.
+            PeerError: somebody is missing after the time-out, or at another barrier; they are named.
         """
         self._barriers += 1
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
-        self.raw.set(keys[self.rank], "")
+        self.raw.set(keys[self.rank], what)
         self.wait_for(keys, what, timeout_s, check)
+        for rank, raw in enumerate(self.raw.multi_get(keys)):
+            at = raw.decode(errors="replace")
+            if at != what:
+                raise PeerError(
+                    f"rank {rank} is at {at!r} where rank {self.rank} is at {what!r}: the ranks did not take the "
+                    "same steps; call what all ranks must call outside of branches that differ between them"
+                )
 
     def wait_for(
         self,

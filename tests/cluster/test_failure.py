@@ -70,6 +70,29 @@ def test_barrier_with_a_killed_rank_names_it() -> None:
     assert re.search(r"rank 1 on \S+ did not come to 'the epoch' and does not answer", outcomes[0].result)
 
 
+def _part_ways() -> str:
+    session = start_session(timeout_s=4)
+    said = ""
+    try:
+        if session.topology.rank == 2:
+            barrier(session, "another place")
+        else:
+            sum_over_ranks(torch.ones(3), session, phase="dense")
+    except PeerError as error:
+        said = str(error)
+    session.close()
+    return said
+
+
+def test_a_rank_that_lives_but_is_elsewhere_is_named() -> None:
+    first, second, third = run_ranks(_part_ways, 3)
+    elsewhere = r"rank 2 on \S+ is not in it, but waits at '(another place|the end of the session)'"
+    for said in (first, second):
+        assert re.search(elsewhere, said)
+    # The others gave up the sum and went to the end, or were not seen at all.
+    assert re.search("rank 0 is at 'the end of the session'|ranks missing: 0, 1 ", third)
+
+
 def _come_late() -> str:
     if os.environ["RANK"] in "13":
         return "never came"
