@@ -88,8 +88,8 @@ class JobStore:
             at = raw.decode(errors="replace")
             if at != what:
                 raise PeerError(
-                    f"rank {rank} is at {at!r} where rank {self.rank} is at {what!r}: the ranks did not take the "
-                    "same steps; call what all ranks must call outside of branches that differ between them"
+                    f"rank {rank} is at {at!r} where rank {self.rank} is at {what!r}: the ranks did not take "
+                    "the same steps; call what all ranks must call outside of branches that differ between them"
                 )
 
     def wait_for(
