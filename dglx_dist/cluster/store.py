@@ -89,7 +89,7 @@ class JobStore:
             if at != what:
                 raise PeerError(
                     f"rank {rank} is at {at!r} where rank {self.rank} is at {what!r}: the ranks did not take "
-                    "the same steps; call what all ranks must call outside of branches that differ between them"
+                    "the same steps; call collective functions outside of branches that differ between ranks"
                 )
 
     def wait_for(
