@@ -107,7 +107,7 @@ class DistGraph:
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
         self._draws = count()
         self.session.attached[GRAPH] = self
-        barrier(self.session, f"opening {self.dataset.folder}")
+        barrier(self.session, f"opening {self.name}")
 
     @property
     def name(self) -> str:
@@ -363,7 +363,7 @@ class DistGraph:
 
     def close(self) -> None:
         """Stop answering for this graph; every rank must call it."""
-        barrier(self.session, f"closing {self.dataset.folder}")
+        barrier(self.session, f"closing {self.name}")
         self.kvstore.close()
         for structure in self._structures.values():
             structure.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from dglx_dist.graph import DistGraph
 from dglx_dist.records import NODE_TYPE, Array, Assignment, EdgeType
 from dglx_dist.storage.dgl_format import write_dgl_format
 from dglx_dist.storage.reader import StoredPart
-from tests.graph.small import build, features, part_of
+from tests.graph.small import NUM_NODES, build, features, part_of
 from tests.helpers.ranks import run_ranks
 
 
@@ -56,3 +57,19 @@ def test_a_file_damaged_for_one_rank_is_an_error_on_all(small_dataset: Path) -> 
     assert second[-1] == "indptr is damaged"
     assert first[-1].startswith("rank 1 on ")
     assert first[-1].endswith(": indptr is damaged")
+
+
+def _open_own_copy(folders: list[Path]) -> int:
+    with start_session() as session:
+        g = DistGraph(folders[session.topology.rank])
+        number = g.num_nodes()
+        g.close()
+        return number
+
+
+def test_each_machine_may_have_the_dataset_in_a_folder_of_its_own(
+    small_dataset: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(small_dataset, copy)
+    assert run_ranks(_open_own_copy, 2, args=([small_dataset, copy],), ranks_per_server=1) == [NUM_NODES] * 2
