@@ -30,16 +30,20 @@ class Run:
 def start_run(folder: str | Path, config: Mapping[str, object], *, keep_metrics: bool = False) -> Path:
     """Make ``folder``, write the resolved configuration, and clear what an earlier run left there.
 
-    With ``keep_metrics`` the epochs stay, for a run that goes on.
+    With ``keep_metrics`` the epochs stay, for a run that goes on: those of :func:`read_epochs`.
 
     One rank calls it. Returns the folder.
 
     Raises:
-        StorageError: the folder cannot be made or written.
+        StorageError: the folder cannot be made or written, or an epoch to keep is damaged.
     """
     target = Path(folder)
+    kept = read_epochs(target) if keep_metrics else ()
     try:
         target.mkdir(parents=True, exist_ok=True)
+        if kept:
+            # What follows is appended, and must not go on in a line that was left half written.
+            _write_epochs(target, kept)
         for name in (SUMMARY, PICTURE) if keep_metrics else (SUMMARY, PICTURE, METRICS):
             (target / name).unlink(missing_ok=True)
         _write_atomically(target / CONFIG, json.dumps(_plain(config), indent=2) + "\n")
@@ -51,9 +55,16 @@ def start_run(folder: str | Path, config: Mapping[str, object], *, keep_metrics:
 
 
 def append_epoch(folder: Path, record: EpochRecord) -> None:
-    """Add one line to ``metrics.jsonl``, so that a run that is killed keeps what it measured."""
-    with (folder / METRICS).open("a", encoding="utf-8") as file:
-        file.write(_epoch_line(record))
+    """Add one line to ``metrics.jsonl``, so that a run that is killed keeps what it measured.
+
+    Raises:
+        StorageError: the line cannot be written.
+    """
+    try:
+        with (folder / METRICS).open("a", encoding="utf-8") as file:
+            file.write(_epoch_line(record))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
 
 
 def write_run(
@@ -69,14 +80,13 @@ def write_run(
     Raises:
         StorageError: the folder cannot be made or written.
     """
-    target = start_run(folder, config)
+    # Until the new file replaces them, the epochs that were appended are all there is.
+    target = start_run(folder, config, keep_metrics=True)
     try:
-        _write_atomically(target / METRICS, "".join(_epoch_line(record) for record in epochs))
+        _write_epochs(target, epochs)
         _write_atomically(target / SUMMARY, json.dumps(_plain(summary), indent=2) + "\n")
     except OSError as error:
-        raise StorageError(
-            f"cannot write the run to {target}: {error}; free some space and repeat it"
-        ) from error
+        raise _unwritable(target, error) from error
 
 
 def read_run(folder: str | Path) -> Run:
@@ -102,6 +112,14 @@ def read_run(folder: str | Path) -> Run:
     )
 
 
+def _unwritable(folder: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write the run to {folder}: {error}; free some space and repeat it")
+
+
+def _write_epochs(folder: Path, epochs: Sequence[EpochRecord]) -> None:
+    _write_atomically(folder / METRICS, "".join(_epoch_line(record) for record in epochs))
+
+
 def _epoch_line(record: EpochRecord) -> str:
     values = asdict(record) | {"samples_per_second": record.samples_per_second}
     return json.dumps(_plain(values)) + "\n"
@@ -120,6 +138,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
     """Read the epochs of a run that need not have finished; none when there is no such folder.
 
+    A run that went on from a checkpoint does some epochs again: the later line counts, and what stood
+    between is dropped. So is a last line that a killed run left without its end.
+
     Raises:
         StorageError: a line is damaged; the message names it.
     """
@@ -127,13 +148,17 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
     if not path.is_file():
         return ()
     names = [field.name for field in fields(EpochRecord)]
-    epochs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    epochs: list[EpochRecord] = []
+    whole_lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(whole_lines, start=1):
         try:
             values = json.loads(line)
             # A loss that was not a number is written as null.
             values["loss"] = math.nan if values["loss"] is None else values["loss"]
-            epochs.append(EpochRecord(**{name: values[name] for name in names}))
+            record = EpochRecord(**{name: values[name] for name in names})
+            while epochs and epochs[-1].epoch >= record.epoch:
+                epochs.pop()
+            epochs.append(record)
         except (ValueError, TypeError, KeyError) as error:
             raise StorageError(f"{path}, line {number}, is damaged ({error}); repeat the run") from error
     return tuple(epochs)

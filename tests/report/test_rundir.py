@@ -1,11 +1,12 @@
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from dglx_dist.errors import StorageError
-from dglx_dist.report.rundir import append_epoch, read_run, start_run, write_run
+from dglx_dist.report.rundir import append_epoch, read_epochs, read_run, start_run, write_run
 from tests.report.records import epoch
 
 CONFIG = {"model": "sage", "fanout": (10, 5), "data": Path("data/x")}
@@ -66,7 +67,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, where: str) -> None:
     write_run(tmp_path, CONFIG, [epoch(0)], SUMMARY)
     with (tmp_path / name).open("a") as file:
-        file.write("{")
+        file.write("{\n")
     with pytest.raises(StorageError, match=where):
         read_run(tmp_path)
 
@@ -75,3 +76,33 @@ def test_a_file_where_the_folder_should_be_is_an_error_of_ours(tmp_path: Path) -
     (tmp_path / "run").write_text("")
     with pytest.raises(StorageError, match="--out"):
         start_run(tmp_path / "run", CONFIG)
+
+
+def test_an_epoch_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    # Killed after epoch 3, resumed from the checkpoint after epoch 1, killed again after epoch 2.
+    for record in (epoch(0), epoch(1), epoch(2), epoch(3), epoch(2, loss=0.25)):
+        append_epoch(tmp_path, record)
+    assert read_epochs(tmp_path) == (epoch(0), epoch(1), epoch(2, loss=0.25))
+
+
+def test_a_line_that_a_killed_run_left_half_written_is_dropped(tmp_path: Path) -> None:
+    append_epoch(tmp_path, epoch(0))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 1, "lo')
+    assert read_epochs(tmp_path) == (epoch(0),)
+    append_epoch(start_run(tmp_path, CONFIG, keep_metrics=True), epoch(1))
+    assert read_epochs(tmp_path) == (epoch(0), epoch(1))
+
+
+def test_no_room_for_the_end_of_a_run_costs_no_epoch(tmp_path: Path) -> None:
+    append_epoch(start_run(tmp_path, CONFIG), epoch(0))
+    # A folder in the way of the temporary file: root is refused too.
+    (tmp_path / f".metrics.jsonl.{os.getpid()}").mkdir()
+    with pytest.raises(StorageError, match="cannot write the run"):
+        write_run(tmp_path, CONFIG, [epoch(0)], SUMMARY)
+    assert read_epochs(tmp_path) == (epoch(0),)
+
+
+def test_an_epoch_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="nowhere"):
+        append_epoch(tmp_path / "nowhere", epoch(0))
