@@ -13,6 +13,8 @@ from dglx_dist.cli.failure import LAUNCHED
 from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.errors import ConfigError
 
+INTERRUPTED = 128 + signal.SIGINT
+
 
 def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) -> int:
     """Run ``dglx ARGUMENTS`` on ``ranks`` ranks of this machine and wait for them.
@@ -38,18 +40,21 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     # Whoever ends this command means its ranks too.
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
-        return process.wait()
+        code = process.wait()
     except KeyboardInterrupt:
         # The terminal sends the interrupt to the launcher too, which ends the ranks; wait for that.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         process.wait()
+        code = INTERRUPTED
+    # In the background of a script this process ignores the interrupt, and only the launcher has it.
+    if code == INTERRUPTED:
         Console(stderr=True, soft_wrap=True).print(
             "interrupted; the ranks have ended. The same command with --resume goes on from the newest "
             "checkpoint, where --checkpoint-every saved any",
             style="red",
             highlight=False,
         )
-        return 130
+    return code
 
 
 def _ranks_per_server(ranks: int, servers: int | None) -> int | None:

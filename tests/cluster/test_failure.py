@@ -89,8 +89,8 @@ def test_a_rank_that_lives_but_is_elsewhere_is_named() -> None:
     elsewhere = r"rank 2 on \S+ is not in it, but waits at '(another place|the end of the session)'"
     for said in (first, second):
         assert re.search(elsewhere, said)
-    # The others gave up the sum and went to the end, or were not seen at all.
-    assert re.search("rank 0 is at 'the end of the session'|ranks missing: 0, 1 ", third)
+    # The others gave up the sum and went to the end, or one of them was not there yet.
+    assert re.search("rank [01] is at 'the end of the session'|ranks missing: [01]", third)
 
 
 def _come_late() -> str:
