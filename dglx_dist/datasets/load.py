@@ -22,7 +22,7 @@ _EXPECTED = (
 )
 
 
-def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, **options: object) -> RawGraph:
+def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: object) -> RawGraph:
     """Load the graph that ``spec`` means and check it; any process alone.
 
     Args:

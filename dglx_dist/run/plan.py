@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.training.kinds import check_kind
+
+_NOT_OF_A_STRATEGY = ("strategy", "timeout", "seed", "backend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +19,8 @@ class TrainPlan:
 
     Raises:
         UnknownNameError: there is no such model.
-        ConfigError: the fan-outs are not one for each layer, or a number is out of range.
+        ConfigError: the fan-outs are not one for each layer, a value is out of range, or an option is none
+            of a strategy.
     """
 
     data: str
@@ -47,20 +51,34 @@ class TrainPlan:
 
     def __post_init__(self) -> None:
         check_kind(self.model)
-        if len(self.fanouts) != self.layers:
-            raise ConfigError(
-                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
-                f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"
-            )
+        for name in _NOT_OF_A_STRATEGY:
+            if name in self.strategy_options:
+                raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
         for name, wrong, allowed in (
+            ("layers", self.layers < 1, "at least 1"),
             ("hidden", self.hidden < 1, "at least 1"),
             ("batch-size", self.batch_size < 1, "at least 1"),
             ("epochs", self.epochs < 1, "at least 1"),
             ("dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"),
-            ("lr", not self.lr > 0, "above 0"),
-            ("weight-decay", not self.weight_decay >= 0, "at least 0"),
+            (
+                "heads",
+                self.model == "gat" and (self.heads < 1 or self.hidden % self.heads > 0),
+                f"a divisor of --hidden {self.hidden}",
+            ),
+            ("lr", not 0 < self.lr < math.inf, "above 0"),
+            ("weight-decay", not 0 <= self.weight_decay < math.inf, "at least 0"),
+            ("seed", self.seed < 0, "at least 0"),
+            ("eval-every", self.eval_every < 0, "at least 0"),
+            ("patience", self.patience is not None and self.patience < 1, "at least 1"),
+            (
+                "eval-every",
+                self.patience is not None and self.eval_every == 0,
+                "at least 1 with --patience, which counts evaluations",
+            ),
+            ("depth", self.depth < 1, "at least 1"),
+            ("loader-threads", self.loader_threads < 0, "at least 0"),
             ("checkpoint-every", self.checkpoint_every < 0, "at least 0"),
-            ("timeout", not self.timeout_s > 0, "above 0"),
+            ("timeout", not 0 < self.timeout_s < math.inf, "above 0"),
             (
                 "structure",
                 self.structure not in ("auto", "replicated", "partitioned"),
@@ -71,3 +89,8 @@ class TrainPlan:
             if wrong:
                 field_name = {"timeout": "timeout_s"}.get(name, name.replace("-", "_"))
                 raise ConfigError(f"--{name} {getattr(self, field_name)} must be {allowed}")
+        if len(self.fanouts) != self.layers:
+            raise ConfigError(
+                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
+                f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"
+            )

@@ -65,6 +65,11 @@ def test_an_unknown_option_is_refused(folder: Path) -> None:
         load_dataset(folder / "friends.npz", seed=3)
 
 
+def test_an_option_named_like_our_argument_is_the_sources_to_refuse() -> None:
+    with pytest.raises(ConfigError, match="no option 'spec'"):
+        load_dataset("synthetic", **{"spec": "x"})
+
+
 def test_what_a_source_returns_is_checked(folder: Path) -> None:
     np.savez(folder / "bad.npz", src=np.array([0]), dst=np.array([5]), num_nodes=np.array(2))
     with pytest.raises(DatasetError, match=r"bad\.npz: column 'dst', row 0: node id 5"):
