@@ -45,7 +45,7 @@ def inspect(
     dataset = open_dataset(folder, verify=verify)  # type: ignore[arg-type]  # checked there
     manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
     sizes = part_bytes(manifest)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     cut = f"{plural(manifest.num_parts, 'part')} by {manifest.method}"
     console.print(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
     console.print(summary_table(overview(manifest)))

@@ -98,7 +98,7 @@ def partition(  # noqa: PLR0913  # one argument per option
     plan.check_target(out)
     # A wrong name is found before minutes of loading.
     chosen = plan.partitioner
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     graph = load_dataset(data, **literals(option or [], "--option"))
     console.print(
         f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {parts} parts by {chosen}"

@@ -56,7 +56,7 @@ def draw_or_warn(draw: Callable[[], None], target: Path, remedy: str = "") -> No
     except OSError as error:
         warn(f"the picture could not be written to {target}: {error.strerror}{remedy}")
     else:
-        Console(highlight=False, soft_wrap=True).print(f"picture: {target}")
+        Console(highlight=False, soft_wrap=True, markup=False).print(f"picture: {target}")
 
 
 def warn(text: str) -> None:
@@ -67,7 +67,7 @@ def warn(text: str) -> None:
 
 def show(table: Table) -> None:
     """Print a table, as wide as it is when nobody looks at a terminal."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=max(console.width, 150))
+        console = Console(highlight=False, markup=False, width=max(console.width, 150))
     console.print(table)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dglx_dist.cli.options import literals, whole_numbers
 from dglx_dist.cli.report_command import show
-from dglx_dist.cluster.topology import launched_by_torchrun
+from dglx_dist.cluster.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.units import plural
 
@@ -120,7 +120,7 @@ def train(  # noqa: PLR0913  # one argument per option
         hidden=hidden,
         heads=heads,
         dropout=dropout,
-        fanouts=whole_numbers(fanout, "--fanout") if fanout else (25, *[10] * (layers - 1))[:layers],
+        fanouts=(25, *[10] * (layers - 1))[:layers] if fanout is None else whole_numbers(fanout, "--fanout"),
         batch_size=batch_size,
         epochs=epochs,
         lr=lr,
@@ -136,12 +136,14 @@ def train(  # noqa: PLR0913  # one argument per option
         loader_threads=loader_threads,
         timeout_s=timeout,
     )
-    if ranks is not None and not launched_by_torchrun():
+    if launched_by_torchrun():
+        check_launched(ranks, servers)
+    elif ranks is not None:
         from dglx_dist.cli.launch import start_ranks
 
         check_names(strategy, data, servers or 1)
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
-    if servers not in (None, 1) and not launched_by_torchrun():
+    elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} deals out ranks; say how many with --ranks")
     from dglx_dist.run.train import train_dataset
 
@@ -151,8 +153,23 @@ def train(  # noqa: PLR0913  # one argument per option
 
         show(epoch_table(trained.epochs))
         show(summary_table(trained.summary))
-        Console(highlight=False, soft_wrap=True).print(
+        Console(highlight=False, soft_wrap=True, markup=False).print(
             f"written to {trained.folder}; again: dglx report {trained.folder}"
+        )
+
+
+def check_launched(ranks: int | None, servers: int | None) -> None:
+    """Raise ConfigError when torchrun has started other ranks or servers than the options ask for."""
+    topology = read_topology()
+    if ranks not in (None, topology.world_size):
+        raise ConfigError(
+            f"--ranks {ranks}, but torchrun has started {topology.world_size}; leave --ranks out, or "
+            "leave torchrun out"
+        )
+    if servers not in (None, topology.num_servers):
+        raise ConfigError(
+            f"--servers {servers}, but torchrun's ranks are on {topology.num_servers}; leave --servers out, "
+            "and set DGLX_RANKS_PER_SERVER for virtual servers"
         )
 
 
