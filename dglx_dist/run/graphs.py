@@ -148,7 +148,7 @@ def distribute(
     Args:
         graph: A DGLGraph (rank 0's counts), anything ``load_dataset`` knows, the folder of a partitioned
             dataset, or the JSON file of a partition in DGL's format.
-        parts: P; None: one for each server.
+        parts: P; None: one for each server. Like the next two refused for what is partitioned already.
         method: Name of a partitioner; None: the default one.
         balance: Weights to balance, see :func:`partition_graph`.
         seed: Of the partitioner.
@@ -163,12 +163,18 @@ def distribute(
     session = current_session()
     if isinstance(graph, (str, PathLike)):
         path = Path(graph)
+        is_cut = (path / MANIFEST).is_file() or _is_part_config(path)
+        if is_cut and (parts is not None or method is not None or balance):
+            raise ConfigError(
+                f"{path} is cut already, so parts, method and balance have no effect; leave them out, or "
+                "give the graph that it was cut from"
+            )
         if (path / MANIFEST).is_file():
             return DistGraph(path, structure=structure, session=session)
         if _is_part_config(path):
             return DistGraph(part_config=path, structure=structure, session=session)
     plan = PartitionPlan(
-        num_parts=parts or session.topology.num_servers,
+        num_parts=session.topology.num_servers if parts is None else parts,
         method=method,
         seed=seed,
         options=PartitionOptions(balance=tuple(balance)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import dglx_dist
 from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph import DistGraph
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
 from dglx_dist.report.picture import draw
@@ -59,12 +60,15 @@ def train_dataset(plan: TrainPlan) -> Trained:
         before = read_epochs(folder) if plan.resume else ()
         if writes:
             start_run(folder, config, keep_metrics=plan.resume)
+            if not plan.resume:
+                # A later --resume would go on from those of the run that is replaced.
+                shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         result = _fit(plan, g, lambda record: append_epoch(folder, record) if writes else None)
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         summary = summarise(_facts(session, result), epochs)
         if writes:
             write_run(folder, config, epochs, summary)
-            draw(epochs, folder / PICTURE, title=run_title(summary, config))
+            _draw(epochs, folder, run_title(summary, config))
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
 
 
@@ -144,6 +148,16 @@ def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> FitResult:
         num_threads=plan.loader_threads,
     )
     return result
+
+
+def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:
+    try:
+        draw(epochs, folder / PICTURE, title=title)
+    except OSError as error:
+        raise StorageError(
+            f"the run is in {folder}, but its picture cannot be written: {error}; `dglx report {folder}` "
+            "shows the run and draws it again"
+        ) from error
 
 
 def _facts(session: Session, result: FitResult) -> RunFacts:

@@ -84,3 +84,12 @@ def test_a_wrong_strategy_costs_no_rendezvous() -> None:
         dx.init("data_paralel")
     with pytest.raises(dx.ConfigError, match=r"dglx_dist\.init"):
         dx.local_device()
+
+
+def test_how_to_cut_is_never_ignored(tmp_path: Path) -> None:
+    dx.partition_graph(as_dgl(), "t", 2, tmp_path)
+    with dx.init():
+        with pytest.raises(dx.ConfigError, match="is cut already"):
+            dx.distribute(tmp_path / "t", parts=3)
+        with pytest.raises(dx.ConfigError, match="number of parts is 0"):
+            dx.distribute(as_dgl(), parts=0, cache=tmp_path / "cache")
