@@ -28,7 +28,7 @@ PYTHON at it. With another Python or a GPU, install your own torch and dgl, then
 check_machine() {
     "$1" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$1 cannot make virtual environments; install them (Debian, Ubuntu: apt-get install python3.11-venv)"
-    if ! ldconfig -p 2>/dev/null | grep -q 'libgomp\.so\.1' && [ "$(uname -s)" = Linux ]; then
+    if ! ldconfig -p 2>/dev/null | grep 'libgomp\.so\.1' >/dev/null && [ "$(uname -s)" = Linux ]; then
         echo "setup.sh: libgomp.so.1 is not in the library path; if importing dgl fails below, install it" \
             "(Debian, Ubuntu: apt-get install libgomp1; Fedora: dnf install libgomp)" >&2
     fi
@@ -38,8 +38,8 @@ install_torch() {
     local pin
     pin=$(grep '^torch==' constraints.txt)
     # A CPU build from where pip already looks; else from PyTorch's own index; else whatever pip finds.
-    .venv/bin/pip install -qq --constraint constraints.txt "${pin}+cpu" 2>/dev/null ||
-        .venv/bin/pip install -qq --constraint constraints.txt "$pin" \
+    .venv/bin/python -m pip install -qq --constraint constraints.txt "${pin}+cpu" 2>/dev/null ||
+        .venv/bin/python -m pip install -qq --constraint constraints.txt "$pin" \
             --extra-index-url https://download.pytorch.org/whl/cpu
 }
 
@@ -58,7 +58,7 @@ main() {
     fi
     echo "installing the pinned dependencies; a few minutes the first time"
     install_torch || die "torch could not be installed; the message above says why (a proxy? an offline machine?)"
-    .venv/bin/pip install -qq --constraint constraints.txt "setuptools>=68" wheel -e ".[dev]" ||
+    .venv/bin/python -m pip install -qq --constraint constraints.txt "setuptools>=68" wheel -e ".[dev]" ||
         die "the dependencies could not be installed; the message above says which one and why"
     .venv/bin/python -c 'import dgl, dglx_dist' ||
         die "dgl does not load; when the message above names libgomp.so.1: apt-get install libgomp1 (or dnf install libgomp)"
