@@ -25,7 +25,8 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         servers: S virtual servers of W / S ranks each; None: one, or what DGLX_RANKS_PER_SERVER says.
 
     Returns:
-        The exit code: 0, 130 after Ctrl-C, or that of the rank that failed first; a message has been shown.
+        The exit code: 0, 130 after Ctrl-C, that of the rank that failed first, or 128 + the signal that ended
+        the launcher; unless it is 0, a message has been shown.
 
     Raises:
         ConfigError: the ranks are none, or cannot be dealt out to the servers.
@@ -48,13 +49,18 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         code = INTERRUPTED
     # In the background of a script this process ignores the interrupt, and only the launcher has it.
     if code == INTERRUPTED:
-        Console(stderr=True, soft_wrap=True).print(
+        _say(
             "interrupted; the ranks have ended. The same command with --resume goes on from the newest "
-            "checkpoint, where --checkpoint-every saved any",
-            style="red",
-            highlight=False,
+            "checkpoint, where --checkpoint-every saved any"
         )
+    if code < 0:
+        _say(f"the launcher of the ranks was ended by {signal.Signals(-code).name}; the ranks end with it")
+        return 128 - code
     return code
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(text, style="red", highlight=False, markup=False)
 
 
 def _ranks_per_server(ranks: int, servers: int | None) -> int | None:
