@@ -19,6 +19,9 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 
+_SHOWN = 100
+"""Characters of what a rank waits for that others are told and compare with their own."""
+
 CONTROL = "control"
 """Phase under which what is not data is counted."""
 
@@ -145,7 +148,7 @@ def peers_named(session: Session, doing: str) -> Iterator[None]:
 @contextmanager
 def _doing(session: Session, what: str) -> Iterator[None]:
     """Tell whoever asks what this rank waits for inside the block."""
-    before, session.rpc.doing = session.rpc.doing, what
+    before, session.rpc.doing = session.rpc.doing, what[:_SHOWN]
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 
 PING = "cluster.ping"
-MAX_DOING_BYTES = 200
+MAX_DOING_BYTES = 400
 
 
 @final
