@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,9 @@ class Link:
         self._socket, self._closing = socket, closing
         # ZeroMQ's sockets bear one thread at a time: without it, closing would pull them from under a call.
         self._in_use = threading.Lock()
-        self._monitor = socket.get_monitor_socket(_WATCHED)
+        # A name of its own: pyzmq's is the socket's file descriptor, which a new socket may have again before
+        # the last monitor of that number is gone.
+        self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
         socket.connect(peer.endpoint)
         self._receive_timeout_ms = -1
         self._assembler = Assembler()

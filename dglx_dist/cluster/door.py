@@ -16,7 +16,7 @@ from dglx_dist.cluster.auth import Credentials, answer_door, open_door
 
 log = logging.getLogger(__name__)
 
-_END = "inproc://door-end"
+_END, _EVENTS = "inproc://door-end", "inproc://door-events"
 
 
 @final
@@ -37,7 +37,7 @@ class Door:
     ) -> None:
         self._credentials = credentials
         self._questions = open_door(context)
-        self._events = guarded.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._events = guarded.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED, _EVENTS)
         self._end = context.socket(zmq.PAIR)
         self._end.bind(_END)
         self._ender = context.socket(zmq.PAIR)

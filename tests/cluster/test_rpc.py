@@ -277,6 +277,20 @@ def test_what_is_kept_of_callers_that_left_is_bounded() -> None:
         assert len(server._server._assemblers) <= 10
 
 
+def test_a_number_of_a_socket_that_is_still_closing_can_come_again() -> None:
+    """Threads come and go, and ZeroMQ lets go of a closed socket later than the system of its number."""
+    with pair() as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        assert caller._context is not None
+        still_there = [caller._context.socket(zmq.PAIR) for _ in range(200)]
+        for number, old in enumerate(still_there):
+            old.bind(f"inproc://monitor.s-{number}")
+        (answer,) = caller.call(1, "echo", "", [TABLE], phase="p")
+        assert np.array_equal(answer, TABLE)
+        for old in still_there:
+            old.close(0)
+
+
 def test_the_silent_are_told_from_those_who_answer() -> None:
     with pair(timeout_s=60.0) as (caller, server):
         assert caller.silent([0, 1], 20.0) == []
