@@ -49,10 +49,15 @@ def sum_over_ranks(
         return total
     with peers_named(session, f"all-reduce ({phase})"):
         dist.all_reduce(total)
-    size = total.numel() * total.element_size()
-    sent = ring_bytes(size, topology.world_size, topology.rank)
-    session.ledger.add(phase, layer, topology.rank, _next_rank(session), sent)
+    count_all_reduce(session, phase, total.numel() * total.element_size(), layer)
     return total
+
+
+def count_all_reduce(session: Session, phase: str, num_bytes: int, layer: int = 0) -> None:
+    """Count what this rank sends to the next one in a ring all-reduce of ``num_bytes``: 2 (W-1)/W of them."""
+    topology = session.topology
+    sent = ring_bytes(num_bytes, topology.world_size, topology.rank)
+    session.ledger.add(phase, layer, topology.rank, _next_rank(session), sent)
 
 
 def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.cluster.collectives import peers_named
-from dglx_dist.cluster.ledger import ring_bytes
+from dglx_dist.cluster.collectives import count_all_reduce, peers_named
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.buckets import Bucket, make_buckets
@@ -166,7 +165,7 @@ class GradientExchange:
         topology = self._session.topology
         if topology.world_size == 1:
             return None
-        record_all_reduce(self._session, PHASE, bucket.num_bytes)
+        count_all_reduce(self._session, PHASE, bucket.num_bytes)
         with peers_named(self._session, "the sum of gradients"):
             return dist.all_reduce(bucket.flat, async_op=True)
 
@@ -221,11 +220,3 @@ class _Mark(torch.autograd.Function):
 
 def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> None:
     leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-
-def record_all_reduce(session: Session, phase: str, num_bytes: int) -> None:
-    """Count what a rank sends to the next one in a ring all-reduce of ``num_bytes``: 2 (W-1)/W of them."""
-    topology = session.topology
-    following = (topology.rank + 1) % topology.world_size
-    sent = ring_bytes(num_bytes, topology.world_size, topology.rank)
-    session.ledger.add(phase, 0, topology.rank, following, sent)
