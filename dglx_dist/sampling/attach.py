@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dglx_dist.graph.kvstore import KVStore, PendingPull
 from dglx_dist.records import Array
+from dglx_dist.sampling.precision import Precision
 
 EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
 """The ledger's names of these bytes."""
@@ -28,6 +29,8 @@ class Columns:
     """For the destinations of the last block."""
     edges: Mapping[str, str] = field(default_factory=dict)
     """For the edges of every block."""
+    precision: Precision = field(default_factory=Precision)
+    """What the floating-point columns of inputs and edges become."""
 
 
 @final
@@ -69,14 +72,14 @@ class Fetch:
             for layer, block in enumerate(blocks, start=1)
         ]
         for name, rows in ready.items():
-            blocks[0].srcdata[name] = rows
+            blocks[0].srcdata[name] = self._columns.precision.converted(rows)
         for name, pull in self._inputs.items():
-            blocks[0].srcdata[name] = pull.result()
+            blocks[0].srcdata[name] = self._columns.precision.converted(pull.result())
         for name, pull in self._targets.items():
             blocks[-1].dstdata[name] = pull.result()
         for block, pulls in zip(blocks, edges, strict=True):
             for name, pull in pulls.items():
-                block.edata[name] = pull.result()
+                block.edata[name] = self._columns.precision.converted(pull.result())
 
 
 def _ids(ids: Tensor) -> Array:

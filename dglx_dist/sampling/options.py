@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
+from dglx_dist.sampling.precision import check_float
 
 _NEEDLESS = {
     "use_uva": "features are read by the processor, on the loader's threads",
@@ -42,6 +43,9 @@ class LoaderOptions:
     """Where batches shall be; None: the session's device."""
     exclude: Tensor | Array | None = None
     """(X,) ids of edges that are never drawn; on all ranks the same if servers hold parts of the graph."""
+    feature_dtype: torch.dtype | None = None
+    """What floating-point input and edge columns become in blocks; None: float32 where they are stored as
+    float16 or bfloat16, else what is stored."""
 
 
 def read_options(options: Mapping[str, Any]) -> LoaderOptions:
@@ -62,6 +66,7 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     read = LoaderOptions(**{name: value for name, value in options.items() if name in known})
     whole_number("depth", read.depth, least=1)
     whole_number("num_threads", read.num_threads, least=0)
+    check_float(read.feature_dtype)
     return read
 
 
