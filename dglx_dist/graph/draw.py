@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from dglx_dist.graph.in_edges import CSCShard, InEdges
+from dglx_dist.graph.in_edges import NO_EDGES, CSCShard, InEdges
 from dglx_dist.records import Array
 
 
@@ -18,8 +18,8 @@ def draw_parameters(fanout: int, replace: bool, seed: int) -> str:
     return f"{fanout} {int(replace)} {seed}"
 
 
-def draw_uniform(shard: CSCShard, nodes: Array, parameters: str) -> InEdges:
-    """Draw in-edges of ``nodes`` ((k,) int64 global ids in the shard), all of a node alike.
+def draw_uniform(shard: CSCShard, nodes: Array, parameters: str, _exclude: Array = NO_EDGES) -> InEdges:
+    """Draw in-edges of ``nodes`` ((k,) int64 global ids in the shard), all of a node alike, none excluded.
 
     Args:
         shard: Piece of the structure.

@@ -48,8 +48,11 @@ class InEdges:
     """(e,) int64 global edge ids."""
 
 
-Draw: TypeAlias = Callable[[CSCShard, Array, str], InEdges]
-"""(piece of the structure, (k,) int64 global ids of its nodes, parameters) to their drawn in-edges."""
+NO_EDGES: Array = np.empty(0, dtype=np.int64)
+
+Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
+"""(piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending ids of edges
+that may not be drawn) to their drawn in-edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +99,11 @@ def from_wire(nodes: Array, arrays: Sequence[Array]) -> InEdges:
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
 
-def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "") -> InEdges:
-    """Return every in-edge of ``nodes`` ((k,) int64 global ids in the shard), ascending by edge id."""
+def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
+    """Return every in-edge of ``nodes`` ((k,) int64 global ids in the shard), ascending by edge id.
+
+    Nothing is excluded: callers that do not want some of them drop these themselves.
+    """
     local = nodes - shard.first_node
     first, counts = shard.indptr[local], shard.indptr[local + 1] - shard.indptr[local]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

@@ -13,6 +13,7 @@ from dglx_dist.cluster.serve import Handler
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.in_edges import (
+    NO_EDGES,
     CSCShard,
     Draw,
     InEdges,
@@ -52,25 +53,30 @@ class Structure(ABC):
         """
 
     @abstractmethod
-    def submit(self, op: str, nodes: Array, parameters: str = "", *, layer: int = 0) -> PendingInEdges:
+    def submit(
+        self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
+    ) -> PendingInEdges:
         """Ask for in-edges of nodes and return at once; requests leave before local nodes are drawn.
 
         Sends 8 bytes per distinct remote node and receives 24 per edge (algorithms 1.3), counted under
-        the phase ``sampling``.
+        the phase ``sampling``; every request also has 8 per excluded edge of the server that is asked.
 
         Args:
             op: A name given to :meth:`serve`; ``in_edges`` (all of them) is always there.
             nodes: (K,) int64 global destination ids, each existing, any order, repeats allowed.
             parameters: Handed to the draw function as it is.
+            exclude: (X,) int64 ascending ids of edges that the draw function shall leave out.
             layer: Under which the bytes are counted.
 
         Raises:
             ConfigError: ``op`` is not served.
         """
 
-    def ask(self, op: str, nodes: Array, parameters: str = "", *, layer: int = 0) -> InEdges:
+    def ask(
+        self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
+    ) -> InEdges:
         """Return in-edges of the (K,) int64 ``nodes``; as :meth:`submit`, and waits."""
-        return self.submit(op, nodes, parameters, layer=layer).result()
+        return self.submit(op, nodes, parameters, exclude=exclude, layer=layer).result()
 
     @abstractmethod
     def close(self) -> None:
@@ -144,10 +150,12 @@ class ReplicatedStructure(Structure):
         """See :meth:`Structure.serve`."""
         self._local.serve(op, draw)
 
-    def submit(self, op: str, nodes: Array, parameters: str = "", *, layer: int = 0) -> PendingInEdges:
+    def submit(
+        self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
+    ) -> PendingInEdges:
         """See :meth:`Structure.submit`."""
         draw = self._local.draw_of(op)
-        return PendingInEdges(nodes, lambda: self._local.pieces(draw, nodes, parameters))
+        return PendingInEdges(nodes, lambda: self._local.pieces(draw, nodes, parameters, exclude))
 
     def close(self) -> None:
         """Nothing to do: nobody is answered."""
@@ -218,7 +226,9 @@ class PartitionedStructure(Structure):
         self._local.serve(op, draw)
         self._serve_draw(op)
 
-    def submit(self, op: str, nodes: Array, parameters: str = "", *, layer: int = 0) -> PendingInEdges:
+    def submit(
+        self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
+    ) -> PendingInEdges:
         """See :meth:`Structure.submit`."""
         draw = self._local.draw_of(op)
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
@@ -228,7 +238,7 @@ class PartitionedStructure(Structure):
                     call.rank,
                     self._op(op),
                     parameters,
-                    [plan.ids[call.first : call.last]],
+                    [plan.ids[call.first : call.last], *self._excluded_at(call.rank, exclude)],
                     phase="sampling",
                     layer=layer,
                 ),
@@ -236,7 +246,15 @@ class PartitionedStructure(Structure):
             )
             for call in requests_of(plan, self._placement)
         ]
-        return PendingInEdges(nodes, lambda: self._local.pieces(draw, nodes, parameters), plan, calls)
+        return PendingInEdges(
+            nodes, lambda: self._local.pieces(draw, nodes, parameters, exclude), plan, calls
+        )
+
+    def _excluded_at(self, rank: int, exclude: Array) -> list[Array]:
+        """Return the excluded edges that lie with the server of ``rank``: no array when there are none."""
+        server = self._placement.topology.server_of_rank[rank]
+        first, last = np.searchsorted(exclude, self._edge_bounds[server : server + 2])
+        return [exclude[first:last]] if last > first else []
 
     def close(self) -> None:
         """See :meth:`Structure.close`."""
@@ -278,12 +296,14 @@ class PartitionedStructure(Structure):
         draw = self._local.draw_of(op)
 
         def answer(parameters: str, arrays: Sequence[Array]) -> list[Array]:
-            (nodes,) = arrays
+            nodes, exclude = arrays[0], arrays[1] if len(arrays) > 1 else NO_EDGES
             own = self._placement.topology.server
             first, last = self._node_bounds[own], self._node_bounds[own + 1]
             if len(nodes) and (nodes.min() < first or nodes.max() >= last):
                 raise IndexError(f"server {own} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
-            return to_wire(nodes, join_pieces(len(nodes), self._local.pieces(draw, nodes, parameters)))
+            return to_wire(
+                nodes, join_pieces(len(nodes), self._local.pieces(draw, nodes, parameters, exclude))
+            )
 
         self._register(op, answer)
 
@@ -314,12 +334,12 @@ class _LocalShards:
             raise ConfigError(f"{op!r} is not served (known: {', '.join(self._draws)}); call serve() first")
         return self._draws[op]
 
-    def pieces(self, draw: Draw, nodes: Array, parameters: str) -> list[Piece]:
+    def pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
         pieces = []
         for shard in self._shards:
             places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
             if len(places):
-                edges = draw(shard, nodes[places], parameters)
+                edges = draw(shard, nodes[places], parameters, exclude)
                 pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
         return pieces
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from dglx_dist.graph.in_edges import NO_EDGES
 from dglx_dist.records import Array
 from dglx_dist.sampling.pick import Csc, Rule, count_hop, draw_hop
 from dglx_dist.sampling.relabel import Table, number, with_room
@@ -47,6 +48,8 @@ class Ask(NamedTuple):
     """How edges are drawn."""
     like: Array
     """Any array of the dtype that indptr, sources and edge ids shall have."""
+    once: Array = NO_EDGES
+    """(X,) int64 those of ``rule.exclude`` that are of this batch alone, which other servers do not know."""
 
 
 @njit(cache=True, nogil=True)

@@ -20,7 +20,7 @@ from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.records import NODE_TYPE, Array
 from dglx_dist.sampling.ahead import run_ahead
-from dglx_dist.sampling.maker import MiniBatch
+from dglx_dist.sampling.maker import MiniBatch, NodeIds
 from dglx_dist.sampling.neighbor import read_sampler
 from dglx_dist.sampling.opening import open_maker
 from dglx_dist.sampling.options import read_options, whole_number
@@ -30,8 +30,9 @@ from dglx_dist.sampling.schedule import Schedule, epoch_order
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
 
-Batch: TypeAlias = tuple[Tensor, Tensor, list[DGLBlock]]
-"""(input node ids, output node ids, blocks with the input-most first)."""
+Batch: TypeAlias = tuple[NodeIds, NodeIds, list[DGLBlock]]
+"""(input node ids, output node ids, blocks with the input-most first); the ids as a dict by node type when
+there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class DataLoader:
         self._depth, self._num_threads = read.depth, read.num_threads
         self._device = torch.device(session.device if read.device is None else read.device)
         size = whole_number("batch_size", batch_size, least=1)
-        self._seeds = _seeds(g, indices)
+        self._seeds, self._ntype = _seeds(g, indices), g.ntypes[0]
         self._maker = open_maker(g, sampler, read_sampler(sampler), read, self._seed)
         self._schedule = Schedule(
             batch_size=size,
@@ -167,7 +168,7 @@ class DataLoader:
         steps = range(self._next_step, len(self))
 
         def make(step: int) -> MiniBatch:
-            return self._maker.make(order[self._schedule.slice_of(step)], epoch)
+            return self._maker.make({self._ntype: order[self._schedule.slice_of(step)]}, epoch)
 
         try:
             with closing(run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)) as batches:
@@ -185,7 +186,7 @@ class DataLoader:
         blocks, nodes, seeds = batch.blocks, batch.input_nodes, batch.output_nodes
         if self._device.type != "cpu":
             blocks = [block.to(self._device) for block in blocks]
-            nodes, seeds = nodes.to(self._device), seeds.to(self._device)
+            nodes, seeds = _moved(nodes, self._device), _moved(seeds, self._device)
         share = self._schedule.share(step)
         self._session.step_share = share
         blocks[-1].step_share = share
@@ -196,6 +197,12 @@ class DataLoader:
             wait_s=self._times.wait_s + time.perf_counter() - begin,
         )
         return nodes, seeds, blocks
+
+
+def _moved(nodes: NodeIds, device: torch.device) -> NodeIds:
+    if isinstance(nodes, Tensor):
+        return nodes.to(device)
+    return {ntype: ids.to(device) for ntype, ids in nodes.items()}
 
 
 def _seeds(g: DistGraph, indices: Ids | Mapping[str, Ids]) -> Array:

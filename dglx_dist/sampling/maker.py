@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -15,29 +16,41 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.graph.gather import as_words
+from dglx_dist.graph.in_edges import NO_EDGES
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.sampling.attach import Columns, Fetch
 from dglx_dist.sampling.blocks import BlockBuilder
 from dglx_dist.sampling.buffers import BufferPool
 from dglx_dist.sampling.kernel import Ask, RawBatch
-from dglx_dist.sampling.pick import Rule
+from dglx_dist.sampling.pick import Rule, merged
 from dglx_dist.sampling.rng import stream_key
 from dglx_dist.sampling.source import BatchSource, WholeSource
 from dglx_dist.sampling.workspace import Workspace
 
-SampleBlocks: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor, list[DGLBlock]]]
-"""(B,) int64 seeds to input nodes, output nodes and blocks."""
+Seeds: TypeAlias = Mapping[str, Array]
+"""Node type to (B,) int64 distinct ids, B may be 0; a type without seeds may be missing."""
+
+Excluded: TypeAlias = Mapping[EdgeType, Array]
+"""Edge type to (X,) int64 ascending distinct ids of edges that a batch must not draw."""
+
+NodeIds: TypeAlias = Tensor | dict[str, Tensor]
+"""(n,) int64 global ids; a dict of them by type when the graph has more than one node type."""
+
+SampleBlocks: TypeAlias = Callable[[NodeIds, Excluded], tuple[NodeIds, NodeIds, list[DGLBlock]]]
+"""Seeds and excluded edges to input nodes, output nodes and blocks."""
+
+NOTHING_EXCLUDED: Excluded = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
     """What a loader yields, and how long it took."""
 
-    input_nodes: Tensor
-    """(n,) int64 global ids of the sources of the first block."""
-    output_nodes: Tensor
-    """(B,) int64 the seeds."""
+    input_nodes: NodeIds
+    """The sources of the first block."""
+    output_nodes: NodeIds
+    """The seeds."""
     blocks: list[DGLBlock]
     """Layer 1 first."""
     sample_s: float
@@ -50,10 +63,11 @@ class BatchMaker(ABC):
     """Makes the batches of one loader; called from several threads at a time."""
 
     @abstractmethod
-    def make(self, seeds: Array, epoch: int) -> MiniBatch:
-        """Make the batch of ``seeds`` ((B,) int64 distinct, B may be 0) in ``epoch``.
+    def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
+        """Make the batch of ``seeds`` in ``epoch``, without the edges ``exclude``.
 
         Raises:
+            ConfigError: a seed is given twice.
             PeerError: another rank that was asked is dead or silent.
         """
 
@@ -71,12 +85,12 @@ class Draws:
     idtype: np.dtype[Any]
     """Of the blocks' structure: int32 or int64."""
 
-    def ask(self, seeds: Array, epoch: int) -> Ask:
-        """Return what the kernels need for the batch of ``seeds``."""
+    def ask(self, seeds: Array, epoch: int, exclude: Array = NO_EDGES) -> Ask:
+        """Return what the kernels need for the batch of ``seeds``, without the edges ``exclude`` either."""
         fanouts = np.array(self.fanouts[::-1], np.int64)
         streams = np.array([stream_key(self.seed, epoch, hop) for hop in range(len(fanouts))], np.uint64)
-        rule = Rule(self.replace, self.exclude)
-        return Ask(seeds, fanouts, streams, rule, np.empty(0, self.idtype))
+        rule = Rule(self.replace, merged(self.exclude, exclude))
+        return Ask(seeds, fanouts, streams, rule, np.empty(0, self.idtype), exclude)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +130,22 @@ class KernelMaker(BatchMaker):
     ) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
         self._num_nodes, self._slicer = num_nodes, slicer
-        self._builder = BlockBuilder(etype)
+        self._etype, self._builder = etype, BlockBuilder(etype)
         self._workspaces: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
 
-    def make(self, seeds: Array, epoch: int) -> MiniBatch:
+    def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         """Make a batch; see :class:`BatchMaker`."""
         begin = time.perf_counter()
+        targets = seeds.get(self._etype[2], np.empty(0, np.int64))
+        ask = self._draws.ask(targets, epoch, exclude.get(self._etype, NO_EDGES))
         workspace = self._borrow()
         try:
-            batch, ready = self._sample(self._draws.ask(seeds, epoch), workspace)
+            batch, ready = self._sample(ask, workspace)
         finally:
             self._workspaces.put(workspace)
         fetch = Fetch(self._store, self._columns)
         asked = time.perf_counter()
-        fetch.start(batch.nodes, seeds)
+        fetch.start(batch.nodes, targets)
         building = time.perf_counter()
         nodes, blocks = self._builder.blocks(batch)
         built = time.perf_counter()
@@ -137,7 +153,7 @@ class KernelMaker(BatchMaker):
         end = time.perf_counter()
         return MiniBatch(
             input_nodes=nodes,
-            output_nodes=torch.from_numpy(seeds),
+            output_nodes=torch.from_numpy(targets),
             blocks=blocks,
             sample_s=(asked - begin) + (built - building),
             fetch_s=(building - asked) + (end - built),
@@ -192,12 +208,16 @@ class SamplerMaker(BatchMaker):
     def __init__(self, sample: SampleBlocks, store: KVStore, columns: Columns) -> None:
         self._sample, self._store, self._columns = sample, store, columns
 
-    def make(self, seeds: Array, epoch: int) -> MiniBatch:
+    def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         """Make a batch; see :class:`BatchMaker`. The epoch is of no use: the sampler draws as it likes."""
         begin = time.perf_counter()
-        input_nodes, output_nodes, blocks = self._sample(torch.from_numpy(seeds))
+        targets = {ntype: torch.from_numpy(ids) for ntype, ids in seeds.items()}
+        (only,) = targets.values()
+        input_nodes, output_nodes, blocks = self._sample(only, exclude)
         asked = time.perf_counter()
         fetch = Fetch(self._store, self._columns)
+        assert isinstance(input_nodes, Tensor)
+        assert isinstance(output_nodes, Tensor)
         fetch.start(input_nodes.numpy(), output_nodes.numpy())
         fetch.finish(blocks, {})
         end = time.perf_counter()

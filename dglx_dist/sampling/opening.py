@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +21,17 @@ from dglx_dist.sampling.attach import Columns
 from dglx_dist.sampling.maker import (
     BatchMaker,
     Draws,
+    Excluded,
     KernelMaker,
     LocalColumn,
     LocalSlicer,
+    NodeIds,
     SamplerMaker,
 )
 from dglx_dist.sampling.neighbor import SamplePlan
 from dglx_dist.sampling.options import LoaderOptions
 from dglx_dist.sampling.pick import Rule
+from dglx_dist.sampling.precision import Precision
 from dglx_dist.sampling.remote import RemoteSource, csc_of, keyed_draw
 from dglx_dist.sampling.source import WholeSource
 
@@ -49,14 +53,14 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
             f"the graph has {len(g.canonical_etypes)} edge types, and only graphs with one are sampled so "
             "far; convert it with dgl.to_homogeneous before partitioning"
         )
-    columns = _columns(g, plan)
+    columns = _columns(g, plan, options)
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
                 f"exclude= cannot be passed into {type(sampler).__qualname__}'s own code; use "
                 "NeighborSampler, or leave the edges out in the sampler"
             )
-        return SamplerMaker(lambda seeds: _own_code(sampler, g, seeds), g.kvstore, columns)
+        return SamplerMaker(lambda seeds, out: _own_code(sampler, g, seeds, out), g.kvstore, columns)
     structure = g.structure(g.canonical_etypes[0])
     draws = Draws(
         fanouts=plan.fanouts,
@@ -84,13 +88,13 @@ def _whole_maker(
     """The maker for a replicated structure: features that are all local are copied by the sampling call."""
     weights = None if plan.weights is None else _all_weights(g, plan.weights)
     source = WholeSource(csc_of(structure.shards[0], weights))
-    columns, slicer = _columns(g, plan), None
+    columns, slicer = _columns(g, plan, options), None
     for name, key in columns.inputs.items():
         local = _local_column(g, name, key)
         if local is not None:
             slicer = LocalSlicer(source, local, options.depth + _SPARE_BUFFERS)
             rest = {other: value for other, value in columns.inputs.items() if other != name}
-            columns = Columns(inputs=rest, targets=columns.targets, edges=columns.edges)
+            columns = replace(columns, inputs=rest)
             break
     return KernelMaker(
         source,
@@ -117,7 +121,7 @@ def _serve(g: DistGraph, plan: SamplePlan, draws: Draws, structure: Structure) -
     return op
 
 
-def _columns(g: DistGraph, plan: SamplePlan) -> Columns:
+def _columns(g: DistGraph, plan: SamplePlan, options: LoaderOptions) -> Columns:
     """Find the asked columns in the graph.
 
     Raises:
@@ -127,6 +131,7 @@ def _columns(g: DistGraph, plan: SamplePlan) -> Columns:
         inputs={name: _key(g.ndata, name, "prefetch_node_feats", "ndata") for name in plan.node_feats},
         targets={name: _key(g.ndata, name, "prefetch_labels", "ndata") for name in plan.labels},
         edges={name: _key(g.edata, name, "prefetch_edge_feats", "edata") for name in plan.edge_feats},
+        precision=Precision(options.feature_dtype, options.depth + _SPARE_BUFFERS),
     )
 
 
@@ -188,5 +193,10 @@ def _excluded(exclude: Any, structure: Structure) -> Array:
     return np.unique(as_ids(exclude, structure.num_edges, "the graph's edges"))
 
 
-def _own_code(sampler: Any, g: DistGraph, seeds: torch.Tensor) -> Any:
-    return sampler.sample(g, seeds)
+def _own_code(sampler: Any, g: DistGraph, seeds: NodeIds, exclude: Excluded) -> Any:
+    edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}
+    if not edges:
+        return sampler.sample(g, seeds)
+    # DGL's samplers take plain ids where there is one edge type.
+    excluded = edges if len(g.canonical_etypes) > 1 else next(iter(edges.values()))
+    return sampler.sample(g, seeds, exclude_eids=excluded)

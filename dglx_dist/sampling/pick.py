@@ -39,6 +39,13 @@ class Rule(NamedTuple):
     """(X,) int64 ascending global ids of edges that are not drawn; usually empty."""
 
 
+def merged(always: Array, once: Array) -> Array:
+    """Return the ascending distinct ids of both ((X,) int64), each ascending and distinct."""
+    if not len(once):
+        return always
+    return np.union1d(always, once) if len(always) else once
+
+
 @njit(cache=True, nogil=True)
 def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
     """Whether every edge in [start, end) is a candidate and all are equally likely."""

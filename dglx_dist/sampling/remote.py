@@ -16,7 +16,7 @@ from dglx_dist.graph.in_edges import CSCShard, Draw, InEdges
 from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array
 from dglx_dist.sampling.kernel import Ask, RawBatch, number_seeds
-from dglx_dist.sampling.pick import Csc, Rule, count_hop, draw_hop
+from dglx_dist.sampling.pick import Csc, Rule, count_hop, draw_hop, merged
 from dglx_dist.sampling.relabel import number, with_room
 from dglx_dist.sampling.source import BatchSource
 from dglx_dist.sampling.workspace import Workspace, check_seeds
@@ -31,15 +31,18 @@ def csc_of(shard: CSCShard, weights: Array | None = None) -> Csc:
 def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
     """Return how a server draws a hop, for itself and for others; parameters are JSON (fan-out, hop's key).
 
+    What a batch excludes comes with the request.
+
     Args:
-        rule: The same on all ranks.
+        rule: The same on all ranks; ``exclude`` is left out of every batch.
         weights: First node of a shard to its (E,) float32 edge weights; empty for all alike.
     """
 
-    def draw(shard: CSCShard, nodes: Array, parameters: str) -> InEdges:
+    def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
         ask = json.loads(parameters)
         csc = csc_of(shard, weights.get(shard.first_node))
-        indptr, sources, edge_ids = _draw(csc, nodes, int(ask["fanout"]), np.uint64(ask["stream"]), rule)
+        here = Rule(rule.replace, merged(rule.exclude, exclude))
+        indptr, sources, edge_ids = _draw(csc, nodes, int(ask["fanout"]), np.uint64(ask["stream"]), here)
         return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
     return draw
@@ -49,7 +52,8 @@ def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
 class RemoteSource(BatchSource):
     """Samples when each server has the in-edges of its own nodes only.
 
-    Sends 8 bytes per remote destination and receives 24 per edge drawn there (algorithms 1.3).
+    Sends 8 bytes per remote destination and receives 24 per edge drawn there (algorithms 1.3); in every
+    hop each server that is asked also gets 8 per edge that the batch excludes there.
 
     Args:
         structure: Serves ``op`` with :func:`keyed_draw` on all ranks.
@@ -62,7 +66,8 @@ class RemoteSource(BatchSource):
     def sample(self, ask: Ask, workspace: Workspace) -> RawBatch:
         """Sample as :class:`BatchSource` says; one round of requests per hop.
 
-        The draw rule is the one that ``op`` is served with, and that of ``ask`` must be the same.
+        The draw rule is the one that ``op`` is served with, without ``ask.once``: that of ``ask`` must be
+        the same.
 
         Raises:
             ConfigError: the seeds have an id twice.
@@ -73,7 +78,11 @@ class RemoteSource(BatchSource):
         try:
             check_seeds(ask.seeds, count)
             for hop, fanout in enumerate(ask.fanouts.tolist()):
-                edges = self._ask(nodes[:count], fanout, int(ask.streams[hop]), len(ask.fanouts) - hop)
+                parameters = json.dumps({"fanout": fanout, "stream": int(ask.streams[hop])})
+                layer = len(ask.fanouts) - hop
+                edges = self._structure.ask(
+                    self._op, nodes[:count], parameters, exclude=ask.once, layer=layer
+                )
                 nodes = np.concatenate([nodes[:count], np.empty(len(edges.sources) + 1, np.int64)])
                 table = with_room(table, nodes, count, len(edges.sources))
                 local = np.empty(len(edges.sources), ask.like.dtype)
@@ -84,10 +93,6 @@ class RemoteSource(BatchSource):
             # Also after an error, or the numbers given out so far would count in the next batch.
             workspace.keep(table._replace(base=table.base + count))
         return _joined(nodes[:count], node_ends, hops, ask.like.dtype)
-
-    def _ask(self, nodes: Array, fanout: int, stream: int, layer: int) -> InEdges:
-        parameters = json.dumps({"fanout": fanout, "stream": stream})
-        return self._structure.ask(self._op, nodes, parameters, layer=layer)
 
 
 def _joined(

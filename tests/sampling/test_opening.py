@@ -1,3 +1,4 @@
+import dgl
 import numpy as np
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_exclusion_needs_our_kernels(graph: DistGraph) -> None:
 
 def test_every_prefetched_column_arrives_once(graph: DistGraph) -> None:
     sampler = NeighborSampler([2], prefetch_node_feats=["label", "feat"], prefetch_labels=["feat"])
-    batch = opened(graph, sampler).make(np.array([5, 40]), 0)
+    batch = opened(graph, sampler).make({"_N": np.array([5, 40])}, 0)
     assert torch.equal(batch.blocks[0].srcdata["feat"], graph.ndata["feat"][batch.input_nodes])
     assert torch.equal(batch.blocks[0].srcdata["label"], graph.ndata["label"][batch.input_nodes])
     assert torch.equal(batch.blocks[0].dstdata["feat"], graph.ndata["feat"][batch.output_nodes])
@@ -42,7 +43,43 @@ def test_every_prefetched_column_arrives_once(graph: DistGraph) -> None:
 
 def test_a_batch_without_seeds_has_columns_without_rows(graph: DistGraph) -> None:
     sampler = NeighborSampler([2, 2], prefetch_node_feats=["feat"], prefetch_labels=["label"])
-    batch = opened(graph, sampler).make(np.empty(0, np.int64), 0)
+    batch = opened(graph, sampler).make({}, 0)
     assert batch.blocks[0].srcdata["feat"].shape == (0, 3)
     assert batch.blocks[-1].dstdata["label"].shape == (0,)
     assert len(batch.input_nodes) == len(batch.output_nodes) == 0
+
+
+@pytest.mark.parametrize("sampler", [NeighborSampler([3, 4]), NeighborSampler([-1, -1])])
+def test_a_batch_leaves_out_its_own_edges_and_the_next_one_does_not(
+    graph: DistGraph, sampler: NeighborSampler
+) -> None:
+    maker = opened(graph, sampler, exclude=torch.tensor([300]))
+    seeds, etype = {"_N": np.arange(60)}, ("_N", "_E", "_N")
+
+    def drawn(exclude: dict[tuple[str, str, str], np.ndarray]) -> set[int]:
+        batch = maker.make(seeds, 0, exclude)
+        return {int(edge) for block in batch.blocks for edge in block.edata[dgl.EID]}
+
+    usual = drawn({})
+    targets = np.array(sorted(usual)[::2])
+    assert not drawn({etype: targets}) & {*targets.tolist(), 300}
+    assert drawn({}) == usual
+    assert 300 not in usual
+
+
+class Excluding(NeighborSampler):
+    """Its own code, as stock DGL runs it."""
+
+    def sample_blocks(self, g, seed_nodes, exclude_eids=None):
+        frontier = g.sample_neighbors(seed_nodes, -1, exclude_edges=exclude_eids)
+        block = dgl.to_block(frontier, seed_nodes)
+        block.edata[dgl.EID] = frontier.edata[dgl.EID][block.edata[dgl.EID]]
+        return block.srcdata[dgl.NID], seed_nodes, [block]
+
+
+def test_a_samplers_own_code_is_given_the_edges_to_leave_out(graph: DistGraph) -> None:
+    maker = opened(graph, Excluding([1]))
+    seeds, etype = {"_N": np.array([5, 40])}, ("_N", "_E", "_N")
+    all_edges = maker.make(seeds, 0).blocks[0].edata[dgl.EID]
+    fewer = maker.make(seeds, 0, {etype: np.sort(all_edges.numpy()[:3])}).blocks[0].edata[dgl.EID]
+    assert set(fewer.tolist()) == set(all_edges.tolist()) - set(all_edges[:3].tolist())

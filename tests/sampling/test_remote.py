@@ -114,14 +114,14 @@ class TwoPieces:
             ),
         ]
 
-    def ask(self, op, nodes, parameters, *, layer):
+    def ask(self, op, nodes, parameters, *, exclude, layer):
         from dglx_dist.graph.in_edges import Piece, join_pieces
 
         pieces = []
         for piece, places in zip(
             self._pieces, [np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)], strict=True
         ):
-            edges = self._draw(piece, nodes[places], parameters)
+            edges = self._draw(piece, nodes[places], parameters, exclude)
             pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
         return join_pieces(len(nodes), pieces)
 
