@@ -104,6 +104,35 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     return twice_wins / (2 * pairs) if pairs else math.nan
 
 
+def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
+    """Root of the mean squared error over all ranks' values; nan when there is none.
+
+    Args:
+        predicted: (B,) or (B, K) real numbers.
+        target: Of the same shape.
+        session: The run.
+
+    Raises:
+        ConfigError: the shapes differ.
+    """
+    return math.sqrt(_mean_error(predicted, target, 2, session))
+
+
+def mae(predicted: Tensor, target: Tensor, session: Session) -> float:
+    """Mean absolute error over all ranks' values; nan when there is none. See :func:`rmse`."""
+    return _mean_error(predicted, target, 1, session)
+
+
+def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session) -> float:
+    if predicted.shape != target.shape:
+        # Broadcasting (B, 1) against (B,) would compare every row with every other.
+        raise ConfigError(f"{tuple(predicted.shape)} predictions do not fit {tuple(target.shape)} targets")
+    errors = (predicted.detach().double() - target.double()).abs() ** power
+    counted = torch.tensor([float(errors.sum()), float(errors.numel())], dtype=torch.float64)
+    total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
+    return total / count if count else math.nan
+
+
 def _gather_rows(values: Tensor, session: Session) -> Tensor:
     """Return the (K,) float64 values of all ranks, one rank's after another's, bit for bit."""
     lengths = gather_int64([len(values)], session)[:, 0]

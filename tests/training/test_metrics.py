@@ -35,6 +35,9 @@ def _figures(cut: tuple[int, ...]) -> dict[str, Any]:
         "macro": metrics.f1(said, label, 5, session),
         "micro": metrics.f1(said, label, 5, session, average="micro"),
         "auc": metrics.roc_auc(score, positive, session),
+        "rmse": metrics.rmse(said.float(), label.float(), session),
+        "mae": metrics.mae(said[:, None].float(), label[:, None].float(), session),
+        "no rows rmse": metrics.rmse(none.float(), none.float(), session),
         "no rows": metrics.accuracy(none, none, session),
         "no rows f1": metrics.f1(none, none, 5, session),
         "one class": metrics.roc_auc(score, torch.ones_like(positive), session),
@@ -62,7 +65,12 @@ def test_figures(ranks: int) -> None:
         assert result["macro"] == pytest.approx(macro, abs=1e-15)
         assert result["auc"] == pytest.approx(brute_force_auc(), abs=1e-15)
         assert result["all tied"] == 0.5
-        assert all(math.isnan(result[name]) for name in ("no rows", "no rows f1", "one class"))
+        # Off by 1, 3, 1, 2 and 1.
+        assert result["rmse"] == pytest.approx(math.sqrt((1 + 9 + 1 + 4 + 1) / 12), abs=1e-15)
+        assert result["mae"] == pytest.approx((1 + 3 + 1 + 2 + 1) / 12, abs=1e-15)
+        assert all(
+            math.isnan(result[name]) for name in ("no rows", "no rows rmse", "no rows f1", "one class")
+        )
 
 
 def test_the_mean_of_the_ranks_figures_is_another_number() -> None:
@@ -76,5 +84,7 @@ def test_bad_arguments() -> None:
             metrics.roc_auc(torch.tensor([0.0, math.nan]), torch.tensor([0, 1]), session)
         with pytest.raises(ConfigError, match=r"\(2, 3\) predictions do not fit \(3,\) labels"):
             metrics.accuracy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), session)
+        with pytest.raises(ConfigError, match=r"\(2, 1\) predictions do not fit \(2,\) targets"):
+            metrics.rmse(torch.zeros(2, 1), torch.zeros(2), session)
         with pytest.raises(ConfigError, match="'weighted'"):
             metrics.f1(torch.zeros(1).long(), torch.zeros(1).long(), 1, session, average="weighted")  # type: ignore[arg-type]
