@@ -1,0 +1,1 @@
+"""What ``scripts/bench/distdgl.py`` is made of: emulated machines, the cases, and the ranks of each system."""
