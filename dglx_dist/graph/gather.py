@@ -70,6 +70,21 @@ def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     _scatter(row_words, target_words, first, ids)
 
 
+def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
+    """Copy ``source[rows[k]]`` to ``out[places[k]]`` for every k.
+
+    Args:
+        source: (n, *row), C-contiguous.
+        rows: (k,) int64 in [0, n).
+        out: (K, *row), same dtype, C-contiguous and writable.
+        places: (k,) int64 in [0, K).
+    """
+    if len(rows) == 0 or row_size(source) == 0:
+        return
+    source_words, out_words = as_words(source, out)
+    _move(source_words, rows, out_words, places)
+
+
 def spread_rows(rows: Array, out: Array, starts: Array, positions: Array, first_slot: int) -> None:
     """Copy row k of ``rows`` to each of its places in ``out``.
 
@@ -114,6 +129,15 @@ def _scatter(rows: Array, target: Array, first: int, ids: Array) -> None:
         if row < np.uint64(count):
             for word in range(words):
                 target[row, np.uint64(word)] = rows[np.uint64(k), np.uint64(word)]
+
+
+@njit(cache=True, nogil=True)
+def _move(source: Array, rows: Array, out: Array, places: Array) -> None:
+    words = source.shape[1]
+    for k in range(rows.shape[0]):
+        row, place = np.uint64(rows[k]), np.uint64(places[k])
+        for word in range(words):
+            out[place, np.uint64(word)] = source[row, np.uint64(word)]
 
 
 @njit(cache=True, nogil=True)

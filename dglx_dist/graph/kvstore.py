@@ -10,20 +10,16 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
-from dglx_dist.cluster.rpc import Pending
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import Column, shards_of
-from dglx_dist.graph.dtypes import empty_rows, numpy_view, torch_dtype
-from dglx_dist.graph.gather import spread_rows
 from dglx_dist.graph.placement import Placement
+from dglx_dist.graph.pull import MAX_MESSAGE_BYTES, CacheCounts, PendingPull, Puller
 from dglx_dist.graph.remote_plan import RemotePlan, plan_remote
+from dglx_dist.graph.row_cache import RowCache
 from dglx_dist.graph.rows import Request, requests_of
 from dglx_dist.records import Array, ColumnInfo
 from dglx_dist.storage.columns import numpy_dtype
-
-MAX_MESSAGE_BYTES = 8 << 20
-"""Rows of one request or reply; larger ones are cut, so that rows are placed while others are under way."""
 
 
 @final
@@ -47,6 +43,7 @@ class KVStore:
         self._columns: dict[str, Column] = {}
         self._numbers = count()
         self._pull_op, self._push_op = f"{label}.pull", f"{label}.push"
+        self._puller = Puller(session, placement, self._pull_op)
         session.rpc.register(self._pull_op, self._serve_pull)
         session.rpc.register(self._push_op, self._serve_push)
 
@@ -80,6 +77,7 @@ class KVStore:
     def remove(self, name: str) -> None:
         """Forget a tensor. Nobody may ask for its rows any more: a barrier belongs before it."""
         self._columns.pop(self.column(name).name)
+        self._puller.forget(name)
 
     def has(self, name: str) -> bool:
         """Whether a tensor of that name is known."""
@@ -115,23 +113,39 @@ class KVStore:
         return [(shard.first, shard.rows) for shard in self.column(name).shards]
 
     def pull(
-        self, name: str, ids: Array, *, out: Tensor | None = None, phase: str = "features", layer: int = 0
+        self,
+        name: str,
+        ids: Array,
+        *,
+        out: Tensor | None = None,
+        distinct: bool = False,
+        phase: str = "features",
+        layer: int = 0,
     ) -> Tensor:
         """Fetch rows by global id; as :meth:`submit_pull`, and waits."""
-        return self.submit_pull(name, ids, out=out, phase=phase, layer=layer).result()
+        return self.submit_pull(name, ids, out=out, distinct=distinct, phase=phase, layer=layer).result()
 
     def submit_pull(
-        self, name: str, ids: Array, *, out: Tensor | None = None, phase: str = "features", layer: int = 0
+        self,
+        name: str,
+        ids: Array,
+        *,
+        out: Tensor | None = None,
+        distinct: bool = False,
+        phase: str = "features",
+        layer: int = 0,
     ) -> PendingPull:
         """Ask the owners for rows and return at once, before the rows of the own server are read.
 
-        Sends 8 bytes per distinct remote id and receives one row for each; rows of the own server cost
-        nothing. Not collective.
+        Sends 8 bytes per distinct remote id that is not cached and receives one row for each; rows of the
+        own server and of its cache cost nothing. Not collective.
 
         Args:
             name: Of the tensor.
             ids: (K,) int64, any order, repeats allowed.
             out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or None for a new one.
+            distinct: The caller knows that no id is repeated, as in a mini-batch; looking for repeats is
+                then spared.
             phase: Under which the bytes are counted.
             layer: Likewise.
 
@@ -139,16 +153,28 @@ class KVStore:
             ConfigError: there is no such tensor, or ``out`` does not fit.
             IndexError: an id is out of range; the message has the first one and its position.
         """
-        column = self.column(name)
-        column.check(ids)
-        out = empty_rows(len(ids), column.info) if out is None else _checked(out, len(ids), column)
-        plan = plan_remote(ids, column.bounds, self.placement.topology.server)
-        submit = partial(self.session.rpc.submit, op=self._pull_op, name=name, phase=phase, layer=layer)
-        replies = [
-            (submit(call.rank, arrays=[plan.ids[call.first : call.last]]), call.first)
-            for call in self._requests(plan, column)
-        ]
-        return PendingPull(column, ids, out, plan, replies)
+        return self._puller.submit(
+            self.column(name), ids, out=out, distinct=distinct, phase=phase, layer=layer
+        )
+
+    def set_cache(self, name: str, cache: RowCache | None) -> None:
+        """Look into ``cache`` before other servers are asked for rows of ``name``; None: into none.
+
+        Not collective, and results are the same with any cache; ``g.cache_rows`` fills one on every server.
+
+        Raises:
+            ConfigError: there is no such tensor, or it can be written to.
+        """
+        self._puller.set_cache(self.column(name), cache)
+
+    def cache_counts(self, name: str | None = None) -> CacheCounts:
+        """Return how many rows this rank asked for: of one tensor, or of all those with a cache."""
+        return self._puller.counts(None if name is None else self.column(name).name)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether rows of any tensor are cached."""
+        return self._puller.has_cache()
 
     def push(self, name: str, ids: Array, rows: Array, *, phase: str = "push", layer: int = 0) -> None:
         """Overwrite rows wherever they are, and wait until their owners have them. Not collective.
@@ -210,9 +236,7 @@ class KVStore:
         (ids,) = arrays
         column = self.column(name)
         self._check_own(column, ids)
-        out = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
-        column.read(ids, out)
-        return [out]
+        return self._puller.answer(column, ids)
 
     def _serve_push(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         ids, rows = arrays
@@ -229,44 +253,3 @@ class KVStore:
                 f"server {server} owns the rows {first} to {last - 1} of {column.name!r}, and was given "
                 f"ids from {ids.min()} to {ids.max()}"
             )
-
-
-@final
-class PendingPull:
-    """Rows under way. :meth:`result` belongs to the thread that submitted."""
-
-    def __init__(
-        self, column: Column, ids: Array, out: Tensor, plan: RemotePlan, replies: list[tuple[Pending, int]]
-    ) -> None:
-        self._column = column
-        self._ids = ids
-        self._out = out
-        self._plan = plan
-        self._replies = replies
-        self._done = False
-
-    def result(self) -> Tensor:
-        """Read the own server's rows, wait for the others, and return all (K, *row) in the order of the ids.
-
-        Raises:
-            PeerError: an owner is dead or silent.
-            RemoteError: an owner could not answer.
-        """
-        if not self._done:
-            out = numpy_view(self._out)
-            self._column.read(self._ids, out)
-            for reply, first_slot in self._replies:
-                (rows,) = reply.result()
-                spread_rows(rows, out, self._plan.starts, self._plan.positions, first_slot)
-            self._done = True
-        return self._out
-
-
-def _checked(out: Tensor, count: int, column: Column) -> Tensor:
-    shape, dtype = (count, *column.info.row_shape), torch_dtype(column.info.dtype)
-    if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device.type != "cpu":
-        raise ConfigError(
-            f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape {shape}, "
-            f"not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
-        )
-    return out
