@@ -22,7 +22,8 @@ def test_every_row_is_in_the_range_of_its_owner_also_with_fewer_rows_than_ranks(
     assert [first for first, _ in ranges] + [bounds[-1]] == [0, *(last for _, last in ranges)]
     owner = owners.rank_of(np.arange(bounds[-1]))
     assert all(ranges[rank][0] <= row < ranges[rank][1] for row, rank in enumerate(owner))
-    assert (owner[: bounds[1]] < 3).all() and (owner[bounds[1] :] == 3).all()
+    assert (owner[: bounds[1]] < 3).all()
+    assert (owner[bounds[1] :] == 3).all()
 
 
 def test_bounds_of_another_number_of_servers_are_refused() -> None:
