@@ -11,7 +11,8 @@ import numpy as np
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.graph.kvstore import KVStore, PendingPull
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.pull import PendingPull
 from dglx_dist.records import Array
 from dglx_dist.sampling.precision import Precision
 
