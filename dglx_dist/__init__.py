@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dglx_dist.run.session import shutdown as shutdown
     from dglx_dist.run.session import strategy_names as strategy_names
     from dglx_dist.run.session import wrap as wrap
+    from dglx_dist.sampling import negative as negative
     from dglx_dist.training.checkpoint import load as load
     from dglx_dist.training.checkpoint import save as save
     from dglx_dist.training.evaluate import evaluate as evaluate
@@ -69,6 +70,7 @@ _WHERE = {
     "layerwise_inference": "dglx_dist.training.evaluate",
     "load": "dglx_dist.training.checkpoint",
     "local_device": "dglx_dist.run.session",
+    "negative": "dglx_dist.sampling",
     "node_split": "dglx_dist.graph",
     "original_ids": "dglx_dist.run.graphs",
     "partition_graph": "dglx_dist.run.graphs",

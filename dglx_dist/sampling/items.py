@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.neighbors import by_type
 from dglx_dist.records import Array
 from dglx_dist.sampling.rng import hash_ids, stream_key
 
@@ -38,14 +41,13 @@ class Items(Generic[K]):
         return np.argsort(np.concatenate(keys), kind="stable")
 
     def take(self, positions: Array) -> dict[K, Array]:
-        """Return the ids at (k,) ``positions``, type by type in their order; types without any are left out."""
+        """Return the ids at (k,) ``positions``, type by type in their order; all types, some maybe empty."""
         if len(self.ids) == 1:
-            return {key: ids[positions] for key, ids in self.ids.items() if len(positions)}
+            return {key: ids[positions] for key, ids in self.ids.items()}
         taken, first = {}, 0
         for key, ids in self.ids.items():
             mine = positions[(positions >= first) & (positions < first + len(ids))]
-            if len(mine):
-                taken[key] = ids[mine - first]
+            taken[key] = ids[mine - first]
             first += len(ids)
         return taken
 
@@ -55,3 +57,29 @@ class Items(Generic[K]):
         for number, ids in enumerate(self.ids.values()):
             digest ^= np.bitwise_xor.reduce(hash_ids(ids, stream_key(0, 0, number)), initial=np.uint64(0))
         return int(digest.view(np.int64))
+
+
+def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> Items[K]:
+    """Return what a loader was told to visit.
+
+    Args:
+        given: (K,) ids or a mask over all, where there is one type; else a dict of either by type, an edge
+            type named by its triple or its relation.
+        counts: Every type in the graph's order, with the number of its nodes or edges.
+        what: ``node`` or ``edge``, for messages.
+
+    Raises:
+        ConfigError: an unknown or ambiguous type, no dict although there are several types, or an id twice.
+        IndexError: an id is out of range.
+    """
+    found = by_type(given, counts, what)
+    for key, ids in found.items():
+        distinct, times = np.unique(ids, return_counts=True)
+        if len(distinct) != len(ids):
+            raise ConfigError(
+                f"indices of type {key!r} have {what} {distinct[times > 1][0]} more than once ({len(ids)} "
+                f"ids, {len(distinct)} distinct); each is visited once an epoch: pass torch.unique(indices)"
+            )
+    none = np.empty(0, np.int64)
+    # A copy, because the caller may write to its array while threads read.
+    return Items(ids={key: found[key].copy() if key in found else none for key in counts})

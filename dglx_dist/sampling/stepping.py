@@ -29,9 +29,12 @@ class Timed(Protocol):
     """A batch that knows how long it took."""
 
     @property
-    def sample_s(self) -> float: ...
+    def sample_s(self) -> float:
+        """Seconds of sampling and building."""
+
     @property
-    def fetch_s(self) -> float: ...
+    def fetch_s(self) -> float:
+        """Seconds of fetching columns."""
 
 
 B = TypeVar("B", bound=Timed)

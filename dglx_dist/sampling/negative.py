@@ -1,0 +1,264 @@
+"""Negative samplers: pairs of nodes that a model shall tell from edges. Public as ``dglx_dist.negative``.
+
+Draws are keyed by (seed, epoch, edge or node id, number of the draw), so they do not depend on the number of
+ranks, on threads or on the batch; :class:`InBatch` alone depends on the batch. As in DGL, a negative pair may
+happen to be an edge: in a large sparse graph few are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array, EdgeType
+from dglx_dist.sampling.options import whole_number
+from dglx_dist.sampling.rng import bounded, hash_ids, item_key, stream_key, unit
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+Corrupt: TypeAlias = Literal["tail", "head", "both"]
+"""Which end of an edge is replaced: the destination, the source, or each of them once."""
+
+Pairs: TypeAlias = tuple[Array, Array]
+"""(sources, destinations), (P,) int64 each."""
+
+_HOP = 1 << 40
+"""The hop number of the first negative draws, far beyond those of real hops."""
+_TAIL, _HEAD = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positives:
+    """The edges of one type in one batch."""
+
+    etype: EdgeType
+    number: int
+    """Place of the type among those of the graph."""
+    ids: Array
+    """(B,) int64 edge ids."""
+    sources: Array
+    """(B,) int64."""
+    destinations: Array
+    """(B,) int64."""
+    num_sources: int
+    """Nodes of the source type."""
+    num_destinations: int
+    """Nodes of the destination type."""
+    seed: int
+    epoch: int
+
+    def stream(self, side: int) -> np.uint64:
+        """Return the key of all draws that replace one side (0: destinations, 1: sources)."""
+        return stream_key(self.seed, self.epoch, _HOP + 2 * self.number + side)
+
+    def ends(self, side: int) -> Array:
+        """Return the (B,) ends on one side."""
+        return self.sources if side == _HEAD else self.destinations
+
+    def bound(self, side: int) -> int:
+        """Return how many nodes an end on one side may be."""
+        return self.num_sources if side == _HEAD else self.num_destinations
+
+
+Draw: TypeAlias = Callable[[Positives], Pairs]
+"""Edges to negative pairs, those of one edge together, in the order of the edges. Called on any thread."""
+
+
+class NegativeSampler(ABC):
+    """What is told about negative pairs; :meth:`open` makes it ready for a graph.
+
+    For each positive edge there are k pairs, one after another, so that scores of pairs may be viewed as
+    (B, k). With ``corrupt="both"`` there are 2 k: k with another destination, then k with another source.
+    """
+
+    @abstractmethod
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """Return what draws for edges of ``etypes``; not collective, may ask other servers.
+
+        Raises:
+            PeerError: another server was asked and is silent.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class Uniform(NegativeSampler):
+    """Each edge keeps one end; the other is drawn uniformly among the nodes of its type.
+
+    With ``corrupt="tail"`` this is what DGL's ``Uniform`` and ``PerSourceUniform`` do.
+
+    Raises:
+        ConfigError: ``k`` is no whole number of at least 1, or ``corrupt`` none of its three values.
+    """
+
+    k: int
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check(self.k, self.corrupt)
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """See :meth:`NegativeSampler.open`."""
+
+        def ends(edges: Positives, side: int) -> Array:
+            return _uniform(edges.ids, edges.stream(side), self.k, edges.bound(side))
+
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
+@final
+@dataclass(frozen=True)
+class PerSourceUniform(NegativeSampler):
+    """As :class:`Uniform`, but edges with the same kept end share its k negatives: fewer nodes to sample.
+
+    A node has the same negatives in a whole epoch, in whichever batch its edges are.
+
+    Raises:
+        ConfigError: as for :class:`Uniform`.
+    """
+
+    k: int
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check(self.k, self.corrupt)
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """See :meth:`NegativeSampler.open`."""
+
+        def ends(edges: Positives, side: int) -> Array:
+            return _uniform(edges.ends(1 - side), edges.stream(side), self.k, edges.bound(side))
+
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
+@final
+@dataclass(frozen=True)
+class DegreeWeighted(NegativeSampler):
+    """As :class:`Uniform`, but a node is drawn in proportion to its number of edges to the power ``power``.
+
+    Destinations by in-degree, sources by out-degree, both of the edge type. Opening it gathers the degrees
+    of all nodes of a type (8 bytes each) into a table; a draw is a binary search in it.
+
+    Raises:
+        ConfigError: as for :class:`Uniform`; ``power`` is not finite, or negative.
+    """
+
+    k: int
+    power: float = 0.75
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check(self.k, self.corrupt)
+        if not isinstance(self.power, (int, float)) or not 0 <= self.power < float("inf"):
+            raise ConfigError(f"power={self.power!r}; give a finite number of at least 0, e.g. 0.75")
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """See :meth:`NegativeSampler.open`."""
+        sides = _SIDES[self.corrupt]
+        tables: Mapping[tuple[EdgeType, int], Array] = {
+            (etype, side): _cumulative(g, etype, side, self.power) for etype in etypes for side in sides
+        }
+
+        def ends(edges: Positives, side: int) -> Array:
+            return _weighted(edges.ids, edges.stream(side), self.k, tables[edges.etype, side])
+
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
+@final
+@dataclass(frozen=True)
+class InBatch(NegativeSampler):
+    """The other ends of the batch's other edges of the type: no nodes beyond those of the positive edges.
+
+    These depend on the batch, so they differ between numbers of ranks and batch sizes. The edges of a batch
+    are put in a circle by keyed hash of their ids, and each takes the ends of the next k: its order in the
+    batch is of no matter. There are min(k, B - 1) for each of B edges; a single edge has none. An end may
+    equal the edge's own when another edge has it too.
+
+    Raises:
+        ConfigError: as for :class:`Uniform`, but ``k`` may be None: all others.
+    """
+
+    k: int | None = None
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check(1 if self.k is None else self.k, self.corrupt)
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """See :meth:`NegativeSampler.open`."""
+
+        def ends(edges: Positives, side: int) -> Array:
+            others = max(len(edges.ids) - 1, 0)
+            count = others if self.k is None else min(self.k, others)
+            circle = np.argsort(hash_ids(edges.ids, edges.stream(side)), kind="stable")
+            place = np.empty_like(circle)
+            place[circle] = np.arange(len(circle))
+            steps = place[:, None] + np.arange(1, count + 1)
+            return edges.ends(side)[circle[steps % max(len(circle), 1)]]
+
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
+_SIDES: Mapping[str, tuple[int, ...]] = {"tail": (_TAIL,), "head": (_HEAD,), "both": (_TAIL, _HEAD)}
+
+
+def _check(k: object, corrupt: object) -> None:
+    whole_number("k", k, least=1)
+    if corrupt not in _SIDES:
+        raise ConfigError(f"corrupt={corrupt!r}; choose 'tail', 'head' or 'both'")
+
+
+def _corrupted(edges: Positives, corrupt: Corrupt, ends: Callable[[Positives, int], Array]) -> Pairs:
+    """Return the pairs of edges with (B, k) other ``ends`` on each side that ``corrupt`` names."""
+    sources, destinations = [], []
+    for side in _SIDES[corrupt]:
+        other = ends(edges, side)
+        kept = np.broadcast_to(edges.ends(1 - side)[:, None], other.shape)
+        sources.append(other if side == _HEAD else kept)
+        destinations.append(kept if side == _HEAD else other)
+    return np.concatenate(sources, axis=1).reshape(-1), np.concatenate(destinations, axis=1).reshape(-1)
+
+
+def _cumulative(g: DistGraph, etype: EdgeType, side: int, power: float) -> Array:
+    """Return the (N,) float64 sums of degree ** power up to and with each node."""
+    degrees = (g.out_degrees if side == _HEAD else g.in_degrees)(None, etype).numpy()
+    # Nodes without an edge stay out even at power 0, where 0 ** 0 would be 1.
+    return np.cumsum(np.where(degrees > 0, degrees.astype(np.float64) ** power, 0.0))
+
+
+@njit(cache=True, nogil=True)
+def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
+    """Return (len(ids), k) draws in [0, bound), row i keyed by ``ids[i]``."""
+    out = np.empty((len(ids), k), np.int64)
+    for i in range(len(ids)):
+        key = item_key(stream, ids[i])
+        number = 0
+        for j in range(k):
+            out[i, j], number = bounded(key, number, bound)
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _weighted(ids: Array, stream: np.uint64, k: int, sums: Array) -> Array:
+    """Return (len(ids), k) draws in proportion to the steps of the cumulative ``sums``."""
+    out = np.empty((len(ids), k), np.int64)
+    for i in range(len(ids)):
+        key = item_key(stream, ids[i])
+        for j in range(k):
+            slot = np.searchsorted(sums, unit(key, j) * sums[-1], side="right")
+            # A product rounded up to the whole sum would fall behind the last node that has an edge.
+            out[i, j] = slot if slot < len(sums) else np.searchsorted(sums, sums[-1], side="left")
+    return out
