@@ -57,6 +57,15 @@ def tolerances(text: str | None) -> float | dict[str, float]:
         raise ConfigError(f"--tolerance {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
 
 
+def by_name(text: str | None, option: str) -> str | dict[str, str] | None:
+    """Read ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as one for each; nothing is None.
+
+    Raises:
+        ConfigError: some words have ``=`` and others not.
+    """
+    return pairs(names(text), option) if text and "=" in text else text
+
+
 def pairs(words: Sequence[str], option: str) -> dict[str, str]:
     """Read ["a=1", "b=x"] as {"a": "1", "b": "x"}.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dglx_dist.cli.options import fractions, literals, names, tolerances
+from dglx_dist.cli.options import by_name, fractions, literals, names, tolerances
 
 
 def partition(  # noqa: PLR0913  # one argument per option
@@ -36,7 +36,7 @@ def partition(  # noqa: PLR0913  # one argument per option
         str | None,
         typer.Option(
             metavar="A,B",
-            help="What all parts share evenly: nodes, degree, train, val, test, ntype, a column.",
+            help="What all parts share evenly: nodes, degree, train, val, test, ntype, etype, a column.",
         ),
     ] = None,
     tolerance: Annotated[
@@ -58,6 +58,19 @@ def partition(  # noqa: PLR0913  # one argument per option
         int | None, typer.Option(help="For hierarchical: servers; parts = servers x workers.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="For hierarchical: workers in each server.")] = None,
+    trainers_per_server: Annotated[
+        int,
+        typer.Option(
+            metavar="T", help="Cut each part once more, by the same method, and store each node's trainer_id."
+        ),
+    ] = 1,
+    feature_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="Store features as float16, bfloat16 or float32: all of them, or feat=float16,x=bfloat16.",
+        ),
+    ] = None,
     file: Annotated[
         Path | None, typer.Option(help="For file: one part id per node (.npy, .txt, .csv).")
     ] = None,
@@ -94,6 +107,8 @@ def partition(  # noqa: PLR0913  # one argument per option
         ),
         format=format,  # type: ignore[arg-type]  # checked by PartitionPlan
         overwrite=overwrite,
+        trainers_per_part=trainers_per_server,
+        feature_dtype=by_name(feature_dtype, "--feature-dtype"),
     )
     plan.check_target(out)
     # A wrong name is found before minutes of loading.
@@ -102,6 +117,7 @@ def partition(  # noqa: PLR0913  # one argument per option
     graph = load_dataset(data, **literals(option or [], "--option"))
     console.print(
         f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {parts} parts by {chosen}"
+        + (f", each for {trainers_per_server} trainers" if trainers_per_server > 1 else "")
     )
     quality = partition_to_disk(graph, out, plan)
     console.print(

@@ -11,6 +11,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.policy import PartitionPolicy
+from dglx_dist.partition.two_level import TRAINERS_PER_PART
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 from dglx_dist.storage.manifest import Manifest
 from dglx_dist.storage.reader import StoredDataset, StoredPart
@@ -21,10 +22,12 @@ _IDS = ColumnInfo(dtype="int64", row_shape=())
 
 def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
     """Return the partition book of a dataset on these servers, a partition being what a server holds."""
+    per_part = manifest.parameters.get(TRAINERS_PER_PART)
     return PartitionBook(
         {ntype: placement.server_offsets(offsets) for ntype, offsets in manifest.node_offsets.items()},
         {etype: placement.server_offsets(offsets) for etype, offsets in manifest.edge_offsets.items()},
         placement.topology.server,
+        manifest.num_parts * per_part if isinstance(per_part, int) else None,
     )
 
 

@@ -27,19 +27,30 @@ class PartitionBook:
         node_bounds: node type -> (Q + 1,) int64; partition q owns the ids ``[q]:[q + 1]``.
         edge_bounds: edge type -> (Q + 1,) int64, likewise.
         partid: The partition of this rank.
+        num_trainers: How many trainers the graph was cut for in its second level; None: there is none.
     """
 
     def __init__(
-        self, node_bounds: Mapping[str, Array], edge_bounds: Mapping[EdgeType, Array], partid: int
+        self,
+        node_bounds: Mapping[str, Array],
+        edge_bounds: Mapping[EdgeType, Array],
+        partid: int,
+        num_trainers: int | None = None,
     ) -> None:
         self._nodes = _Ranges(node_bounds, "nodes")
         self._edges = _Ranges(edge_bounds, "edges")
         self._partid = partid
+        self._num_trainers = num_trainers
 
     @property
     def partid(self) -> int:
         """The partition of this rank."""
         return self._partid
+
+    @property
+    def num_trainers(self) -> int | None:
+        """How many trainers ``trainer_id`` numbers; None: the graph was not cut for trainers."""
+        return self._num_trainers
 
     @property
     def ntypes(self) -> list[str]:

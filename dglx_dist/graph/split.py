@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,10 +16,19 @@ from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
 from dglx_dist.graph.ids import as_array, check_ids, to_tensor
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.graph.share import even_quota, quotas, range_of_server, share_of_rank
+from dglx_dist.partition.two_level import TRAINER_ID
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
 Marked: TypeAlias = DistTensor | Tensor | Array | Sequence[Any]
 """A mask of one value per node (or edge), or ids that cannot be taken for one; see :func:`marked_ids`."""
+
+
+@dataclass(frozen=True)
+class _Trainers:
+    """Which trainer would like each row, and how many trainers the graph was cut for, if it was."""
+
+    of_row: DistTensor | Tensor | Array
+    number: int | None
 
 
 def node_split(
@@ -42,7 +52,8 @@ def node_split(
             one per server, so that a few may be another server's. Else each server works on its own.
             Inside a server they are dealt at random with the server's number as the seed.
         node_trainer_ids: (N,) rank that would like each node, numbered over all ranks (or over a multiple of
-            them); honoured inside a server as far as the shares stay even.
+            them), as ``g.ndata["trainer_id"]`` of a graph that was cut for trainers; honoured inside a
+            server as far as the shares stay even.
 
     Returns:
         (n,) int64 ids, ascending.
@@ -52,7 +63,8 @@ def node_split(
         IndexError: an id is out of range.
     """
     book = _book(nodes, partition_book)
-    return _split(nodes, book.node_bounds(ntype), rank, force_even, node_trainer_ids)
+    trainers = None if node_trainer_ids is None else _Trainers(node_trainer_ids, book.num_trainers)
+    return _split(nodes, book.node_bounds(ntype), rank, force_even, trainers)
 
 
 def edge_split(
@@ -65,7 +77,8 @@ def edge_split(
 ) -> Tensor:
     """Return the marked edges that a rank works on; as :func:`node_split`."""
     book = _book(edges, partition_book)
-    return _split(edges, book.edge_bounds(etype), rank, force_even, edge_trainer_ids)
+    trainers = None if edge_trainer_ids is None else _Trainers(edge_trainer_ids, book.num_trainers)
+    return _split(edges, book.edge_bounds(etype), rank, force_even, trainers)
 
 
 def marked_ids(marked: Marked, count: int) -> Array:
@@ -140,7 +153,7 @@ def _split(
     bounds: Array,
     rank: int | None,
     force_even: bool,
-    trainer_ids: DistTensor | Tensor | Array | None,
+    trainers: _Trainers | None,
 ) -> Tensor:
     topology = (
         marked.kvstore.session.topology if isinstance(marked, DistTensor) else current_session().topology
@@ -148,24 +161,23 @@ def _split(
     if rank is not None:
         topology = Topology(rank, topology.world_size, topology.server_of_rank)
     ids = marked_ids(marked, int(bounds[-1]))
-    trainer_of = (
-        None if trainer_ids is None else _trainers(trainer_ids, ids, int(bounds[-1]), topology.world_size)
-    )
+    trainer_of = None if trainers is None else _wishes(trainers, ids, int(bounds[-1]), topology.world_size)
     return to_tensor(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=trainer_of))
 
 
-def _trainers(trainer_ids: DistTensor | Tensor | Array, ids: Array, count: int, world_size: int) -> Array:
+def _wishes(wanted: _Trainers, ids: Array, count: int, world_size: int) -> Array:
     """Return the rank that each of ``ids`` prefers; several trainers fold onto one rank."""
-    if isinstance(trainer_ids, DistTensor):
-        trainers = trainer_ids.to_local().numpy()
-    else:
-        trainers = as_array(trainer_ids)
+    of_row = wanted.of_row
+    trainers = of_row.to_local().numpy() if isinstance(of_row, DistTensor) else as_array(of_row)
     if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
         raise ConfigError(
             f"the trainer ids are {trainers.dtype} of shape {trainers.shape}; give one integer "
             f"for each of the {count} rows"
         )
-    num_trainers = max(world_size, int(trainers.max(initial=-1)) + 1)
+    # The last trainers may have no row of this type, so the largest id does not tell how many there are.
+    is_of_dataset = isinstance(of_row, DistTensor) and of_row.name == TRAINER_ID
+    known = wanted.number if is_of_dataset and wanted.number else 0
+    num_trainers = max(world_size, known, int(trainers.max(initial=-1)) + 1)
     if num_trainers % world_size:
         raise ConfigError(
             f"trainer ids go up to {num_trainers - 1} but there are {world_size} ranks; partition for a "

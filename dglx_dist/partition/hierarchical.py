@@ -16,10 +16,10 @@ from dglx_dist.partition.options import PartitionOptions
 from dglx_dist.partition.registry import PARTITIONERS, default_partitioner
 from dglx_dist.partition.repair import settle
 from dglx_dist.partition.symmetric import symmetrise
-from dglx_dist.partition.weights import balance_weights, in_degrees
-from dglx_dist.records import Assignment, NodeColumn, RawGraph
+from dglx_dist.partition.weights import COUNT_EDGES, balance_weights, constraint_columns
+from dglx_dist.records import Array, Assignment, NodeColumn, RawGraph
 
-DEGREE_COLUMN = "in_degree_in_the_whole_graph"
+OF_THE_WHOLE = "in the whole graph"
 
 
 @final
@@ -47,7 +47,7 @@ class Hierarchical(Partitioner):
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         inner = self._inner()
         plugin = PARTITIONERS.get(inner)
-        whole, options = _with_degrees(graph, _inner_options(self.options, plugin.honours))
+        whole, options = _with_whole_weights(graph, _inner_options(self.options, plugin.honours))
         shares = weights.shares.reshape(servers, workers)
         of_server = options
         if self.options.target_weights is not None:
@@ -109,20 +109,24 @@ def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> Partit
     return replace(inner, tolerance=tolerance)
 
 
-def _with_degrees(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
-    """Make the in-degree a node column, for a piece of the graph has lost the edges from outside."""
-    if "degree" not in options.balance:
+def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
+    """Make weights that count edges node columns: a piece of the graph has lost the edges from outside."""
+    names = {constraint: [constraint] for constraint in options.constraints}
+    added: dict[str, Array] = {}
+    for constraint in [name for name in names if name in COUNT_EDGES]:
+        columns = constraint_columns(graph, constraint)
+        names[constraint] = [f"{name} {OF_THE_WHOLE}" for name, _ in columns]
+        added |= dict(zip(names[constraint], (column for _, column in columns), strict=True))
+    if not added:
         return graph, options
-    degrees, first = in_degrees(graph), 0
     node_data: dict[str, dict[str, NodeColumn]] = {}
+    first = 0
     for node_type, count in graph.num_nodes.items():
-        column = degrees[first : first + count]
-        node_data[node_type] = {**graph.node_data.get(node_type, {}), DEGREE_COLUMN: column}
+        mine: dict[str, NodeColumn] = {name: column[first : first + count] for name, column in added.items()}
+        node_data[node_type] = {**graph.node_data.get(node_type, {}), **mine}
         first += count
-    constraints = [DEGREE_COLUMN if c == "degree" else c for c in options.constraints]
     tolerance = options.tolerance
     if isinstance(tolerance, Mapping):
-        tolerance = {DEGREE_COLUMN if c == "degree" else c: t for c, t in tolerance.items()}
-    return replace(graph, node_data=node_data), replace(
-        options, balance=tuple(constraints), tolerance=tolerance
-    )
+        tolerance = {name: t for constraint, t in tolerance.items() for name in names[constraint]}
+    balance = tuple(name for constraint in options.constraints for name in names[constraint])
+    return replace(graph, node_data=node_data), replace(options, balance=balance, tolerance=tolerance)

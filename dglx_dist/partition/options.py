@@ -27,7 +27,8 @@ class PartitionOptions:
 
     balance: tuple[str, ...] = ()
     """Weights that all parts share evenly: ``nodes``, ``degree`` (in-degree), ``train``, ``val``, ``test``,
-    ``ntype`` (each node type by itself) or the name of a node column of non-negative numbers."""
+    ``ntype`` (each node type by itself), ``etype`` (the in-edges of each edge type by itself) or the name of
+    a node column of non-negative numbers."""
     tolerance: float | Mapping[str, float] = field(default_factory=dict)
     """How much the heaviest part may exceed its share, 0.05 = 5 %; one for all, or by constraint."""
     target_weights: tuple[float, ...] | None = None

@@ -34,5 +34,5 @@ def default_partitioner(options: PartitionOptions) -> str:
     KaMinPar needs a quarter of the memory for the same cut and runs on several threads; only METIS
     balances several weights at once and minimises communication volume.
     """
-    one_weight = len(options.constraints) == 1 and options.constraints != ("ntype",)
+    one_weight = len(options.constraints) == 1 and not {"ntype", "etype"} & set(options.constraints)
     return "kaminpar" if one_weight and options.objective == "cut" else "metis"

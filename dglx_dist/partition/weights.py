@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.partition.options import PartitionOptions
-from dglx_dist.records import Array, NodeColumn, RawGraph, SparseRows
+from dglx_dist.records import Array, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.registry import did_you_mean
 
 MASKS = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
+COUNT_EDGES = ("degree", "etype")
+"""Constraints whose weights are numbers of edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array
 
 
 def constraint_columns(graph: RawGraph, constraint: str) -> list[tuple[str, Array]]:
-    """Return (name, (N,) int64 weights) of ``constraint``: one, or one per node type for ``ntype``.
+    """Return (name, (N,) int64 weights) of ``constraint``: one, or one per type for ``ntype`` and ``etype``.
 
     Raises:
         ConfigError: ``graph`` has no such weight.
@@ -125,6 +127,8 @@ def constraint_columns(graph: RawGraph, constraint: str) -> list[tuple[str, Arra
         return [("degree", in_degrees(graph))]
     if constraint == "ntype":
         return [(f"ntype:{node_type}", _only(graph, node_type)) for node_type in graph.num_nodes]
+    if constraint == "etype":
+        return [(f"etype:{'.'.join(etype)}", _in_degrees_by(graph, etype)) for etype in graph.edges]
     return [(constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint)))]
 
 
@@ -134,6 +138,10 @@ def in_degrees(graph: RawGraph) -> Array:
     for (_, _, dst_type), (_, dst) in graph.edges.items():
         parts[dst_type] += np.bincount(dst, minlength=graph.num_nodes[dst_type])
     return np.concatenate([*parts.values(), np.zeros(0, dtype=np.int64)])
+
+
+def _in_degrees_by(graph: RawGraph, etype: EdgeType) -> Array:
+    return in_degrees(replace(graph, edges={etype: graph.edges[etype]}))
 
 
 def has_column(graph: RawGraph, column: str) -> bool:
@@ -149,10 +157,10 @@ def _only(graph: RawGraph, wanted: str) -> Array:
 def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
     if not has_column(graph, column):
         existing = sorted({name for columns in graph.node_data.values() for name in columns})
-        hint = did_you_mean(constraint, ["nodes", "degree", "ntype", *MASKS, *existing])
+        hint = did_you_mean(constraint, ["nodes", "degree", "ntype", "etype", *MASKS, *existing])
         raise ConfigError(
             f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} (node columns: "
-            f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype)"
+            f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"
         )
     pieces = [np.zeros(0, dtype=np.int64)]
     for node_type, count in graph.num_nodes.items():

@@ -21,6 +21,7 @@ from dglx_dist.partition import PartitionOptions
 from dglx_dist.records import Array
 from dglx_dist.run.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.storage.layout import MANIFEST
+from dglx_dist.storage.precision import FeatureDtype
 from dglx_dist.storage.reader import open_dataset
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     seed: int = 0,
     format: Literal["dglx", "dgl"] = "dglx",
     overwrite: bool = False,
+    feature_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
 ) -> tuple[OriginalIds, OriginalIds] | None:
     """Cut ``g`` and write it to ``out_path/graph_name``, with the arguments of DGL's function and ours.
 
@@ -64,19 +66,24 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         num_hops: 1: in-edges of owned nodes are stored, and nothing beyond is needed.
         part_method: Name of any partitioner.
         balance_ntypes: (N,) integers; each value is balanced by itself. Homogeneous graphs only.
-        balance_edges: Balance the in-degree too, as ``balance=["degree"]`` does.
+        balance_edges: Balance the in-edges too: of each edge type where there are several, as
+            ``balance=["etype"]`` does, else as ``balance=["degree"]``.
         return_mapping: Whether to return the original ids.
-        num_trainers_per_machine: 1; ranks of a server share its parts anyway.
+        num_trainers_per_machine: t above 1: each part is cut once more by the same method, and node data
+            ``trainer_id`` in [0, P x t) says by which trainer's nodes a node lies, edge data of that name
+            the same of an edge's destination; :func:`node_split` takes it as ``node_trainer_ids``.
         objtype: Minimise cut edges (``cut``) or communicated nodes (``vol``).
         graph_formats: None or ``csc``, the only one that is stored.
         use_graphbolt: False.
-        balance: Weights to balance: nodes, degree, train, val, test, ntype or a node column.
+        balance: Weights to balance: nodes, degree, train, val, test, ntype, etype or a node column.
         tolerance: How much the heaviest part may exceed its share; one for all, or by constraint.
         target_weights: (P,) shares for unequal machines.
         fast: The cheap variant of kaminpar (less time) or metis (less memory, as DistDGL), for a worse cut.
         seed: The same seed gives the same parts.
         format: ``dgl`` writes files that DGL's own ``load_partition`` reads, into ``out_path`` itself.
         overwrite: Replace what is there.
+        feature_dtype: float16, bfloat16 or float32: how features are stored, all of them or by the name of
+            the column. Blocks get what is stored in half precision as float32.
 
     Returns:
         With ``return_mapping``: original node and edge ids in the new order, int64 tensors, by type for
@@ -87,12 +94,11 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         DatasetError: ``g`` is not sound.
         StorageError: the folder exists and ``overwrite`` is not set.
     """
-    _refuse(
-        num_hops, num_trainers_per_machine, graph_formats, use_graphbolt, return_mapping and format == "dgl"
-    )
+    _refuse(num_hops, graph_formats, use_graphbolt, return_mapping and format == "dgl")
+    edges = (("etype",) if len(g.canonical_etypes) > 1 else ("degree",)) if balance_edges else ()
     weights = _type_weights(balance_ntypes)
     options = PartitionOptions(
-        balance=tuple(dict.fromkeys((*balance, *weights, *(("degree",) if balance_edges else ())))),
+        balance=tuple(dict.fromkeys((*balance, *weights, *edges))),
         tolerance={} if tolerance is None else tolerance,
         target_weights=None if target_weights is None else tuple(target_weights),
         objective=objtype,
@@ -105,6 +111,8 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         options=options,
         format=format,
         overwrite=overwrite,
+        trainers_per_part=num_trainers_per_machine,
+        feature_dtype=_by_name(feature_dtype),
     )
     folder = Path(out_path) if format == "dgl" else Path(out_path) / graph_name
     partition_to_disk(load_dataset(g, name=graph_name), folder, plan, weights=weights)
@@ -221,7 +229,6 @@ def _is_part_config(path: Path) -> bool:
 
 def _refuse(
     num_hops: int,
-    num_trainers: int,
     graph_formats: str | Sequence[str] | None,
     use_graphbolt: bool,
     mapping_of_dgl_format: bool,
@@ -231,10 +238,6 @@ def _refuse(
         (
             num_hops != 1,
             f"num_hops is {num_hops}; leave it at 1, farther neighbours are fetched when asked for",
-        ),
-        (
-            num_trainers != 1,
-            f"num_trainers_per_machine is {num_trainers}; leave it at 1, ranks of a server share its parts",
         ),
         (formats != ["csc"], f"graph_formats is {graph_formats!r}; leave it out, only csc is stored"),
         (use_graphbolt, "use_graphbolt is True; leave it out, there is one format for all strategies"),
@@ -249,6 +252,12 @@ def _type_weights(balance_ntypes: Tensor | None) -> dict[str, Array]:
         return {}
     types = torch.as_tensor(balance_ntypes).numpy()
     return {f"balance_ntypes={value}": (types == value).astype(np.int64) for value in np.unique(types)}
+
+
+def _by_name(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None) -> FeatureDtype | None:
+    if isinstance(dtype, Mapping):
+        return {name: str(value).removeprefix("torch.") for name, value in dtype.items()}
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _joined(arrays: Sequence[Array]) -> Tensor:

@@ -12,8 +12,13 @@ import numpy as np
 
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.partition import PARTITIONERS, PartitionOptions, PartitionQuality, default_partitioner, measure
-from dglx_dist.records import Array, RawGraph, SparseRows
+from dglx_dist.partition.two_level import assign_two_levels, check_no_trainer_ids, with_trainer_ids
+from dglx_dist.records import Array, Assignment, EdgeType, RawGraph, SparseRows
+from dglx_dist.storage.precision import FeatureDtype, check_feature_dtype, in_precision
 from dglx_dist.storage.writer import write_dataset
+
+TRAINERS = "trainers"
+"""Where the manifest's quality keeps the figures of the finer cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,10 @@ class PartitionPlan:
     options: PartitionOptions = field(default_factory=PartitionOptions)
     format: Literal["dglx", "dgl"] = "dglx"
     overwrite: bool = False
+    trainers_per_part: int = 1
+    """t above 1: each part is cut once more, and nodes and edges get their ``trainer_id`` in [0, P x t)."""
+    feature_dtype: FeatureDtype | None = None
+    """What features are stored in, see :func:`in_precision`; None: as they come."""
 
     def __post_init__(self) -> None:
         if self.num_parts < 1:
@@ -39,6 +48,13 @@ class PartitionPlan:
             raise ConfigError(f"format is {self.format!r}; it is 'dglx' or 'dgl'")
         if self.seed < 0:
             raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
+        if self.trainers_per_part < 1:
+            raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
+        check_feature_dtype(self.feature_dtype)
+        told = self.feature_dtype
+        asked = list(told.values()) if isinstance(told, Mapping) else [told]
+        if self.format == "dgl" and "bfloat16" in asked:
+            raise ConfigError("DGL's files cannot hold bfloat16; take float16, or format 'dglx'")
 
     @property
     def partitioner(self) -> str:
@@ -80,16 +96,40 @@ def partition_to_disk(
     target = Path(folder)
     plan.check_target(target)
     weighted = _with_weights(graph, weights or {})
-    assignment = PARTITIONERS.get(plan.partitioner)(plan.options).assign(weighted, plan.num_parts, plan.seed)
-    quality = measure(weighted, assignment)
+    assignment, figures, trainers = _cut(weighted, plan)
+    bfloat16: frozenset[tuple[str | EdgeType, str]] = frozenset()
+    if trainers is not None:
+        graph = with_trainer_ids(graph, trainers)
+    if plan.feature_dtype is not None:
+        graph, bfloat16 = in_precision(graph, plan.feature_dtype)
     if plan.format == "dgl":
         # Only here: writing DGL's files needs DGL.
         from dglx_dist.storage.dgl_format import write_dgl_format
 
         write_dgl_format(graph, assignment, target)
     else:
-        write_dataset(graph, assignment, target, quality=quality.to_json(), overwrite=plan.overwrite)
-    return quality
+        kept = figures.to_json()
+        if trainers is not None:
+            kept[TRAINERS] = _trainer_figures(measure(weighted, trainers))
+        write_dataset(graph, assignment, target, quality=kept, overwrite=plan.overwrite, bfloat16=bfloat16)
+    return figures
+
+
+def _cut(graph: RawGraph, plan: PartitionPlan) -> tuple[Assignment, PartitionQuality, Assignment | None]:
+    """Return the parts, their figures, and the trainers if parts are cut once more."""
+    if plan.trainers_per_part == 1:
+        assignment = PARTITIONERS.get(plan.partitioner)(plan.options).assign(graph, plan.num_parts, plan.seed)
+        return assignment, measure(graph, assignment), None
+    check_no_trainer_ids(graph)
+    size = (plan.num_parts, plan.trainers_per_part)
+    split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed)
+    return split.parts, measure(graph, split.parts), split.trainers
+
+
+def _trainer_figures(quality: PartitionQuality) -> dict[str, object]:
+    """Return what the manifest keeps of the finer cut."""
+    kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
+    return {name: value for name, value in quality.to_json().items() if name in kept}
 
 
 def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
@@ -98,6 +138,7 @@ def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
     told = (
         *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
         *(plan.num_parts, plan.partitioner, plan.seed, plan.options, plan.format),
+        *(plan.trainers_per_part, plan.feature_dtype),
     )
     digest.update(repr(told).encode())
     for name, array in _arrays(graph):

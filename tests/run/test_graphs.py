@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import dgl
+import numpy as np
 import pytest
 import torch
 
@@ -35,7 +36,7 @@ def test_each_value_of_balance_ntypes_is_balanced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{"num_hops": 2}, {"num_trainers_per_machine": 2}, {"graph_formats": "coo"}, {"use_graphbolt": True}],
+    [{"num_hops": 2}, {"graph_formats": "coo"}, {"use_graphbolt": True}],
 )
 def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(dx.ConfigError, match=next(iter(asked))):
@@ -93,3 +94,76 @@ def test_how_to_cut_is_never_ignored(tmp_path: Path) -> None:
             dx.distribute(tmp_path / "t", parts=3)
         with pytest.raises(dx.ConfigError, match="number of parts is 0"):
             dx.distribute(as_dgl(), parts=0, cache=tmp_path / "cache")
+
+
+def two_circles() -> Any:
+    """Eight communities of 50 nodes in a row, with a relation of its own back to users."""
+    rng = np.random.default_rng(0)
+    home = np.arange(400) // 50
+    src = rng.integers(0, 400, 4000)
+    near = home[src] * 50 + rng.integers(0, 50, 4000)
+    dst = np.where(rng.random(4000) < 0.95, near, rng.integers(0, 400, 4000))
+    g = dgl.heterograph(
+        {
+            ("paper", "cites", "paper"): (torch.from_numpy(src), torch.from_numpy(dst)),
+            ("author", "writes", "paper"): (torch.arange(400) // 4, torch.arange(400)),
+        }
+    )
+    g.nodes["paper"].data["feat"] = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
+    g.nodes["paper"].data["train_mask"] = torch.from_numpy(rng.random(400) < 0.4)
+    g.edges["cites"].data["train_mask"] = torch.from_numpy(rng.random(4000) < 0.3)
+    return g
+
+
+def _split_by_trainer(folder: str) -> dict[str, Any]:
+    with dx.init() as session:
+        g = dx.DistGraph(folder)
+        book, rank = g.get_partition_book(), session.topology.rank
+        trainers = g.nodes["paper"].data["trainer_id"]
+        mask = g.nodes["paper"].data["train_mask"]
+        seeds = dx.node_split(mask, book, ntype="paper", node_trainer_ids=trainers)
+        own = dx.node_split(mask, book, ntype="paper", force_even=False, node_trainer_ids=trainers)
+        of_edge = g.edges["cites"].data["trainer_id"]
+        marked = g.edges["cites"].data["train_mask"]
+        edges = dx.edge_split(marked, book, etype="cites", edge_trainer_ids=of_edge)
+        _, destinations = g.find_edges(torch.arange(g.num_edges("cites")), "cites")
+        feat = g.nodes["paper"].data["feat"]
+        before = session.ledger.snapshot()
+        first, last = book.node_bounds("paper")[1 - session.topology.server :][:2]
+        remote = torch.arange(first, last)[:7]
+        rows = feat[torch.cat([remote, remote])]
+        sent = sum(row.num_bytes for row in session.ledger.since(before))
+        return {
+            "sizes": (len(seeds), len(edges)),
+            "ids": (seeds.tolist(), edges.tolist()),
+            "own nodes": (trainers[seeds] == rank).float().mean().item(),
+            "own edges": (of_edge[edges] == rank).float().mean().item(),
+            "uneven": set(trainers[own].tolist()) <= {rank},
+            "by destination": torch.equal(of_edge[:], trainers[destinations]),
+            "trainers": book.num_trainers,
+            "dtype": (str(rows.dtype), str(g.nodes["author"].data["trainer_id"].dtype)),
+            "sent": sent,
+            "marked": (int(mask[:].sum()), int(marked[:].sum())),
+        }
+
+
+def test_ranks_work_on_the_nodes_of_their_trainer(tmp_path: Path) -> None:
+    dx.partition_graph(
+        two_circles(), "t", 2, tmp_path, num_trainers_per_machine=2, feature_dtype=torch.bfloat16,
+        balance=("train", "ntype"), balance_edges=True, tolerance=0.1,
+    )  # fmt: skip
+    results = run_ranks(_split_by_trainer, 4, args=(str(tmp_path / "t"),), ranks_per_server=2)
+    for kind in (0, 1):
+        sizes = [one["sizes"][kind] for one in results]
+        assert max(sizes) - min(sizes) <= 1
+        everything = sorted(i for one in results for i in one["ids"][kind])
+        assert len(set(everything)) == len(everything) == results[0]["marked"][kind]
+    for one in results:
+        assert one["own nodes"] > 0.85
+        assert one["own edges"] > 0.85
+        assert one["uneven"]
+        assert one["by destination"]
+        assert one["trainers"] == 4
+        assert one["dtype"] == ("torch.bfloat16", "torch.int32")
+        # Half precision on the wire: an id and six values of two bytes for each distinct remote row.
+        assert one["sent"] == (8 + 6 * 2) * 7
