@@ -24,7 +24,8 @@ from dglx_dist.training.kinds import check_kind
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
 
-InferenceLayer: TypeAlias = Callable[[Any, Tensor], Tensor]
+InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
+"""(block, h) to the next h; tensors, or with several types or outputs dictionaries and tuples of them."""
 
 
 @final

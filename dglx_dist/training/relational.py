@@ -1,0 +1,253 @@
+"""R-GCN and HGT on unchanged ``dgl.nn``, for graphs of several node or edge types.
+
+Both map ``{node type: (num_src, width)}`` rows of the input-most block's sources to ``{node type: (num_dst,
+out_dim)}``; for a graph of one node type a tensor may stand for the dictionary, and then comes out too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias, final
+
+import dgl
+import torch
+from dgl.nn.pytorch.utils import WeightBasis
+from torch import Tensor, nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EdgeType
+from dglx_dist.training.merged_block import merge_block
+from dglx_dist.training.models import InferenceLayer
+
+Rows: TypeAlias = dict[str, Tensor]
+
+
+class HasTypes(Protocol):
+    """A DistGraph or a DGLGraph."""
+
+    @property
+    def ntypes(self) -> Sequence[str]:
+        """Node types."""
+        ...
+
+    @property
+    def canonical_etypes(self) -> Sequence[EdgeType]:
+        """Edge types as triples."""
+        ...
+
+
+class RelationalModel(nn.Module, ABC):
+    """Input projections, then layers over the blocks.
+
+    Args:
+        graph: Whose types it is for.
+        feature_widths: Node type to columns of its features, which a linear layer maps to ``hidden``. Rows of
+            the other types (embeddings) go in as they are and must be ``hidden`` wide.
+        hidden: Width between the layers.
+        layers: Number of blocks.
+        out_types: Node types whose results are wanted; None: all.
+
+    Raises:
+        ConfigError: a number is below 1, or a type does not exist.
+    """
+
+    def __init__(
+        self,
+        graph: HasTypes,
+        feature_widths: Mapping[str, int],
+        hidden: int,
+        layers: int,
+        out_types: Sequence[str] | None,
+    ) -> None:
+        super().__init__()
+        if min(hidden, layers, *feature_widths.values()) < 1:
+            raise ConfigError(
+                f"widths and layers must be at least 1, but are hidden={hidden}, layers={layers}, "
+                f"feature_widths={dict(feature_widths)}"
+            )
+        self.ntypes, self.etypes = tuple(graph.ntypes), tuple(graph.canonical_etypes)
+        for ntype in (*feature_widths, *(out_types or ())):
+            if ntype not in self.ntypes:
+                raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(self.ntypes)})")
+        self.hidden, self.num_layers = hidden, layers
+        self.out_types = self.ntypes if out_types is None else tuple(out_types)
+        self.project = nn.ModuleDict(
+            {ntype: nn.Linear(width, hidden) for ntype, width in feature_widths.items()}
+        )
+
+    @abstractmethod
+    def layer(self, depth: int, block: Any, h: Rows) -> Rows:
+        """Map (num_src, hidden) rows of every type to rows of the destinations."""
+
+    def forward(self, blocks: Sequence[Any], x: Rows | Tensor) -> Any:
+        """Map input rows of the first block's sources to results of the last one's destinations.
+
+        Raises:
+            ConfigError: embedding rows are not ``hidden`` wide, or there is not one block per layer.
+        """
+        if len(blocks) != self.num_layers:
+            raise ConfigError(
+                f"{self.num_layers} layers take {self.num_layers} blocks, not {len(blocks)}; "
+                "give the sampler one fan-out per layer"
+            )
+        for inference_layer, block in zip(self.inference_layers(), blocks, strict=True):
+            x = inference_layer(block, x)
+        return x
+
+    def inference_layers(self) -> list[InferenceLayer]:
+        """Return one ``(block, rows) -> rows`` per layer, first layer first."""
+        return [partial(self._step, depth) for depth in range(self.num_layers)]
+
+    def _step(self, depth: int, block: Any, x: Rows | Tensor) -> Rows | Tensor:
+        h = {self.ntypes[0]: x} if isinstance(x, Tensor) else dict(x)
+        if depth == 0:
+            h = {ntype: self._projected(ntype, rows) for ntype, rows in h.items()}
+        h = self.layer(depth, block, h)
+        if depth == self.num_layers - 1:
+            h = {ntype: rows for ntype, rows in h.items() if ntype in self.out_types}
+        return h[self.ntypes[0]] if isinstance(x, Tensor) else h
+
+    def _projected(self, ntype: str, rows: Tensor) -> Tensor:
+        if ntype in self.project:
+            projected = self.project[ntype](rows)
+            assert isinstance(projected, Tensor)
+            return projected
+        if rows.shape[1] != self.hidden:
+            raise ConfigError(
+                f"rows of {ntype!r} are {rows.shape[1]} wide and have no projection; make the embedding "
+                f"{self.hidden} wide, or give the width in feature_widths"
+            )
+        return rows
+
+
+@final
+class RGCN(RelationalModel):
+    """Relational graph convolution (Schlichtkrull et al. 2018): per relation the mean over its sources.
+
+    ``h_v = W_0 h_v + b + sum_r mean over N_r(v) of W_r h_u``, with a W_0 and b per node type. Destinations
+    without in-edges of a relation get nothing from it.
+
+    Args:
+        graph: Whose types it is for.
+        feature_widths: See :class:`RelationalModel`.
+        hidden: Width between the layers.
+        out_dim: Width of the result.
+        layers: Number of blocks.
+        num_bases: Relations share so many weight matrices and mix them; None: each has its own.
+        dropout: Probability, after the activation between layers.
+        out_types: Node types whose results are wanted; None: all.
+
+    Raises:
+        ConfigError: a number is out of range, a type does not exist, or ``num_bases`` is given for a graph
+            in which two edge types have the same relation name.
+    """
+
+    def __init__(
+        self,
+        graph: HasTypes,
+        feature_widths: Mapping[str, int],
+        hidden: int,
+        out_dim: int,
+        *,
+        layers: int = 2,
+        num_bases: int | None = None,
+        dropout: float = 0.0,
+        out_types: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(graph, feature_widths, hidden, layers, out_types)
+        relations = [relation for _, relation, _ in self.etypes]
+        if num_bases is not None and (num_bases < 1 or len(set(relations)) != len(relations)):
+            raise ConfigError(
+                f"num_bases={num_bases} must be at least 1, and each edge type have a relation name of its "
+                f"own (there are {len(relations)} types of {len(set(relations))} names)"
+            )
+        widths = [hidden] * layers + [out_dim]
+        self.convs = nn.ModuleList()
+        self.own = nn.ModuleList()
+        self.bases = nn.ModuleList()
+        for depth in range(layers):
+            into, out = widths[depth], widths[depth + 1]
+            self.convs.append(self._relations(into, out, own_weights=num_bases is None))
+            self.own.append(nn.ModuleDict({ntype: nn.Linear(into, out) for ntype in self.ntypes}))
+            if num_bases is not None:
+                self.bases.append(WeightBasis((into, out), num_bases, len(relations)))
+        self.dropout = nn.Dropout(dropout)
+
+    def layer(self, depth: int, block: Any, h: Rows) -> Rows:
+        """See :meth:`RelationalModel.layer`."""
+        weights = {}
+        if len(self.bases):
+            mixed = self.bases[depth]()
+            weights = {etype[1]: {"weight": mixed[i]} for i, etype in enumerate(self.etypes)}
+        found = self.convs[depth](block, h, mod_kwargs=weights)
+        own: Any = self.own[depth]
+        out = {}
+        for ntype in block.dsttypes:
+            rows = own[ntype](h[ntype][: block.num_dst_nodes(ntype)])
+            out[ntype] = rows + found[ntype] if ntype in found else rows
+        if depth == self.num_layers - 1:
+            return out
+        return {ntype: self.dropout(torch.relu(rows)) for ntype, rows in out.items()}
+
+    def _relations(self, into: int, out: int, *, own_weights: bool) -> nn.Module:
+        return dgl.nn.HeteroGraphConv(
+            {
+                etype: dgl.nn.GraphConv(
+                    into, out, norm="right", bias=False, weight=own_weights, allow_zero_in_degree=True
+                )
+                for etype in self.etypes
+            },
+            aggregate="sum",
+        )
+
+
+@final
+class HGT(RelationalModel):
+    """Heterogeneous graph transformer (Hu et al. 2020) of ``dgl.nn.HGTConv``, with a linear layer at the end.
+
+    Args:
+        graph: Whose types it is for.
+        feature_widths: See :class:`RelationalModel`.
+        hidden: Width between the layers, of all heads together.
+        out_dim: Width of the result.
+        layers: Number of blocks.
+        heads: Attention heads; must divide ``hidden``.
+        dropout: Probability inside the convolutions.
+        out_types: Node types whose results are wanted; None: all.
+
+    Raises:
+        ConfigError: a number is out of range, or a type does not exist.
+    """
+
+    def __init__(
+        self,
+        graph: HasTypes,
+        feature_widths: Mapping[str, int],
+        hidden: int,
+        out_dim: int,
+        *,
+        layers: int = 2,
+        heads: int = 4,
+        dropout: float = 0.0,
+        out_types: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(graph, feature_widths, hidden, layers, out_types)
+        if heads < 1 or hidden % heads:
+            raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
+        self.convs = nn.ModuleList(
+            dgl.nn.HGTConv(
+                hidden, hidden // heads, heads, len(self.ntypes), len(self.etypes), dropout, use_norm=True
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(hidden, out_dim)
+
+    def layer(self, depth: int, block: Any, h: Rows) -> Rows:
+        """See :meth:`RelationalModel.layer`."""
+        if depth == 0:
+            h = {ntype: torch.nn.functional.gelu(rows) for ntype, rows in h.items()}
+        merged = merge_block(block, self.ntypes, self.etypes)
+        rows = self.convs[depth](merged.block, merged.join(h), merged.node_type, merged.edge_type)
+        return merged.split(self.head(rows) if depth == self.num_layers - 1 else rows)

@@ -1,0 +1,165 @@
+"""R-GCN is its formula, HGT is dgl's on the homogeneous graph, and both are themselves on smaller blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.training.relational import HGT, RGCN, RelationalModel
+from tests.training import hetero
+
+HIDDEN = 8
+
+
+def inputs(width_of_authors: int = HIDDEN) -> dict[str, Tensor]:
+    graph = hetero.plain_graph()
+    random = torch.Generator().manual_seed(1)
+    authors = torch.randn(hetero.NUM_NODES["author"], width_of_authors, dtype=torch.float64, generator=random)
+    return {"author": authors} | {ntype: graph.nodes[ntype].data["feat"] for ntype in hetero.WIDTHS}
+
+
+def model_of(kind: str, **options: Any) -> RelationalModel:
+    torch.manual_seed(3)
+    graph = hetero.plain_graph()
+    if kind == "hgt":
+        return HGT(graph, hetero.WIDTHS, HIDDEN, 3, heads=2, **options).double()
+    bases = 2 if kind == "rgcn_bases" else None
+    return RGCN(graph, hetero.WIDTHS, HIDDEN, 3, num_bases=bases, **options).double()
+
+
+def rgcn_by_formula(model: RGCN, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With adjacency matrices and loops over relations."""
+    graph = hetero.plain_graph()
+    h = {nt: model.project[nt](rows) if nt in model.project else rows for nt, rows in x.items()}
+    for depth in range(2):
+        out = {nt: model.own[depth][nt](rows) for nt, rows in h.items()}  # type: ignore[index]
+        for number, etype in enumerate(graph.canonical_etypes):
+            source, _, destination = etype
+            adjacency = torch.zeros(
+                graph.num_nodes(destination), graph.num_nodes(source), dtype=torch.float64
+            )
+            u, v = graph.edges(etype=etype)
+            adjacency.index_put_((v, u), torch.ones(len(u), dtype=torch.float64), accumulate=True)
+            adjacency /= adjacency.sum(1, keepdim=True).clamp(min=1)
+            if len(model.bases):
+                basis: Any = model.bases[depth]
+                weight = torch.einsum("b,bio->io", basis.w_comp[number], basis.weight)
+            else:
+                weight = model.convs[depth].mod_dict[etype].weight  # type: ignore[union-attr, index]
+            out[destination] = out[destination] + adjacency @ h[source] @ weight
+        h = out if depth == 1 else {nt: torch.relu(rows) for nt, rows in out.items()}
+    return h
+
+
+@pytest.mark.parametrize("kind", ["rgcn", "rgcn_bases"])
+def test_rgcn_is_its_formula(kind: str) -> None:
+    model = model_of(kind)
+    assert isinstance(model, RGCN)
+    block = hetero.whole_block()
+    with torch.no_grad():
+        found, expected = model([block, block], inputs()), rgcn_by_formula(model, inputs())
+    assert set(found) == set(hetero.NUM_NODES)
+    for ntype, rows in expected.items():
+        np.testing.assert_allclose(found[ntype], rows, rtol=0, atol=1e-12, err_msg=ntype)
+
+
+def test_hgt_is_that_of_dgl_on_the_homogeneous_graph() -> None:
+    model = model_of("hgt")
+    assert isinstance(model, HGT)
+    graph, block = hetero.plain_graph(), hetero.whole_block()
+    merged = dgl.to_homogeneous(graph)
+    with torch.no_grad():
+        found = model([block, block], inputs())
+        projected = {nt: model.project[nt](x) if nt in model.project else x for nt, x in inputs().items()}
+        rows = torch.nn.functional.gelu(torch.cat([projected[ntype] for ntype in graph.ntypes]))
+        for conv in model.convs:
+            rows = conv(merged, rows, merged.ndata[dgl.NTYPE], merged.edata[dgl.ETYPE])
+        expected = model.head(rows).split([graph.num_nodes(ntype) for ntype in graph.ntypes])
+    for ntype, of_type in zip(graph.ntypes, expected, strict=True):
+        np.testing.assert_allclose(found[ntype], of_type, rtol=0, atol=1e-12, err_msg=ntype)
+
+
+def blocks_of(seeds: dict[str, Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Two hops of every in-edge by DGL, and the input nodes."""
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
+    input_nodes, _, blocks = sampler.sample_blocks(hetero.plain_graph(), seeds)
+    return blocks, input_nodes
+
+
+@pytest.mark.parametrize("kind", ["rgcn", "rgcn_bases", "hgt"])
+@pytest.mark.parametrize("seeds", [{"paper": [3, 50, 4]}, {"venue": [1], "author": [0, 7]}, {"paper": []}])
+def test_blocks_of_some_seeds_give_the_rows_of_the_whole_graph(kind: str, seeds: dict[str, Any]) -> None:
+    model, x = model_of(kind), inputs()
+    wanted = {ntype: torch.tensor(ids, dtype=torch.int64) for ntype, ids in seeds.items()}
+    blocks, input_nodes = blocks_of(wanted)
+    whole = hetero.whole_block()
+    with torch.no_grad():
+        found = model(blocks, {ntype: rows[input_nodes[ntype]] for ntype, rows in x.items()})
+        expected = model([whole, whole], x)
+    for ntype in hetero.NUM_NODES:
+        ids = wanted.get(ntype, torch.zeros(0, dtype=torch.int64))
+        np.testing.assert_allclose(found[ntype], expected[ntype][ids], rtol=0, atol=1e-12, err_msg=ntype)
+
+
+@pytest.mark.parametrize("kind", ["rgcn", "rgcn_bases", "hgt"])
+def test_every_parameter_that_matters_gets_a_gradient(kind: str) -> None:
+    model = model_of(kind, out_types=["paper"])
+    block = hetero.whole_block()
+    out = model([block, block], inputs())
+    assert set(out) == {"paper"}
+    out["paper"].square().sum().backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+    if kind == "hgt":
+        assert not {name for name in without if not name.startswith("convs.1")}
+    else:
+        # In the last layer, what leads to authors and venues.
+        assert without
+        assert not {name for name in without if not name.startswith(("convs.1", "own.1"))}
+
+
+def test_no_destination_at_all_still_leads_back_to_the_weights() -> None:
+    for kind in ("rgcn", "rgcn_bases", "hgt"):
+        model = model_of(kind, out_types=["paper"])
+        blocks, input_nodes = blocks_of({"paper": torch.zeros(0, dtype=torch.int64)})
+        out = model(blocks, {ntype: rows[input_nodes[ntype]] for ntype, rows in inputs().items()})["paper"]
+        assert out.shape == (0, 3)
+        out.sum().backward()
+
+
+def test_one_node_type_takes_and_gives_tensors() -> None:
+    graph = dgl.heterograph({("_N", "a", "_N"): ([0, 1], [1, 2]), ("_N", "b", "_N"): ([2], [0])})
+    torch.manual_seed(0)
+    model = RGCN(graph, {}, 4, 2)
+    block = dgl.to_block(graph, graph.nodes())
+    x = torch.randn(3, 4)
+    out = model([block, block], x)
+    assert isinstance(out, Tensor)
+    assert torch.equal(out, model([block, block], {"_N": x})["_N"])
+
+
+def test_bad_arguments() -> None:
+    graph = hetero.plain_graph()
+    with pytest.raises(ConfigError, match="no node type 'papers'"):
+        RGCN(graph, {"papers": 3}, 4, 2)
+    with pytest.raises(ConfigError, match="no node type 'papers'"):
+        RGCN(graph, {}, 4, 2, out_types=["papers"])
+    with pytest.raises(ConfigError, match="layers=0"):
+        RGCN(graph, {}, 4, 2, layers=0)
+    with pytest.raises(ConfigError, match="heads=3 must divide hidden=8"):
+        HGT(graph, {}, 8, 2, heads=3)
+    with pytest.raises(ConfigError, match="num_bases=0"):
+        RGCN(graph, {}, 8, 2, num_bases=0)
+    twins = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [0])})
+    with pytest.raises(ConfigError, match="2 types of 1 names"):
+        RGCN(twins, {}, 8, 2, num_bases=2)
+    block = hetero.whole_block()
+    with pytest.raises(ConfigError, match=r"rows of 'author' are 7 wide.*8 wide"):
+        model_of("rgcn")([block, block], inputs(7))
+    with pytest.raises(ConfigError, match="2 layers take 2 blocks, not 1"):
+        model_of("rgcn")([block], inputs())
