@@ -38,7 +38,7 @@ from dglx_dist.cluster.topology import (
     read_topology,
     with_nodes,
 )
-from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import StepShare
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ class Session:
         """Set by the loader when it yields a batch."""
         self.attached: dict[str, object] = {}
         """What lower rooms keep as long as the session lasts, such as the graph opened last."""
+        self.before_close: list[Callable[[], None]] = []
+        """Called by :meth:`close` before anything ends, unless it failed: work that is still under way."""
         self._scratch, self._owns_group = parts.scratch, parts.owns_group
         self._closed = False
         self._watch = (
@@ -121,9 +123,14 @@ class Session:
 
         Waits, serving, until the other ranks close theirs too, because they may still read from here;
         not when ``failed``, nor for a rank that failed or died.
+
+        Raises:
+            DglxError: what was still under way went wrong; the session has then ended as one that failed.
         """
         if self._closed:
             return
+        if not failed:
+            self._finish_work()
         self._closed = True
         atexit.unregister(self._at_exit)
         self.rpc.doing = _END
@@ -147,6 +154,15 @@ class Session:
         if error is not None:
             self.fail(error)
         self.close(failed=error is not None)
+
+    def _finish_work(self) -> None:
+        try:
+            for action in self.before_close:
+                action()
+        except DglxError as error:
+            self.fail(error)
+            self.close(failed=True)
+            raise
 
     def _at_exit(self) -> None:
         self.close(failed=self._watch is not None and self._watch.failed)

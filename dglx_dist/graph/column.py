@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.gather import gather_rows, scatter_rows
 from dglx_dist.graph.ids import check_ids
 from dglx_dist.records import Array, ColumnInfo
 from dglx_dist.storage.columns import numpy_dtype
+
+PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(rows of the own server (n, *row), (k,) int64 places in them) to values (k, *row)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,8 @@ class Column:
     shards: tuple[Shard, ...]
     """The rows of the own server, in order of their ids."""
     writable: bool
+    on_read: PullHandler | None = None
+    """Computes what is read, in place of copying; of a tensor in memory only."""
 
     def __post_init__(self) -> None:
         dtype = numpy_dtype(self.info.dtype)
@@ -57,9 +66,30 @@ class Column:
         return int(np.prod(self.info.row_shape, dtype=np.int64)) * numpy_dtype(self.info.dtype).itemsize
 
     def read(self, ids: Array, out: Array) -> None:
-        """Copy the rows of those (K,) int64 ``ids`` that lie here to their places in ``out`` (K, *row)."""
+        """Copy the rows of those (K,) int64 ``ids`` that lie here to their places in ``out`` (K, *row).
+
+        Raises:
+            ConfigError: the pull handler returned something that does not fit.
+        """
+        if self.on_read is not None:
+            self._compute(self.on_read, ids, out)
+            return
         for shard in self.shards:
             gather_rows(shard.rows, shard.first, ids, out)
+
+    def _compute(self, handler: PullHandler, ids: Array, out: Array) -> None:
+        (shard,) = self.shards  # of a tensor in memory there is one
+        here = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
+        if not len(here):
+            return
+        values = handler(tensor_view(shard.rows, self.info), torch.from_numpy(ids[here] - shard.first))
+        shape, dtype = (len(here), *self.info.row_shape), torch_dtype(self.info.dtype)
+        if tuple(values.shape) != shape or values.dtype != dtype:
+            raise ConfigError(
+                f"the pull handler of {self.name!r} returned {values.dtype} of shape {tuple(values.shape)}; "
+                f"it must be {dtype} of shape {shape}"
+            )
+        out[here] = numpy_view(values.detach().contiguous())
 
     def write(self, ids: Array, rows: Array) -> None:
         """Copy those of the (K, *row) ``rows`` here whose ids lie here; the last of repeated ids stays."""

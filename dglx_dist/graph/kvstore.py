@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import final
@@ -10,16 +11,16 @@ from typing import final
 import numpy as np
 from torch import Tensor
 
+from dglx_dist.cluster.collectives import barrier, gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import Column, shards_of
+from dglx_dist.graph.column import Column, PullHandler, shards_of
+from dglx_dist.graph.opening import together
 from dglx_dist.graph.placement import Placement
-from dglx_dist.graph.pull import MAX_MESSAGE_BYTES, CacheCounts, PendingPull, Puller
-from dglx_dist.graph.remote_plan import RemotePlan, plan_remote
+from dglx_dist.graph.pull import CacheCounts, PendingPull, Puller
+from dglx_dist.graph.push import Pusher, PushHandler, PushOrder
 from dglx_dist.graph.row_cache import RowCache
-from dglx_dist.graph.rows import Request, requests_of
 from dglx_dist.records import Array, ColumnInfo
-from dglx_dist.storage.columns import numpy_dtype
 
 
 @final
@@ -27,8 +28,8 @@ class KVStore:
     """Named tensors cut by rows over the servers.
 
     Rows of the own server are read from memory that its ranks share, all others by one-sided calls to one
-    rank of the server that owns them. Nothing here is collective: a rank may pull or push alone, from any
-    thread, at any time. But a name must have been added on all ranks before one of them asks for it.
+    rank of the server that owns them. A rank may pull or push alone, from any thread, at any time; only
+    registering handlers is collective. A name must have been added on all ranks before one asks for it.
 
     Args:
         session: The run; its ``rpc`` must not serve another store of the same ``label``.
@@ -42,10 +43,11 @@ class KVStore:
         self.label = label
         self._columns: dict[str, Column] = {}
         self._numbers = count()
-        self._pull_op, self._push_op = f"{label}.pull", f"{label}.push"
+        self._pull_op = f"{label}.pull"
         self._puller = Puller(session, placement, self._pull_op)
         session.rpc.register(self._pull_op, self._serve_pull)
-        session.rpc.register(self._push_op, self._serve_push)
+        self._pusher = Pusher(session, placement, self.column, label)
+        session.before_close.append(self.fence)
 
     def add(self, name: str, offsets: Array, shards: Mapping[int, Array], info: ColumnInfo) -> None:
         """Make a read-only tensor known by ``name``.
@@ -78,6 +80,7 @@ class KVStore:
         """Forget a tensor. Nobody may ask for its rows any more: a barrier belongs before it."""
         self._columns.pop(self.column(name).name)
         self._puller.forget(name)
+        self._pusher.forget(name)
 
     def has(self, name: str) -> bool:
         """Whether a tensor of that name is known."""
@@ -92,9 +95,11 @@ class KVStore:
         return next(self._numbers)
 
     def close(self) -> None:
-        """Answer nobody any more: a barrier belongs before it."""
+        """Answer nobody any more: a :meth:`fence` and a barrier belong before it."""
+        if self.fence in self.session.before_close:
+            self.session.before_close.remove(self.fence)
         self.session.rpc.unregister(self._pull_op)
-        self.session.rpc.unregister(self._push_op)
+        self._pusher.close()
 
     def column(self, name: str) -> Column:
         """Return what is known of a tensor.
@@ -176,36 +181,61 @@ class KVStore:
         """Whether rows of any tensor are cached."""
         return self._puller.has_cache()
 
-    def push(self, name: str, ids: Array, rows: Array, *, phase: str = "push", layer: int = 0) -> None:
-        """Overwrite rows wherever they are, and wait until their owners have them. Not collective.
+    def push(
+        self,
+        name: str,
+        ids: Array,
+        rows: Array,
+        *,
+        accumulate: bool = False,
+        wait: bool = True,
+        phase: str = "push",
+        layer: int = 0,
+    ) -> None:
+        """Overwrite rows wherever they are, or add to them. Not collective.
 
-        Sends 8 bytes and one row per distinct remote id; of repeated ids the last row stays.
+        * Overwriting: of repeated ids the last row stays. Sends 8 bytes and one row per distinct id of
+          another server.
+        * ``accumulate``: the rows of repeated ids are summed in the order given, and the sums are added by
+          the one rank that owns each row (``RowOwners``). Sends 8 bytes and one row per distinct id that
+          another rank owns; that of this server's other ranks counts as inside. float16 and bfloat16 are
+          summed, and added, in float32 and rounded after each of both.
+
+        Pushes of one rank that are not waited for may overtake each other; a :meth:`fence` orders them.
 
         Args:
             name: Of the tensor.
-            ids: (K,) int64.
+            ids: (K,) int64, any order.
             rows: (K, *row) of the column's dtype as NumPy has it.
+            accumulate: Add to what is there.
+            wait: Return when the rows are there, seen by every later pull of any rank. Else return at once,
+                with ``rows`` free to be used again; :meth:`fence` waits, and raises what went wrong.
             phase: Under which the bytes are counted.
             layer: Likewise.
 
         Raises:
-            ConfigError: there is no such tensor, it is read-only, or the rows do not fit.
-            IndexError: an id is out of range.
+            ConfigError: there is no such tensor, it is read-only, or the rows do not fit or have no sum.
+            IndexError: an id is out of range. Nothing was written then, nor after a ConfigError.
+            PeerError: an owner is dead or silent; with ``wait=False`` only when too much is under way.
+            RemoteError: an owner could not write, or a push handler raised.
         """
-        column = self._writable(name, ids, rows)
-        plan = plan_remote(ids, column.bounds, self.placement.topology.server)
-        last_places = plan.positions[plan.starts[1:] - 1]
-        submit = partial(self.session.rpc.submit, op=self._push_op, name=name, phase=phase, layer=layer)
-        pending = [
-            submit(
-                call.rank,
-                arrays=[plan.ids[call.first : call.last], rows[last_places[call.first : call.last]]],
-            )
-            for call in self._requests(plan, column)
-        ]
-        column.write(ids, rows)
-        for call in pending:
-            call.result()
+        order = PushOrder(accumulate=accumulate, wait=wait, phase=phase, layer=layer)
+        self._pusher.push(name, ids, rows, order)
+
+    def fence(self, timeout_s: float | None = None) -> None:
+        """Wait until all pushes of this rank with ``wait=False`` are seen by every later pull of any rank.
+
+        Not collective. What went wrong with one of them is raised here, once; also when the graph or the
+        session is closed.
+
+        Args:
+            timeout_s: None: the session's.
+
+        Raises:
+            PeerError: the time passed, and the ranks that have not answered are named; or one is dead.
+            RemoteError: an owner could not write.
+        """
+        self._pusher.fence(timeout_s)
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
         """Overwrite rows of the own server; its other ranks see them at once.
@@ -214,34 +244,65 @@ class KVStore:
             ConfigError: as :meth:`push`.
             IndexError: an id is not of the own server.
         """
-        column = self._writable(name, ids, rows)
-        self._check_own(column, ids)
-        column.write(ids, rows)
+        self._pusher.write_local(name, ids, rows)
 
-    def _writable(self, name: str, ids: Array, rows: Array) -> Column:
-        column = self.column(name)
-        column.check_writable()
-        column.check(ids)
-        dtype, shape = numpy_dtype(column.info.dtype), (len(ids), *column.info.row_shape)
-        if rows.dtype != dtype or rows.shape != shape:
-            raise ConfigError(
-                f"{name!r} takes rows of {dtype} and shape {shape}, not {rows.dtype} of shape {rows.shape}"
-            )
-        return column
+    def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
+        """Let ``handler`` do what is pushed to a tensor, in place of overwriting or adding. Collective.
 
-    def _requests(self, plan: RemotePlan, column: Column) -> list[Request]:
-        return requests_of(plan, self.placement, max(1, MAX_MESSAGE_BYTES // max(column.row_bytes, 8)))
+        ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows, never twice at a
+        time for one tensor, on a thread of its own: ``rows`` (n, *row) is the memory of the own server's
+        rows, ``local_ids`` (k,) int64 are places in it, ``values`` (k, *row) what was pushed. It must not
+        push or pull. Repeated ids come as often as they were pushed, in that order (8 bytes and a row
+        each); with ``accumulate=True`` once, with their sum. No code travels: each rank registers its own.
+
+        Args:
+            name: Of a writable tensor.
+            handler: None: overwrite and add again.
+
+        Raises:
+            ConfigError: on all ranks: there is no such tensor, it is read-only, or ranks disagree.
+        """
+        self._agree(name, handler, "push", partial(self._pusher.set_handler, name, handler))
+
+    def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
+        """Let ``handler`` compute what is pulled from a tensor. Collective.
+
+        ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. It runs on the rank that
+        is asked, for rows of the own server on the one that asks, from any thread; the rest as
+        :meth:`register_push_handler`.
+
+        Raises:
+            ConfigError: on all ranks: there is no such writable tensor, or ranks disagree.
+        """
+
+        def change() -> None:
+            self._columns[name] = replace(self.column(name), on_read=handler)
+
+        self._agree(name, handler, "pull", change)
+
+    def _agree(self, name: str, handler: object, kind: str, change: Callable[[], None]) -> None:
+        """Make a change on all ranks or on none, and return when it is made everywhere."""
+
+        def check() -> None:
+            self.column(name).check_writable()
+            self.fence()
+
+        together(self.session, check, ConfigError)
+        wanted = [kind, name, handler is not None]
+        for rank, other in enumerate(gather_json(wanted, self.session)):
+            if other != wanted:
+                raise ConfigError(
+                    f"rank {rank} registers {other} while rank {self.session.topology.rank} registers "
+                    f"{wanted}; every rank must register the same"
+                )
+        change()
+        barrier(self.session, f"registering a handler of {name!r}")
 
     def _serve_pull(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         (ids,) = arrays
         column = self.column(name)
         self._check_own(column, ids)
         return self._puller.answer(column, ids)
-
-    def _serve_push(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
-        ids, rows = arrays
-        self.write_local(name, ids, rows)
-        return []
 
     def _check_own(self, column: Column, ids: Array) -> None:
         server = self.placement.topology.server
