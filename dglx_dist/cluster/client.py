@@ -54,6 +54,17 @@ class Call:
         self._link, self._request, self._op, self._name = link, request, op, name
         self._started = time.monotonic()
 
+    def arrived(self) -> bool:
+        """Whether the reply is there, or never will be; takes in what has come and does not wait.
+
+        Raises:
+            PeerError: this rank closed its session.
+        """
+        link = self._link
+        while self._request not in link.replies and link.pump(0):
+            pass
+        return self._request in link.replies or bool(link.broken)
+
     def wait(self, timeout_s: float) -> list[Array]:
         """Wait for the reply.
 

@@ -29,6 +29,14 @@ class Pending:
         self._rpc, self._rank, self._answer = rpc, rank, answer
         self._phase, self._layer = phase, layer
 
+    def ready(self) -> bool:
+        """Whether :meth:`result` would return, or raise, without waiting; on the thread that submitted.
+
+        Raises:
+            PeerError: this rank closed its session.
+        """
+        return self._answer.arrived() if isinstance(self._answer, Call) else True
+
     def result(self, timeout_s: float | None = None) -> list[Array]:
         """Wait for the answer; the arrays are the caller's own.
 
