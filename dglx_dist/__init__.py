@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from dglx_dist.errors import RemoteError as RemoteError
     from dglx_dist.errors import StorageError as StorageError
     from dglx_dist.errors import UnknownNameError as UnknownNameError
+    from dglx_dist.graph import DistEmbedding as DistEmbedding
     from dglx_dist.graph import DistGraph as DistGraph
     from dglx_dist.graph import DistTensor as DistTensor
     from dglx_dist.graph import PartitionBook as PartitionBook
     from dglx_dist.graph import edge_split as edge_split
     from dglx_dist.graph import node_split as node_split
+    from dglx_dist.graph import optim as optim
     from dglx_dist.run.fit import fit as fit
     from dglx_dist.run.graphs import distribute as distribute
     from dglx_dist.run.graphs import original_ids as original_ids
@@ -52,6 +54,7 @@ _WHERE = {
     "DataLoader": "dglx_dist.run.session",
     "DatasetError": "dglx_dist.errors",
     "DglxError": "dglx_dist.errors",
+    "DistEmbedding": "dglx_dist.graph",
     "DistGraph": "dglx_dist.graph",
     "DistNodeDataLoader": "dglx_dist.run.session",
     "DistTensor": "dglx_dist.graph",
@@ -72,6 +75,7 @@ _WHERE = {
     "local_device": "dglx_dist.run.session",
     "negative": "dglx_dist.sampling",
     "node_split": "dglx_dist.graph",
+    "optim": "dglx_dist.graph",
     "original_ids": "dglx_dist.run.graphs",
     "partition_graph": "dglx_dist.run.graphs",
     "reduce_mean": "dglx_dist.run.session",

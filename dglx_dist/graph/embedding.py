@@ -1,0 +1,251 @@
+"""Trainable rows that lie on the servers: pulled for a mini-batch, updated by ``dglx_dist.optim``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import barrier
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
+from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.owners import RowOwners
+from dglx_dist.graph.policy import PartitionPolicy
+from dglx_dist.graph.room import check_room
+from dglx_dist.graph.row_init import fill_uniform
+from dglx_dist.graph.shared_rows import InitRows
+from dglx_dist.graph.sparse_gradient import RowGradient, summed
+from dglx_dist.records import Array, StepShare
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+PHASE = "embeddings"
+"""Under which pulled rows are counted."""
+
+_COMPUTED_IN = {
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+
+@final
+class DistEmbedding:
+    """One trainable row for each node or edge of a type, cut over the servers (DistDGL, section 5.4).
+
+    Calling it pulls the rows of a mini-batch; ``backward`` leaves their gradients here, and ``step()`` of an
+    optimiser of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows. What is never
+    stepped, or called without gradients (``torch.no_grad()``), leaves nothing behind but, after ``backward``,
+    one gradient row for each distinct id.
+
+    Making one is collective; when the name is known already it attaches to what exists. Calling it is open to
+    any rank alone. Between ``step()`` and a call of another rank nothing needs to be ordered in synchronous
+    mode, for ``step()`` returns when all ranks have applied it.
+
+    Args:
+        num_embeddings: Rows: the number of nodes or edges of a type.
+        embedding_dim: Columns, d.
+        name: The same on all ranks; shown by ``g.nodes[...].data``. None: nobody else can attach to it.
+        init_func: (shape, dtype) of the own server's rows to their first values, called on one rank of each
+            server. None: uniform in [-1, 1), keyed by the session's seed, the name and the row's id, hence
+            the same for any number of ranks and servers.
+        part_policy: ``g.get_node_partition_policy(ntype)`` or another; needed when several types have
+            ``num_embeddings`` nodes or edges.
+        dtype: float32, float64, bfloat16 or float16; the last two are computed in float32, as are the states
+            of their optimisers, and rounded when stored.
+        graph: None: the graph opened last.
+
+    Raises:
+        ConfigError: on all ranks: a wrong dtype, number of rows or dimension, or no room for the rows.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        name: str | None = None,
+        init_func: InitRows | None = None,
+        part_policy: PartitionPolicy | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        graph: DistGraph | None = None,
+    ) -> None:
+        if dtype not in _COMPUTED_IN:
+            raise ConfigError(
+                f"a DistEmbedding cannot train {dtype} rows; use one of "
+                f"{', '.join(str(known) for known in _COMPUTED_IN)}"
+            )
+        if embedding_dim < 1:
+            raise ConfigError(f"embedding_dim is {embedding_dim}; give at least 1")
+        policy = part_policy or (graph or opened_graph()).policy_of_length(num_embeddings)
+        self._weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func)
+        self._gradients: list[RowGradient] = []
+        self._kept_rows = 0
+        self.optm_state: tuple[DistTensor, ...] = ()
+        """The optimiser's tensors, once there is one."""
+
+    @property
+    def weight(self) -> DistTensor:
+        """The rows, (num_embeddings, embedding_dim)."""
+        return self._weight
+
+    @property
+    def name(self) -> str:
+        """The name given at creation."""
+        return self._weight.name
+
+    @property
+    def data_name(self) -> str:
+        """As :attr:`name`; DGL has both."""
+        return self._weight.name
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of all servers."""
+        return self._weight.shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        """Columns."""
+        return self._weight.shape[1]
+
+    @property
+    def part_policy(self) -> PartitionPolicy:
+        """How the rows are laid over the servers."""
+        return self._weight.part_policy
+
+    @property
+    def kvstore(self) -> KVStore:
+        """The store that holds the rows."""
+        return self._weight.kvstore
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of what a call returns, of gradients and of optimiser states."""
+        return _COMPUTED_IN[self._weight.dtype]
+
+    def __repr__(self) -> str:
+        return (
+            f"DistEmbedding({self.name!r}, {self.num_embeddings}, {self.embedding_dim}, {self.weight.dtype})"
+        )
+
+    def __call__(self, ids: Ids, device: torch.device | str | None = None) -> Tensor:
+        """Return the rows of ``ids``; with gradients enabled, ``backward`` will leave theirs here.
+
+        Each distinct row is pulled once. Not collective.
+
+        Args:
+            ids: (K,) integers, a bool mask over all rows, a slice; repeats allowed, K may be 0.
+            device: Where the result goes; None: where ``ids`` are.
+
+        Returns:
+            (K, d) of :attr:`compute_dtype`.
+
+        Raises:
+            IndexError: an id is out of range (the first and its position are named).
+            PeerError: an owner is dead or silent.
+        """
+        index = as_ids(ids, self.num_embeddings, repr(self.name))
+        target = torch.device(device) if device is not None else _device_of(ids)
+        if not torch.is_grad_enabled():
+            return self._pull(index, target)
+        places = None
+        if _has_repeats(index):
+            index, inverse = np.unique(index, return_inverse=True)
+            places = torch.from_numpy(inverse.reshape(-1)).to(target)
+        leaf = self._pull(index, target).requires_grad_()
+        _on_gradient(leaf, self._recorder(index, self.kvstore.session.step_share))
+        return leaf if places is None else F.embedding(places, leaf)
+
+    def reset_trace(self) -> None:
+        """Forget the gradients that ``backward`` left so far (as DGL names it; see also ``zero_grad()``)."""
+        self._gradients = []
+        self._kept_rows = 0
+
+    def take_gradients(self) -> list[RowGradient]:
+        """Return the gradients that ``backward`` left so far, in that order, and forget them."""
+        taken = self._gradients
+        self.reset_trace()
+        return taken
+
+    def _pull(self, ids: Array, device: torch.device) -> Tensor:
+        rows = self.kvstore.pull(self._weight.kvstore_key, ids, phase=PHASE)
+        return rows.to(device=device, dtype=self.compute_dtype)
+
+    def _recorder(self, ids: Array, share: StepShare | None) -> Callable[[Tensor], None]:
+        """Return what takes the gradient out of the leaf: nothing here keeps a leaf or its graph alive."""
+
+        def record(leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            self._keep(RowGradient(ids=ids, rows=gradient.detach().cpu().contiguous().numpy(), share=share))
+
+        return record
+
+    def _keep(self, gradient: RowGradient) -> None:
+        self._gradients.append(gradient)
+        self._kept_rows += len(gradient.ids)
+        # A program that never steps would otherwise fill the memory: past this size most ids are repeated.
+        if len(self._gradients) > 1 and self._kept_rows > 2 * self.num_embeddings:
+            self._gradients = _summed_by_share(self._gradients)
+            self._kept_rows = sum(len(kept.ids) for kept in self._gradients)
+
+
+def _make_rows(
+    policy: PartitionPolicy,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    name: str | None,
+    init: InitRows | None,
+) -> DistTensor:
+    store = policy.store
+    attaches = name is not None and store.has(policy.key(name))
+    if not attaches:
+        row_bytes = shape[1] * dtype.itemsize * (1 if init is None else 2)
+        remedy = "use a smaller embedding_dim or dtype=torch.bfloat16, or more servers on more machines"
+        what = f"the embedding {name!r} of shape {shape} in {dtype}"
+        check_room(store.session, policy.bounds, row_bytes, what, remedy)
+    weight = DistTensor(shape, dtype, name, init, policy)
+    if not attaches and init is None:
+        _fill_owned(weight, store.session)
+    return weight
+
+
+def _fill_owned(weight: DistTensor, session: Session) -> None:
+    """Give the rows their first values, each rank those it owns: no second copy of them is ever made."""
+    first, last = RowOwners(weight.part_policy.bounds, session.topology).range_of(session.topology.rank)
+    start = weight.local_range[0]
+    fill_uniform(weight.local_rows()[first - start : last - start], first, session.seed, weight.name)
+    barrier(session, f"first values of {weight.name!r}")
+
+
+def _summed_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
+    """Sum the gradients of equal share, which will have equal weights, into one each."""
+    kept = []
+    for share in dict.fromkeys(gradient.share for gradient in gradients):
+        total = summed([(gradient, 1.0) for gradient in gradients if gradient.share == share])
+        assert total is not None
+        kept.append(RowGradient(ids=total.ids, rows=total.rows, share=share))
+    return kept
+
+
+def _has_repeats(ids: Array) -> bool:
+    in_order = np.sort(ids)
+    return bool((in_order[1:] == in_order[:-1]).any())
+
+
+def _device_of(ids: Ids) -> torch.device:
+    return ids.device if isinstance(ids, Tensor) else torch.device("cpu")
+
+
+def _on_gradient(leaf: Tensor, action: Callable[[Tensor], None]) -> None:
+    leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch leaves it bare
