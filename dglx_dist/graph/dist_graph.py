@@ -15,6 +15,7 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import barrier, broadcast_json
 from dglx_dist.cluster.session import Session, current_session
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.caching import CacheRequest, Fanouts, cache_rows
 from dglx_dist.graph.dataset_columns import (
     ORIGINAL_IDS,
     USER_IDS,
@@ -27,22 +28,15 @@ from dglx_dist.graph.dataset_columns import (
 from dglx_dist.graph.dist_tensor import GRAPH, DistTensor
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.neighbors import (
-    NO_IDS,
-    DrawRule,
-    as_dgl_graph,
-    by_type,
-    draw_in_edges,
-    fanout_by_type,
-    serve_uniform,
-)
+from dglx_dist.graph.neighbors import DrawRule, sampled_graph, serve_uniform
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
 from dglx_dist.graph.partition_book import PartitionBook, canonical_etype
 from dglx_dist.graph.placement import Placement
-from dglx_dist.graph.policy import PartitionPolicy
+from dglx_dist.graph.policy import PartitionPolicy, policy_of_length
+from dglx_dist.graph.row_cache import CachePlan
 from dglx_dist.graph.shared_rows import InitRows
 from dglx_dist.graph.structure import Structure
-from dglx_dist.graph.views import DataView, TypedViews
+from dglx_dist.graph.views import DataView, TypedViews, only_of
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.storage.reader import StoredDataset
 from dglx_dist.storage.verify import Verify
@@ -213,13 +207,7 @@ class DistGraph:
         Raises:
             ConfigError: none or several have that many.
         """
-        policies = [*self._node_policies.values(), *self._edge_policies.values()]
-        found = [policy for policy in policies if policy.get_size() == num_rows]
-        if len(found) == 1:
-            return found[0]
-        sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
-        problem = "several types have" if found else "no type has"
-        raise ConfigError(f"{problem} {num_rows} rows ({sizes}); say which with part_policy=")
+        return policy_of_length([*self._node_policies.values(), *self._edge_policies.values()], num_rows)
 
     def new_tensor(
         self,
@@ -234,6 +222,36 @@ class DistGraph:
         Every rank must call it.
         """
         return DistTensor(shape, dtype, name, init_func, part_policy, graph=self)
+
+    def cache_rows(
+        self,
+        name: str,
+        *,
+        alpha: float,
+        policy: str = "vip",
+        ntype: str | None = None,
+        seeds: Ids | Mapping[str, Ids] | None = None,
+        fanouts: Fanouts | None = None,
+        batch_size: int | None = None,
+    ) -> CachePlan:
+        """Keep copies of other servers' rows, once per server; no result changes. Every rank must call it.
+
+        A second call for the same tensor replaces the first one's rows; ``alpha=0`` drops them.
+
+        Args:
+            name: Of node data of the dataset, which is read-only.
+            alpha: Most rows to keep, as a fraction of the own server's rows.
+            policy: ``vip``: the probability that a batch needs the row (SALIENT++); ``degree``: how often it
+                is a source; ``halo``: sources of own nodes, by the number of those edges.
+            ntype: Node type; None: the only one.
+            seeds: For vip: this rank's training nodes; None: its share of ``train_mask``.
+            fanouts, batch_size: For vip: as the loader's.
+
+        Raises:
+            ConfigError: on all ranks, when one was told what cannot be honoured, or has no room.
+        """
+        ntype = self._ntype_or_only(ntype, "cache_rows(ntype=...)")
+        return cache_rows(self, CacheRequest(name, ntype, alpha, policy, seeds, fanouts, batch_size))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
         """Return the in-edges of one type as samplers read them."""
@@ -303,17 +321,7 @@ class DistGraph:
             )
         call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
         rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0] >> 1))
-        counts = {ntype: self.num_nodes(ntype) for ntype in self.ntypes}
-        edge_counts = {etype: self.num_edges(etype) for etype in self.canonical_etypes}
-        seeds = by_type(seed_nodes, counts, "node")
-        fanouts = fanout_by_type(fanout, self.canonical_etypes)
-        excluded = {} if exclude_edges is None else by_type(exclude_edges, edge_counts, "edge")
-        drawn = {}
-        for etype, policy in self._edge_policies.items():
-            nodes, exclude = seeds.get(etype[2], NO_IDS), excluded.get(etype, NO_IDS)
-            structure = self._structures[etype]
-            drawn[etype] = nodes, draw_in_edges(structure, policy, nodes, fanouts[etype], rule, exclude)
-        graph = as_dgl_graph(counts, drawn)
+        graph = sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
         return graph if output_device is None else graph.to(output_device)
 
     def local_nodes(self, ntype: str | None = None) -> Tensor:
@@ -376,17 +384,13 @@ class DistGraph:
         return ntype
 
     def _ntype_or_only(self, ntype: str | None, remedy: str) -> str:
-        if ntype is None and len(self.ntypes) == 1:
-            return self.ntypes[0]
         if ntype is None:
-            raise ConfigError(f"the graph has the node types {', '.join(self.ntypes)}; use {remedy}")
+            return only_of(self.ntypes, self.ntypes, "node", remedy)
         return self._known_ntype(ntype)
 
     def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
-        if etype is None and len(self.etypes) == 1:
-            return self.canonical_etypes[0]
         if etype is None:
-            raise ConfigError(f"the graph has the edge types {', '.join(self.etypes)}; use {remedy}")
+            return only_of(self.canonical_etypes, self.etypes, "edge", remedy)
         return self.to_canonical_etype(etype)
 
     def _hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:

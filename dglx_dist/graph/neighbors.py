@@ -22,6 +22,8 @@ from dglx_dist.records import Array, EdgeType
 if TYPE_CHECKING:
     import dgl
 
+    from dglx_dist.graph.dist_graph import DistGraph
+
 K = TypeVar("K")
 
 NO_IDS: Array = np.empty(0, dtype=np.int64)
@@ -87,6 +89,27 @@ def as_dgl_graph(
     for etype, ids in edge_ids.items():
         graph.edges[etype].data[dgl.EID] = ids
     return graph
+
+
+def sampled_graph(
+    g: DistGraph,
+    seed_nodes: Ids | Mapping[str, Ids],
+    fanout: int | Mapping[Any, int],
+    exclude_edges: Ids | Mapping[Any, Ids] | None,
+    rule: DrawRule,
+) -> dgl.DGLGraph:
+    """Return the graph of all nodes with in-edges drawn by ``rule``; see ``DistGraph.sample_neighbors``."""
+    counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+    edge_counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
+    seeds = by_type(seed_nodes, counts, "node")
+    fanouts = fanout_by_type(fanout, g.canonical_etypes)
+    excluded = {} if exclude_edges is None else by_type(exclude_edges, edge_counts, "edge")
+    drawn = {}
+    for etype in g.canonical_etypes:
+        nodes, exclude = seeds.get(etype[2], NO_IDS), excluded.get(etype, NO_IDS)
+        structure, policy = g.structure(etype), g.get_edge_partition_policy(etype)
+        drawn[etype] = nodes, draw_in_edges(structure, policy, nodes, fanouts[etype], rule, exclude)
+    return as_dgl_graph(counts, drawn)
 
 
 def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:

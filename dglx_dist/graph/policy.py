@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.records import Array, EdgeType
@@ -63,3 +65,17 @@ class PartitionPolicy:
 def type_text(type_name: str | EdgeType) -> str:
     """Return a node type as it is, an edge type joined by colons."""
     return type_name if isinstance(type_name, str) else ":".join(type_name)
+
+
+def policy_of_length(policies: Sequence[PartitionPolicy], num_rows: int) -> PartitionPolicy:
+    """Return the one of ``policies`` that has ``num_rows``.
+
+    Raises:
+        ConfigError: none or several have that many.
+    """
+    found = [policy for policy in policies if policy.get_size() == num_rows]
+    if len(found) == 1:
+        return found[0]
+    sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
+    problem = "several types have" if found else "no type has"
+    raise ConfigError(f"{problem} {num_rows} rows ({sizes}); say which with part_policy=")

@@ -56,7 +56,7 @@ def fill_cache(
     file_name: str,
     info: ColumnInfo,
     num_ids: int,
-    choose: Callable[[], Array],
+    ids: Array,
     pull: Callable[[Array], Tensor],
 ) -> RowCache:
     """Fetch rows and share them in the server. Every rank must call it.
@@ -66,14 +66,12 @@ def fill_cache(
         file_name: Start of names not in use in its ``scratch``; the same on the ranks of a server.
         info: Of the column.
         num_ids: Rows of all servers.
-        choose: Returns the (C,) int64 distinct ids to keep; called on the first rank of each server.
-        pull: Fetches their (C, *row) rows; likewise.
+        ids: (C,) int64 distinct ids to keep; those of the first rank of each server count.
+        pull: Fetches their (C, *row) rows; called on that rank.
 
     Raises:
         ConfigError: on all ranks, when there is no room on one of them, or a server did not answer.
     """
-    first = session.topology.local_rank == 0
-    ids = choose() if first else np.empty(0, np.int64)
     leader = session.topology.ranks_of_server(session.topology.server)[0]
     count = int(gather_int64([len(ids)], session)[leader, 0])
     num_slots, num_keys = table_sizes(count, num_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, final
 
@@ -12,6 +12,7 @@ from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.policy import PartitionPolicy
 
 K = TypeVar("K")
+T = TypeVar("T")
 
 
 @final
@@ -89,3 +90,14 @@ class TypedViews(Generic[K]):
             ConfigError: there is no such type.
         """
         return TypeView(self._view_of(key))
+
+
+def only_of(types: Sequence[T], names: Sequence[str], what: str, remedy: str) -> T:
+    """Return the one type that there is.
+
+    Raises:
+        ConfigError: there are several; the message has their ``names`` and the ``remedy``.
+    """
+    if len(types) == 1:
+        return types[0]
+    raise ConfigError(f"the graph has the {what} types {', '.join(names)}; use {remedy}")

@@ -1,0 +1,221 @@
+"""``g.cache_rows``: which rows of other servers a server keeps, and filling its cache with them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from dglx_dist.cluster.collectives import barrier, gather_json, sum_over_ranks
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.access import access_probability, count_sources, expected_hit_rate, most_wanted
+from dglx_dist.graph.column import Column
+from dglx_dist.graph.ids import Ids, to_tensor
+from dglx_dist.graph.neighbors import NO_IDS, by_type, fanout_by_type
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.pull import check_cacheable
+from dglx_dist.graph.row_cache import PHASE, CachePlan, fill_cache
+from dglx_dist.graph.shared_rows import shared_rows
+from dglx_dist.graph.split import node_split
+from dglx_dist.records import Array, ColumnInfo, EdgeType
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+POLICIES = ("vip", "degree", "halo")
+TRAIN_MASK = "train_mask"
+
+Fanouts: TypeAlias = Sequence[int | Mapping[str | EdgeType, int]]
+"""As a sampler's: one per layer, input-most first; a number, or one per edge type; -1: all."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """What ``g.cache_rows`` was told."""
+
+    name: str
+    ntype: str
+    alpha: float
+    policy: str
+    seeds: Ids | Mapping[str, Ids] | None
+    fanouts: Fanouts | None
+    batch_size: int | None
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that no graph could honour."""
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy={self.policy!r}; choose one of {', '.join(map(repr, POLICIES))}")
+        number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
+        if not number or not 0 <= self.alpha < math.inf:
+            raise ConfigError(
+                f"alpha={self.alpha!r}; give the budget as a fraction of the server's own rows, 0 or more"
+            )
+        if self.policy == "vip":
+            self._check_vip()
+        elif (self.seeds, self.fanouts, self.batch_size) != (None, None, None):
+            raise ConfigError(
+                f"seeds=, fanouts= and batch_size= are for policy='vip', and the policy is {self.policy!r}"
+            )
+
+    def _check_vip(self) -> None:
+        if self.fanouts is None or self.batch_size is None:
+            missing = "fanouts" if self.fanouts is None else "batch_size"
+            raise ConfigError(
+                f"policy='vip' works out how often batches need each row: give {missing}= as for the loader, "
+                "or use policy='halo', which needs to know neither"
+            )
+        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size!r}; give a number of seeds of at least 1")
+        if not len(self.fanouts):
+            raise ConfigError("fanouts is empty; give one per layer, input-most first, e.g. [25, 10]")
+
+
+def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
+    """Choose, fetch and share rows of other servers; see :meth:`DistGraph.cache_rows`. Collective."""
+    session, store = g.session, g.kvstore
+    column = together(session, lambda: _column_of(g, request), ConfigError)
+    _check_equal(session, request)
+    topology = session.topology
+    own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
+    number = store.next_number()
+    scores = _SCORES[request.policy](g, request, f"scores-{number}")
+    leads = topology.local_rank == 0
+    chosen = most_wanted(scores, own, int(request.alpha * (own[1] - own[0]))) if leads else NO_IDS
+    cache = fill_cache(
+        session,
+        f"cache-{number}",
+        column.info,
+        column.num_rows,
+        chosen,
+        lambda ids: store.pull(column.name, ids, distinct=True, phase=PHASE),
+    )
+    store.set_cache(column.name, cache if len(cache.rows) else None)
+    expects = leads and request.policy == "vip"
+    rates = gather_json(expected_hit_rate(scores, own, chosen) if expects else None, session)
+    rate = rates[topology.ranks_of_server(topology.server)[0]]
+    plan = CachePlan(
+        policy=request.policy,
+        rows=len(cache.rows),
+        bytes=cache.num_bytes,
+        expected_hit_rate=rate if isinstance(rate, float) else None,
+    )
+    if leads:
+        log.info("server %d caches %s: %s", topology.server, column.name, plan)
+    return plan
+
+
+def _column_of(g: DistGraph, request: CacheRequest) -> Column:
+    request.check()
+    policy = g.get_node_partition_policy(request.ntype)
+    data = g.nodes[request.ntype].data
+    if request.name not in data:
+        raise ConfigError(
+            f"nodes of type {request.ntype!r} have no tensor {request.name!r} "
+            f"(known: {', '.join(map(repr, data)) or 'none'})"
+        )
+    column = policy.store.column(policy.key(request.name))
+    check_cacheable(column)
+    return column
+
+
+def _check_equal(session: Session, request: CacheRequest) -> None:
+    """Raise ConfigError on all ranks unless all were told the same."""
+    mine = [request.name, request.ntype, float(request.alpha), request.policy]
+    for rank, told in enumerate(gather_json(mine, session)):
+        if told != mine:
+            raise ConfigError(
+                f"rank {rank} caches {told}, rank {session.topology.rank} {mine}: call it alike"
+            )
+
+
+def _degree_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
+    """How often each row is a source, in the whole graph; (0,) on ranks that do not lead a server."""
+    leads, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
+    for etype in _from(g, request.ntype):
+        structure = g.structure(etype)
+        if structure.is_whole:
+            counts = count_sources(structure.shards, structure.num_sources) if leads else total
+        else:
+            # Each server counts the edges it holds, on one of its ranks.
+            held = count_sources(structure.shards if leads else (), structure.num_sources)
+            counts = sum_over_ranks(to_tensor(held), g.session, phase=PHASE, in_place=True).numpy()
+        total = counts if not len(total) else total + counts
+    return total
+
+
+def _halo_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
+    """How many edges lead from each row to nodes of the own server."""
+    server, total = g.session.topology.server, np.zeros(g.num_nodes(request.ntype), np.int64)
+    if g.session.topology.local_rank == 0:
+        for etype in _from(g, request.ntype):
+            bounds, structure = g.get_node_partition_policy(etype[2]).bounds, g.structure(etype)
+            own = int(bounds[server]), int(bounds[server + 1])
+            total += count_sources(structure.shards, structure.num_sources, own)
+    return total
+
+
+def _vip_scores(g: DistGraph, request: CacheRequest, file_name: str) -> Array:
+    """How many of the server's ranks need each row for a step, on average; in memory that they share."""
+    mine = together(g.session, lambda: _access_of_rank(g, request), ConfigError)
+    info = ColumnInfo(dtype="float64", row_shape=())
+    total = shared_rows(g.session, file_name, len(mine), info)
+    topology = g.session.topology
+    for turn in range(max(len(topology.ranks_of_server(s)) for s in range(topology.num_servers))):
+        if topology.local_rank == turn:
+            total += mine
+        barrier(g.session, f"adding up what batches need ({turn})")
+    return total
+
+
+def _access_of_rank(g: DistGraph, request: CacheRequest) -> Array:
+    whole = {etype: g.structure(etype) for etype in g.canonical_etypes}
+    if not all(structure.is_whole for structure in whole.values()):
+        raise ConfigError(
+            "policy='vip' follows the batches over all edges, and this server holds only its own; use "
+            "policy='degree' or 'halo', or open the graph with structure='replicated'"
+        )
+    assert request.fanouts is not None
+    assert request.batch_size is not None
+    fanouts = [fanout_by_type(fanout, g.canonical_etypes) for fanout in request.fanouts]
+    wrong = [size for layer in fanouts for size in layer.values() if size < -1]
+    if wrong:
+        raise ConfigError(f"fanouts={request.fanouts}; {wrong[0]} must be 0 or more, or -1 for all")
+    return access_probability(
+        {etype: structure.shards[0] for etype, structure in whole.items()},
+        {ntype: g.num_nodes(ntype) for ntype in g.ntypes},
+        _seeds(g, request),
+        fanouts,
+        request.batch_size,
+    )[request.ntype]
+
+
+def _seeds(g: DistGraph, request: CacheRequest) -> dict[str, Array]:
+    """The distinct nodes that this rank trains on."""
+    counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+    if request.seeds is not None:
+        try:
+            return {ntype: np.unique(ids) for ntype, ids in by_type(request.seeds, counts, "node").items()}
+        except IndexError as error:
+            # Of another kind, so that the other ranks hear of it.
+            raise ConfigError(f"seeds: {error}") from error
+    masked = [ntype for ntype in g.ntypes if TRAIN_MASK in g.nodes[ntype].data]
+    if not masked:
+        raise ConfigError(f"the nodes have no {TRAIN_MASK!r}; give seeds=, this rank's training nodes")
+    book = g.get_partition_book()
+    return {ntype: node_split(g.nodes[ntype].data[TRAIN_MASK], book, ntype).numpy() for ntype in masked}
+
+
+def _from(g: DistGraph, ntype: str) -> list[EdgeType]:
+    return [etype for etype in g.canonical_etypes if etype[0] == ntype]
+
+
+Scores: TypeAlias = Callable[["DistGraph", CacheRequest, str], Array]
+
+_SCORES: Mapping[str, Scores] = {"vip": _vip_scores, "degree": _degree_scores, "halo": _halo_scores}
