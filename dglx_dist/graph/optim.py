@@ -1,7 +1,7 @@
 """Optimisers of :class:`~dglx_dist.graph.embedding.DistEmbedding`; public as ``dglx_dist.optim``.
 
-Their formulas are torch's: in mode "sync" the rows are, step by step, those of ``torch.nn.Embedding(sparse=True)``
-trained in one process on the batches of all ranks together.
+Their formulas are torch's: in mode "sync" the rows are, step by step, those of
+``torch.nn.Embedding(sparse=True)`` trained in one process on the batches of all ranks together.
 """
 
 from __future__ import annotations

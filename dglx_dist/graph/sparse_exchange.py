@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -119,8 +120,7 @@ class Exchange(ABC):
         positions, first = group_by_owner(rows.ids, table.owners.starts)
         ids, values = np.empty_like(rows.ids), np.empty_like(rows.rows)
         take_rows(rows.ids, rows.rows, positions, ids, values)
-        ends = zip(first[:-1], first[1:], strict=True)
-        return tuple(RowSum(ids=ids[start:end], rows=values[start:end]) for start, end in ends)
+        return tuple(RowSum(ids=ids[start:end], rows=values[start:end]) for start, end in pairwise(first))
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         message = read_message(name, arrays, len(self._tables))

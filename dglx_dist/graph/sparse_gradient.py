@@ -54,8 +54,8 @@ def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) ->
     if world_size == 1:
         return 1.0
     raise ConfigError(
-        "an embedding was called outside of a step whose number of targets is known, so this rank's mean loss "
-        "cannot be weighed; take its ids from dglx_dist.DataLoader, set session.step_share = dglx_dist."
+        "an embedding was called outside of a step whose number of targets is known, so this rank's mean "
+        "loss cannot be weighed; take its ids from dglx_dist.DataLoader, set session.step_share = dglx_dist."
         "strategies.share.count_targets(len(targets), session) before the call, or use reduction='sum'"
     )
 

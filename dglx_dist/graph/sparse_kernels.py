@@ -1,7 +1,7 @@
 """Compiled work on the rows of a sparse update: grouping, summing, and the three update formulas.
 
-Formulas are those of torch (``SGD`` and ``Adagrad`` on sparse gradients, ``SparseAdam``) on gradients in which
-every row occurs once.
+Formulas are those of torch (``SGD`` and ``Adagrad`` on sparse gradients, ``SparseAdam``) on gradients in
+which every row occurs once.
 """
 
 from __future__ import annotations
@@ -149,17 +149,16 @@ def update_adam(
     square: Array,
     touched: Array,
     gradient: Array,
-    rate: float,
-    gains: tuple[float, float],
-    eps: float,
+    constants: tuple[float, float, float, float],
 ) -> None:
-    """``m += gains[0] (g - m); v += gains[1] (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
+    """``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 
-    As :func:`update_sgd`; ``m`` and ``v`` are rows ``touched[k]``. ``rate`` holds the correction of both
-    moments for their start at 0.
+    As :func:`update_sgd`; ``m`` and ``v`` are rows ``touched[k]``. ``constants`` are rate, a, b and eps; the
+    rate holds the correction of both moments for their start at 0.
     """
-    step, small = weight.dtype.type(rate), weight.dtype.type(eps)
-    gain_mean, gain_square = weight.dtype.type(gains[0]), weight.dtype.type(gains[1])
+    kind = weight.dtype.type
+    step, gain_mean = kind(constants[0]), kind(constants[1])
+    gain_square, small = kind(constants[2]), kind(constants[3])
     for k in range(len(at)):
         row, state = at[k], touched[k]
         for column in range(weight.shape[1]):

@@ -252,8 +252,8 @@ def _checked(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
     for position, param in enumerate(checked):
         if not isinstance(param, DistEmbedding):
             raise ConfigError(
-                f"params[{position}] is a {type(param).__name__}; give DistEmbeddings here, and the parameters "
-                "of the model to an optimiser of torch.optim"
+                f"params[{position}] is a {type(param).__name__}; give DistEmbeddings here, and the "
+                "parameters of the model to an optimiser of torch.optim"
             )
         if param.kvstore is not checked[0].kvstore:
             raise ConfigError(f"{param.name!r} is of another graph; make one optimiser for each graph")

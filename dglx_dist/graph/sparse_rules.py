@@ -126,8 +126,8 @@ class AdamRule(UpdateRule):
         mean, square = rows.states
         beta1, beta2 = self._betas
         rate = self.lr * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-        gains = (1.0 - beta1, 1.0 - beta2)
-        update_adam(rows.weight, rows.at, mean, square, rows.touched, rows.gradient, rate, gains, self._eps)
+        constants = (rate, 1.0 - beta1, 1.0 - beta2, self._eps)
+        update_adam(rows.weight, rows.at, mean, square, rows.touched, rows.gradient, constants)
 
 
 def _positive(eps: float) -> float:
