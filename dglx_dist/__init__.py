@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from dglx_dist.graph import edge_split as edge_split
     from dglx_dist.graph import node_split as node_split
     from dglx_dist.graph import optim as optim
+    from dglx_dist.graph.reverse import reverse_edge_ids as reverse_edge_ids
     from dglx_dist.run.fit import fit as fit
     from dglx_dist.run.graphs import distribute as distribute
     from dglx_dist.run.graphs import original_ids as original_ids
     from dglx_dist.run.graphs import partition_graph as partition_graph
     from dglx_dist.run.session import DataLoader as DataLoader
+    from dglx_dist.run.session import DistEdgeDataLoader as DistEdgeDataLoader
     from dglx_dist.run.session import DistNodeDataLoader as DistNodeDataLoader
     from dglx_dist.run.session import init as init
     from dglx_dist.run.session import local_device as local_device
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
     from dglx_dist.training.checkpoint import load as load
     from dglx_dist.training.checkpoint import save as save
     from dglx_dist.training.evaluate import evaluate as evaluate
-    from dglx_dist.training.evaluate import layerwise_inference as layerwise_inference
+    from dglx_dist.training.inference import layerwise_inference as layerwise_inference
+    from dglx_dist.training.export import write_embeddings as write_embeddings
     from dglx_dist.training.fit import FitConfig as FitConfig
     from dglx_dist.training.fit import FitResult as FitResult
 
@@ -56,6 +59,7 @@ _WHERE = {
     "DglxError": "dglx_dist.errors",
     "DistEmbedding": "dglx_dist.graph",
     "DistGraph": "dglx_dist.graph",
+    "DistEdgeDataLoader": "dglx_dist.run.session",
     "DistNodeDataLoader": "dglx_dist.run.session",
     "DistTensor": "dglx_dist.graph",
     "FitConfig": "dglx_dist.training.fit",
@@ -70,7 +74,7 @@ _WHERE = {
     "evaluate": "dglx_dist.training.evaluate",
     "fit": "dglx_dist.run.fit",
     "init": "dglx_dist.run.session",
-    "layerwise_inference": "dglx_dist.training.evaluate",
+    "layerwise_inference": "dglx_dist.training.inference",
     "load": "dglx_dist.training.checkpoint",
     "local_device": "dglx_dist.run.session",
     "negative": "dglx_dist.sampling",
@@ -81,10 +85,12 @@ _WHERE = {
     "reduce_mean": "dglx_dist.run.session",
     "register_partitioner": "dglx_dist.run.session",
     "register_strategy": "dglx_dist.run.session",
+    "reverse_edge_ids": "dglx_dist.graph.reverse",
     "save": "dglx_dist.training.checkpoint",
     "shutdown": "dglx_dist.run.session",
     "strategy_names": "dglx_dist.run.session",
     "wrap": "dglx_dist.run.session",
+    "write_embeddings": "dglx_dist.training.export",
 }
 
 __all__ = list(_WHERE)

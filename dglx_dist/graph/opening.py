@@ -96,7 +96,9 @@ def open_structures(
 
 
 def together(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
-    """Return what ``action`` returns; when it raises a DglxError on one rank, all raise. Collective.
+    """Return what ``action`` returns; when it raises a DglxError or IndexError on one rank, all raise.
+
+    Collective.
 
     Args:
         session: The run.
@@ -104,11 +106,11 @@ def together(session: Session, action: Callable[[], T], error: type[DglxError] =
         error: What the other ranks raise, with the failed rank and its message.
     """
     problem, result = "", None
-    mine: DglxError | None = None
+    mine: DglxError | IndexError | None = None
     try:
         result = action()
-    except DglxError as caught:
-        mine, problem = caught, str(caught)
+    except (DglxError, IndexError) as caught:
+        mine, problem = caught, str(caught) or type(caught).__name__
     problems = gather_json(problem, session)
     if mine is not None:
         raise mine

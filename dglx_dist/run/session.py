@@ -14,6 +14,7 @@ from dglx_dist.cluster.topology import read_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.partition import PARTITIONERS, Partitioner
+from dglx_dist.sampling.edge_loader import samples_edges
 from dglx_dist.sampling.options import whole_number
 from dglx_dist.strategies.base import Reduction, Strategy, WrappedModel
 from dglx_dist.strategies.registry import STRATEGIES
@@ -76,6 +77,8 @@ def strategy_of(session: Session) -> Strategy:
 def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -> Any:
     """Return what yields ``(input_nodes, output_nodes, blocks)`` for the current strategy.
 
+    With ``dgl.dataloading.as_edge_prediction_sampler(...)`` it is a :func:`DistEdgeDataLoader`.
+
     Every rank must call it, and all get the same number of steps; a rank that is out of seeds gets
     blocks without destinations.
 
@@ -89,7 +92,29 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     Raises:
         ConfigError: an option or sampler that cannot be honoured, or ``g`` is in this process only.
     """
-    return strategy_of(_distributed(g).session).loader(g, indices, graph_sampler, **options)
+    strategy = strategy_of(_distributed(g).session)
+    make = strategy.edge_loader if samples_edges(graph_sampler) else strategy.loader
+    return make(g, indices, graph_sampler, **options)
+
+
+def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: Any) -> Any:
+    """Return what yields batches of edges: ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
+
+    Every rank must call it, and all get the same number of steps; a rank that is out of edges gets pair
+    graphs without edges.
+
+    Args:
+        g: The distributed graph.
+        eids: This rank's edges, as :func:`edge_split` gives them, or a dict of them by edge type.
+        graph_sampler: A sampler of ``dgl.dataloading``.
+        options: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler`` and those of
+            :func:`DataLoader`; see :class:`dglx_dist.sampling.DistEdgeDataLoader`.
+
+    Raises:
+        ConfigError: an option or sampler that cannot be honoured, also by the strategy, or ``g`` is in this
+            process only.
+    """
+    return strategy_of(_distributed(g).session).edge_loader(g, eids, graph_sampler, **options)
 
 
 DistNodeDataLoader = DataLoader

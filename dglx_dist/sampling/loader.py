@@ -9,7 +9,9 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.opening import together
 from dglx_dist.records import StepShare
 from dglx_dist.sampling.items import read_items
 from dglx_dist.sampling.maker import MiniBatch, NodeIds
@@ -64,7 +66,8 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
     ) -> None:
         read = read_options(options)
         pace = Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last))
-        seeds = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
+        counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+        seeds = together(g.session, lambda: read_items(indices, counts, "node"), ConfigError)
         self._maker = open_maker(g, sampler, read_sampler(sampler), read, seed_of(read, g.session))
         super().__init__(g.session, seeds, pace, read)
 

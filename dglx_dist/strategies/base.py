@@ -112,6 +112,22 @@ class Strategy(ABC):
             loader_options: What ``dglx_dist.DataLoader`` takes.
         """
 
+    def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return what yields ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``; all ranks call it.
+
+        Args:
+            g: The distributed graph.
+            eids: This rank's edges: ids, or a dict of them by edge type; may be empty.
+            sampler: A sampler of ``dgl.dataloading``.
+            loader_options: What ``dglx_dist.DistEdgeDataLoader`` takes.
+
+        Raises:
+            ConfigError: the strategy trains on nodes only, which is so where this is not overridden.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} trains on nodes, not on batches of edges; use strategy='data_parallel'"
+        )
+
     @abstractmethod
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         """Return ``model`` made to train with the other ranks; every rank must call it.

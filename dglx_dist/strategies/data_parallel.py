@@ -52,6 +52,12 @@ class DataParallel(Strategy):
 
         return DataLoader(g, indices, sampler, **loader_options)
 
+    def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return a ``dglx_dist.sampling.DistEdgeDataLoader``; see there for what it raises."""
+        from dglx_dist.sampling import DistEdgeDataLoader
+
+        return DistEdgeDataLoader(g, eids, sampler, **loader_options)
+
     def wrap(
         self, model: nn.Module, g: DistGraph | None = None, reduction: Reduction = "mean"
     ) -> WrappedModel:

@@ -1,0 +1,143 @@
+"""Which edge is the reverse of which, in the ids of a partitioned graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.records import Array, EdgeType
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+Matching: TypeAlias = Literal["endpoints", "half", "position"]
+"""How reverse edges are found: by their ends, or by their place in the source's list of edges."""
+
+NO_REVERSE = -1
+"""In place of a reverse edge where there is none."""
+
+
+def reverse_edge_ids(
+    g: DistGraph,
+    etype: str | EdgeType | None = None,
+    *,
+    reverse_etype: str | EdgeType | None = None,
+    by: Matching = "endpoints",
+) -> DistTensor:
+    """Return, for every edge, the id of its reverse. Every rank must call it; the second call costs nothing.
+
+    Partitioning gives edges new ids, so a list of reverse edges made for the source's ids is wrong here. Use
+    what this returns as ``reverse_eids``.
+
+    * ``endpoints``: the reverse of u -> v is v -> u; of parallel edges the first in the source's list goes
+      with the first, and so on. One rank of each server sorts all edges of both types once.
+    * ``half``: the source's edge i goes with i + E/2, as ``dgl.add_reverse_edges`` appends them.
+    * ``position``: the source's edge i of ``etype`` goes with edge i of ``reverse_etype``, as DGL's
+      ``exclude="reverse_types"`` has it.
+
+    Args:
+        g: The distributed graph.
+        etype: Edge type; None when there is one.
+        reverse_etype: Type of the reverse edges; None: the same.
+        by: How.
+
+    Returns:
+        (E,) int64 edge ids of ``reverse_etype``, -1 where there is none; it lies with the edges.
+
+    Raises:
+        ConfigError: the types do not join the same node types the other way round; ``half`` with an odd
+            number of edges or two types; ``position`` with one type or different numbers of edges.
+    """
+    kind = _only(g) if etype is None else g.to_canonical_etype(etype)
+    back = kind if reverse_etype is None else g.to_canonical_etype(reverse_etype)
+    _check(g, kind, back, by)
+
+    def compute(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
+        first, last = (int(at) for at in policy.bounds[policy.part_id : policy.part_id + 2])
+        if by == "endpoints":
+            return torch.from_numpy(_by_endpoints(g, kind, back)[first:last])
+        places = g.orig_edge_ids(np.arange(first, last), kind).numpy()
+        if by == "half":
+            half = g.num_edges(kind) // 2
+            places = np.where(places < half, places + half, places - half)
+        return torch.from_numpy(_id_at(g, back)[places])
+
+    policy = g.get_edge_partition_policy(kind)
+    name = f"reverse-{by}-{':'.join(back)}"
+    return DistTensor((g.num_edges(kind),), torch.int64, name, compute, policy, is_gdata=False, graph=g)
+
+
+def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Array, Array]) -> Array:
+    """Return, for each forward edge u -> v, the position of a backward edge v -> u, or -1.
+
+    Args:
+        forward: (sources, destinations, rank among parallel edges), (E,) int64 each.
+        backward: The same of the (E',) edges to choose from; each is chosen at most once.
+    """
+    ordered = np.lexsort((forward[2], forward[1], forward[0]))
+    against = np.lexsort((backward[2], backward[0], backward[1]))
+    sources, destinations = forward[0][ordered], forward[1][ordered]
+    found_at, found_to = backward[1][against], backward[0][against]
+    width = max(int(ends.max(initial=0)) for ends in (destinations, found_to)) + 1
+    keys, found = sources * width + destinations, found_at * width + found_to
+    nth = np.arange(len(keys)) - np.searchsorted(keys, keys)
+    places = np.searchsorted(found, keys) + nth
+    exists = places < len(found)
+    exists[exists] = found[places[exists]] == keys[exists]
+    out = np.full(len(keys), NO_REVERSE, np.int64)
+    out[ordered[exists]] = against[places[exists]]
+    return out
+
+
+def _by_endpoints(g: DistGraph, etype: EdgeType, back: EdgeType) -> Array:
+    """Return the (E,) reverse of every edge, found by their ends."""
+    forward = _all_edges(g, etype)
+    return match_reverse(forward, forward if back == etype else _all_edges(g, back))
+
+
+def _all_edges(g: DistGraph, etype: EdgeType) -> tuple[Array, Array, Array]:
+    ids = np.arange(g.num_edges(etype))
+    sources, destinations = g.find_edges(ids, etype)
+    return sources.numpy(), destinations.numpy(), g.orig_edge_ids(ids, etype).numpy()
+
+
+def _id_at(g: DistGraph, etype: EdgeType) -> Array:
+    """Return the (E,) id of the edge at each position of the source's list."""
+    ids = np.arange(g.num_edges(etype))
+    at = np.empty_like(ids)
+    at[g.orig_edge_ids(ids, etype).numpy()] = ids
+    return at
+
+
+def _only(g: DistGraph) -> EdgeType:
+    if len(g.canonical_etypes) != 1:
+        raise ConfigError(
+            f"the graph has the edge types {', '.join(g.etypes)}; say which with etype= (and reverse_etype=)"
+        )
+    return g.canonical_etypes[0]
+
+
+def _check(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:
+    if by not in ("endpoints", "half", "position"):
+        raise ConfigError(f"by={by!r}; choose 'endpoints', 'half' or 'position'")
+    if (back[0], back[2]) != (etype[2], etype[0]):
+        raise ConfigError(
+            f"edges of {back} cannot be the reverse of {etype}: they must lead from {etype[2]!r} to "
+            f"{etype[0]!r}"
+        )
+    edges, others = g.num_edges(etype), g.num_edges(back)
+    if by == "half" and (etype != back or edges % 2):
+        raise ConfigError(
+            f"by='half' pairs the first half of one edge type with its second, and {etype} has {edges} edges "
+            f"(reverse type {back}); use by='endpoints'"
+        )
+    if by == "position" and (etype == back or edges != others):
+        raise ConfigError(
+            f"by='position' pairs edges of two types one to one, and {etype} has {edges} edges, {back} "
+            f"{others}; use by='endpoints'"
+        )
