@@ -1,0 +1,256 @@
+"""Rows of all nodes to Parquet, under the ids that the user knows, for tools that know nothing of this."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import broadcast_json, gather_json
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.owners import RowOwners
+from dglx_dist.records import Array
+from dglx_dist.storage.folders import named_failures, publish, replace_folder
+from dglx_dist.storage.layout import PARTIAL_SUFFIX, safe_name
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+INDEX = "_index.json"
+"""Readers of Parquet folders pass over names that begin with ``_``."""
+FORMAT = "dglx_dist rows"
+ID = "id"
+ROW_GROUP_BYTES = 1 << 24
+"""What one rank holds of a table at a time, and the size of its row groups."""
+
+
+def write_embeddings(
+    rows: DistTensor | Mapping[str, DistTensor],
+    g: DistGraph,
+    folder: str | Path,
+    *,
+    name: str = "embedding",
+    overwrite: bool = False,
+    row_group_bytes: int = ROW_GROUP_BYTES,
+) -> Path:
+    """Write node rows as Parquet files, one per rank; every rank must call it.
+
+    A table has the columns ``id`` (the user's id, text or int64, where the dataset has such, else the int64
+    id before partitioning) and ``name`` (a number per row, or fixed-size lists of them). The rows are in no
+    particular order. ``pyarrow.dataset.dataset(folder)`` reads the files as one table. Given a mapping, each
+    node type has a folder of its own below ``folder``, with such a table. ``_index.json`` lists the files.
+
+    The folder must be on a disk that all ranks see. It appears whole or not at all, and what it replaces is
+    lost only when it stands. A rank holds ``row_group_bytes`` at a time. bfloat16, which Parquet does not
+    know, is written as float32.
+
+    Args:
+        rows: One tensor over the nodes of one type, or node type to such a tensor.
+        g: The graph whose nodes they are.
+        folder: Must not exist, or be empty, unless ``overwrite``.
+        name: Of the column.
+        overwrite: Replace what an earlier call has written there.
+        row_group_bytes: About the size of one row group, at least 1.
+
+    Returns:
+        ``folder``.
+
+    Raises:
+        ConfigError: on all ranks: ``rows`` are not of the nodes of ``g``, or an argument cannot be honoured.
+        StorageError: on all ranks, when on one the folder holds something else or cannot be written.
+        PeerError: a rank is dead or silent.
+    """
+    session, target = g.session, Path(folder).absolute()
+    is_first = session.topology.rank == 0
+
+    def checked() -> tuple[_Table, ...]:
+        _check_column(name, row_group_bytes)
+        return _tables(rows, g)
+
+    g.kvstore.fence()
+    # Also the barrier after which every rank's rows are there.
+    tables = together(session, checked, ConfigError)
+    together(session, lambda: _check_target(target, overwrite) if is_first else None)
+    partial = target.with_name(
+        f"{target.name}.{broadcast_json(secrets.token_hex(6), session)}{PARTIAL_SUFFIX}"
+    )
+    try:
+        together(session, lambda: _make_folders(partial, tables) if is_first else None)
+        mine = together(session, lambda: _write_share(tables, g, partial, name, row_group_bytes))
+        files = gather_json(mine, session)
+        together(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
+    finally:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+    return Path(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """Rows of one node type and where they go."""
+
+    ntype: str
+    rows: DistTensor
+    subfolder: str
+    """"" for the folder itself."""
+
+
+def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> tuple[_Table, ...]:
+    """Return what to write.
+
+    Raises:
+        ConfigError: something is no tensor over the nodes of its type.
+    """
+    is_mapping = isinstance(rows, Mapping)
+    if is_mapping and not rows:
+        raise ConfigError("there are no rows to write; give a DistTensor, or node type to DistTensor")
+    named: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]
+    tables = []
+    for ntype, tensor in named.items():
+        what = "rows" if ntype is None else f"rows[{ntype!r}]"
+        if not isinstance(tensor, DistTensor):
+            raise ConfigError(
+                f"{what} is a {type(tensor).__name__}; give a DistTensor over all nodes, such as "
+                "layerwise_inference() returns, or the weight of a DistEmbedding"
+            )
+        policy = tensor.part_policy
+        owner = str(policy.type_name)
+        if policy.kind != "node" or owner not in g.ntypes or len(tensor) != g.num_nodes(owner):
+            raise ConfigError(
+                f"{what} goes with {policy.policy_str} and has {len(tensor)} rows; it must be of the nodes "
+                f"of this graph ({', '.join(g.ntypes)})"
+            )
+        if ntype not in (None, owner):
+            raise ConfigError(f"{what} is of the nodes {owner!r}; name it so")
+        if math.prod(tensor.shape[1:]) == 0:
+            raise ConfigError(f"{what} has shape {tuple(tensor.shape)}; a row must have at least one value")
+        tables.append(_Table(ntype=owner, rows=tensor, subfolder=safe_name(owner) if is_mapping else ""))
+    return tuple(tables)
+
+
+def _check_column(name: str, row_group_bytes: int) -> None:
+    if not isinstance(name, str) or name in ("", ID):
+        raise ConfigError(f"name={name!r}; give the column of the rows a name other than {ID!r}")
+    if row_group_bytes < 1:
+        raise ConfigError(f"row_group_bytes={row_group_bytes}; it must be at least 1")
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    """Raise StorageError when something is at ``target`` that may not be replaced."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise StorageError(f"{target} is a file; choose another folder")
+    if not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise StorageError(f"{target} exists already; choose another folder, or pass overwrite=True")
+    index = target / INDEX
+    if not index.is_file() or FORMAT not in index.read_text(encoding="utf-8", errors="replace"):
+        raise StorageError(
+            f"{target} holds something other than written rows, and is not overwritten; choose another "
+            "folder, or remove it yourself"
+        )
+
+
+def _make_folders(partial: Path, tables: tuple[_Table, ...]) -> None:
+    with named_failures(partial):
+        for table in tables:
+            (partial / table.subfolder).mkdir(parents=True, exist_ok=True)
+
+
+def _write_share(
+    tables: tuple[_Table, ...], g: DistGraph, partial: Path, name: str, row_group_bytes: int
+) -> list[dict[str, Any]]:
+    """Write this rank's file of every table; return the files' lines of the index."""
+    rank = g.session.topology.rank
+    if not partial.is_dir():
+        raise StorageError(
+            f"{partial.parent} on {g.session.hosts[rank]} is not the folder that rank 0 writes to; give "
+            "one on a disk that all ranks see"
+        )
+    files = []
+    for table in tables:
+        first, last = RowOwners(table.rows.part_policy.bounds, g.session.topology).range_of(rank)
+        path = Path(table.subfolder) / f"part-{rank:05d}.parquet"
+        schema = pa.schema([(ID, _id_type(g, table.ntype)), (name, _row_type(table.rows))])
+        step = max(row_group_bytes // _row_bytes(table.rows), 1)
+        with named_failures(partial), pq.ParquetWriter(partial / path, schema) as writer:
+            for start in range(first, last, step):
+                ids = np.arange(start, min(start + step, last))
+                columns = [_ids(g, table.ntype, ids, schema.field(ID).type)]
+                columns.append(_lists(table.rows[torch.from_numpy(ids)], schema.field(name).type))
+                writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=len(ids))
+        files.append({"ntype": table.ntype, "path": path.as_posix(), "num_rows": last - first})
+    return files
+
+
+def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> None:
+    """Write the index, and give the folder its name."""
+    lines = [line for of_rank in files for line in of_rank]
+    text = json.dumps({"format": FORMAT, "version": 1, "files": lines}, indent=1)
+    with named_failures(target):
+        (partial / INDEX).write_text(text, encoding="utf-8")
+        if publish(partial, target):
+            return
+        _check_target(target, overwrite)
+        replace_folder(partial, target)
+
+
+def _id_type(g: DistGraph, ntype: str) -> pa.DataType:
+    return pa.string() if g.dataset.manifest.user_ids.get(ntype) == "string" else pa.int64()
+
+
+def _row_type(rows: DistTensor) -> pa.DataType:
+    dtype = torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype
+    found = (
+        pa.bool_() if dtype == torch.bool else pa.from_numpy_dtype(torch.empty(0, dtype=dtype).numpy().dtype)
+    )
+    for size in reversed(rows.shape[1:]):
+        found = pa.list_(found, int(size))
+    return found
+
+
+def _row_bytes(rows: DistTensor) -> int:
+    return math.prod(rows.shape[1:]) * max(rows.dtype.itemsize, 4) + 8
+
+
+def _ids(g: DistGraph, ntype: str, ids: Array, dtype: pa.DataType) -> pa.Array:
+    if dtype == pa.int64():
+        return pa.array(g.user_ids(ids, ntype), type=dtype)
+    return pa.array(np.concatenate(list(_texts(g, ntype, ids))), type=dtype)
+
+
+def _texts(g: DistGraph, ntype: str, ids: Array) -> Iterator[Array]:
+    """Yield the text ids of a run of own nodes, part after part: those of other machines are not needed."""
+    offsets = g.dataset.manifest.node_offsets[ntype]
+    for part in range(len(offsets) - 1):
+        first, last = max(ids[0], offsets[part]), min(ids[-1] + 1, offsets[part + 1])
+        if first < last:
+            texts = g.dataset.part(part).user_ids(ntype)
+            if texts is None:
+                raise StorageError(f"the ids of {ntype!r} nodes are missing in part {part}; partition again")
+            yield texts[first - offsets[part] : last - offsets[part]]
+
+
+def _lists(rows: Tensor, dtype: pa.DataType) -> pa.Array:
+    """Return (n, *row) values as n numbers or nested lists of fixed size."""
+    if rows.dtype == torch.bfloat16:
+        rows = rows.float()
+    values = pa.array(rows.reshape(-1).numpy())
+    for size in reversed(rows.shape[1:]):
+        values = pa.FixedSizeListArray.from_arrays(values, int(size))
+    return values.cast(dtype)

@@ -1,0 +1,164 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.dataset
+import pytest
+import torch
+
+import dglx_dist as dx
+from dglx_dist.errors import ConfigError, DglxError, StorageError
+from dglx_dist.graph import DistGraph, DistTensor
+from dglx_dist.partition import PartitionOptions
+from dglx_dist.records import RawGraph
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.training import export
+from dglx_dist.training.export import write_embeddings
+from tests.helpers.ranks import run_ranks
+
+NAMES = np.array([f"paper {i}" for i in range(7)])
+
+
+def dataset(folder: Path, parts: int = 2) -> str:
+    """Seven papers with names, three authors with numbers, one venue with neither."""
+    graph = RawGraph(
+        name="library",
+        num_nodes={"paper": 7, "author": 3, "venue": 1},
+        edges={("author", "writes", "paper"): (np.array([0, 1, 2]), np.array([6, 0, 3]))},
+        node_data={"paper": {"feat": np.arange(14, dtype=np.float32).reshape(7, 2)}},
+        user_ids={"paper": NAMES, "author": np.array([700, 500, 600])},
+    )
+    plan = PartitionPlan(num_parts=parts, method="random", options=PartitionOptions(), seed=3)
+    partition_to_disk(graph, folder, plan)
+    return str(folder)
+
+
+def table(folder: Path) -> dict[Any, Any]:
+    """Rows by id, all files read as one table."""
+    read = pyarrow.dataset.dataset(folder).to_table()
+    name = next(column for column in read.column_names if column != "id")
+    rows = dict(zip(read["id"].to_pylist(), read[name].to_pylist(), strict=True))
+    assert len(rows) == len(read)
+    return rows
+
+
+def numbered(g: DistGraph, ntype: str, width: int | None, dtype: torch.dtype) -> DistTensor:
+    """Row v holds 10 times the original id of v, and then that plus 1, ..."""
+    policy = g.get_node_partition_policy(ntype)
+    shape = (g.num_nodes(ntype),) if width is None else (g.num_nodes(ntype), width)
+    rows = DistTensor(shape, dtype, part_policy=policy, graph=g)
+    first = 10 * g.orig_ids(torch.arange(shape[0]), ntype)
+    values = first if width is None else first[:, None] + torch.arange(width)
+    if g.rank() == 0:
+        rows[torch.arange(shape[0])] = values.to(dtype)
+    g.barrier()
+    return rows
+
+
+def _write(data: str, out: str) -> None:
+    with dx.init():
+        g = DistGraph(data)
+        rows = {
+            "paper": numbered(g, "paper", 3, torch.float32),
+            "author": numbered(g, "author", None, torch.int64),
+            "venue": numbered(g, "venue", 2, torch.bfloat16),
+        }
+        # 20 bytes a paper: a row group holds one or two.
+        assert write_embeddings(rows, g, out, row_group_bytes=45) == Path(out)
+        write_embeddings(rows["paper"], g, f"{out}-papers", name="h")
+        write_embeddings(g.nodes["paper"].data["feat"], g, f"{out}-papers", name="feat", overwrite=True)
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, 1), (3, 2)])
+def test_every_row_is_found_under_its_own_id(ranks: int, per_server: int, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_ranks(_write, ranks, args=(dataset(tmp_path / "d"), str(out)), ranks_per_server=per_server)
+    assert table(out / "paper") == {f"paper {i}": [10.0 * i, 10.0 * i + 1, 10.0 * i + 2] for i in range(7)}
+    assert table(out / "author") == {700: 0, 500: 10, 600: 20}
+    # The only venue has no id of its own, so it has the one before partitioning; bfloat16 became float32.
+    assert table(out / "venue") == {0: [0.0, 1.0]}
+    schema = pyarrow.dataset.dataset(out / "paper").schema
+    assert [str(field.type) for field in schema] == ["string", "fixed_size_list<element: float>[3]"]
+    files = sorted(path.name for path in (out / "paper").iterdir())
+    assert files == [f"part-{rank:05d}.parquet" for rank in range(ranks)]
+    groups = pyarrow.parquet.ParquetFile(out / "paper" / files[0])
+    assert groups.num_row_groups == -(-groups.metadata.num_rows // 2)
+    index = json.loads((out / "_index.json").read_text())
+    counts = dict.fromkeys(("paper", "author", "venue"), 0)
+    for line in index["files"]:
+        counts[line["ntype"]] += line["num_rows"]
+        assert (out / line["path"]).is_file()
+    assert counts == {"paper": 7, "author": 3, "venue": 1}
+    # Written over: the feature, as it came.
+    assert table(tmp_path / "out-papers") == {f"paper {i}": [2.0 * i, 2.0 * i + 1] for i in range(7)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "out", "out-papers"]
+
+
+def _refused(data: str, out: str) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    with dx.init() as session:
+        g = DistGraph(data)
+        rank = session.topology.rank
+        papers = numbered(g, "paper", 3, torch.float32)
+        authors = numbered(g, "author", 3, torch.float32)
+        write_embeddings(authors, g, f"{out}/old")
+
+        def refused(what: str, rows: Any, folder: str = f"{out}/new", **options: Any) -> None:
+            try:
+                write_embeddings(rows, g, folder, **options)
+            except DglxError as error:
+                found[what] = type(error).__name__, str(error)
+
+        refused("exists", papers, f"{out}/old")
+        refused("foreign", papers, f"{out}/foreign", overwrite=True)
+        refused("only rank 1", papers if rank == 0 else papers[:])
+        refused("misnamed", {"paper": authors})
+        refused("nothing", {})
+        refused("id", papers, name="id")
+        broken = export._lists
+        if rank == 1:
+
+            def full_disk(*_: Any) -> Any:
+                raise OSError(28, "No space left on device")
+
+            export._lists = full_disk
+        refused("disk", papers, f"{out}/old", overwrite=True)
+        export._lists = broken
+    return found
+
+
+def test_an_error_on_one_rank_is_one_on_all_and_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "letter.txt").write_text("dear")
+    results = run_ranks(_refused, 2, args=(dataset(tmp_path / "d"), str(tmp_path)))
+    for found in results:
+        for what, kind, text in (
+            ("exists", "StorageError", "pass overwrite=True"),
+            ("foreign", "StorageError", "something other than written rows"),
+            ("only rank 1", "ConfigError", "rows is a Tensor"),
+            ("misnamed", "ConfigError", "is of the nodes 'author'"),
+            ("nothing", "ConfigError", "no rows to write"),
+            ("id", "ConfigError", "a name other than 'id'"),
+            ("disk", "StorageError", "No space left"),
+        ):
+            assert found[what][0] == kind, found[what]
+            assert text in found[what][1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "foreign", "old"]
+    assert (tmp_path / "foreign" / "letter.txt").read_text() == "dear"
+    assert table(tmp_path / "old") == {
+        700: [0.0, 1.0, 2.0],
+        500: [10.0, 11.0, 12.0],
+        600: [20.0, 21.0, 22.0],
+    }
+
+
+def test_errors_of_one_process(tmp_path: Path) -> None:
+    with dx.init():
+        g = DistGraph(dataset(tmp_path / "d", parts=1))
+        papers = numbered(g, "paper", 3, torch.float32)
+        with pytest.raises(ConfigError, match="row_group_bytes=0"):
+            write_embeddings(papers, g, tmp_path / "o", row_group_bytes=0)
+        (tmp_path / "o").write_text("a file")
+        with pytest.raises(StorageError, match="is a file"):
+            write_embeddings(papers, g, tmp_path / "o", overwrite=True)
