@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import TypeAlias, final
 
 import dgl
 import numpy as np
@@ -13,23 +13,28 @@ from torch import Tensor
 
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.pull import PendingPull
-from dglx_dist.records import Array
+from dglx_dist.records import Array, EdgeType
 from dglx_dist.sampling.precision import Precision
 
 EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
 """The ledger's names of these bytes."""
 
+EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
+"""Edge type to the (E,) ids of a block's edges."""
+
+NO_ROWS: Array = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What to attach: name in the frame to name in the store."""
+    """What to attach: by type, name in the frame to name in the store."""
 
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    """For the sources of the first block."""
-    targets: Mapping[str, str] = field(default_factory=dict)
-    """For the destinations of the last block."""
-    edges: Mapping[str, str] = field(default_factory=dict)
-    """For the edges of every block."""
+    inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """For the sources of the first block, by node type."""
+    targets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """For the destinations of the last block, by node type."""
+    edges: Mapping[EdgeType, Mapping[str, str]] = field(default_factory=dict)
+    """For the edges of every block, by edge type."""
     precision: Precision = field(default_factory=Precision)
     """What the floating-point columns of inputs and edges become."""
 
@@ -45,43 +50,67 @@ class Fetch:
 
     def __init__(self, store: KVStore, columns: Columns) -> None:
         self._store, self._columns = store, columns
-        self._inputs: dict[str, PendingPull] = {}
-        self._targets: dict[str, PendingPull] = {}
+        self._inputs: dict[tuple[str, str], PendingPull] = {}
+        self._targets: dict[tuple[str, str], PendingPull] = {}
+        self._edges: list[dict[tuple[EdgeType, str], PendingPull]] = []
 
-    def start(self, inputs: Array, targets: Array) -> None:
-        """Ask for the rows of the input nodes and of the targets ((K,) int64 each); returns at once."""
+    def start(
+        self, inputs: Mapping[str, Array], targets: Mapping[str, Array], blocks: Sequence[EdgesOfBlock]
+    ) -> None:
+        """Ask for all rows of the batch and return at once: every remote request leaves here.
+
+        Args:
+            inputs: Node type to the (n,) int64 sources of the first block; a type may be missing.
+            targets: Node type to the (B,) int64 destinations of the last.
+            blocks: The edges of each block, the input-most first; read only when edge columns are asked for.
+        """
         self._inputs = {
-            name: self._store.submit_pull(key, inputs, phase=FEATURE_PHASE)
-            for name, key in self._columns.inputs.items()
+            (ntype, name): self._store.submit_pull(key, inputs.get(ntype, NO_ROWS), phase=FEATURE_PHASE)
+            for ntype, names in self._columns.inputs.items()
+            for name, key in names.items()
         }
         self._targets = {
-            name: self._store.submit_pull(key, targets, phase=LABEL_PHASE)
-            for name, key in self._columns.targets.items()
+            (ntype, name): self._store.submit_pull(key, targets.get(ntype, NO_ROWS), phase=LABEL_PHASE)
+            for ntype, names in self._columns.targets.items()
+            for name, key in names.items()
         }
+        self._edges = [
+            {
+                (etype, name): self._store.submit_pull(key, _ids(edges[etype]), phase=EDGE_PHASE, layer=layer)
+                for etype, names in self._columns.edges.items()
+                for name, key in names.items()
+            }
+            for layer, edges in enumerate(blocks, start=1)
+        ]
 
-    def finish(self, blocks: Sequence[DGLBlock], ready: Mapping[str, Tensor]) -> None:
-        """Wait, and set the columns on ``blocks``; ``ready`` are input columns that are here already.
+    def finish(self, blocks: Sequence[DGLBlock], ready: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Wait, and set the columns on ``blocks``.
+
+        Args:
+            blocks: The input-most first.
+            ready: Input columns that are here already: node type to name to rows.
 
         Raises:
             PeerError: an owner of rows is dead or silent.
         """
-        edges = [
-            {
-                name: self._store.submit_pull(key, _ids(block.edata[dgl.EID]), phase=EDGE_PHASE, layer=layer)
-                for name, key in self._columns.edges.items()
-            }
-            for layer, block in enumerate(blocks, start=1)
-        ]
-        for name, rows in ready.items():
-            blocks[0].srcdata[name] = self._columns.precision.converted(rows)
-        for name, pull in self._inputs.items():
-            blocks[0].srcdata[name] = self._columns.precision.converted(pull.result())
-        for name, pull in self._targets.items():
-            blocks[-1].dstdata[name] = pull.result()
-        for block, pulls in zip(blocks, edges, strict=True):
-            for name, pull in pulls.items():
-                block.edata[name] = self._columns.precision.converted(pull.result())
+        converted = self._columns.precision.converted
+        for ntype, columns in ready.items():
+            for name, rows in columns.items():
+                blocks[0].srcnodes[ntype].data[name] = converted(rows)
+        for (ntype, name), pull in self._inputs.items():
+            blocks[0].srcnodes[ntype].data[name] = converted(pull.result())
+        for (ntype, name), pull in self._targets.items():
+            blocks[-1].dstnodes[ntype].data[name] = pull.result()
+        # Without edge columns nobody needs to have listed the edges.
+        for block, pulls in zip(blocks, self._edges, strict=bool(self._edges)):
+            for (etype, name), pull in pulls.items():
+                block.edges[etype].data[name] = converted(pull.result())
 
 
-def _ids(ids: Tensor) -> Array:
-    return ids.numpy().astype(np.int64, copy=False)
+def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:
+    """Return the ids of the edges of a block that is built already."""
+    return {etype: block.edges[etype].data[dgl.EID].numpy() for etype in block.canonical_etypes}
+
+
+def _ids(ids: Array) -> Array:
+    return ids.astype(np.int64, copy=False)

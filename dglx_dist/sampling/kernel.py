@@ -53,7 +53,7 @@ class Ask(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _longer(array: Array, used: int, length: int) -> Array:
+def longer(array: Array, used: int, length: int) -> Array:
     """Return a copy of ``array[:used]`` with room for ``length``."""
     out = np.empty(length, array.dtype)
     out[:used] = array[:used]
@@ -109,15 +109,15 @@ def sample_batch(csc: Csc, ask: Ask, table: Table) -> tuple[RawBatch, Table]:
         fanout = ask.fanouts[hop]
         frontier = nodes[:count]
         row_end = len(indptr)
-        indptr = _longer(indptr, row_end, row_end + count + 1)
+        indptr = longer(indptr, row_end, row_end + count + 1)
         starts = np.empty(count, np.int64)
         rows = indptr[row_end:]
         largest = count_hop(csc, frontier, fanout, rule, rows, starts)
         first, new = edge_ends[hop], np.int64(rows[count])
-        edge_ids = _longer(edge_ids, first, first + new)
-        sources = _longer(sources, first, first + new)
+        edge_ids = longer(edge_ids, first, first + new)
+        sources = longer(sources, first, first + new)
         draw_hop(csc, frontier, ask.streams[hop], fanout < 0, rule, (rows, starts, largest), edge_ids[first:])
-        nodes = _longer(nodes, count, count + new + 1)
+        nodes = longer(nodes, count, count + new + 1)
         table = with_room(table, nodes, count, new)
         count = _relabel_edges(csc, table, edge_ids[first:], nodes, count, sources[first:])
         node_ends[hop + 1] = count

@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
@@ -19,7 +21,7 @@ from dglx_dist.graph.gather import as_words
 from dglx_dist.graph.in_edges import NO_EDGES
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.records import Array, EdgeType
-from dglx_dist.sampling.attach import Columns, Fetch
+from dglx_dist.sampling.attach import Columns, EdgesOfBlock, Fetch, edges_of
 from dglx_dist.sampling.blocks import BlockBuilder
 from dglx_dist.sampling.buffers import BufferPool
 from dglx_dist.sampling.kernel import Ask, RawBatch
@@ -129,27 +131,24 @@ class KernelMaker(BatchMaker):
         slicer: LocalSlicer | None = None,
     ) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
-        self._num_nodes, self._slicer = num_nodes, slicer
+        self._slicer, self._workspaces = slicer, Workspaces(num_nodes)
         self._etype, self._builder = etype, BlockBuilder(etype)
-        self._workspaces: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         """Make a batch; see :class:`BatchMaker`."""
         begin = time.perf_counter()
         targets = seeds.get(self._etype[2], np.empty(0, np.int64))
         ask = self._draws.ask(targets, epoch, exclude.get(self._etype, NO_EDGES))
-        workspace = self._borrow()
-        try:
+        with self._workspaces.borrowed() as workspace:
             batch, ready = self._sample(ask, workspace)
-        finally:
-            self._workspaces.put(workspace)
         fetch = Fetch(self._store, self._columns)
         asked = time.perf_counter()
-        fetch.start(batch.nodes, targets)
+        ntype = self._etype[0]
+        fetch.start({ntype: batch.nodes}, {ntype: targets}, self._edges(batch))
         building = time.perf_counter()
         nodes, blocks = self._builder.blocks(batch)
         built = time.perf_counter()
-        fetch.finish(blocks, ready)
+        fetch.finish(blocks, {ntype: ready})
         end = time.perf_counter()
         return MiniBatch(
             input_nodes=nodes,
@@ -164,11 +163,9 @@ class KernelMaker(BatchMaker):
             return self._source.sample(ask, workspace), {}
         return self._slicer.sample(ask, workspace)
 
-    def _borrow(self) -> Workspace:
-        try:
-            return self._workspaces.get_nowait()
-        except queue.Empty:
-            return Workspace(self._num_nodes)
+    def _edges(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
+        """Return the edges of each block, the input-most first."""
+        return [{self._etype: batch.edge_ids[first:last]} for first, last in pairwise(batch.edge_ends)][::-1]
 
 
 @final
@@ -203,22 +200,21 @@ class SamplerMaker(BatchMaker):
         sample: The sampler's.
         store: Where the columns are.
         columns: What to attach.
+        ntypes: The graph's node types.
     """
 
-    def __init__(self, sample: SampleBlocks, store: KVStore, columns: Columns) -> None:
-        self._sample, self._store, self._columns = sample, store, columns
+    def __init__(self, sample: SampleBlocks, store: KVStore, columns: Columns, ntypes: Sequence[str]) -> None:
+        self._sample, self._store, self._columns, self._ntypes = sample, store, columns, tuple(ntypes)
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         """Make a batch; see :class:`BatchMaker`. The epoch is of no use: the sampler draws as it likes."""
         begin = time.perf_counter()
-        targets = {ntype: torch.from_numpy(ids) for ntype, ids in seeds.items()}
-        (only,) = targets.values()
-        input_nodes, output_nodes, blocks = self._sample(only, exclude)
+        targets = {ntype: torch.from_numpy(seeds.get(ntype, np.empty(0, np.int64))) for ntype in self._ntypes}
+        input_nodes, output_nodes, blocks = self._sample(ids_by_type(targets), exclude)
         asked = time.perf_counter()
         fetch = Fetch(self._store, self._columns)
-        assert isinstance(input_nodes, Tensor)
-        assert isinstance(output_nodes, Tensor)
-        fetch.start(input_nodes.numpy(), output_nodes.numpy())
+        edges = [edges_of(block) for block in blocks] if self._columns.edges else []
+        fetch.start(self._arrays(input_nodes), self._arrays(output_nodes), edges)
         fetch.finish(blocks, {})
         end = time.perf_counter()
         return MiniBatch(
@@ -228,3 +224,38 @@ class SamplerMaker(BatchMaker):
             sample_s=asked - begin,
             fetch_s=end - asked,
         )
+
+    def _arrays(self, nodes: NodeIds) -> dict[str, Array]:
+        if isinstance(nodes, Tensor):
+            return {self._ntypes[0]: nodes.numpy()}
+        return {ntype: ids.numpy() for ntype, ids in nodes.items()}
+
+
+@final
+class Workspaces:
+    """The workspaces of a loader, as many as threads that make batches at a time.
+
+    Args:
+        num_nodes: Nodes of all types.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+        self._idle: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Workspace]:
+        """Lend a workspace to the calling thread, a new one when all are in use."""
+        try:
+            workspace = self._idle.get_nowait()
+        except queue.Empty:
+            workspace = Workspace(self._num_nodes)
+        try:
+            yield workspace
+        finally:
+            self._idle.put(workspace)
+
+
+def ids_by_type(nodes: dict[str, Tensor]) -> NodeIds:
+    """Return ids of all node types as DGL's loaders yield them: without a dict when there is one type."""
+    return next(iter(nodes.values())) if len(nodes) == 1 else nodes

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from dgl.dataloading import BlockSampler, EdgePredictionSampler, NeighborSampler
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import NODE_TYPE
+from dglx_dist.records import EdgeType
+
+Fanout: TypeAlias = int | Mapping[str | EdgeType, int]
+"""In-edges per destination and edge type, -1 for all; a dict by relation or triple names every edge type."""
+
+Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
+"""Columns of the only type, or by type."""
 
 _WORKS = (
     "dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler and subclasses of BlockSampler whose "
@@ -21,17 +28,17 @@ _WORKS = (
 class SamplePlan:
     """How mini-batches are sampled and what is attached to them."""
 
-    fanouts: tuple[int, ...] | None
-    """In-edges per destination, layer 1 (input-most) first; -1 for all. None: the sampler's own code runs."""
+    fanouts: tuple[Fanout, ...] | None
+    """Layer 1 (input-most) first. None: the sampler's own code runs."""
     replace: bool = False
     """Whether an edge may be drawn more than once."""
     weights: str | None = None
     """Name of the edge column that says how likely each edge is; None for all alike."""
-    node_feats: tuple[str, ...] = ()
+    node_feats: Names = ()
     """Node columns for the sources of the first block."""
-    labels: tuple[str, ...] = ()
+    labels: Names = ()
     """Node columns for the destinations of the last block."""
-    edge_feats: tuple[str, ...] = ()
+    edge_feats: Names = ()
     """Edge columns for every block."""
 
 
@@ -46,8 +53,8 @@ def read_sampler(sampler: object) -> SamplePlan:
     """
     if isinstance(sampler, EdgePredictionSampler):
         raise ConfigError(
-            "as_edge_prediction_sampler(...) samples around edges, and this loader around nodes; pass the "
-            "node sampler inside it, the end points of the edges as indices, and the edges as exclude="
+            "as_edge_prediction_sampler(...) samples around edges, and this loader around nodes; pass it to "
+            "dx.DataLoader or dx.DistEdgeDataLoader"
         )
     if not isinstance(sampler, BlockSampler):
         raise ConfigError(
@@ -82,35 +89,39 @@ def _is_stock(sampler: BlockSampler) -> bool:
     )
 
 
-def _fanouts(fanouts: object) -> tuple[int, ...]:
+def _fanouts(fanouts: object) -> tuple[Fanout, ...]:
     if not isinstance(fanouts, (list, tuple, np.ndarray)) or len(fanouts) == 0:
         raise ConfigError(f"fanouts is {fanouts!r}; give one number per layer, e.g. [15, 10, 5]")
+    read: list[Fanout] = []
     for layer, fanout in enumerate(fanouts):
+        where = f"fanouts[{layer}]"
         if isinstance(fanout, Mapping):
-            raise ConfigError(
-                f"fanouts[{layer}] is a dict of edge types, and only graphs with one edge type are sampled "
-                "so far; give a number, or convert the graph with dgl.to_homogeneous"
-            )
-        whole = isinstance(fanout, (int, np.integer)) and not isinstance(fanout, bool)
-        if not whole or not -1 <= fanout < 1 << 63:
-            raise ConfigError(
-                f"fanouts[{layer}] is {fanout!r}; give a number of in-edges, 0 or more, or -1 for all"
-            )
-    return tuple(int(fanout) for fanout in fanouts)
+            read.append({etype: _number(number, f"{where}[{etype!r}]") for etype, number in fanout.items()})
+        else:
+            read.append(_number(fanout, where))
+    return tuple(read)
 
 
-def _names(asked: object, option: str) -> tuple[str, ...]:
+def _number(fanout: Any, where: str) -> int:
+    whole = isinstance(fanout, (int, np.integer)) and not isinstance(fanout, bool)
+    if not whole or not -1 <= fanout < 1 << 63:
+        raise ConfigError(f"{where} is {fanout!r}; give a number of in-edges, 0 or more, or -1 for all")
+    return int(fanout)
+
+
+def _names(asked: object, option: str) -> Names:
     """Column names out of a list of names or DGL's {type: list of names}."""
     if not asked:
         return ()
     if isinstance(asked, Mapping):
-        unknown = [key for key in asked if key not in (NODE_TYPE, "_E", ("_N", "_E", "_N"))]
-        if unknown:
-            raise ConfigError(
-                f"{option} names the type {unknown[0]!r}, and only graphs with one node and edge type are "
-                "sampled so far; give a list of names"
-            )
-        asked = [name for names in asked.values() for name in ([names] if isinstance(names, str) else names)]
+        return {
+            kind: _listed([names] if isinstance(names, str) else names, f"{option}[{kind!r}]")
+            for kind, names in asked.items()
+        }
+    return _listed(asked, option)
+
+
+def _listed(asked: object, option: str) -> tuple[str, ...]:
     if isinstance(asked, str):
         raise ConfigError(f"{option} is the string {asked!r}; give a list: [{asked!r}]")
     if not isinstance(asked, (list, tuple)) or not all(isinstance(name, str) for name in asked):

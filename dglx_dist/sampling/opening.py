@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import njit
 
 from dglx_dist.cluster.collectives import broadcast_json
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dtypes import torch_dtype
-from dglx_dist.graph.ids import as_ids
-from dglx_dist.graph.structure import Structure
-from dglx_dist.records import Array
+from dglx_dist.graph.neighbors import by_type, fanout_by_type
+from dglx_dist.graph.opening import together
+from dglx_dist.records import Array, EdgeType
 from dglx_dist.sampling.attach import Columns
+from dglx_dist.sampling.columns import find_columns
 from dglx_dist.sampling.maker import (
     BatchMaker,
     Draws,
@@ -28,12 +28,17 @@ from dglx_dist.sampling.maker import (
     NodeIds,
     SamplerMaker,
 )
-from dglx_dist.sampling.neighbor import SamplePlan
+from dglx_dist.sampling.neighbor import Fanout, SamplePlan
 from dglx_dist.sampling.options import LoaderOptions
-from dglx_dist.sampling.pick import Rule
+from dglx_dist.sampling.pick import Csc, Rule
 from dglx_dist.sampling.precision import Precision
+from dglx_dist.sampling.relational_maker import TypedMaker
+from dglx_dist.sampling.relational_remote import RemoteTypedSource
+from dglx_dist.sampling.relational_source import TypedDraws, TypedSource, WholeTypedSource
+from dglx_dist.sampling.relations import Schema
 from dglx_dist.sampling.remote import RemoteSource, csc_of, keyed_draw
 from dglx_dist.sampling.source import WholeSource
+from dglx_dist.sampling.weights import all_weights, check_every_type_has, shard_weights
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -46,56 +51,54 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     """Return what makes the batches. Every rank must call it.
 
     Raises:
-        ConfigError: ``g``, the plan and the options do not go together.
+        ConfigError: ``g``, the plan and the options do not go together; on all ranks when it is the weights
+            that one of them holds.
+        IndexError: an excluded edge does not exist.
     """
-    if len(g.canonical_etypes) != 1:
-        raise ConfigError(
-            f"the graph has {len(g.canonical_etypes)} edge types, and only graphs with one are sampled so "
-            "far; convert it with dgl.to_homogeneous before partitioning"
-        )
-    columns = _columns(g, plan, options)
+    columns = find_columns(g, plan, Precision(options.feature_dtype, options.depth + _SPARE_BUFFERS))
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
                 f"exclude= cannot be passed into {type(sampler).__qualname__}'s own code; use "
                 "NeighborSampler, or leave the edges out in the sampler"
             )
-        return SamplerMaker(lambda seeds, out: _own_code(sampler, g, seeds, out), g.kvstore, columns)
-    structure = g.structure(g.canonical_etypes[0])
-    draws = Draws(
-        fanouts=plan.fanouts,
+        return SamplerMaker(
+            lambda seeds, out: _own_code(sampler, g, seeds, out), g.kvstore, columns, g.ntypes
+        )
+    if plan.weights is not None:
+        check_every_type_has(g, plan.weights)
+    draws = TypedDraws(
+        schema=_schema(g),
+        fanouts=_fanouts(plan.fanouts, g.canonical_etypes),
         replace=plan.replace,
-        exclude=_excluded(options.exclude, structure),
+        exclude=_excluded(options.exclude, g),
         seed=seed,
         idtype=np.dtype(np.int32 if g.idtype == torch.int32 else np.int64),
     )
-    if structure.is_whole:
-        return _whole_maker(g, plan, draws, structure, options)
-    op = _serve(g, plan, draws, structure)
-    return KernelMaker(
-        RemoteSource(structure, op),
-        draws,
-        g.kvstore,
-        columns,
-        num_nodes=structure.num_sources,
-        etype=structure.etype,
-    )
+    if len(g.ntypes) == len(g.canonical_etypes) == 1:
+        return _homogeneous_maker(g, plan, draws, columns, options)
+    return TypedMaker(_typed_source(g, plan, draws), draws, g.kvstore, columns)
 
 
-def _whole_maker(
-    g: DistGraph, plan: SamplePlan, draws: Draws, structure: Structure, options: LoaderOptions
+def _homogeneous_maker(
+    g: DistGraph, plan: SamplePlan, typed: TypedDraws, columns: Columns, options: LoaderOptions
 ) -> KernelMaker:
-    """The maker for a replicated structure: features that are all local are copied by the sampling call."""
-    weights = None if plan.weights is None else _all_weights(g, plan.weights)
-    source = WholeSource(csc_of(structure.shards[0], weights))
-    columns, slicer = _columns(g, plan, options), None
-    for name, key in columns.inputs.items():
-        local = _local_column(g, name, key)
-        if local is not None:
-            slicer = LocalSlicer(source, local, options.depth + _SPARE_BUFFERS)
-            rest = {other: value for other, value in columns.inputs.items() if other != name}
-            columns = replace(columns, inputs=rest)
-            break
+    """The maker for one type, which has a kernel of its own: it copies features in the same call."""
+    (etype,) = g.canonical_etypes
+    structure, slicer = g.structure(etype), None
+    draws = Draws(
+        fanouts=tuple(typed.fanouts[::-1, 0].tolist()),
+        replace=typed.replace,
+        exclude=typed.exclude.get(etype, np.empty(0, np.int64)),
+        seed=typed.seed,
+        idtype=typed.idtype,
+    )
+    source: WholeSource | RemoteSource
+    if structure.is_whole:
+        source = WholeSource(_whole(g, plan.weights)[0])
+        columns, slicer = _sliced(g, source, columns, options)
+    else:
+        source = RemoteSource(structure, _serve(g, plan.weights, typed))
     return KernelMaker(
         source,
         draws,
@@ -107,38 +110,90 @@ def _whole_maker(
     )
 
 
-def _serve(g: DistGraph, plan: SamplePlan, draws: Draws, structure: Structure) -> str:
-    """Let the servers draw for each other by this loader's rule; return the operation's name. Collective."""
-    weights = {}
-    if plan.weights is not None:
-        shards = g.kvstore.shards(_key(g.edata, plan.weights, "prob", "edata"))
-        by_edge = {first: _checked(rows, plan.weights, first) for first, rows in shards}
-        weights = {
-            shard.first_node: by_edge[shard.first_edge] for shard in structure.shards if len(shard.indices)
-        }
-    op = f"sample.{broadcast_json(secrets.token_hex(8), g.session)}"
-    structure.serve(op, keyed_draw(Rule(draws.replace, draws.exclude), weights))
-    return op
+def _typed_source(g: DistGraph, plan: SamplePlan, draws: TypedDraws) -> TypedSource:
+    structures = [g.structure(etype) for etype in draws.schema.etypes]
+    if all(structure.is_whole for structure in structures):
+        return WholeTypedSource(draws.schema, _whole(g, plan.weights))
+    return RemoteTypedSource(draws.schema, structures, _serve(g, plan.weights, draws))
 
 
-def _columns(g: DistGraph, plan: SamplePlan, options: LoaderOptions) -> Columns:
-    """Find the asked columns in the graph.
-
-    Raises:
-        ConfigError: there is no column of that name; the message lists those that exist.
-    """
-    return Columns(
-        inputs={name: _key(g.ndata, name, "prefetch_node_feats", "ndata") for name in plan.node_feats},
-        targets={name: _key(g.ndata, name, "prefetch_labels", "ndata") for name in plan.labels},
-        edges={name: _key(g.edata, name, "prefetch_edge_feats", "edata") for name in plan.edge_feats},
-        precision=Precision(options.feature_dtype, options.depth + _SPARE_BUFFERS),
+def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
+    """Return the structure of every edge type, with its weights; collective when there are any."""
+    shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
+    if weights is None:
+        return [csc_of(shard) for shard in shards.values()]
+    return together(
+        g.session,
+        lambda: [csc_of(shard, all_weights(g, etype, weights)) for etype, shard in shards.items()],
+        ConfigError,
     )
 
 
-def _key(data: Any, name: str, option: str, where: str) -> str:
-    if name not in data:
-        raise ConfigError(f"{option} names {name!r}, and g.{where} has {sorted(data)}")
-    return str(data[name].kvstore_key)
+def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
+    """Let the servers draw for each other by this loader's rule; return the operation's name. Collective."""
+    by_shard: Mapping[EdgeType, Mapping[int, Array]] = {}
+    if weights is not None:
+        by_shard = together(
+            g.session,
+            lambda: {etype: shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes},
+            ConfigError,
+        )
+    op = f"sample.{broadcast_json(secrets.token_hex(8), g.session)}"
+    for etype in g.canonical_etypes:
+        rule = Rule(draws.replace, draws.exclude.get(etype, np.empty(0, np.int64)))
+        g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
+    return op
+
+
+def _schema(g: DistGraph) -> Schema:
+    return Schema(
+        ntypes=tuple(g.ntypes),
+        num_nodes=tuple(g.num_nodes(ntype) for ntype in g.ntypes),
+        etypes=tuple(g.canonical_etypes),
+    )
+
+
+def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
+    """Return (L, R) int64, the hop at the seeds first.
+
+    Raises:
+        ConfigError: a dict names an unknown edge type, or leaves some out.
+    """
+    rows = []
+    for layer, fanout in enumerate(fanouts):
+        if isinstance(fanout, Mapping):
+            named = [etype for etype in etypes if etype in fanout or etype[1] in fanout]
+            missing = [etype for etype in etypes if etype not in named]
+            if missing:
+                raise ConfigError(
+                    f"fanouts[{layer}] names {len(named)} of {len(etypes)} edge types; missing: "
+                    f"{', '.join(map(str, missing))} (0 draws none of a type)"
+                )
+        by_etype = fanout_by_type(fanout, etypes)
+        rows.append([by_etype[etype] for etype in etypes])
+    return np.array(rows[::-1], np.int64)
+
+
+def _excluded(exclude: Any, g: DistGraph) -> dict[EdgeType, Array]:
+    """Return edge type -> (X,) int64 ascending distinct ids."""
+    if exclude is None:
+        return {}
+    counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
+    return {etype: np.unique(ids) for etype, ids in by_type(exclude, counts, "edge").items() if len(ids)}
+
+
+def _sliced(
+    g: DistGraph, source: WholeSource, columns: Columns, options: LoaderOptions
+) -> tuple[Columns, LocalSlicer | None]:
+    """Let the sampling call copy the first input column that is all local; return what else there is."""
+    for ntype, keys in columns.inputs.items():
+        for name, key in keys.items():
+            local = _local_column(g, name, key)
+            if local is not None:
+                slicer = LocalSlicer(source, local, options.depth + _SPARE_BUFFERS)
+                rest = {other: value for other, value in keys.items() if other != name}
+                return replace(columns, inputs={ntype: rest}), slicer
+    return columns, None
 
 
 def _local_column(g: DistGraph, name: str, key: str) -> LocalColumn | None:
@@ -147,50 +202,6 @@ def _local_column(g: DistGraph, name: str, key: str) -> LocalColumn | None:
     if len(shards) != 1 or len(shards[0][1]) != g.num_nodes() or shards[0][1].size == 0:
         return None
     return LocalColumn(name=name, rows=shards[0][1], dtype=torch_dtype(g.kvstore.column(key).info.dtype))
-
-
-def _all_weights(g: DistGraph, name: str) -> Array:
-    """Return the (E,) float32 weights of all edges, in this rank's memory."""
-    key = _key(g.edata, name, "prob", "edata")
-    pieces: Sequence[tuple[int, Array]] = g.kvstore.shards(key)
-    if len(pieces) == 1 and len(pieces[0][1]) == g.num_edges():
-        return _checked(pieces[0][1], name, 0)
-    rows = g.kvstore.pull(key, np.arange(g.num_edges()), phase="structure")
-    return _checked(rows.numpy(), name, 0)
-
-
-def _checked(rows: Array, name: str, first_edge: int) -> Array:
-    """Return weights as float32.
-
-    Raises:
-        ConfigError: they are not one number per edge, or one is negative or NaN.
-    """
-    if rows.ndim != 1 or rows.dtype.kind not in "bfiu":
-        raise ConfigError(
-            f"edata[{name!r}] has rows of shape {rows.shape[1:]} and dtype {rows.dtype}; a probability or "
-            "mask is one number per edge"
-        )
-    weights = rows.astype(np.float32)
-    bad = _first_bad(weights)
-    if bad >= 0:
-        raise ConfigError(
-            f"edata[{name!r}] is {rows[bad]} at edge {first_edge + bad}; give finite weights of at least 0"
-        )
-    return weights
-
-
-@njit(cache=True, nogil=True)
-def _first_bad(weights: Array) -> int:
-    for i in range(len(weights)):
-        if not (weights[i] >= 0 and weights[i] < np.inf):
-            return i
-    return -1
-
-
-def _excluded(exclude: Any, structure: Structure) -> Array:
-    if exclude is None:
-        return np.empty(0, np.int64)
-    return np.unique(as_ids(exclude, structure.num_edges, "the graph's edges"))
 
 
 def _own_code(sampler: Any, g: DistGraph, seeds: NodeIds, exclude: Excluded) -> Any:

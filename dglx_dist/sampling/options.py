@@ -41,8 +41,9 @@ class LoaderOptions:
     """How many batches are made at a time; 0: in the training loop itself."""
     device: torch.device | str | None = None
     """Where batches shall be; None: the session's device."""
-    exclude: Tensor | Array | None = None
-    """(X,) ids of edges that are never drawn; on all ranks the same if servers hold parts of the graph."""
+    exclude: Tensor | Array | Mapping[Any, Tensor | Array] | None = None
+    """(X,) ids of edges that are never drawn, by edge type when there are several; on all ranks the same if
+    servers hold parts of the graph."""
     feature_dtype: torch.dtype | None = None
     """What floating-point input and edge columns become in blocks; None: float32 where they are stored as
     float16 or bfloat16, else what is stored."""

@@ -96,12 +96,24 @@ def with_room(table: Table, nodes: Array, count: int, more: int) -> Table:
     """Return a table that can take ``more`` nodes, holding the numbers of ``nodes[:count]``."""
     if len(table.keys) == 0 or len(table.keys) >= 2 * (count + more):
         return table
+    table = enlarged(table, 2 * (count + more))
+    insert(table, nodes, count)
+    return table
+
+
+@njit(cache=True, nogil=True)
+def enlarged(table: Table, slots: int) -> Table:
+    """Return an empty hashed table with at least ``slots`` slots and the base of ``table``."""
     capacity = np.int64(len(table.keys))
-    while capacity < 2 * (count + more):
+    while capacity < slots:
         capacity *= 2
-    grown = Table(np.zeros(capacity, np.uint32), np.empty(capacity, np.int64), table.base)
+    return Table(np.zeros(capacity, np.uint32), np.empty(capacity, np.int64), table.base)
+
+
+@njit(cache=True, nogil=True)
+def insert(table: Table, nodes: Array, count: int) -> None:
+    """Give ``nodes[:count]``, not in the hashed ``table`` yet, the numbers 0 ... count - 1."""
     for i in range(count):
-        slot = _slot_of(grown, nodes[i])
-        grown.slots[slot] = np.uint32(grown.base) + np.uint32(i)
-        grown.keys[slot] = nodes[i]
-    return grown
+        slot = _slot_of(table, nodes[i])
+        table.slots[slot] = np.uint32(table.base) + np.uint32(i)
+        table.keys[slot] = nodes[i]

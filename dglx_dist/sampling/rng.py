@@ -39,6 +39,17 @@ def _stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
+def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> Array:
+    """Return (L, R) uint64, the keys of all draws of each hop and edge type: type 0 has the hop's own."""
+    keys = np.empty((num_hops, num_relations), np.uint64)
+    for hop in range(num_hops):
+        stream = _stream_key(seed, epoch, hop)
+        for relation in range(num_relations):
+            keys[hop, relation] = mix(mix(stream) ^ np.uint64(relation)) if relation else stream
+    return keys
+
+
+@njit(cache=True, nogil=True)
 def item_key(stream: np.uint64, global_id: int) -> np.uint64:
     """Return the key of all draws made for one node or edge within ``stream``."""
     return mix(stream ^ mix(np.uint64(global_id)))

@@ -3,7 +3,7 @@ import numpy as np
 import torch
 
 from dglx_dist.graph import DistGraph
-from dglx_dist.sampling.attach import Columns, Fetch
+from dglx_dist.sampling.attach import Columns, Fetch, edges_of
 
 
 def test_columns_land_where_they_belong(graph: DistGraph) -> None:
@@ -12,13 +12,13 @@ def test_columns_land_where_they_belong(graph: DistGraph) -> None:
     block.edata[dgl.EID] = torch.tensor([7, 3])
     keys = {name: graph.ndata[name].kvstore_key for name in ("feat", "label")}
     columns = Columns(
-        inputs={"feat": keys["feat"]},
-        targets={"label": keys["label"]},
-        edges={"source": graph.edata["source"].kvstore_key},
+        inputs={"_N": {"feat": keys["feat"]}},
+        targets={"_N": {"label": keys["label"]}},
+        edges={("_N", "_E", "_N"): {"source": graph.edata["source"].kvstore_key}},
     )
     fetch = Fetch(graph.kvstore, columns)
-    fetch.start(np.array([5, 9, 2]), np.array([5]))
-    fetch.finish([block], {"ready": torch.tensor([1, 2, 3])})
+    fetch.start({"_N": np.array([5, 9, 2])}, {"_N": np.array([5])}, [edges_of(block)])
+    fetch.finish([block], {"_N": {"ready": torch.tensor([1, 2, 3])}})
     assert block.srcdata["feat"][:, 0].tolist() == [5, 9, 2]
     assert block.srcdata["ready"].tolist() == [1, 2, 3]
     assert block.dstdata["label"].tolist() == [5]

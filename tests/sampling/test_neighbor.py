@@ -19,7 +19,7 @@ def test_neighbor_sampler_is_read() -> None:
         replace=True,
         weights="p",
         node_feats=("feat",),
-        labels=("label",),
+        labels={"_N": ("label",)},
         edge_feats=("w",),
     )
 
@@ -53,15 +53,15 @@ def test_a_sampler_with_code_of_its_own_is_left_to_it() -> None:
     ("make", "remedy"),
     [
         (lambda: dl.NeighborSampler([3], edge_dir="out"), "use edge_dir='in'"),
-        (lambda: dl.NeighborSampler([{("u", "e", "v"): 3}]), "dgl.to_homogeneous"),
+        (lambda: dl.NeighborSampler([{("u", "e", "v"): -3}]), r"fanouts\[0\]\[\('u', 'e', 'v'\)\] is -3"),
         (lambda: dl.NeighborSampler([3, -2]), r"fanouts\[1\] is -2"),
         (lambda: dl.NeighborSampler([2.5]), r"fanouts\[0\] is 2.5"),
         (lambda: dl.NeighborSampler([]), "one number per layer"),
         (lambda: dl.NeighborSampler(5), "one number per layer"),
-        (lambda: dl.NeighborSampler([3], prefetch_node_feats={"user": ["x"]}), "'user'"),
+        (lambda: dl.NeighborSampler([3], prefetch_node_feats={"user": [3]}), r"\['user'\] is \[3\]"),
         (lambda: dl.NeighborSampler([3], prefetch_labels="label"), r"give a list: \['label'\]"),
         (lambda: dl.NeighborSampler([3], prefetch_edge_feats=[3]), "list of column names"),
-        (lambda: dl.as_edge_prediction_sampler(dl.NeighborSampler([3])), "exclude="),
+        (lambda: dl.as_edge_prediction_sampler(dl.NeighborSampler([3])), "DistEdgeDataLoader"),
         (lambda: dl.ShaDowKHopSampler([3]), "NeighborSampler"),
         (lambda: object(), "NeighborSampler"),
     ],
