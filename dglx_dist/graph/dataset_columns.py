@@ -31,21 +31,31 @@ def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
     )
 
 
-def node_policies(book: PartitionBook, store: KVStore) -> dict[str, PartitionPolicy]:
-    """Return the policy of every node type."""
+def node_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[str, PartitionPolicy]:
+    """Return the policy of every node type of the dataset with that checksum."""
     return {
         ntype: PartitionPolicy(
-            kind="node", type_name=ntype, bounds=book.node_bounds(ntype), partition_book=book, store=store
+            kind="node",
+            type_name=ntype,
+            bounds=book.node_bounds(ntype),
+            partition_book=book,
+            store=store,
+            dataset=dataset,
         )
         for ntype in book.ntypes
     }
 
 
-def edge_policies(book: PartitionBook, store: KVStore) -> dict[EdgeType, PartitionPolicy]:
-    """Return the policy of every edge type."""
+def edge_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[EdgeType, PartitionPolicy]:
+    """Return the policy of every edge type of the dataset with that checksum."""
     return {
         etype: PartitionPolicy(
-            kind="edge", type_name=etype, bounds=book.edge_bounds(etype), partition_book=book, store=store
+            kind="edge",
+            type_name=etype,
+            bounds=book.edge_bounds(etype),
+            partition_book=book,
+            store=store,
+            dataset=dataset,
         )
         for etype in book.canonical_etypes
     }

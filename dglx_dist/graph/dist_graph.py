@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -32,7 +32,7 @@ from dglx_dist.graph.neighbors import DrawRule, sampled_graph, serve_uniform
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
 from dglx_dist.graph.partition_book import PartitionBook, canonical_etype
 from dglx_dist.graph.placement import Placement
-from dglx_dist.graph.policy import PartitionPolicy, policy_of_length
+from dglx_dist.graph.policy import PartitionPolicy, own_policy, policy_of_length
 from dglx_dist.graph.row_cache import CachePlan
 from dglx_dist.graph.shared_rows import InitRows
 from dglx_dist.graph.structure import Structure
@@ -88,8 +88,8 @@ class DistGraph:
         label = str(broadcast_json(secrets.token_hex(4), self.session))
         self.kvstore = KVStore(self.session, self.placement, label)
         self._book = book_of(self.placement, manifest)
-        self._node_policies = node_policies(self._book, self.kvstore)
-        self._edge_policies = edge_policies(self._book, self.kvstore)
+        self._node_policies = node_policies(self._book, self.kvstore, manifest.checksum)
+        self._edge_policies = edge_policies(self._book, self.kvstore, manifest.checksum)
         together(
             self.session,
             lambda: add_columns(self.dataset, self.placement, self._node_policies, self._edge_policies),
@@ -161,13 +161,7 @@ class DistGraph:
         """Return the number of edges of one type, or of all."""
         return self._book.num_edges(etype)
 
-    def number_of_nodes(self, ntype: str | None = None) -> int:
-        """As :meth:`num_nodes`."""
-        return self.num_nodes(ntype)
-
-    def number_of_edges(self, etype: str | EdgeType | None = None) -> int:
-        """As :meth:`num_edges`."""
-        return self.num_edges(etype)
+    number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def num_classes(self, ntype: str | None = None) -> int:
         """Return the number of classes of the labels of one node type.
@@ -200,6 +194,10 @@ class DistGraph:
     def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy:
         """Return how tensors of the edges of one type are laid over the servers."""
         return self._edge_policies[self.to_canonical_etype(etype)]
+
+    def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
+        """Return how rows that are neither nodes nor edges are laid over servers: :func:`own_policy`."""
+        return own_policy(name, rows, self._book, self.kvstore)
 
     def policy_of_length(self, num_rows: int) -> PartitionPolicy:
         """Return the policy of the one node or edge type of which there are ``num_rows``.
@@ -366,11 +364,13 @@ class DistGraph:
         return self.session.topology.rank
 
     def barrier(self) -> None:
-        """Wait until every rank is here; what was written before is seen by all afterwards."""
+        """Wait until every rank is here; what was written before, in any way, is seen by all afterwards."""
+        self.kvstore.fence()
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
-        """Stop answering for this graph; every rank must call it."""
+        """Stop answering for this graph, once its own writes are done; every rank must call it."""
+        self.kvstore.fence()
         barrier(self.session, f"closing {self.name}")
         self.kvstore.close()
         for structure in self._structures.values():

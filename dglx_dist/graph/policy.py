@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.ids import as_ids, to_tensor
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.records import Array, EdgeType
@@ -16,18 +18,21 @@ from dglx_dist.records import Array, EdgeType
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionPolicy:
-    """Rows that go with the nodes or edges of one type (as DGL's policies of that name)."""
+    """Rows that go with the nodes or edges of one type (as DGL's policies of that name), or with neither."""
 
-    kind: Literal["node", "edge"]
+    kind: Literal["node", "edge", "own"]
     type_name: str | EdgeType
+    """Of nodes or edges; of a user's own policy the name that the user gave it."""
     bounds: Array
     """(S + 1,) int64; server s owns the rows ``bounds[s]:bounds[s + 1]``."""
     partition_book: PartitionBook
     store: KVStore
+    dataset: str = ""
+    """Checksum of the dataset that numbers the rows; "" for rows that no dataset numbers."""
 
     @property
     def policy_str(self) -> str:
-        """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as DGL writes it."""
+        """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as DGL writes it; ``own~<name>``."""
         return f"{self.kind}~{type_text(self.type_name)}"
 
     @property
@@ -44,10 +49,13 @@ class PartitionPolicy:
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
     def to_partid(self, ids: Tensor) -> Tensor:
-        """Return the partition of each row."""
-        if self.kind == "node":
-            return self.partition_book.nid2partid(ids, str(self.type_name))
-        return self.partition_book.eid2partid(ids, self.type_name)
+        """Return the partition of each row.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        rows = as_ids(ids, self.get_size(), self.policy_str)
+        return to_tensor(np.searchsorted(self.bounds, rows, side="right") - 1)
 
     def to_local(self, ids: Tensor) -> Tensor:
         """Return the ids counted from the first row of the own server, which must own them."""
@@ -78,4 +86,37 @@ def policy_of_length(policies: Sequence[PartitionPolicy], num_rows: int) -> Part
         return found[0]
     sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
     problem = "several types have" if found else "no type has"
-    raise ConfigError(f"{problem} {num_rows} rows ({sizes}); say which with part_policy=")
+    raise ConfigError(
+        f"{problem} {num_rows} rows ({sizes}); say which with part_policy=, or give rows that are neither "
+        f"nodes nor edges part_policy=g.new_policy(name, {num_rows})"
+    )
+
+
+def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store: KVStore) -> PartitionPolicy:
+    """Return how rows that are neither nodes nor edges, such as relations, are laid over the servers.
+
+    Not collective: policies made alike are alike. ``g.new_policy`` calls it.
+
+    Args:
+        name: Part of the names of its tensors.
+        rows: How many there are, cut evenly over the S servers (also fewer than servers, or 0); or (S + 1,)
+            bounds: server s has the rows ``rows[s]:rows[s + 1]``.
+        book: Of the graph.
+        store: Of the graph.
+
+    Raises:
+        ConfigError: a negative number, or bounds that do not start at 0, fall, or are not S + 1.
+    """
+    servers = store.placement.topology.num_servers
+    if isinstance(rows, int | np.integer):
+        if rows < 0:
+            raise ConfigError(f"the policy {name!r} was given {rows} rows; give 0 or more")
+        bounds = np.arange(servers + 1, dtype=np.int64) * int(rows) // servers
+    else:
+        bounds = np.array(rows, dtype=np.int64)
+        if bounds.shape != (servers + 1,) or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+            raise ConfigError(
+                f"the policy {name!r} was given the bounds {list(rows)} for {servers} server(s); give "
+                f"{servers + 1} ascending numbers from 0 on, or the number of rows alone"
+            )
+    return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
