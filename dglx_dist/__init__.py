@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from dglx_dist.training.checkpoint import load as load
     from dglx_dist.training.checkpoint import save as save
     from dglx_dist.training.evaluate import evaluate as evaluate
-    from dglx_dist.training.inference import layerwise_inference as layerwise_inference
     from dglx_dist.training.export import write_embeddings as write_embeddings
     from dglx_dist.training.fit import FitConfig as FitConfig
     from dglx_dist.training.fit import FitResult as FitResult
+    from dglx_dist.training.inference import layerwise_inference as layerwise_inference
 
 __version__ = "0.1.0"
 

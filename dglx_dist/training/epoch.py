@@ -16,7 +16,7 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.records import EpochRecord
 from dglx_dist.sampling.loader import LoaderTimes
 from dglx_dist.strategies.base import WrappedModel
-from dglx_dist.training.evaluate import float_of
+from dglx_dist.training.inference import float_of
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(B, C) scores and (B,) labels to the mean loss over the B rows; with B = 0 it does not count."""

@@ -1,0 +1,193 @@
+"""Results of every node of a graph of three types are those of plain DGL on the whole graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.training.evaluate import evaluate
+from dglx_dist.training.inference import (
+    first_rows,
+    in_original_order,
+    layerwise_inference,
+    minibatch_inference,
+)
+from dglx_dist.training.relational import HGT, RGCN
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.training import hetero
+
+HIDDEN = 8
+
+
+def author_rows() -> Tensor:
+    """(40, HIDDEN) float64, by original ids."""
+    return torch.randn(
+        hetero.NUM_NODES["author"], HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+
+
+class BothNorm(nn.Module):
+    """DGL's own hetero convolution with degrees of the sources, two results, one a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = {"paper": hetero.WIDTHS["paper"], "venue": hetero.WIDTHS["venue"], "author": HIDDEN}
+        self.conv = dgl.nn.HeteroGraphConv(
+            {etype: dgl.nn.GraphConv(widths[etype[0]], 5, norm="both") for etype in hetero.ETYPES}
+        )
+        self.head = nn.Linear(5, hetero.CLASSES)
+
+    def forward(self, blocks: list[Any], x: dict[str, Tensor]) -> Any:
+        (block,) = blocks
+        h = self.conv(block, x)
+        return {"hidden": h, "scores": ({ntype: self.head(rows) for ntype, rows in h.items()}, h)}
+
+    def inference_layers(self) -> list[Any]:
+        return [lambda block, x: self([block], x)]
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    graph = hetero.plain_graph()
+    if kind == "both":
+        return BothNorm().double()
+    if kind == "hgt":
+        return HGT(graph, hetero.WIDTHS, HIDDEN, hetero.CLASSES, heads=2).double()
+    return RGCN(graph, hetero.WIDTHS, HIDDEN, hetero.CLASSES, layers=3, num_bases=2).double()
+
+
+def plain_scores(kind: str) -> Any:
+    graph, block = hetero.plain_graph(), hetero.whole_block()
+    x = {"author": author_rows()} | {ntype: graph.nodes[ntype].data["feat"] for ntype in hetero.WIDTHS}
+    with torch.no_grad():
+        return model_of(kind)([block] * {"rgcn": 3, "hgt": 2, "both": 1}[kind], x)
+
+
+def _in_order(g: DistGraph, rows: dict[str, DistTensor]) -> dict[str, Any]:
+    return {ntype: in_original_order(tensor, g, ntype).numpy().copy() for ntype, tensor in rows.items()}
+
+
+def _results(folder: str) -> dict[str, Any]:
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    authors = g.new_tensor(
+        (40, HIDDEN), torch.float64, "rows", part_policy=g.get_node_partition_policy("author")
+    )
+    mine = g.local_nodes("author")
+    authors[mine] = author_rows()[g.orig_ids(mine, "author")]
+    g.barrier()
+    inputs = {"author": authors} | {ntype: g.nodes[ntype].data["feat"] for ntype in hetero.WIDTHS}
+    results: dict[str, Any] = {}
+    tensors = len(g.kvstore.names())
+    for kind in ("rgcn", "hgt"):
+        rows = layerwise_inference(model_of(kind), g, inputs=inputs, batch_size=7)
+        results[kind] = _in_order(g, rows)
+        for tensor in rows.values():
+            tensor.delete()
+    rows = minibatch_inference(model_of("rgcn"), g, 3, inputs=inputs, batch_size=7)
+    results["minibatch"] = _in_order(g, rows)
+    rows = layerwise_inference(model_of("both"), g, inputs=inputs, batch_size=7, ntypes=["author", "paper"])
+    assert set(rows) == {"hidden", "scores"}
+    results["both"] = {"hidden": _in_order(g, rows["hidden"]), "scores": _in_order(g, rows["scores"][0])}
+    results["both again"] = _in_order(g, rows["scores"][1])
+    results["accuracy"] = evaluate(model_of("rgcn"), g, inputs=inputs)
+    kept = len(g.kvstore.names())
+    assert kept == tensors + 3 + 6  # minibatch's three types, and three results of two types
+    with pytest.raises(ConfigError, match=r"gives \['hidden'\]\['paper'\].*say with output="):
+        evaluate(model_of("both"), g, inputs=inputs, batch_size=7)
+    results["accuracy both"] = evaluate(model_of("both"), g, inputs=inputs, output=0, batch_size=7)
+    assert len(g.kvstore.names()) == kept
+    with pytest.raises(ConfigError, match=r"'author' have no tensor 'feat'.*inputs="):
+        evaluate(model_of("rgcn"), g)
+    _wrong_layers(g, inputs)
+    session.close()
+    return results
+
+
+def _wrong_layers(g: DistGraph, inputs: dict[str, DistTensor]) -> None:
+    """Each is one error on all ranks, also where only one rank's nodes are to blame."""
+
+    def refuse(layer: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            layerwise_inference(nn.Linear(1, 1), g, inputs=inputs, layers=[layer], batch_size=7)
+
+    def some(block: Any, h: dict[str, Tensor]) -> dict[str, Tensor]:
+        ids = block.dstnodes["paper"].data[dgl.NID]
+        return {} if 59 in ids else {"paper": torch.zeros(len(ids), 2)}
+
+    refuse(some, "gave rows for some nodes of type 'paper' but not for|rank . on")
+    refuse(lambda block, h: {"paper": torch.zeros(99, 2)}, r"\['paper'\] is \(99, 2\)|rank . on")
+    refuse(lambda block, h: torch.zeros(7, 2), "a tensor belong to no node type")
+    refuse(lambda block, h: {}, "no rows for any node")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hetero.write_parts(tmp_path_factory.mktemp("inference"))
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (3, 2)])
+def test_results_are_those_of_plain_dgl(folder: Path, ranks: int, ranks_per_server: int) -> None:
+    plain = {kind: plain_scores(kind) for kind in ("rgcn", "hgt", "both")}
+    labels = hetero.plain_graph().nodes["paper"].data
+
+    def accuracy(scores: Tensor) -> dict[str, float]:
+        correct = scores.argmax(1) == labels["label"]
+        return {
+            name: float(correct[labels[name]].double().mean())
+            for name in ("train_mask", "val_mask", "test_mask")
+        }
+
+    for result in run_ranks(_results, ranks, args=(str(folder),), ranks_per_server=ranks_per_server):
+        _same(result["rgcn"], plain["rgcn"], set(hetero.NUM_NODES))
+        _same(result["hgt"], plain["hgt"], set(hetero.NUM_NODES))
+        _same(result["minibatch"], plain["rgcn"], set(hetero.NUM_NODES))
+        _same(result["both"]["hidden"], plain["both"]["hidden"], {"author", "paper"})
+        _same(result["both"]["scores"], plain["both"]["scores"][0], {"author", "paper"})
+        _same(result["both again"], plain["both"]["scores"][1], {"author", "paper"})
+        assert result["accuracy"] == pytest.approx(accuracy(plain["rgcn"]["paper"]), abs=1e-15)
+        scores = plain["both"]["scores"][0]["paper"]
+        assert result["accuracy both"] == pytest.approx(accuracy(scores), abs=1e-15)
+
+
+def _same(found: dict[str, Any], expected: dict[str, Tensor], ntypes: set[str]) -> None:
+    assert set(found) == ntypes
+    for ntype, rows in found.items():
+        np.testing.assert_allclose(rows, expected[ntype].numpy(), rtol=0, atol=1e-12, err_msg=ntype)
+
+
+def test_one_type_and_a_pair_of_results(tmp_path: Path) -> None:
+    """A homogeneous model whose layers hand a pair on, and whose first input is not the features."""
+    folder = equality.write_parts(tmp_path)
+    conv = dgl.nn.SAGEConv(equality.WIDTH, 3, "mean").double()
+
+    def first(block: Any, h: Tensor) -> tuple[Tensor, Tensor]:
+        return conv(block, h), h[: block.num_dst_nodes()]
+
+    def second(block: Any, pair: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"sum": pair[0].sum(1)[: block.num_dst_nodes()], "input": pair[1][: block.num_dst_nodes()]}
+
+    with start_session():
+        g = DistGraph(folder)
+        out = layerwise_inference(conv, g, layers=[first, second], batch_size=90)
+        graph = equality.plain_graph()
+        expected = conv(graph, graph.ndata["feat"]).sum(1).detach()
+        np.testing.assert_allclose(in_original_order(out["sum"], g), expected, rtol=0, atol=1e-12)
+        assert torch.equal(in_original_order(out["input"], g), graph.ndata["feat"])
+        other = layerwise_inference(
+            conv, g, inputs=out["input"], layers=[lambda block, h: 2 * h[: block.num_dst_nodes()]]
+        )
+        assert torch.equal(in_original_order(other, g), 2 * graph.ndata["feat"])
+        with pytest.raises(ConfigError, match="'user', which is no node type"):
+            first_rows(g, "feat", {"user": other})
