@@ -98,6 +98,16 @@ def train(  # noqa: PLR0913  # one argument per option
             help="Go on from the newest checkpoint in RUNDIR; from the start where there is none.",
         ),
     ] = False,
+    predictions: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", rich_help_panel=_RUN, help="Write the class of every node, as Parquet."),
+    ] = None,
+    save_embeddings: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", rich_help_panel=_RUN, help="Write every node's last hidden layer, as Parquet."
+        ),
+    ] = None,
 ) -> None:
     """Train a model on a partitioned dataset, evaluate it exactly, and write what it cost to a folder.
 
@@ -135,6 +145,8 @@ def train(  # noqa: PLR0913  # one argument per option
         depth=depth,
         loader_threads=loader_threads,
         timeout_s=timeout,
+        predictions=None if predictions is None else str(predictions),
+        save_embeddings=None if save_embeddings is None else str(save_embeddings),
     )
     if launched_by_torchrun():
         check_launched(ranks, servers)

@@ -48,6 +48,10 @@ class TrainPlan:
     depth: int = 2
     loader_threads: int = 1
     timeout_s: float = 300.0
+    predictions: str | None = None
+    """Folder for the class of every node, as Parquet; None: not written."""
+    save_embeddings: str | None = None
+    """Folder for what the last layer but one gives for every node, as Parquet; None: not written."""
 
     def __post_init__(self) -> None:
         check_kind(self.model)
@@ -83,6 +87,11 @@ class TrainPlan:
                 "structure",
                 self.structure not in ("auto", "replicated", "partitioned"),
                 "auto, replicated or partitioned",
+            ),
+            (
+                "save-embeddings",
+                self.save_embeddings is not None and self.layers < 2,
+                "left out with --layers 1, whose only layer gives the scores",
             ),
             ("verify", self.verify not in ("auto", "full", "never"), "auto, full or never"),
         ):

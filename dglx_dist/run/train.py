@@ -23,7 +23,9 @@ from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_ru
 from dglx_dist.report.summary import RunFacts, run_title, summarise
 from dglx_dist.run.fit import fit
 from dglx_dist.run.plan import TrainPlan
+from dglx_dist.run.predict import check_outputs, write_outputs
 from dglx_dist.run.session import init
+from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.models import build_model
 
@@ -55,6 +57,7 @@ def train_dataset(plan: TrainPlan) -> Trained:
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         check_trainable(g)
+        check_outputs(plan, g)
         writes = session.topology.rank == 0
         config = resolved(plan, g, session)
         before = read_epochs(folder) if plan.resume else ()
@@ -63,12 +66,13 @@ def train_dataset(plan: TrainPlan) -> Trained:
             if not plan.resume:
                 # A later --resume would go on from those of the run that is replaced.
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-        result = _fit(plan, g, lambda record: append_epoch(folder, record) if writes else None)
+        model, result = _fit(plan, g, lambda record: append_epoch(folder, record) if writes else None)
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         summary = summarise(_facts(session, result), epochs)
         if writes:
             write_run(folder, config, epochs, summary)
             _draw(epochs, folder, run_title(summary, config))
+        write_outputs(plan, model, g)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
 
 
@@ -111,7 +115,7 @@ def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, objec
     }
 
 
-def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> FitResult:
+def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> tuple[WrappedModel, FitResult]:
     classes = g.num_classes(NODE_TYPE)
     if not classes:
         raise ConfigError(f"{g.dataset.folder} does not say how many classes there are; partition it again")
@@ -134,7 +138,7 @@ def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> FitResult:
         checkpoint_every=max(plan.checkpoint_every, 1),
         resume=plan.resume,
     )
-    _, result = fit(
+    return fit(
         model,
         g,
         config=config,
@@ -147,7 +151,6 @@ def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> FitResult:
         depth=plan.depth,
         num_threads=plan.loader_threads,
     )
-    return result
 
 
 def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:

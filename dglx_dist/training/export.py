@@ -83,7 +83,7 @@ def write_embeddings(
     g.kvstore.fence()
     # Also the barrier after which every rank's rows are there.
     tables = together(session, checked, ConfigError)
-    together(session, lambda: _check_target(target, overwrite) if is_first else None)
+    together(session, lambda: check_target(target, overwrite) if is_first else None)
     partial = target.with_name(
         f"{target.name}.{broadcast_json(secrets.token_hex(6), session)}{PARTIAL_SUFFIX}"
     )
@@ -148,8 +148,8 @@ def _check_column(name: str, row_group_bytes: int) -> None:
         raise ConfigError(f"row_group_bytes={row_group_bytes}; it must be at least 1")
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
-    """Raise StorageError when something is at ``target`` that may not be replaced."""
+def check_target(target: Path, overwrite: bool) -> None:
+    """Raise StorageError when something is at ``target`` that :func:`write_embeddings` may not replace."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -206,7 +206,7 @@ def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> N
         (partial / INDEX).write_text(text, encoding="utf-8")
         if publish(partial, target):
             return
-        _check_target(target, overwrite)
+        check_target(target, overwrite)
         replace_folder(partial, target)
 
 
