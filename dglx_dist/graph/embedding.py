@@ -87,6 +87,8 @@ class DistEmbedding:
         if embedding_dim < 1:
             raise ConfigError(f"embedding_dim is {embedding_dim}; give at least 1")
         policy = part_policy or (graph or opened_graph()).policy_of_length(num_embeddings)
+        self.dataset = _dataset_of(policy, graph)
+        """Checksum of the dataset whose ids the rows have; "" when its graph is not known any more."""
         self._weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func)
         self._gradients: list[RowGradient] = []
         self._kept_rows = 0
@@ -218,6 +220,11 @@ def _make_rows(
     if not attaches and init is None:
         _fill_owned(weight, store.session)
     return weight
+
+
+def _dataset_of(policy: PartitionPolicy, graph: DistGraph | None) -> str:
+    graph = graph or opened_graph()
+    return graph.dataset.manifest.checksum if graph.kvstore is policy.store else ""
 
 
 def _fill_owned(weight: DistTensor, session: Session) -> None:

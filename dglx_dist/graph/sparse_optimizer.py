@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -13,8 +14,10 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.graph.opening import together
 from dglx_dist.graph.room import check_room
 from dglx_dist.graph.sparse_exchange import AsyncExchange, Exchange, StalenessReport, SyncExchange
+from dglx_dist.graph.sparse_files import SparseState, check_state, read_state, save_state
 from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighed_sum
 from dglx_dist.graph.sparse_message import MAX_PARAMETERS
 from dglx_dist.graph.sparse_rows import OwnedRows
@@ -200,6 +203,41 @@ class SparseOptimizer:
                 known[tensor_name][entry["ids"]] = rows
             tables[name].steps = int(entry["steps"])
         self.lr = float(state["params"]["lr"])
+
+    @property
+    def saved_state(self) -> SparseState:
+        """What :meth:`save` writes and :meth:`load` reads."""
+        return SparseState(
+            kind=type(self).__name__,
+            lr=self.lr,
+            settings=self.settings,
+            dataset=self.params[0].dataset,
+            tables=self._tables,
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write the embeddings and the optimiser's state as ``folder``; every rank must call it.
+
+        Each rank writes the rows it owns. The folder must be one that all ranks see; it appears whole or not
+        at all, in the place of what it was before.
+
+        Raises:
+            StorageError: on all ranks, when one cannot write.
+        """
+        self.flush()
+        save_state(self.saved_state, Path(folder), self._session)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on with what :meth:`save` wrote, on any number of ranks and servers; every rank must call it.
+
+        Raises:
+            StorageError: on all ranks, when on one it is missing, damaged, or of another dataset, optimiser
+                or embeddings. Nothing was changed then.
+        """
+        self.flush()
+        state = self.saved_state
+        together(self._session, lambda: check_state(state, Path(folder)))
+        self.lr = read_state(state, Path(folder), self._session)
 
     def close(self) -> None:
         """Free the state and answer nobody any more; every rank must call it. The embeddings stay."""

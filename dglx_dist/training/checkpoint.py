@@ -29,8 +29,10 @@ from dglx_dist.cluster.collectives import broadcast_json, gather_json, peers_nam
 from dglx_dist.cluster.session import current_session
 from dglx_dist.errors import CheckpointError
 from dglx_dist.graph.opening import together
+from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.strategies import WrappedModel
 from dglx_dist.training.optimizer_state import check_matches, restore_state, split_state
+from dglx_dist.training.sparse_state import check_sparse, load_sparse, save_sparse
 from dglx_dist.training.tensor_files import RawReader, RawWriter, read_json, write_json
 
 STATE_NAME = "state.json"
@@ -60,12 +62,13 @@ class Resumed:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save(
+def save(  # noqa: PLR0913 - one for each thing that can be saved
     folder: str | Path,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     loader: Positioned | None = None,
+    sparse: SparseOptimizer | None = None,
     epoch: int = 0,
     step: int = 0,
     extra: Mapping[str, object] | None = None,
@@ -81,6 +84,7 @@ def save(
         model: Wrapped or plain.
         optimizer: Any of torch's, over the model's parameters.
         loader: Whose position is kept.
+        sparse: Of the embeddings, which are saved with its state.
         epoch: Next epoch to run, when ``step`` is 0; else the one under way.
         step: Steps done in it.
         extra: More of the user's, JSON values only.
@@ -122,12 +126,15 @@ def save(
         failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
         remedy = "; free space, or choose another folder" if isinstance(reason, OSError) else ""
         raise CheckpointError(f"cannot write {final}: rank {failed}: {reason}{remedy}") from error
+    if sparse is not None:
+        save_sparse(sparse, temporary)
     state = {
         "version": VERSION,
         "epoch": epoch,
         "step": step,
         "world_size": session.topology.world_size,
         "optimizer": plain,
+        "sparse": sparse is not None,
         "loader": gather_json(loader.state_dict() if loader is not None else None, session),
         "dataset": dict(dataset or {}),
         "extra": dict(extra or {}),
@@ -142,6 +149,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     loader: Positioned | None = None,
+    sparse: SparseOptimizer | None = None,
     dataset: Mapping[str, object] | None = None,
     random_state: bool = True,
 ) -> Resumed:
@@ -156,6 +164,7 @@ def load(
         model: Wrapped or plain; loaded in place.
         optimizer: Of the same kind and over the same parameters as the saved one.
         loader: Put at the saved position.
+        sparse: Of the same kind and over the same embeddings as the saved one.
         dataset: Compared with the saved one, where both name a fact.
         random_state: Whether to restore torch's generators.
 
@@ -182,6 +191,7 @@ def load(
         _check_model(path, metadata, of_model)
         _check_position(path, state, loader, session.topology.world_size)
         _check_optimizer(path, state["optimizer"], optimizer, _plain_module(model))
+        check_sparse(path, state.get("sparse", False), sparse)
         return state, metadata
 
     state, metadata = together(session, read_and_check, CheckpointError)
@@ -200,6 +210,8 @@ def load(
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
         restore_state(optimizer, _plain_module(model), _below("optimizer/", wanted), state["optimizer"])
+    if sparse is not None:
+        load_sparse(sparse, path)
     if loader is not None:
         loader.load_state_dict(state["loader"][session.topology.rank if same_ranks else 0])
     _restore_random_state(_below(f"random/{session.topology.rank}/", wanted))

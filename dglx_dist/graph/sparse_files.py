@@ -1,0 +1,182 @@
+"""Embeddings and their optimiser's state in a folder: each rank writes its rows, any number reads them."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from dglx_dist.cluster.collectives import barrier, broadcast_json, gather_int64, gather_json
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import StorageError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.dtypes import column_info, numpy_view
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.sparse_rows import OwnedRows
+from dglx_dist.storage.folders import named_failures, publish, replace_folder
+from dglx_dist.storage.layout import PARTIAL_SUFFIX
+from dglx_dist.storage.row_files import (
+    RowFile,
+    check_rows,
+    read_index,
+    read_rows,
+    write_index,
+    write_rows,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseState:
+    """What is saved: the same on all ranks but for ``steps`` in mode "async"."""
+
+    kind: str
+    """Name of the optimiser's class."""
+    lr: float
+    settings: Mapping[str, float]
+    dataset: str
+    """Checksum of the dataset whose ids the rows have."""
+    tables: Sequence[OwnedRows]
+
+    def embeddings(self) -> list[dict[str, Any]]:
+        """Return what must be equal when the rows are read, by embedding."""
+        return [
+            {
+                "name": table.embedding.name,
+                "shape": list(table.embedding.weight.shape),
+                "dtype": str(table.embedding.weight.dtype),
+            }
+            for table in self.tables
+        ]
+
+    def tensors(self) -> Iterator[tuple[str, OwnedRows, DistTensor]]:
+        """Yield (name in the folder, owned rows, tensor)."""
+        for number, table in enumerate(self.tables):
+            yield f"{number}.weight", table, table.embedding.weight
+            for name, state in zip(table.rule.state_names, table.states, strict=True):
+                yield f"{number}.{name}", table, state
+
+
+def save_state(state: SparseState, folder: Path, session: Session) -> None:
+    """Write ``state`` as ``folder``, in the place of what was there; every rank must call it.
+
+    Raises:
+        StorageError: on all ranks, when one cannot write; what was in ``folder`` before is unchanged.
+    """
+    ending = broadcast_json(secrets.token_hex(4), session)
+    temporary = folder.with_name(f"{folder.name}.{ending}{PARTIAL_SUFFIX}")
+    first = session.topology.rank == 0
+
+    def make() -> None:
+        with named_failures(folder):
+            temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        with named_failures(folder):
+            if not publish(temporary, folder):
+                replace_folder(temporary, folder)
+
+    try:
+        together(session, lambda: make() if first else None)
+        write_state(state, temporary, session)
+        together(session, lambda: finish() if first else None)
+    finally:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_state(state: SparseState, folder: Path, session: Session) -> None:
+    """Write ``state`` into an empty folder that all ranks see; every rank must call it.
+
+    Raises:
+        StorageError: on all ranks, when one cannot write.
+    """
+
+    def write_own() -> list[dict[str, Any]]:
+        with named_failures(folder):
+            return [asdict(_write(folder, name, table, tensor)) for name, table, tensor in state.tensors()]
+
+    own = together(session, write_own)
+    files = [
+        RowFile(**{**line, "row_shape": tuple(line["row_shape"])})
+        for lines in gather_json(own, session)
+        for line in cast("list[dict[str, Any]]", lines)
+    ]
+    steps = gather_int64([table.steps for table in state.tables], session).max(axis=0)
+    facts = {
+        "kind": state.kind,
+        "lr": state.lr,
+        "settings": dict(state.settings),
+        "dataset": state.dataset,
+        "embeddings": state.embeddings(),
+        "steps": steps.tolist(),
+    }
+
+    def finish() -> None:
+        with named_failures(folder):
+            write_index(folder, files, facts)
+
+    together(session, lambda: finish() if session.topology.rank == 0 else None)
+
+
+def check_state(state: SparseState, folder: Path) -> None:
+    """Look whether ``folder`` holds what ``state`` has, and whether this rank's rows are intact.
+
+    Raises:
+        StorageError: it does not; the message names the first difference. Or a file is missing or damaged.
+    """
+    index = read_index(folder)
+    facts = index.facts
+    mine = {"kind": state.kind, "dataset": state.dataset, "settings": dict(state.settings)}
+    for what, value in mine.items():
+        if facts.get(what) != value:
+            raise StorageError(
+                f"{folder} was saved with {what} {facts.get(what)!r}, this run has {value!r}; use the "
+                "dataset and the optimiser that it was saved with"
+            )
+    saved = cast("list[object]", facts.get("embeddings"))
+    if saved != state.embeddings():
+        raise StorageError(
+            f"{folder} holds the embeddings {saved}, this optimiser has {state.embeddings()}; make them as "
+            "they were, with name= and in the same order"
+        )
+    for name, table, _ in state.tensors():
+        check_rows(folder, index.tensor(name, folder), table.first, table.last)
+
+
+def read_state(state: SparseState, folder: Path, session: Session) -> float:
+    """Overwrite this rank's rows and steps by those of ``folder``; every rank must call it.
+
+    Call :func:`check_state` on all ranks before.
+
+    Returns:
+        The saved learning rate.
+
+    Raises:
+        StorageError: a file cannot be read any more.
+    """
+
+    def read_own() -> Mapping[str, object]:
+        index = read_index(folder)
+        for name, table, tensor in state.tensors():
+            out = numpy_view(_own(table, tensor))
+            read_rows(folder, index.tensor(name, folder), table.first, table.last, out)
+        return index.facts
+
+    facts = cast("dict[str, Any]", together(session, read_own))
+    for table, steps in zip(state.tables, facts["steps"], strict=True):
+        table.steps = int(steps)
+    barrier(session, f"loading {folder}")
+    return float(facts["lr"])
+
+
+def _write(folder: Path, name: str, table: OwnedRows, tensor: DistTensor) -> RowFile:
+    info = column_info(tensor.dtype, tensor.shape[1:])
+    return write_rows(folder, name, table.first, numpy_view(_own(table, tensor)), info=info)
+
+
+def _own(table: OwnedRows, tensor: DistTensor) -> Any:
+    start = tensor.local_range[0]
+    return tensor.local_rows()[table.first - start : table.last - start]
