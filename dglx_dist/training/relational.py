@@ -67,7 +67,8 @@ class RelationalModel(nn.Module, ABC):
                 f"widths and layers must be at least 1, but are hidden={hidden}, layers={layers}, "
                 f"feature_widths={dict(feature_widths)}"
             )
-        self.ntypes, self.etypes = tuple(graph.ntypes), tuple(graph.canonical_etypes)
+        # Sorted, so that weights mean the same for a DGLGraph and a DistGraph, which list types differently.
+        self.ntypes, self.etypes = tuple(sorted(graph.ntypes)), tuple(sorted(graph.canonical_etypes))
         for ntype in (*feature_widths, *(out_types or ())):
             if ntype not in self.ntypes:
                 raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(self.ntypes)})")

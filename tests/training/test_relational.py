@@ -39,7 +39,7 @@ def rgcn_by_formula(model: RGCN, x: dict[str, Tensor]) -> dict[str, Tensor]:
     h = {nt: model.project[nt](rows) if nt in model.project else rows for nt, rows in x.items()}
     for depth in range(2):
         out = {nt: model.own[depth][nt](rows) for nt, rows in h.items()}  # type: ignore[index]
-        for number, etype in enumerate(graph.canonical_etypes):
+        for number, etype in enumerate(model.etypes):
             source, _, destination = etype
             adjacency = torch.zeros(
                 graph.num_nodes(destination), graph.num_nodes(source), dtype=torch.float64
@@ -141,6 +141,22 @@ def test_one_node_type_takes_and_gives_tensors() -> None:
     out = model([block, block], x)
     assert isinstance(out, Tensor)
     assert torch.equal(out, model([block, block], {"_N": x})["_N"])
+
+
+def test_the_order_in_which_types_are_listed_does_not_matter() -> None:
+    graph = hetero.plain_graph()
+
+    class Reversed:
+        ntypes = graph.ntypes[::-1]
+        canonical_etypes = graph.canonical_etypes[::-1]
+
+    for kind in (RGCN, HGT):
+        states = []
+        for types in (graph, Reversed):
+            torch.manual_seed(0)
+            states.append(kind(types, hetero.WIDTHS, HIDDEN, 3).state_dict())
+        first, second = states
+        assert all(torch.equal(first[name], second[name]) for name in [*first, *second])
 
 
 def test_bad_arguments() -> None:

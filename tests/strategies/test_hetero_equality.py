@@ -1,0 +1,149 @@
+"""R-GCN on a graph of three types, authors without features: on any ranks as in one process.
+
+Ten steps of SGD in float64 with every in-neighbour, dense weights and embedding rows, against plain DGL and
+``torch.nn.Embedding``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.graph import DistEmbedding, DistGraph, optim
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.training.entity_inputs import EntityInputs
+from dglx_dist.training.inference import in_original_order
+from dglx_dist.training.relational import RGCN
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.training import hetero
+
+HIDDEN, STEPS, RATE = 8, 10, 0.3
+STRATEGIES_TESTED = ("data_parallel",)
+PLACEMENTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 2)]
+TOLERANCE = 1e-10
+
+
+def first_rows() -> Tensor:
+    """(40, HIDDEN) embedding rows of the authors by original id."""
+    return torch.randn(
+        hetero.NUM_NODES["author"], HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+
+
+def model_of(graph: Any, bases: int | None) -> RGCN:
+    torch.manual_seed(11)
+    return RGCN(graph, hetero.WIDTHS, HIDDEN, hetero.CLASSES, num_bases=bases, out_types=["paper"]).double()
+
+
+def one_process(bases: int | None) -> tuple[dict[str, Any], Any]:
+    """Train on the whole graph; return the weights by name and the rows of the authors."""
+    graph, block = hetero.plain_graph(), hetero.whole_block()
+    table = nn.Embedding.from_pretrained(first_rows(), freeze=False)
+    model = model_of(graph, bases)
+    optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], lr=RATE)
+    papers = graph.nodes["paper"].data
+    x = {ntype: graph.nodes[ntype].data["feat"] for ntype in hetero.WIDTHS}
+    for _ in range(STEPS):
+        scores = model([block, block], x | {"author": table.weight})["paper"][papers["train_mask"]]
+        optimizer.zero_grad()
+        F.cross_entropy(scores, papers["label"][papers["train_mask"]]).backward()
+        optimizer.step()
+    return weights_of(model), table.weight.detach().numpy().copy()
+
+
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+def _train(folder: str, strategy_name: str, share: str) -> dict[str, Any]:
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    topology, policy = session.topology, g.get_node_partition_policy("author")
+    ids = g.nodes["paper"].data["train_mask"][:].nonzero()[:, 0]
+    mine = equality.cut(ids, equality.SHARES[share], topology.rank, topology.world_size)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2,
+        prefetch_node_feats={ntype: ["feat"] for ntype in hetero.WIDTHS},
+        prefetch_labels={"paper": ["label"]},
+    )
+    results = {}
+    for bases in (None, 2):
+        authors = DistEmbedding(40, HIDDEN, f"rows-{bases}", part_policy=policy, dtype=torch.float64)
+        _fill(authors.weight, g)
+        strategy = STRATEGIES.get(strategy_name)(session, {})
+        loader = strategy.loader(g, {"paper": mine}, sampler, batch_size=len(ids))
+        inputs = EntityInputs(g, embeddings={"author": authors})
+        assert inputs.feature_widths == hetero.WIDTHS
+        model = strategy.wrap(model_of(g, bases), g)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        sparse = optim.SparseSGD([authors], lr=RATE)
+        for _ in range(STEPS):
+            for _, _, blocks in loader:
+                scores = model(blocks, inputs(blocks[0]))["paper"]
+                loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])
+                optimizer.zero_grad()
+                sparse.zero_grad()
+                loss.backward()
+                optimizer.step()
+                sparse.step()
+        g.barrier()
+        results[str(bases)] = weights_of(model.module), in_original_order(authors.weight, g, "author").numpy()
+    return results
+
+
+def _fill(rows: DistTensor, g: DistGraph) -> None:
+    first, last = rows.local_range
+    if g.session.topology.local_rank == 0 and last > first:
+        mine = torch.arange(first, last)
+        rows[mine] = first_rows()[g.orig_ids(mine, "author")]
+    g.barrier()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hetero.write_parts(tmp_path_factory.mktemp("hetero"))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return {str(bases): one_process(bases) for bases in (None, 2)}
+
+
+def differences(found: tuple[dict[str, Any], Any], expected: tuple[dict[str, Any], Any]) -> dict[str, float]:
+    assert set(found[0]) == set(expected[0])
+    worst = {name: float(np.abs(value - expected[0][name]).max()) for name, value in found[0].items()}
+    return worst | {"rows": float(np.abs(found[1] - expected[1]).max())}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES_TESTED)
+@pytest.mark.parametrize("share", ["uneven", "empty"])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
+def test_weights_and_rows_are_those_of_one_process(
+    folder: Path, plain: dict[str, Any], ranks: int, ranks_per_server: int, share: str, strategy: str
+) -> None:
+    results = run_ranks(_train, ranks, args=(str(folder), strategy, share), ranks_per_server=ranks_per_server)
+    for result in results:
+        for bases, found in result.items():
+            wrong = {k: v for k, v in differences(found, plain[bases]).items() if not v <= TOLERANCE}
+            assert not wrong
+
+
+def test_ten_steps_move_weights_and_rows(plain: dict[str, Any]) -> None:
+    """Else equality would be no news; weights of the last layer that lead to no paper stay."""
+    for bases in (None, 2):
+        start = weights_of(model_of(hetero.plain_graph(), bases)), first_rows().numpy()
+        moved = differences(plain[str(bases)], start)
+        assert moved["rows"] > 1e-4
+        kept = {name for name, value in moved.items() if value == 0}
+        assert all(name.startswith(("convs.1", "own.1")) for name in kept)
+        assert min(value for value in moved.values() if value) > 1e-6
