@@ -15,6 +15,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.pull import PendingPull
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.sampling.precision import Precision
+from dglx_dist.sampling.row_memory import RowMemory
 
 EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
 """The ledger's names of these bytes."""
@@ -37,6 +38,8 @@ class Columns:
     """For the edges of every block, by edge type."""
     precision: Precision = field(default_factory=Precision)
     """What the floating-point columns of inputs and edges become."""
+    memory: RowMemory = field(default_factory=RowMemory)
+    """Where the rows of inputs lie."""
 
 
 @final
@@ -46,10 +49,11 @@ class Fetch:
     Args:
         store: Where the columns are.
         columns: What to attach.
+        distinct: No input node and no target is repeated, as in all batches of compiled kernels.
     """
 
-    def __init__(self, store: KVStore, columns: Columns) -> None:
-        self._store, self._columns = store, columns
+    def __init__(self, store: KVStore, columns: Columns, *, distinct: bool = True) -> None:
+        self._store, self._columns, self._distinct = store, columns, distinct
         self._inputs: dict[tuple[str, str], PendingPull] = {}
         self._targets: dict[tuple[str, str], PendingPull] = {}
         self._edges: list[dict[tuple[EdgeType, str], PendingPull]] = []
@@ -65,12 +69,14 @@ class Fetch:
             blocks: The edges of each block, the input-most first; read only when edge columns are asked for.
         """
         self._inputs = {
-            (ntype, name): self._store.submit_pull(key, inputs.get(ntype, NO_ROWS), phase=FEATURE_PHASE)
+            (ntype, name): self._submit_input(key, inputs.get(ntype, NO_ROWS))
             for ntype, names in self._columns.inputs.items()
             for name, key in names.items()
         }
         self._targets = {
-            (ntype, name): self._store.submit_pull(key, targets.get(ntype, NO_ROWS), phase=LABEL_PHASE)
+            (ntype, name): self._store.submit_pull(
+                key, targets.get(ntype, NO_ROWS), distinct=self._distinct, phase=LABEL_PHASE
+            )
             for ntype, names in self._columns.targets.items()
             for name, key in names.items()
         }
@@ -105,6 +111,10 @@ class Fetch:
         for block, pulls in zip(blocks, self._edges, strict=bool(self._edges)):
             for (etype, name), pull in pulls.items():
                 block.edges[etype].data[name] = converted(pull.result())
+
+    def _submit_input(self, key: str, ids: Array) -> PendingPull:
+        out = self._columns.memory.rows(key, len(ids), self._store.column(key).info)
+        return self._store.submit_pull(key, ids, out=out, distinct=self._distinct, phase=FEATURE_PHASE)
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:

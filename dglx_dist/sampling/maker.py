@@ -212,7 +212,8 @@ class SamplerMaker(BatchMaker):
         targets = {ntype: torch.from_numpy(seeds.get(ntype, np.empty(0, np.int64))) for ntype in self._ntypes}
         input_nodes, output_nodes, blocks = self._sample(ids_by_type(targets), exclude)
         asked = time.perf_counter()
-        fetch = Fetch(self._store, self._columns)
+        # What a sampler of the user's lists may be repeated.
+        fetch = Fetch(self._store, self._columns, distinct=False)
         edges = [edges_of(block) for block in blocks] if self._columns.edges else []
         fetch.start(self._arrays(input_nodes), self._arrays(output_nodes), edges)
         fetch.finish(blocks, {})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dglx_dist.cluster.collectives import broadcast_json
+from dglx_dist.cluster.collectives import barrier, broadcast_json
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.neighbors import by_type, fanout_by_type
@@ -37,6 +37,7 @@ from dglx_dist.sampling.relational_remote import RemoteTypedSource
 from dglx_dist.sampling.relational_source import TypedDraws, TypedSource, WholeTypedSource
 from dglx_dist.sampling.relations import Schema
 from dglx_dist.sampling.remote import RemoteSource, csc_of, keyed_draw
+from dglx_dist.sampling.row_memory import RowMemory
 from dglx_dist.sampling.source import WholeSource
 from dglx_dist.sampling.weights import all_weights, check_every_type_has, shard_weights
 
@@ -55,7 +56,9 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
             that one of them holds.
         IndexError: an excluded edge does not exist.
     """
-    columns = find_columns(g, plan, Precision(options.feature_dtype, options.depth + _SPARE_BUFFERS))
+    alive = options.depth + _SPARE_BUFFERS
+    columns = find_columns(g, plan, Precision(options.feature_dtype, alive))
+    columns = replace(columns, memory=RowMemory(alive))
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
@@ -142,6 +145,8 @@ def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
     for etype in g.canonical_etypes:
         rule = Rule(draws.replace, draws.exclude.get(etype, np.empty(0, np.int64)))
         g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
+    # Whoever returns first may ask at once.
+    barrier(g.session, "opening a loader")
     return op
 
 
