@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph import DistEmbedding, DistGraph, optim
+from dglx_dist.records import StepShare
+from tests.graph.small import NUM_NODES
+from tests.helpers.ranks import run_ranks
+
+
+@pytest.fixture
+def graph(small_dataset: Path) -> Any:
+    with start_session(topology=Topology(0, 1, (0,)), seed=1):
+        yield DistGraph(small_dataset)
+
+
+def test_rows_come_in_the_order_of_the_ids_and_repeats_are_summed(graph: DistGraph) -> None:
+    embedding = DistEmbedding(NUM_NODES, 2, "e", dtype=torch.float64)
+    ids = torch.tensor([7, 3, 7, 39])
+    rows = embedding(ids)
+    assert torch.equal(rows, embedding.weight[ids])
+    assert rows.requires_grad
+    (rows * torch.tensor([[1.0], [2.0], [4.0], [8.0]])).sum().backward()
+    (gradient,) = embedding.take_gradients()
+    assert gradient.ids.tolist() == [3, 7, 39]
+    assert gradient.rows.tolist() == [[2.0, 2.0], [5.0, 5.0], [8.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    "ids", [[], [3, 1], np.array([3, 1], np.int32), slice(0, 40, 9), torch.zeros(40).bool()]
+)
+def test_any_index_of_a_tensor_will_do(graph: DistGraph, ids: Any) -> None:
+    embedding = DistEmbedding(NUM_NODES, 2, "e")
+    rows = embedding(ids)
+    assert torch.equal(rows.detach(), embedding.weight[ids])
+    rows.sum().backward()
+    (gradient,) = embedding.take_gradients()
+    assert len(gradient.ids) == len(rows)
+
+
+def test_what_is_not_stepped_leaves_nothing_behind(graph: DistGraph) -> None:
+    embedding = DistEmbedding(NUM_NODES, 2, "e")
+    with torch.no_grad():
+        assert not embedding([1]).requires_grad
+    rows = embedding([1, 2])
+    alive = weakref.ref(rows)
+    del rows
+    gc.collect()
+    assert alive() is None
+    assert embedding.take_gradients() == []
+    for _ in range(100):
+        embedding(range(NUM_NODES)).sum().backward()
+    kept = embedding.take_gradients()
+    assert sum(len(gradient.ids) for gradient in kept) <= 2 * NUM_NODES
+    total = torch.zeros(NUM_NODES, 2)
+    for gradient in kept:
+        total[gradient.ids] += torch.from_numpy(gradient.rows)
+    assert bool((total == 100.0).all())
+
+
+def test_zero_grad_between_forward_and_backward_is_harmless_and_after_backward_drops(
+    graph: DistGraph,
+) -> None:
+    embedding = DistEmbedding(
+        NUM_NODES, 2, "e", init_func=lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+    )
+    optimizer = optim.SparseSGD([embedding], lr=1.0)
+    loss = embedding([5]).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    assert embedding.weight[[5]].tolist() == [[-1.0, -1.0]]
+    embedding([5]).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.step()
+    assert embedding.weight[[5]].tolist() == [[-1.0, -1.0]]
+
+
+def test_backward_twice_adds_up_as_in_torch(graph: DistGraph) -> None:
+    embedding = DistEmbedding(
+        NUM_NODES, 2, "e", init_func=lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+    )
+    optimizer = optim.SparseSGD([embedding], lr=1.0)
+    loss = (embedding([5, 5]) * 0.5).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    assert embedding.weight[[5]].tolist() == [[-2.0, -2.0]]
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_rows_are_computed_in_float32_and_rounded_once(graph: DistGraph, dtype: torch.dtype) -> None:
+    short = DistEmbedding(NUM_NODES, 2, "short", dtype=dtype)
+    before = short.weight.to_local()
+    optimizer = optim.SparseAdagrad([short], lr=0.1)
+    rows = short([4, 9])
+    assert rows.dtype == torch.float32
+    (rows * 3.0).sum().backward()
+    optimizer.step()
+    assert short.optm_state[0].dtype == torch.float32
+    expected = before.clone()
+    expected[[4, 9]] = (before[[4, 9]].float() - 0.1 * 3.0 / (3.0 + 1e-10)).to(dtype)
+    after = short.weight.to_local()
+    assert torch.equal(after.view(torch.int16), expected.view(torch.int16))
+
+
+def test_embeddings_of_one_name_are_one(graph: DistGraph) -> None:
+    first = DistEmbedding(NUM_NODES, 2, "e")
+    first.weight[[3]] = torch.tensor([[5.0, 6.0]])
+    second = DistEmbedding(NUM_NODES, 2, "e")
+    assert second([3]).tolist() == [[5.0, 6.0]]
+    assert graph.ndata["e"].shape == (NUM_NODES, 2)
+    assert (second.name, second.num_embeddings, second.embedding_dim) == ("e", NUM_NODES, 2)
+
+
+def test_wrong_arguments_are_named(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="cannot train torch.int64 rows; use one of torch.float32"):
+        DistEmbedding(NUM_NODES, 2, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="no type has 39 rows"):
+        DistEmbedding(39, 2)
+    with pytest.raises(ConfigError, match="embedding_dim is 0"):
+        DistEmbedding(NUM_NODES, 0)
+    with pytest.raises(ConfigError, match=r"needs 160000\.000 GB for 40 rows .* are free; use a smaller"):
+        DistEmbedding(NUM_NODES, 10**12, "large")
+    assert "large" not in graph.ndata
+    embedding = DistEmbedding(NUM_NODES, 2, "e")
+    with pytest.raises(IndexError, match="id 40 at position 1"):
+        embedding([1, 40])
+    with pytest.raises(IndexError, match="float64 values"):
+        embedding([0.5])
+    with pytest.raises(ConfigError, match=r"params is a DistEmbedding; give a list"):
+        optim.SparseSGD(embedding, lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"params\[1\] is a Tensor; give DistEmbeddings"):
+        optim.SparseSGD([embedding, torch.ones(2)], lr=0.1)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="an embedding twice"):
+        optim.SparseSGD([embedding, DistEmbedding(NUM_NODES, 2, "e")], lr=0.1)
+    with pytest.raises(ConfigError, match="params has 0 embeddings"):
+        optim.SparseSGD([], lr=0.1)
+    for wrong in (
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"mode": "hogwild"},
+        {"staleness": -1},
+        {"reduction": "max"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            optim.SparseSGD([embedding], **{"lr": 0.1, **wrong})
+    with pytest.raises(ConfigError, match="betas"):
+        optim.SparseAdam([embedding], lr=0.1, betas=(0.9, 1.0))
+
+
+def test_the_gradient_counts_as_much_as_the_rank_has_targets(graph: DistGraph) -> None:
+    embedding = DistEmbedding(
+        NUM_NODES, 1, "e", init_func=lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+    )
+    optimizer = optim.SparseSGD([embedding], lr=1.0)
+    for share in (StepShare(num_local=1, num_global=4), StepShare(num_local=0, num_global=4)):
+        graph.session.step_share = share
+        # A mean over no targets is nan, and must not reach the rows.
+        (embedding([3]).sum() * (1.0 if share.num_local else float("nan"))).backward()
+    optimizer.step()
+    assert embedding.weight[[3]].tolist() == [[-0.25]]
+    summed = optim.SparseSGD([embedding], lr=1.0, reduction="sum")
+    graph.session.step_share = StepShare(num_local=1, num_global=4)
+    embedding([3]).sum().backward()
+    summed.step()
+    assert embedding.weight[[3]].tolist() == [[-1.25]]
+
+
+def first_values(folder: Path) -> list[Any]:
+    with start_session(seed=5):
+        g = DistGraph(folder)
+        embeddings = [
+            DistEmbedding(NUM_NODES, 3, "wide", dtype=torch.float64),
+            DistEmbedding(NUM_NODES, 3, "wide32"),
+            DistEmbedding(NUM_NODES, 3, "short", dtype=torch.bfloat16),
+        ]
+        values = [embedding.weight.to_local().double().tolist() for embedding in embeddings]
+        g.barrier()
+        return values
+
+
+def test_first_values_depend_on_the_seed_the_name_and_the_row_alone(small_dataset: Path) -> None:
+    alone = run_ranks(first_values, 1, args=(small_dataset,))[0]
+    for ranks, per_server in ((3, 3), (4, 2)):
+        for result in run_ranks(first_values, ranks, args=(small_dataset,), ranks_per_server=per_server):
+            assert result == alone
+    wide, other, _ = (torch.tensor(values) for values in alone)
+    assert not torch.equal(wide, other)
+    assert len(wide.unique()) == NUM_NODES * 3
+    assert bool((wide >= -1).all())
+    assert bool((wide < 1).all())
+    assert abs(float(wide.mean())) < 3 / 120**0.5
