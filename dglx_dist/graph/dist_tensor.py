@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+import copy
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster.collectives import barrier, gather_json
+from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import current_session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import Column, Shard
-from dglx_dist.graph.dtypes import column_info, numpy_view, tensor_view, torch_dtype
+from dglx_dist.graph.column import Column
+from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.owners import RowOwners
 from dglx_dist.graph.policy import PartitionPolicy
-from dglx_dist.graph.shared_rows import InitRows, shared_rows
+from dglx_dist.graph.shared_rows import InitRows
+from dglx_dist.graph.tensor_create import WantedTensor, agreed, create, wanted_tensor
+from dglx_dist.graph.tensor_files import load_rows, save_rows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -41,8 +45,11 @@ class DistTensor:
         name: On all ranks the same; None: nobody else can attach to it.
         init_func: (shape, dtype) of the own server's rows to their first values; zeros when None. Called on
             one rank of each server.
-        part_policy: ``g.get_node_partition_policy(ntype)`` or ``g.get_edge_partition_policy(etype)``.
-        persistent: Accepted as DGL has it; tensors live until :meth:`delete` or the end of the session.
+        part_policy: ``g.get_node_partition_policy(ntype)``, ``g.get_edge_partition_policy(etype)``, or
+            ``g.new_policy(name, rows)`` for rows that are neither.
+        persistent: As DGL has it, and of no effect: DGL frees a tensor with its object unless this is True,
+            which no rank can do alone. Here tensors live until :meth:`delete`, the end of a ``with`` block of
+            theirs, or the end of the session, and their memory is then free however the ranks end.
         is_gdata: Whether ``g.nodes[...].data`` shows it.
         attach: Whether an existing tensor of this name may be taken.
         graph: None: the graph opened last.
@@ -65,21 +72,25 @@ class DistTensor:
         *,
         graph: DistGraph | None = None,
     ) -> None:
-        shape = _whole_sizes(shape)
-        policy = part_policy or (graph or opened_graph()).policy_of_length(shape[0])
-        if shape[0] != policy.get_size():
-            raise ConfigError(
-                f"a tensor of {shape[0]} rows does not go with {policy.policy_str}, of which there are "
-                f"{policy.get_size()}"
-            )
-        self.part_policy = policy
+        store = part_policy.store if part_policy is not None else (graph or opened_graph()).kvstore
+        # Numbered before anything can go wrong on one rank alone.
+        self._name = f"unnamed-{store.next_number()}" if name is None else name
         self.persistent = persistent
-        self._name = f"unnamed-{policy.store.next_number()}" if name is None else name
-        self._key = policy.key(self._name) if is_gdata else policy.hidden_key(self._name)
-        if policy.store.has(self._key):
-            self._check_attach(shape, dtype, attach)
+        self._device = torch.device("cpu")
+        wanted: WantedTensor | None = None
+        problem = ""
+        try:
+            wanted = wanted_tensor(shape, dtype, self._name, part_policy or graph or opened_graph(), is_gdata)
+        except ConfigError as error:
+            if any(key.endswith(f"~{self._name}") for key in store.names()):
+                raise  # attaching is no affair of the other ranks
+            problem = str(error)
+        if wanted is None or not store.has(wanted.key):
+            wanted = agreed(store.session, wanted, problem)
+            create(wanted, init_func)
         else:
-            _create(policy, self._key, shape, dtype, init_func)
+            wanted.check_attach(self._name, store.column(wanted.key), attach)
+        self.part_policy, self._key = wanted.policy, wanted.key
 
     @property
     def name(self) -> str:
@@ -143,20 +154,30 @@ class DistTensor:
         """
         ids = as_ids(index, len(self), repr(self._name))
         rows = self.kvstore.pull(self._key, ids)
+        device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
-            rows = rows.to(index.device)
+            device = index.device
+        rows = rows.to(device)
         return rows[0] if isinstance(index, int | np.integer) else rows
 
     def __setitem__(self, index: Ids, values: Tensor) -> None:
-        """Overwrite rows and wait until their owners have them; of repeated ids the last value stays.
+        """Overwrite rows and wait until their owners have them; as :meth:`push`."""
+        self.push(index, values)
+
+    def push(self, index: Ids, values: Tensor, *, accumulate: bool = False, wait: bool = True) -> None:
+        """Overwrite rows, or add to them; any rank alone.
 
         Args:
-            index: As for reading.
+            index: As for reading. Of repeated ids the last value stays, or all are added.
             values: (K, *row), or what can be broadcast to it; a dtype that holds more is refused.
+            accumulate: Add to what is there; see :meth:`KVStore.push`.
+            wait: Until every later read of any rank sees it. Else :meth:`fence` or ``g.barrier()`` does.
 
         Raises:
             ConfigError: the tensor belongs to the dataset, or ``values`` does not fit.
             IndexError: an id is out of range.
+            PeerError: an owner is dead or silent.
+            RemoteError: an owner could not write.
         """
         ids = as_ids(index, len(self), repr(self._name))
         given = torch.as_tensor(values).detach().cpu()
@@ -169,7 +190,56 @@ class DistTensor:
             raise ConfigError(
                 f"{self._name!r} takes values of shape {shape} here, not {tuple(given.shape)}"
             ) from None
-        self.kvstore.push(self._key, ids, numpy_view(given.contiguous()))
+        rows = numpy_view(given.contiguous())
+        self.kvstore.push(self._key, ids, rows, accumulate=accumulate, wait=wait)
+
+    def fence(self, timeout_s: float | None = None) -> None:
+        """Wait for what this rank pushed with ``wait=False``; see :meth:`KVStore.fence`."""
+        self.kvstore.fence(timeout_s)
+
+    def __or__(self, other: DistTensor) -> DistTensor:
+        """Return a new tensor of the bitwise or of both, such as the union of two masks. Collective.
+
+        Raises:
+            ConfigError: on all ranks: they differ in shape, dtype or policy, or hold fractions.
+        """
+        if not isinstance(other, DistTensor):
+            return NotImplemented
+        return union(self, other)
+
+    def count_nonzero(self) -> int:
+        """Return how many values of the whole are not zero; any rank alone, few bytes."""
+        return self.kvstore.count_nonzero(self._key)
+
+    def to(self, device: torch.device | str | None = None) -> DistTensor:
+        """Return this tensor with reads that land on ``device``; the rows stay where they are."""
+        moved = copy.copy(self)
+        moved._device = torch.device("cpu" if device is None else device)
+        return moved
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tensor into a folder that all ranks see; collective. See :func:`save_rows`."""
+        save_rows(folder, self._name, self.part_policy, self._key)
+
+    def load(self, folder: str | Path, name: str | None = None) -> None:
+        """Fill the tensor from a folder, whatever number of ranks saved it; collective.
+
+        See :func:`load_rows`, also for what is refused; ``name``: which tensor there, when there are several.
+        """
+        load_rows(folder, name, self.part_policy, self._key)
+
+    def __enter__(self) -> DistTensor:
+        """Return itself; the end of the block frees the tensor, so every rank must come there."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.delete()
+        # Else the other ranks may never come to the end of the block: nobody is waited for.
+        elif self.kvstore.has(self._key):
+            self.kvstore.remove(self._key)
 
     def local_rows(self) -> Tensor:
         """Return the own server's rows, (n, *row); of a tensor in memory, the memory its ranks share."""
@@ -185,21 +255,39 @@ class DistTensor:
 
     def delete(self) -> None:
         """Free the tensor; every rank must call it, and no rank may use it afterwards."""
+        self.kvstore.fence()
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)
+
+    @property
+    def device(self) -> torch.device:
+        """Where reads land when the index does not say."""
+        return self._device
 
     @property
     def _column(self) -> Column:
         return self.kvstore.column(self._key)
 
-    def _check_attach(self, shape: tuple[int, ...], dtype: torch.dtype, attach: bool) -> None:
-        if not attach:
-            raise ConfigError(f"there is a tensor {self._name!r} already; choose another name")
-        if (self.shape, self.dtype) != (shape, dtype):
-            raise ConfigError(
-                f"the existing tensor {self._name!r} is {self.dtype} of shape {self.shape}, not {dtype} of "
-                f"shape {shape}; choose another name"
-            )
+
+def union(one: DistTensor, other: DistTensor) -> DistTensor:
+    """Return a new tensor of the bitwise or of both. Every rank must call it.
+
+    Raises:
+        ConfigError: on all ranks: they differ in shape, dtype or policy, or hold fractions.
+    """
+    facts = [(tensor.shape, tensor.dtype, tensor.part_policy.policy_str) for tensor in (one, other)]
+    if facts[0] != facts[1] or one.kvstore is not other.kvstore or one.dtype.is_floating_point:
+        raise ConfigError(
+            f"{one} | {other} with the policies {facts[0][2]} and {facts[1][2]} cannot be joined; give two "
+            "masks, or tensors of integers, of the same shape, dtype, policy and graph"
+        )
+    joined = DistTensor(one.shape, one.dtype, part_policy=one.part_policy)
+    topology = one.kvstore.session.topology
+    ids = np.arange(*RowOwners(one.part_policy.bounds, topology).range_of(topology.rank))
+    rows = one[ids] | other[ids]
+    one.kvstore.write_local(joined.kvstore_key, ids, numpy_view(rows))
+    barrier(one.kvstore.session, f"joining {one.name!r} and {other.name!r}")
+    return joined
 
 
 def opened_graph() -> DistGraph:
@@ -212,33 +300,3 @@ def opened_graph() -> DistGraph:
     if found is None:
         raise ConfigError("no graph is open; open a DistGraph first")
     return cast("DistGraph", found)
-
-
-def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(operator.index(size) for size in shape)
-    except TypeError:
-        raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
-    if not sizes or min(sizes) < 0:
-        raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
-    return sizes
-
-
-def _create(
-    policy: PartitionPolicy, key: str, shape: tuple[int, ...], dtype: torch.dtype, init: InitRows | None
-) -> None:
-    store, session = policy.store, policy.store.session
-    wanted = [key, list(shape), str(dtype)]
-    for rank, other in enumerate(gather_json(wanted, session)):
-        if other != wanted:
-            raise ConfigError(
-                f"rank {session.topology.rank} creates the tensor {wanted} while rank {rank} creates "
-                f"{other}; creating one is collective: all ranks must do it alike"
-            )
-    info = column_info(dtype, shape[1:])
-    file_name = f"{store.label}-tensor-{store.next_number()}"
-    rows = shared_rows(session, file_name, policy.get_part_size(), info, init)
-    first = int(policy.bounds[policy.part_id])
-    shard = Shard(first=first, rows=rows)
-    store.add_column(Column(name=key, info=info, bounds=policy.bounds, shards=(shard,), writable=True))
-    barrier(session, f"creating {key}")

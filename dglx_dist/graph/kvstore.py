@@ -15,6 +15,7 @@ from dglx_dist.cluster.collectives import barrier, gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import Column, PullHandler, shards_of
+from dglx_dist.graph.marks import Marks
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.pull import CacheCounts, PendingPull, Puller
@@ -47,6 +48,7 @@ class KVStore:
         self._puller = Puller(session, placement, self._pull_op)
         session.rpc.register(self._pull_op, self._serve_pull)
         self._pusher = Pusher(session, placement, self.column, label)
+        self._marks = Marks(session, placement, self.column, label)
         session.before_close.append(self.fence)
 
     def add(self, name: str, offsets: Array, shards: Mapping[int, Array], info: ColumnInfo) -> None:
@@ -100,6 +102,7 @@ class KVStore:
             self.session.before_close.remove(self.fence)
         self.session.rpc.unregister(self._pull_op)
         self._pusher.close()
+        self._marks.close()
 
     def column(self, name: str) -> Column:
         """Return what is known of a tensor.
@@ -279,6 +282,26 @@ class KVStore:
             self._columns[name] = replace(self.column(name), on_read=handler)
 
         self._agree(name, handler, "pull", change)
+
+    def nonzero(self, name: str) -> Array:
+        """Return the (n,) int64 ids of the rows of a one-dimensional tensor that are not zero, ascending.
+
+        Receives one bit for each row of the other servers. Not collective.
+
+        Raises:
+            ConfigError: there is no such tensor, or it has more dimensions.
+            PeerError: a server is dead or silent.
+        """
+        return self._marks.nonzero(name)
+
+    def count_nonzero(self, name: str) -> int:
+        """Return how many values of a tensor are not zero; 8 bytes from each other server. Not collective.
+
+        Raises:
+            ConfigError: there is no such tensor.
+            PeerError: a server is dead or silent.
+        """
+        return self._marks.count_nonzero(name)
 
     def _agree(self, name: str, handler: object, kind: str, change: Callable[[], None]) -> None:
         """Make a change on all ranks or on none, and return when it is made everywhere."""

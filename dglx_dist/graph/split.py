@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dglx_dist.cluster.session import current_session
@@ -99,6 +100,8 @@ def marked_ids(marked: Marked, count: int) -> Array:
         ConfigError: it is neither, or could be both, or ids repeat.
         IndexError: an id is out of range.
     """
+    if isinstance(marked, DistTensor) and marked.dtype == torch.bool and marked.shape == (count,):
+        return marked.kvstore.nonzero(marked.kvstore_key)
     values = marked.to_local().numpy() if isinstance(marked, DistTensor) else as_array(marked)
     if values.ndim != 1:
         raise ConfigError(f"the marked rows have shape {values.shape}; give a mask or ids of one dimension")
