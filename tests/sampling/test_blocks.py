@@ -4,10 +4,12 @@ import pytest
 import torch
 from dgl import nn as dgl_nn
 
-from dglx_dist.sampling.blocks import BlockBuilder
+from dglx_dist.sampling.blocks import BlockBuilder, TypedBlockBuilder
+from dglx_dist.sampling.relational_source import WholeTypedSource
 from dglx_dist.sampling.source import WholeSource
 from dglx_dist.sampling.workspace import Workspace
 from tests.sampling.graphs import ask_for, csc_from, random_csc
+from tests.sampling.shop import edges_in, shop_draws, typed_shop
 
 CONVOLUTIONS = {
     "sage_mean": lambda: dgl_nn.SAGEConv(4, 3, "mean"),
@@ -94,3 +96,59 @@ def test_blocks_move_and_copy_like_dgls() -> None:
     assert moved.idtype == torch.int32
     assert moved.edata[dgl.EID].tolist() == block.edata[dgl.EID].tolist()
     assert np.array_equal(moved.srcdata[dgl.NID].numpy(), block.srcdata[dgl.NID].numpy())
+
+
+TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
+
+
+def typed_blocks(seeds, dtype="int64"):
+    schema, cscs = typed_shop()
+    ask = shop_draws(schema, [4, 3], idtype=np.dtype(dtype)).ask(seeds, 0, {})
+    batch = WholeTypedSource(schema, cscs).sample(ask, {}, Workspace(80))
+    return schema, *TypedBlockBuilder(schema).blocks(batch)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("seeds", [TYPED_SEEDS, {"item": np.array([7])}, {}])
+def test_blocks_of_several_types_have_all_types_and_agree_with_dgls_own(seeds, dtype: str) -> None:
+    schema, nodes, blocks = typed_blocks(seeds, dtype)
+    assert list(nodes) == list(schema.ntypes) == blocks[0].srctypes == blocks[-1].dsttypes
+    assert blocks[0].canonical_etypes == list(schema.etypes)
+    assert [len(ids) for ids in nodes.values()] == [blocks[0].num_src_nodes(t) for t in schema.ntypes]
+    for block in blocks:
+        theirs = dgl.create_block(
+            {etype: block.edges(etype=etype) for etype in schema.etypes},
+            {ntype: block.num_src_nodes(ntype) for ntype in schema.ntypes},
+            {ntype: block.num_dst_nodes(ntype) for ntype in schema.ntypes},
+        )
+        assert block.is_block
+        assert block.idtype == getattr(torch, dtype)
+        for kind in ("sage", "gcn", "gat"):
+            mine, other = (hetero_outcome(kind, graph, block) for graph in (block, theirs))
+            torch.testing.assert_close(mine, other)
+    assert blocks[-1].dstnodes["user"].data[dgl.NID].tolist() == seeds.get("user", np.empty(0)).tolist()
+
+
+def hetero_outcome(kind, graph, sizes):
+    """Outputs and input gradients of a HeteroGraphConv over all edge types."""
+    torch.manual_seed(0)
+    convs = {
+        "sage": lambda: dgl_nn.SAGEConv(4, 3, "mean"),
+        "gcn": lambda: dgl_nn.GraphConv(4, 3, norm="right", allow_zero_in_degree=True),
+        "gat": lambda: dgl_nn.GATConv(4, 3, 2, allow_zero_in_degree=True),
+    }
+    conv = dgl_nn.HeteroGraphConv(
+        {etype: convs[kind]() for _, etype, _ in sizes.canonical_etypes}, aggregate="sum"
+    )
+    x = {ntype: torch.rand(sizes.num_src_nodes(ntype), 4, requires_grad=True) for ntype in sizes.srctypes}
+    out = conv(graph, x)
+    sum(rows.square().sum() for rows in out.values()).backward()
+    grads = {ntype: rows.grad for ntype, rows in x.items() if rows.grad is not None}
+    return {ntype: rows.detach() for ntype, rows in out.items()}, grads
+
+
+def test_moved_blocks_of_several_types_keep_their_ids() -> None:
+    schema, _, (outer, _) = typed_blocks(TYPED_SEEDS)
+    moved = outer.to("cpu").int()
+    for etype in schema.etypes:
+        assert edges_in(moved, etype) == edges_in(outer, etype)
