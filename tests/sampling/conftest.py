@@ -6,6 +6,7 @@ import pytest
 from dglx_dist.cluster.session import start_session
 from dglx_dist.graph import DistGraph
 from tests.sampling.rings import write_rings
+from tests.sampling.shop import write_shop
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +21,16 @@ def graph(rings: dict[int, Path]) -> Iterator[DistGraph]:
     """The rings in one part, in a session of one rank."""
     with start_session():
         yield DistGraph(rings[1])
+
+
+@pytest.fixture(scope="session")
+def shop_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shop, of several node and edge types, in one part."""
+    return write_shop(tmp_path_factory.mktemp("shop") / "1", 1)
+
+
+@pytest.fixture
+def shop_graph(shop_folder: Path) -> Iterator[DistGraph]:
+    """The shop in one part, in a session of one rank."""
+    with start_session():
+        yield DistGraph(shop_folder)

@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph import DistGraph
+from dglx_dist.sampling.weights import all_weights, check_every_type_has, shard_weights
+from tests.sampling.shop import BUYS, KNOWS
+
+
+def test_weights_are_those_of_the_column(shop_graph: DistGraph) -> None:
+    expected = shop_graph.edges[BUYS].data["weight"][torch.arange(shop_graph.num_edges(BUYS))].numpy()
+    assert all_weights(shop_graph, BUYS, "weight").tolist() == expected.tolist()
+    (shard,) = shard_weights(shop_graph, shop_graph.structure(BUYS), "weight").values()
+    assert shard.tolist() == expected.tolist()
+    assert shard.dtype == np.float32
+
+
+def test_edge_types_without_the_column_are_named(shop_graph: DistGraph) -> None:
+    check_every_type_has(shop_graph, "weight")
+    shop_graph.edges[KNOWS].data["odd"] = torch.ones(shop_graph.num_edges(KNOWS))
+    with pytest.raises(
+        ConfigError, match=r"'odd', and 5 of 6 edge types have no such column: \('user', 'buys'"
+    ):
+        check_every_type_has(shop_graph, "odd")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("negative", "finite weights of at least 0"), ("pair", "one number per edge")]
+)
+def test_what_is_no_weight_is_refused(graph: DistGraph, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        all_weights(graph, graph.canonical_etypes[0], name)
