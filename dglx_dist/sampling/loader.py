@@ -64,11 +64,11 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        read = read_options(options)
+        read, plan = read_options(options), read_sampler(sampler)
         pace = Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last))
         counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
         seeds = together(g.session, lambda: read_items(indices, counts, "node"), ConfigError)
-        self._maker = open_maker(g, sampler, read_sampler(sampler), read, seed_of(read, g.session))
+        self._maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
         super().__init__(g.session, seeds, pace, read)
 
     def _make(self, items: Mapping[str, Any], epoch: int) -> MiniBatch:
