@@ -89,6 +89,10 @@ def overview(manifest: Manifest) -> dict[str, object]:
     balance = quality.get("balance")
     if isinstance(balance, dict):
         found |= {f"balance {name} (max/mean)": f"{ratio:.4f}" for name, ratio in balance.items()}
+    trainers = quality.get("trainers")
+    if isinstance(trainers, dict):
+        found["trainers"] = f"{trainers['num_parts']}, edge cut {trainers['edge_cut']:.4f}"
+        found |= {f"balance {name} of trainers": f"{r:.4f}" for name, r in trainers["balance"].items()}
     found["bytes on disk"] = sum(info.num_bytes for info in manifest.files.values())
     return found
 

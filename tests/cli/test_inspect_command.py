@@ -60,6 +60,14 @@ def test_types_of_several_are_named() -> None:
     assert {"nodes user", "nodes film", "edges user.rates.film"} < shown.keys()
 
 
+def test_the_cut_for_trainers_has_figures_of_its_own() -> None:
+    trainers = {"num_parts": 4, "edge_cut": 0.5, "balance": {"train": 1.25}}
+    shown = overview(replace(TWO_PARTS, quality={**TWO_PARTS.quality, "trainers": trainers}))
+    assert shown["trainers"] == "4, edge cut 0.5000"
+    assert shown["balance train of trainers"] == "1.2500"
+    assert "trainers" not in overview(TWO_PARTS)
+
+
 def test_figures_that_the_dataset_lacks_are_left_out() -> None:
     assert part_columns(dict(TWO_PARTS.quality)) == {"nodes": [3, 3]}
     assert part_columns({}) == {}

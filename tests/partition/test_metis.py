@@ -1,6 +1,7 @@
 """Several constraints at once, unequal machines, and what METIS misses."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.partition import PARTITIONERS, PartitionOptions, measure
 from dglx_dist.partition.metis import Metis
+from dglx_dist.partition.weights import in_degrees
+from dglx_dist.records import RawGraph
 from tests.partition.graphs import AUTHORS_AND_PAPERS, communities, flat, homogeneous
 
 
@@ -143,3 +146,55 @@ def test_a_seed_beyond_31_bits_is_taken() -> None:
     graph = communities(num_nodes=400)
     parts = flat(PARTITIONERS.get("metis")(PartitionOptions()).assign(graph, 2, 2**40 + 5).part_of)
     assert set(parts) == {0, 1}
+
+
+AIFB = Path(__file__).parents[3] / "shared" / "data" / "aifb.npz"
+
+
+@pytest.mark.real_data
+@pytest.mark.skipif(not AIFB.exists(), reason="the real graphs are not on this machine")
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_types_and_degrees_of_a_graph_of_many_relations(num_parts: int) -> None:
+    from dglx_dist.datasets.load import load_dataset
+
+    graph = load_dataset(str(AIFB))
+    assert len(graph.edges) > 40
+    options = PartitionOptions(balance=("ntype", "degree"))
+    quality = measure(graph, Metis(options).assign(graph, num_parts, 0))
+    assert quality.missed == {}
+    # One node has so many in-edges that a part may exceed its share by them.
+    heaviest = in_degrees(graph).max() * num_parts / graph.total_edges
+    assert quality.balance["degree"] <= 1 + max(heaviest, 0.05) + 1e-9
+    assert quality.balance["degree"] < 1.2
+    assert quality.edge_cut < 0.75 * (num_parts - 1) / num_parts
+
+
+def bipartite() -> RawGraph:
+    """Four groups of 25 users who rate the 10 items of their group; two shops that sell nothing."""
+    rng = np.random.default_rng(0)
+    user = np.repeat(np.arange(100), 8)
+    item = user // 25 * 10 + rng.integers(0, 10, len(user))
+    return RawGraph(
+        name="ratings",
+        num_nodes={"user": 100, "item": 40, "shop": 2, "nobody": 0},
+        edges={
+            ("user", "rates", "item"): (user, item),
+            ("shop", "sells", "item"): (np.zeros(0, np.int64), np.zeros(0, np.int64)),
+        },
+    )
+
+
+@pytest.mark.parametrize("balance", [("ntype",), ("ntype", "degree"), ("ntype", "etype")])
+def test_a_bipartite_graph_is_cut_between_its_groups(balance: tuple[str, ...]) -> None:
+    graph = bipartite()
+    # Two shops over four parts: two parts have none.
+    assignment = Metis(PartitionOptions(balance=balance, tolerance=0.2)).assign(graph, 4, 1)
+    assert {ntype: len(parts) for ntype, parts in assignment.part_of.items()} == graph.num_nodes
+    assert np.bincount(assignment.part_of["user"], minlength=4).max() <= 30
+    assert np.bincount(assignment.part_of["item"], minlength=4).max() <= 12
+    quality = measure(graph, assignment)
+    assert quality.missed == {}
+    assert quality.edge_cut < 0.25
+    if balance[-1] != "ntype":
+        # 200 in-edges a part; an item has at most 36.
+        assert max(quality.num_edges) <= 240
