@@ -1,0 +1,191 @@
+"""Tensors saved by some ranks and loaded by others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.graph import DistGraph, DistTensor, tensor_files
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
+from dglx_dist.storage.row_files import read_index
+from dglx_dist.storage.writer import write_dataset
+from tests.graph.small import NUM_NODES, build
+from tests.helpers.ranks import run_ranks
+
+TABLE = torch.arange(3.0 * NUM_NODES).reshape(NUM_NODES, 3).to(torch.bfloat16)
+
+
+def save_all(dataset: Path, folder: Path) -> list[str]:
+    with start_session():
+        g = DistGraph(dataset)
+        tensor = g.new_tensor((NUM_NODES, 3), torch.bfloat16, "h")
+        if g.rank() == 0:
+            tensor.push(slice(None), TABLE, wait=False)
+        tensor.save(folder / "h")
+        relations = DistTensor((2,), torch.int64, "r", part_policy=g.new_policy("relations", 2))
+        relations[:] = torch.tensor([5, 6])
+        relations.save(folder / "r")
+        g.ndata["feat"].save(folder / "feat")
+        return sorted(os.listdir(folder))
+
+
+def load_all(dataset: Path, folder: Path) -> list[Any]:
+    with start_session():
+        g = DistGraph(dataset)
+        tensor = g.new_tensor((NUM_NODES, 3), torch.bfloat16, "another name")
+        tensor.load(folder / "h")
+        relations = DistTensor((2,), torch.int64, "r", part_policy=g.new_policy("relations again", 2))
+        relations.load(folder / "r", "r")
+        feat = g.new_tensor((NUM_NODES, 5), torch.float32, "copy")
+        feat.load(folder / "feat")
+        same = torch.equal(feat.to_local(), g.ndata["feat"].to_local())
+        said = []
+        try:
+            g.new_tensor((NUM_NODES, 3), torch.float32).load(folder / "h")
+        except StorageError as error:
+            said.append(str(error))
+        return [tensor.to_local().float().tolist(), relations.to_local().tolist(), same, said]
+
+
+@pytest.mark.parametrize(
+    ("writers", "readers"), [((3, 2), (1, None)), ((1, None), (3, 2)), ((2, 1), (2, None))]
+)
+def test_any_number_of_ranks_loads_what_another_saved(
+    small_dataset: Path, tmp_path: Path, writers: tuple[int, int], readers: tuple[int, int]
+) -> None:
+    args = (small_dataset, tmp_path)
+    for left in run_ranks(save_all, writers[0], args=args, ranks_per_server=writers[1]):
+        assert left == ["feat", "h", "r"]
+    files = read_index(tmp_path / "h").tensors["h"].files
+    assert len(files) == writers[0]
+    for table, relations, same, said in run_ranks(
+        load_all, readers[0], args=args, ranks_per_server=readers[1]
+    ):
+        assert table == TABLE.float().tolist()
+        assert relations == [5, 6]
+        assert same
+        (refused,) = said
+        assert "holds 'h' as bfloat16 of shape (40, 3), and the tensor to fill is float32" in refused
+
+
+def load_damaged(dataset: Path, folder: Path) -> list[str]:
+    with start_session():
+        g = DistGraph(dataset)
+        tensor = g.new_tensor((NUM_NODES, 3), torch.bfloat16, "h")
+        tensor[:] = 1
+        g.barrier()
+        said = []
+        if g.rank() == 0:
+            last = read_index(folder / "h").tensors["h"].files[-1]
+            path = folder / "h" / last.path
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 4
+            path.write_bytes(content)
+        g.barrier()
+        try:
+            tensor.load(folder / "h")
+        except StorageError as error:
+            said.append(str(error))
+        g.barrier()
+        return [*said, float(tensor.to_local().float().min()), float(tensor.to_local().float().max())]
+
+
+def test_a_flipped_byte_in_the_share_of_one_rank_is_an_error_on_all_and_changes_nothing(
+    small_dataset: Path, tmp_path: Path
+) -> None:
+    run_ranks(save_all, 2, args=(small_dataset, tmp_path), ranks_per_server=1)
+    first, second = run_ranks(load_damaged, 2, args=(small_dataset, tmp_path), ranks_per_server=1)
+    assert first[0].startswith("rank 1 on")
+    for said, *values in (first, second):
+        assert "is damaged" in said
+        assert values == [1.0, 1.0]
+
+
+@pytest.fixture
+def graph(small_dataset: Path) -> Any:
+    with start_session(topology=Topology(0, 1, (0,))):
+        yield DistGraph(small_dataset)
+
+
+def test_a_save_that_dies_half_way_leaves_the_one_before(
+    graph: DistGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = graph.new_tensor((NUM_NODES,), torch.int64, "h")
+    tensor.save(tmp_path / "h")
+    tensor[:] = 9
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_files, "write_index", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tensor.save(tmp_path / "h")
+    # As after a kill, what was half written is still there, under another name.
+    assert sorted(os.listdir(tmp_path)) == [".h.writing.partial", "h"]
+    tensor.load(tmp_path / "h")
+    assert tensor.count_nonzero() == 0
+    tensor[:] = 8
+    tensor.save(tmp_path / "h")
+    assert os.listdir(tmp_path) == ["h"]
+    tensor[:] = 0
+    tensor.load(tmp_path / "h")
+    assert tensor.to_local().tolist() == [8] * NUM_NODES
+
+
+def test_a_save_that_fails_leaves_nothing_half_written(graph: DistGraph, tmp_path: Path) -> None:
+    tensor = graph.new_tensor((NUM_NODES,), torch.int64, "h")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with pytest.raises(StorageError, match="holds something else than a saved tensor"):
+        tensor.save(tmp_path / "notes")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="holds something else"):
+        tensor.save(tmp_path / "file")
+    with pytest.raises(StorageError, match="cannot be written"):
+        tensor.save(tmp_path / "file" / "below")
+    assert sorted(os.listdir(tmp_path)) == ["file", "notes"]
+    assert os.listdir(tmp_path / "notes") == ["a.txt"]
+
+
+def test_rows_of_another_dataset_or_type_are_refused(graph: DistGraph, tmp_path: Path) -> None:
+    graph.new_tensor((NUM_NODES,), torch.int64, "h").save(tmp_path / "h")
+    part_of = {NODE_TYPE: (np.arange(NUM_NODES) % 3).astype(np.int32)}
+    other = Assignment(num_parts=3, part_of=part_of, method="hand", seed=0)
+    write_dataset(build(), other, tmp_path / "other")
+    elsewhere = DistGraph(tmp_path / "other")
+    with pytest.raises(StorageError, match=r"of the dataset .* rows are numbered otherwise there"):
+        elsewhere.new_tensor((NUM_NODES,), torch.int64, "h").load(tmp_path / "h")
+    own = DistTensor((NUM_NODES,), torch.int64, "own", part_policy=graph.new_policy("rows", NUM_NODES))
+    own.save(tmp_path / "own")
+    policy = graph.get_node_partition_policy(NODE_TYPE)
+    with pytest.raises(StorageError, match=r"of the policy 'own~rows', .* goes with 'node~_N'"):
+        DistTensor((NUM_NODES,), torch.int64, "x", part_policy=policy, graph=graph).load(tmp_path / "own")
+
+
+def test_what_cannot_be_loaded_is_named(graph: DistGraph, tmp_path: Path) -> None:
+    tensor = graph.new_tensor((NUM_NODES,), torch.int64, "h")
+    with pytest.raises(StorageError, match=r"has no index\.json: nothing was saved there"):
+        tensor.load(tmp_path / "nowhere")
+    tensor.save(tmp_path / "h")
+    with pytest.raises(StorageError, match=r"holds no tensor 'x' \(known: 'h'\)"):
+        tensor.load(tmp_path / "h", "x")
+    with pytest.raises(ConfigError, match="read-only"):
+        graph.ndata["label"].load(tmp_path / "h")
+
+
+def test_edges_are_saved_with_their_type(graph: DistGraph, tmp_path: Path) -> None:
+    weight = graph.edata["weight"]
+    weight.save(tmp_path / "w")
+    policy = graph.get_edge_partition_policy(EDGE_TYPE)
+    copy = DistTensor(weight.shape, weight.dtype, "copy", part_policy=policy)
+    copy.load(tmp_path / "w")
+    assert torch.equal(copy.to_local(), weight.to_local())
