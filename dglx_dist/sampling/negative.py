@@ -183,8 +183,9 @@ class InBatch(NegativeSampler):
 
     These depend on the batch, so they differ between numbers of ranks and batch sizes. The edges of a batch
     are put in a circle by keyed hash of their ids, and each takes the ends of the next k: its order in the
-    batch is of no matter. There are min(k, B - 1) for each of B edges; a single edge has none. An end may
-    equal the edge's own when another edge has it too.
+    batch is of no matter. There are min(k, B - 1) for each of B edges; a single edge has none, so keep k
+    below the smallest batch (``drop_last=True``) where the loss is a mean over pairs. An end may equal the
+    edge's own when another edge has it too.
 
     Raises:
         ConfigError: as for :class:`Uniform`, but ``k`` may be None: all others.

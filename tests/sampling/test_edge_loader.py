@@ -267,3 +267,80 @@ def test_edges_of_several_types(folders: dict[str, str], ranks: int, structure: 
     assert sorted(chain(*(result["buys"] for result in results))) == list(range(BUYING))
     assert sorted(chain(*(result["knows"] for result in results))) == list(range(KNOWING))
     assert sum(chain(*(result["steps"] for result in results))) == BUYING + KNOWING
+
+
+WRONG = {
+    "type": ({"likes": [1]}, {}, ConfigError, "'likes'"),
+    "range": ([240], {}, IndexError, "id 240 at position 0"),
+    "twice": ([3, 4, 3], {}, ConfigError, "have edge 3 more than once"),
+    "mode": ([3], {"exclude": "reverse"}, ConfigError, "exclude='reverse'"),
+    "missing": ([3], {"exclude": "reverse_id"}, ConfigError, "needs reverse_eids="),
+    "length": ([3], {"exclude": "reverse_id", "reverse_eids": EDGES[1:]}, ConfigError, "one per edge"),
+    "source ids": (
+        EDGES, {"exclude": "reverse_id", "reverse_eids": EDGES.roll(HALF)}, ConfigError, "ids change when",
+    ),
+    "k": ([3], {"negative_sampler": dgl_negative.Uniform(-2)}, ConfigError, "k=-2"),
+    "option": ([3], {"batchsize": 3}, ConfigError, "no option 'batchsize'"),
+    "sampler": ([3], {"sampler": "all"}, ConfigError, "str does not make blocks"),
+    "both": (
+        [3], {"exclude": "self", "sampler": as_edge_prediction_sampler(SAMPLER)}, ConfigError, "not to both",
+    ),
+    "labels": (
+        [3], {"sampler": as_edge_prediction_sampler(SAMPLER, prefetch_labels=["stars"])}, ConfigError, "stars",
+    ),
+}  # fmt: skip
+
+
+def wrong_in_rank(folder: str) -> dict[str, str]:
+    """Rank 1 makes each mistake while the others do well; nobody hangs."""
+    told = {}
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder)
+        for name, (eids, options, error, message) in WRONG.items():
+            if session.topology.rank == 1:
+                with pytest.raises(error, match=message):
+                    loader_of(g, eids=eids, **options)
+            else:
+                with pytest.raises(ConfigError, match=r"rank 1 on .*: ") as caught:
+                    loader_of(g, eids=[0])
+                told[name] = str(caught.value)
+        assert len(loader_of(g, eids=[session.topology.rank])) == 1
+    return told
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(folders: dict[str, str]) -> None:
+    told = run_ranks(wrong_in_rank, 2, args=(folders["ring"],))[0]
+    assert set(told) == set(WRONG)
+    assert "needs reverse_eids=" in told["missing"]
+
+
+def test_an_edge_type_without_reverse_ids_is_refused(shop: DistGraph) -> None:
+    reverse = {"knows": reverse_edge_ids(shop, KNOWS)}
+    with pytest.raises(ConfigError, match=r"reverse of \('user', 'buys', 'item'\)"):
+        loader_of(shop, eids={"buys": [1]}, exclude="reverse_id", reverse_eids=reverse)
+    with pytest.raises(ConfigError, match="several edge types"):
+        loader_of(shop, eids=[1])
+
+
+def test_wrappers_with_code_of_their_own_are_refused(g: DistGraph) -> None:
+    class Own(dgl.dataloading.EdgePredictionSampler):
+        def sample(self, g: Any, seed_edges: Any) -> Any:
+            return super().sample(g, seed_edges)
+
+    with pytest.raises(ConfigError, match="Own samples edges with code of its own"):
+        loader_of(g, sampler=Own(SAMPLER))
+
+
+def test_a_node_samplers_own_code_is_told_what_to_exclude(g: DistGraph) -> None:
+    class Every(NeighborSampler):
+        def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
+            frontier = g.sample_neighbors(seed_nodes, -1, exclude_edges=exclude_eids)
+            block = dgl.to_block(frontier, seed_nodes)
+            block.edata[dgl.EID] = frontier.edata[dgl.EID][block.edata[dgl.EID]]
+            return block.srcdata[dgl.NID], seed_nodes, [block]
+
+    total = 0
+    for _, pairs, (block,) in loader_of(g, sampler=Every([2]), exclude="self"):
+        assert not set(ids_of(pairs)) & set(ids_of(block))
+        total += block.num_edges()
+    assert total > 1000
