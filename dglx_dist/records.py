@@ -158,8 +158,18 @@ class EpochRecord:
     """Payload between ranks of one server."""
     bytes_outside: int
     """Payload between servers."""
+    cache_hits: int = 0
+    """Rows of other servers that lay in a cache of remote rows."""
+    cache_misses: int = 0
+    """Rows of cached tensors that had to be asked for."""
 
     @property
     def samples_per_second(self) -> float:
         """Targets trained on per second, over all ranks."""
         return self.num_samples / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """Hits among the remote rows of cached tensors; None without a cache, or without remote rows."""
+        asked = self.cache_hits + self.cache_misses
+        return self.cache_hits / asked if asked else None

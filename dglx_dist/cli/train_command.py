@@ -64,6 +64,18 @@ def train(  # noqa: PLR0913  # one argument per option
     structure: Annotated[
         str, typer.Option(rich_help_panel=_LOADER, help="auto, replicated on each server, or partitioned.")
     ] = "auto",
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            rich_help_panel=_LOADER,
+            help="Keep features of other servers on each: vip (what batches need most), degree or halo.",
+        ),
+    ] = None,
+    cache_alpha: Annotated[
+        float,
+        typer.Option(rich_help_panel=_LOADER, help="How many, as a fraction of the server's own nodes."),
+    ] = 0.2,
     depth: Annotated[int, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead.")] = 2,
     loader_threads: Annotated[
         int, typer.Option(rich_help_panel=_LOADER, help="Threads that make them; 0: the training loop.")
@@ -142,6 +154,8 @@ def train(  # noqa: PLR0913  # one argument per option
         resume=resume,
         structure=structure,  # type: ignore[arg-type]  # checked by DistGraph
         verify=verify,  # type: ignore[arg-type]  # checked by open_dataset
+        cache=cache,
+        cache_alpha=cache_alpha,
         depth=depth,
         loader_threads=loader_threads,
         timeout_s=timeout,

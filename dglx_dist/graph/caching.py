@@ -50,13 +50,7 @@ class CacheRequest:
 
     def check(self) -> None:
         """Raise ConfigError for a value that no graph could honour."""
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy={self.policy!r}; choose one of {', '.join(map(repr, POLICIES))}")
-        number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
-        if not number or not 0 <= self.alpha < math.inf:
-            raise ConfigError(
-                f"alpha={self.alpha!r}; give the budget as a fraction of the server's own rows, 0 or more"
-            )
+        check_budget(self.policy, self.alpha)
         if self.policy == "vip":
             self._check_vip()
         elif (self.seeds, self.fanouts, self.batch_size) != (None, None, None):
@@ -75,6 +69,17 @@ class CacheRequest:
             raise ConfigError(f"batch_size={self.batch_size!r}; give a number of seeds of at least 1")
         if not len(self.fanouts):
             raise ConfigError("fanouts is empty; give one per layer, input-most first, e.g. [25, 10]")
+
+
+def check_budget(policy: str, alpha: float) -> None:
+    """Raise ConfigError for an unknown policy, or a fraction that is none."""
+    if policy not in POLICIES:
+        raise ConfigError(f"policy={policy!r}; choose one of {', '.join(map(repr, POLICIES))}")
+    number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if not number or not 0 <= alpha < math.inf:
+        raise ConfigError(
+            f"alpha={alpha!r}; give the budget as a fraction of the server's own rows, 0 or more"
+        )
 
 
 def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
@@ -96,7 +101,8 @@ def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
         chosen,
         lambda ids: store.pull(column.name, ids, distinct=True, phase=PHASE),
     )
-    store.set_cache(column.name, cache if len(cache.rows) else None)
+    # Also where no row is worth it, so that all ranks agree on whether there is a cache.
+    store.set_cache(column.name, cache if request.alpha > 0 else None)
     expects = leads and request.policy == "vip"
     rates = gather_json(expected_hit_rate(scores, own, chosen) if expects else None, session)
     rate = rates[topology.ranks_of_server(topology.server)[0]]

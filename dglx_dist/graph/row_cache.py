@@ -74,7 +74,7 @@ def fill_cache(
     """
     leader = session.topology.ranks_of_server(session.topology.server)[0]
     count = int(gather_int64([len(ids)], session)[leader, 0])
-    num_slots, num_keys = table_sizes(count, num_ids)
+    num_slots, num_keys = table_sizes(count, num_ids) if count else (0, 0)
     rows = shared_rows(session, f"{file_name}.rows", count, info, lambda _shape, _dtype: pull(ids))
     keys = shared_rows(session, f"{file_name}.keys", num_keys, _IDS)
     slots = shared_rows(session, f"{file_name}.slots", num_slots, _SLOTS, _filled(ids, keys))

@@ -44,9 +44,16 @@ def summarise(facts: RunFacts, epochs: Sequence[EpochRecord]) -> dict[str, objec
         "samples_per_second": median(e.samples_per_second for e in warm) if warm else None,
         "bytes_inside": round(fmean(e.bytes_inside for e in warm)) if warm else 0,
         "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
+        **_cache_figures(warm),
         "peak_memory_bytes": facts.peak_memory_bytes,
         "phase_seconds": phase_seconds(warm),
     }
+
+
+def _cache_figures(epochs: Sequence[EpochRecord]) -> dict[str, object]:
+    """Return the hit rate over all of ``epochs``, or nothing when no row of a cached tensor was remote."""
+    hits, misses = sum(e.cache_hits for e in epochs), sum(e.cache_misses for e in epochs)
+    return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
 def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:

@@ -20,13 +20,16 @@ def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
     """Return one row per epoch: loss, accuracy, seconds, samples/s, the phases in seconds, and bytes.
 
     ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do
-    not add up to ``seconds``; ``wait`` is what of them was not hidden.
+    not add up to ``seconds``; ``wait`` is what of them was not hidden. Where a cache of remote rows was used,
+    ``hits`` is how much of them it had.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
-    for name in _EPOCH_COLUMNS:
+    epochs = list(epochs)
+    cached = any(record.cache_hit_rate is not None for record in epochs)
+    for name in (*_EPOCH_COLUMNS, *(["hits"] if cached else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for record in epochs:
-        table.add_row(*_epoch_cells(record))
+        table.add_row(*_epoch_cells(record), *([readable_percent(record.cache_hit_rate)] if cached else []))
     return table
 
 
@@ -70,7 +73,7 @@ def _cell(name: str, value: object) -> str:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    if name.endswith("accuracy"):
+    if name.endswith(("accuracy", "hit_rate")):
         return readable_percent(value)
     if "bytes" in name:
         return readable_bytes(value)

@@ -10,6 +10,7 @@ from typing import Literal
 from dglx_dist.errors import ConfigError
 from dglx_dist.training.kinds import check_kind
 
+_CACHE_POLICIES = ("vip", "degree", "halo")
 _NOT_OF_A_STRATEGY = ("strategy", "timeout", "seed", "backend")
 
 
@@ -45,6 +46,10 @@ class TrainPlan:
     resume: bool = False
     structure: Literal["auto", "replicated", "partitioned"] = "auto"
     verify: Literal["auto", "full", "never"] = "auto"
+    cache: str | None = None
+    """Policy by which each server keeps features of others; None: it keeps none."""
+    cache_alpha: float = 0.2
+    """How many, as a fraction of the server's own."""
     depth: int = 2
     loader_threads: int = 1
     timeout_s: float = 300.0
@@ -79,6 +84,8 @@ class TrainPlan:
                 self.patience is not None and self.eval_every == 0,
                 "at least 1 with --patience, which counts evaluations",
             ),
+            ("cache", self.cache not in (None, *_CACHE_POLICIES), "vip, degree or halo"),
+            ("cache-alpha", not 0 <= self.cache_alpha < math.inf, "at least 0"),
             ("depth", self.depth < 1, "at least 1"),
             ("loader-threads", self.loader_threads < 0, "at least 0"),
             ("checkpoint-every", self.checkpoint_every < 0, "at least 0"),

@@ -129,6 +129,8 @@ def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> tuple[WrappedM
         plan.heads,
         graph=g,
     )
+    if plan.cache is not None:
+        _cache_features(plan, g, plan.cache)
     keeps = plan.checkpoint_every > 0 or plan.resume
     config = FitConfig(
         epochs=plan.epochs,
@@ -151,6 +153,13 @@ def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> tuple[WrappedM
         depth=plan.depth,
         num_threads=plan.loader_threads,
     )
+
+
+def _cache_features(plan: TrainPlan, g: DistGraph, policy: str) -> None:
+    if policy == "vip":
+        g.cache_rows(FEATURE, alpha=plan.cache_alpha, fanouts=list(plan.fanouts), batch_size=plan.batch_size)
+    else:
+        g.cache_rows(FEATURE, alpha=plan.cache_alpha, policy=policy)
 
 
 def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import cross_entropy
 
+from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.pull import CacheCounts
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import WrappedModel
@@ -192,7 +194,9 @@ class _Run:
     def epoch(self, epoch: int, after_step: Callable[[], None]) -> EpochRecord:
         """Train, evaluate and save one epoch."""
         config = self._config
+        counted = self._g.kvstore.cache_counts()
         record = train_epoch(self._step, self._loader, self._session, epoch, after_step)
+        record = self._with_cache(record, self._g.kvstore.cache_counts() - counted)
         last = epoch + 1 == config.epochs
         if last or (config.eval_every and (epoch + 1) % config.eval_every == 0):
             record = self._evaluate(record)
@@ -201,6 +205,12 @@ class _Run:
         if config.checkpoint_folder is not None and (last or (epoch + 1) % config.checkpoint_every == 0):
             self._save(epoch + 1)
         return record
+
+    def _with_cache(self, record: EpochRecord, counts: CacheCounts) -> EpochRecord:
+        if not self._g.kvstore.has_cache:
+            return record
+        hits, misses = gather_int64([counts.hits, counts.misses], self._session).sum(axis=0).tolist()
+        return replace(record, cache_hits=hits, cache_misses=misses)
 
     def result(self) -> FitResult:
         """Return what was done."""

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from dglx_dist.report.summary import RunFacts, run_title, summarise
 from tests.report.records import epoch
 
@@ -39,3 +41,10 @@ def test_the_title_counts_ranks_and_servers() -> None:
     config = {"graph": "drawn", "model": "sage"}
     summary = {"strategy": "data_parallel", "ranks": 2, "servers": 1}
     assert run_title(summary, config) == "drawn: sage by data_parallel, 2 ranks on 1 server"
+
+
+def test_the_hit_rate_is_over_all_rows_of_the_epochs_that_count() -> None:
+    hits = [(0, 9), (3, 1), (1, 5)]
+    epochs = [replace(epoch(i), cache_hits=hit, cache_misses=miss) for i, (hit, miss) in enumerate(hits)]
+    assert summarise(FACTS, epochs)["cache_hit_rate"] == 0.4
+    assert "cache_hit_rate" not in summarise(FACTS, [epoch(0), epoch(1)])

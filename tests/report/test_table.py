@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -48,3 +49,12 @@ def test_parts_are_rows() -> None:
 def test_columns_of_two_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         parts_table({"nodes": [3, 4], "edges": [1]})
+
+
+def test_the_hit_rate_is_shown_only_where_there_was_a_cache() -> None:
+    cached = replace(epoch(1), cache_hits=3, cache_misses=1)
+    shown = text(epoch_table([epoch(0), cached]))
+    assert "hits" in shown
+    assert "75.0 %" in shown
+    assert "hits" not in text(epoch_table([epoch(0)]))
+    assert "25.0 %" in text(summary_table({"cache_hit_rate": 0.25}))

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.caching import POLICIES
 from dglx_dist.run.plan import TrainPlan
 
 
@@ -31,3 +32,12 @@ def test_what_cannot_run_is_refused_before_a_run_folder_is_touched(asked: dict[s
 
 def test_heads_matter_to_gat_only() -> None:
     assert TrainPlan(data="data", out="run", hidden=10, heads=4).heads == 4
+
+
+def test_the_cache_is_one_that_the_graph_knows() -> None:
+    for policy in POLICIES:
+        assert TrainPlan(data="d", out="o", cache=policy).cache == policy
+    with pytest.raises(ConfigError, match="--cache best must be vip, degree or halo"):
+        TrainPlan(data="d", out="o", cache="best")
+    with pytest.raises(ConfigError, match=r"--cache-alpha -0\.1 must be at least 0"):
+        TrainPlan(data="d", out="o", cache="vip", cache_alpha=-0.1)
