@@ -58,6 +58,11 @@ def test_pick_a_strategy(tmp_path: Path) -> None:
     assert accuracies(shown)[0] > 0.7
 
 
+def test_trainable_embeddings(tmp_path: Path) -> None:
+    first, second = accuracies(torchrun(tmp_path, "05_trainable_embeddings.py"))
+    assert first == second > 0.5
+
+
 def code_of(text: str) -> list[str]:
     """Lines of a script without its docstring and blank lines."""
     return [line for line in text.split('"""\n', 2)[-1].splitlines() if line.strip()]

@@ -18,6 +18,10 @@ from tests.graph.small import NUM_NODES
 from tests.helpers.ranks import run_ranks
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
 @pytest.fixture
 def graph(small_dataset: Path) -> Any:
     with start_session(topology=Topology(0, 1, (0,)), seed=1):
@@ -68,12 +72,10 @@ def test_what_is_not_stepped_leaves_nothing_behind(graph: DistGraph) -> None:
     assert bool((total == 100.0).all())
 
 
-def test_zero_grad_between_forward_and_backward_is_harmless_and_after_backward_drops(
+def test_zero_grad_before_backward_is_harmless_and_after_it_drops(
     graph: DistGraph,
 ) -> None:
-    embedding = DistEmbedding(
-        NUM_NODES, 2, "e", init_func=lambda shape, dtype: torch.zeros(shape, dtype=dtype)
-    )
+    embedding = DistEmbedding(NUM_NODES, 2, "e", init_func=zeros)
     optimizer = optim.SparseSGD([embedding], lr=1.0)
     loss = embedding([5]).sum()
     optimizer.zero_grad()
@@ -88,9 +90,7 @@ def test_zero_grad_between_forward_and_backward_is_harmless_and_after_backward_d
 
 
 def test_backward_twice_adds_up_as_in_torch(graph: DistGraph) -> None:
-    embedding = DistEmbedding(
-        NUM_NODES, 2, "e", init_func=lambda shape, dtype: torch.zeros(shape, dtype=dtype)
-    )
+    embedding = DistEmbedding(NUM_NODES, 2, "e", init_func=zeros)
     optimizer = optim.SparseSGD([embedding], lr=1.0)
     loss = (embedding([5, 5]) * 0.5).sum()
     loss.backward(retain_graph=True)
@@ -127,7 +127,7 @@ def test_embeddings_of_one_name_are_one(graph: DistGraph) -> None:
 
 
 def test_wrong_arguments_are_named(graph: DistGraph) -> None:
-    with pytest.raises(ConfigError, match="cannot train torch.int64 rows; use one of torch.float32"):
+    with pytest.raises(ConfigError, match=r"cannot train torch\.int64 rows; use one of torch\.float32"):
         DistEmbedding(NUM_NODES, 2, dtype=torch.int64)
     with pytest.raises(ConfigError, match="no type has 39 rows"):
         DistEmbedding(39, 2)
@@ -163,9 +163,7 @@ def test_wrong_arguments_are_named(graph: DistGraph) -> None:
 
 
 def test_the_gradient_counts_as_much_as_the_rank_has_targets(graph: DistGraph) -> None:
-    embedding = DistEmbedding(
-        NUM_NODES, 1, "e", init_func=lambda shape, dtype: torch.zeros(shape, dtype=dtype)
-    )
+    embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros)
     optimizer = optim.SparseSGD([embedding], lr=1.0)
     for share in (StepShare(num_local=1, num_global=4), StepShare(num_local=0, num_global=4)):
         graph.session.step_share = share

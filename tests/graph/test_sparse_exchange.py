@@ -1,0 +1,257 @@
+"""What ranks tell each other in a step: bytes, errors, who is missing, and how late updates may be."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.cluster.collectives import barrier
+from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.graph import DistEmbedding, DistGraph, optim
+from dglx_dist.graph.owners import RowOwners
+from dglx_dist.graph.sparse_exchange import PHASE
+from dglx_dist.records import StepShare
+from tests.graph.small import NUM_NODES
+from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
+from tests.helpers.ranks import run_ranks, start_ranks
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def whole(session: Session) -> StepShare:
+    """A share with which gradients are summed as they are."""
+    return StepShare(num_local=1, num_global=1)
+
+
+def count_bytes(folder: Path) -> tuple[list[tuple[int, int]], list[int]]:
+    with start_session() as session:
+        g = DistGraph(folder)
+        one = DistEmbedding(NUM_NODES, DIM, "one", dtype=torch.float64)
+        two = DistEmbedding(NUM_NODES, 5, "two", dtype=torch.bfloat16)
+        optimizer = optim.SparseSGD([one, two], lr=0.1)
+        rank, world = g.rank(), session.topology.world_size
+        session.step_share = whole(session)
+        before = session.ledger.snapshot()
+        # Rows 4 to 35 with repeats in and between the calls; the second embedding on rank 0 only.
+        ids = torch.tensor([4, 9, 9, 35, 20 + rank])
+        (one(ids).sum() + one(ids + 1).sum()).backward()
+        if rank == 0:
+            two(ids).sum().backward()
+        optimizer.step()
+        sent = {row.destination: row.num_bytes for row in session.ledger.since(before) if row.phase == PHASE}
+        owners = RowOwners(one.part_policy.bounds, session.topology)
+        distinct = np.unique(torch.cat([ids, ids + 1]).numpy())
+        rows = np.bincount(owners.rank_of(distinct), minlength=world)
+        short_rows = np.bincount(owners.rank_of(np.unique(ids.numpy())), minlength=world) * (rank == 0)
+        wanted = rows * (8 + DIM * 8) + short_rows * (8 + 5 * 4)
+        g.barrier()
+        others = [other for other in range(world) if other != rank]
+        return [(sent.get(other, 0), int(wanted[other])) for other in others], sorted(sent)
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), (3, 3)])
+def test_eight_bytes_and_one_row_for_each_distinct_row_of_another_rank(
+    small_dataset: Path, ranks: int, per_server: int
+) -> None:
+    for rank, (pairs, destinations) in enumerate(
+        run_ranks(count_bytes, ranks, args=(small_dataset,), ranks_per_server=per_server)
+    ):
+        assert all(sent == wanted for sent, wanted in pairs)
+        assert any(sent > 0 for sent, _ in pairs)
+        assert rank not in destinations
+
+
+def step_with_one_bad_rank(folder: Path) -> tuple[str, list[Any]]:
+    with start_session() as session:
+        g = DistGraph(folder)
+        embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros)
+        optimizer = optim.SparseSGD([embedding], lr=1.0)
+        if g.rank() == 0:
+            session.step_share = StepShare(num_local=1, num_global=2)
+        embedding([g.rank()]).sum().backward()
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        session.step_share = StepShare(num_local=1, num_global=2)
+        embedding([g.rank()]).sum().backward()
+        optimizer.step()
+        return str(caught.value), embedding.weight[[0, 1]].tolist()
+
+
+def test_an_error_on_one_rank_is_one_on_all_and_changes_nothing(small_dataset: Path) -> None:
+    (first, rows), (second, same_rows) = run_ranks(
+        step_with_one_bad_rank, 2, args=(small_dataset,), ranks_per_server=1
+    )
+    assert first.startswith("rank 1 on ")
+    assert "set session.step_share" in first
+    assert second.startswith("an embedding was called outside of a step")
+    assert rows == same_rows == [[-0.5], [-0.5]]
+
+
+def make_differently(folder: Path) -> str:
+    with start_session():
+        g = DistGraph(folder)
+        embedding = DistEmbedding(NUM_NODES, 1, "e")
+        with pytest.raises(ConfigError) as caught:
+            optim.SparseSGD([embedding], lr=1.0 + g.rank())
+        g.barrier()
+        return str(caught.value)
+
+
+def test_ranks_that_make_different_optimisers_are_told(small_dataset: Path) -> None:
+    for text in run_ranks(make_differently, 2, args=(small_dataset,)):
+        assert "build it alike on all ranks" in text
+
+
+def only_rank_0_steps(folder: Path) -> str:
+    with start_session(timeout_s=3.0) as session:
+        g = DistGraph(folder)
+        optimizer = optim.SparseSGD([DistEmbedding(NUM_NODES, 1, "e")], lr=1.0)
+        session.step_share = whole(session)
+        go_on = optimizer.step if g.rank() == 0 else partial(barrier, session, "somewhere else")
+        with pytest.raises(PeerError) as caught:
+            go_on()
+        return str(caught.value)
+
+
+def test_who_does_not_step_is_named_and_where_it_is(small_dataset: Path) -> None:
+    text, _ = run_ranks(only_rank_0_steps, 2, args=(small_dataset,))
+    assert "rank 1 on" in text
+    assert "every rank must call step()" in text
+    assert "somewhere else" in text
+
+
+def one_dies(folder: Path) -> None:
+    with start_session() as session:
+        g = DistGraph(folder)
+        optimizer = optim.SparseSGD([DistEmbedding(NUM_NODES, 1, "e")], lr=1.0)
+        session.step_share = whole(session)
+        g.barrier()
+        if g.rank() == 1:
+            os._exit(7)
+        optimizer.step()
+
+
+def test_a_dead_rank_ends_the_wait_and_is_named(small_dataset: Path) -> None:
+    # The session's time-out is 300 s, the test's 60.
+    first, second = start_ranks(one_dies, 2, args=(small_dataset,), timeout_s=60)
+    assert second.exitcode == 7
+    assert "PeerError" in first.error
+    assert "rank 1" in first.error
+
+
+class SlowOwner:
+    """Stands before an optimiser's handler and lets calls through when told to."""
+
+    def __init__(self, session: Session, optimizer: Any) -> None:
+        self.open = threading.Event()
+        self.handler = optimizer._exchange._receive
+        session.rpc.unregister(optimizer._exchange._op)
+        session.rpc.register(optimizer._exchange._op, self.handle)
+
+    def handle(self, name: str, arrays: Sequence[Any]) -> Sequence[Any]:
+        assert self.open.wait(60)
+        return self.handler(name, arrays)
+
+
+def push_to_a_slow_owner(folder: Path) -> Any:
+    with start_session() as session:
+        g = DistGraph(folder)
+        embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros)
+        optimizer = optim.SparseSGD([embedding], lr=1.0, mode="async", staleness=2)
+        session.step_share = whole(session)
+        last = NUM_NODES - 1  # of rank 1
+        if g.rank() == 1:
+            slow = SlowOwner(session, optimizer)
+            g.barrier()
+            barrier(session, "pulled")
+            barrier(session, "two steps done")
+            seen = float(embedding.weight.local_rows()[-1])
+            # Only when the pushing rank says that it waits.
+            while "pushes of" not in str(session.rpc.what_they_do([0], 5.0)[0]):
+                pass
+            slow.open.set()
+        else:
+            g.barrier()
+            # Pulled now: the owner's threads will all stand still.
+            losses = [embedding([last]).sum() for _ in range(3)]
+            barrier(session, "pulled")
+            for loss in losses[:2]:
+                loss.backward()
+                optimizer.step()
+            early = optimizer.staleness_report()
+            barrier(session, "two steps done")
+            losses[2].backward()
+            optimizer.step()
+            seen = (early.largest_lag, early.mean_lag, early.waits)
+        optimizer.flush()
+        report = optimizer.staleness_report()
+        rows = embedding.weight[[last]].tolist()
+        g.barrier()
+        return seen, (report.steps, report.largest_lag, report.waits), rows
+
+
+def test_late_updates_are_bounded_and_reported(small_dataset: Path) -> None:
+    pusher, owner = run_ranks(push_to_a_slow_owner, 2, args=(small_dataset,), ranks_per_server=1)
+    assert pusher == ((2, 1.5, 0), (3, 2, 1), [[-3.0]])
+    assert owner == (0.0, (0, 0, 0), [[-3.0]])
+
+
+def train_async(folder: Path, staleness: int) -> tuple[Any, ...]:
+    with start_session(seed=3) as session:
+        g = DistGraph(folder)
+        embed = embeddings(g, "sgd")
+        before = [e.weight.to_local().tolist() for e in embed]
+        optimizer = make_optimizer("sgd", embed, mode="async", staleness=staleness)
+        g.barrier()
+        train(g, embed, optimizer, range(STEPS))
+        optimizer.flush()
+        after = [e.weight.to_local().tolist() for e in embed]
+        g.barrier()
+        report = optimizer.staleness_report()
+        assert report.steps == STEPS
+        assert report.largest_lag <= staleness
+        assert len(batch(3, session.topology.rank, session.topology.world_size))
+        return before, after
+
+
+def test_async_without_staleness_on_one_rank_is_sync(small_dataset: Path) -> None:
+    ((before, after),) = run_ranks(train_async, 1, args=(small_dataset, 0))
+    reference = expected("sgd", [torch.tensor(rows, dtype=torch.float64) for rows in before], 1)
+    for mine, wanted in zip(after, reference, strict=True):
+        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), wanted, rtol=0, atol=1e-10)
+
+
+def converge_async(folder: Path) -> tuple[float, float]:
+    """Rows 0 to 39 are drawn to their own number; every rank sees all of them."""
+    with start_session(seed=3) as session:
+        g = DistGraph(folder)
+        world = session.topology.world_size
+        embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros)
+        optimizer = optim.SparseSGD([embedding], lr=0.3, mode="async", staleness=3)
+        session.step_share = StepShare(num_local=1, num_global=world)
+        wanted = torch.arange(NUM_NODES)[:, None].float()
+        for step in range(150):
+            ids = torch.arange((step + g.rank()) % 4, NUM_NODES, 4)
+            ((embedding(ids) - wanted[ids]) ** 2).sum().backward()
+            optimizer.step()
+        optimizer.flush()
+        error = float((embedding.weight.to_local() - wanted).abs().max())
+        g.barrier()
+        return error, optimizer.staleness_report().largest_lag
+
+
+def test_async_converges_within_the_bound(small_dataset: Path) -> None:
+    for error, lag in run_ranks(converge_async, 2, args=(small_dataset,), ranks_per_server=1):
+        assert error < 1e-3
+        assert lag <= 3
