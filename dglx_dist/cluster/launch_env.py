@@ -11,10 +11,10 @@ from dglx_dist.errors import ConfigError
 
 _ALLOCATOR = {
     # A fresh large tensor is otherwise mapped, page-faulted in and given back to the system at every step,
-    # which costs up to a third of a training step on CPUs.
+    # which costs up to a third of a training step on CPUs. allocator.keep_memory() does the same from within,
+    # which is later than the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
 }
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from dglx_dist.cluster.allocator import keep_memory
 from dglx_dist.cluster.auth import Credentials, make_credentials_keys
 from dglx_dist.cluster.client import PeerAddress
 from dglx_dist.cluster.failure import FailureWatch
@@ -205,7 +206,8 @@ def start_session(
     """Join the other ranks of the job and make the session the current one. Every rank must call it.
 
     Without torchrun it is a session of one rank, which touches no network. The process group is created
-    unless the caller has one already.
+    unless the caller has one already. In a process that torchrun started, glibc is told to keep freed memory
+    for the next step, unless the environment says something about the allocator.
 
     Args:
         strategy: Name of the strategy; only kept here.
@@ -226,6 +228,8 @@ def start_session(
     if not 0 < limit_s < float("inf"):
         raise ConfigError(f"timeout_s={limit_s} must be a number of seconds above 0")
     found = topology or read_topology()
+    if launched_by_torchrun() and not settings.allocator_set:
+        keep_memory()
     config = SessionConfig(strategy=strategy, options=options or {}, timeout_s=limit_s, seed=seed)
     if found.world_size == 1:
         parts = _alone(found, limit_s)

@@ -93,6 +93,8 @@ class Settings:
     """DGLX_RANKS_PER_SERVER."""
     omp_threads_set: bool = False
     """Whether OMP_NUM_THREADS is set at all."""
+    allocator_set: bool = False
+    """Whether the user chose how memory is allocated: any MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
 
 
 def launched_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
@@ -184,6 +186,10 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         curve=_flag(variables, "DGLX_CURVE"),
         ranks_per_server=per_server,
         omp_threads_set="OMP_NUM_THREADS" in variables,
+        allocator_set=any(
+            name.startswith("MALLOC_") or (name in ("GLIBC_TUNABLES", "LD_PRELOAD") and value)
+            for name, value in variables.items()
+        ),
     )
 
 

@@ -2,11 +2,14 @@
 
     python scripts/bench/distdgl.py --case small-model --work runs/bench-small --json small.json
 
-Two emulated machines (Linux namespaces, root needed) with one trainer and one core each are joined by a wire.
+Two emulated machines (Linux namespaces, root needed) with one trainer and one core each, joined by a wire.
 Stock DGL has a graph server and a trainer per machine, ours one rank; both are started by torchrun, in turn,
 ``--launches`` times for ``--epochs`` measured epochs after one that warms up. Epoch seconds are those of the
-slowest rank between two barriers; peak memory of a machine counts shared pages once. ``--allocator tuned`` gives both
-systems the settings that ``dglx train`` gives its ranks. Machines end with this script, however it ends.
+slowest rank between two barriers; peak memory of a machine counts shared pages once. Machines end with this
+script, however it ends.
+
+``--allocator unset`` leaves both systems as a user of torchrun finds them (ours then keeps freed memory),
+``glibc`` gives both the C library's defaults, ``tuned`` both the settings that ``dglx train`` gives its ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from peer.cases import CASES, prepare, quick
-from peer.launch import Launch, Plan, launch
+from peer.launch import Launch, Plan, allocators, launch
 from peer.machines import what_is_missing
 from peer.table import figures, text
 
@@ -33,7 +36,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--systems", default="", help="which, e.g. stock,ours; ddp: dense embeddings under DDP"
     )
-    parser.add_argument("--allocator", choices=("default", "tuned"), default="default")
+    parser.add_argument("--allocator", choices=sorted(allocators()), default="unset")
     parser.add_argument("--rate", help="most that a machine sends, as tc has it, e.g. 1gbit")
     parser.add_argument("--cache", type=float, default=0.0, help="ours: cache of the 1-hop halo, as alpha")
     parser.add_argument("--work", type=Path, help="keep the written graph here and take it from here")
@@ -52,7 +55,7 @@ def compare(options: argparse.Namespace, scratch: Path) -> list[Launch]:
         written=written,
         epochs=options.epochs + WARM_UP,
         rate=options.rate,
-        tuned=options.allocator == "tuned",
+        allocator=options.allocator,
         timeout_s=options.timeout,
         options={"cache": options.cache},
         scratch=scratch,

@@ -21,8 +21,8 @@ def test_cores_are_shared_and_memory_is_kept() -> None:
 
 
 def test_what_the_user_set_stays() -> None:
-    found = rank_environment(2, environment={"OMP_NUM_THREADS": "7", "MALLOC_TOP_PAD_": "5"})
-    assert (found["OMP_NUM_THREADS"], found["MALLOC_TOP_PAD_"]) == ("7", "5")
+    found = rank_environment(2, environment={"OMP_NUM_THREADS": "7", "MALLOC_MMAP_MAX_": "5"})
+    assert (found["OMP_NUM_THREADS"], found["MALLOC_MMAP_MAX_"]) == ("7", "5")
     assert "DGLX_RANKS_PER_SERVER" not in found
 
 

@@ -1,1 +1,1 @@
-"""What ``scripts/bench/distdgl.py`` is made of: emulated machines, the cases, and the ranks of each system."""
+"""The parts of ``scripts/bench/distdgl.py``: emulated machines, the cases, the ranks of each system."""

@@ -28,8 +28,8 @@ class Plan:
     written: Written
     epochs: int
     rate: str | None
-    tuned: bool
-    """Whether glibc's allocator is told to keep its memory, as ``dglx train`` does."""
+    allocator: str
+    """A key of ``allocators()``."""
     timeout_s: float
     options: Mapping[str, Any]
     """For our ranks alone."""
@@ -71,6 +71,17 @@ def launch(system: str, plan: Plan, number: int) -> Launch:
         machine_bytes=[machine.memory.machine for machine in machines],
         process_bytes=[machine.memory.of_process for machine in machines],
     )
+
+
+def allocators() -> dict[str, Mapping[str, str]]:
+    """Return the environment of each choice of allocator, the same for all systems."""
+    return {
+        # Nothing set: our ranks then tell glibc to keep memory, as for every user of torchrun.
+        "unset": {},
+        # glibc's own defaults, said so that our ranks leave them alone.
+        "glibc": {"MALLOC_PERTURB_": "0"},
+        "tuned": rank_environment(1, environment={}),
+    }
 
 
 def _start_stock(
@@ -137,8 +148,10 @@ def _torchrun(
     meeting = ["--master-addr", machines[0].address, "--master-port", str(_PORT)]
     return [
         machine.start(
-            [*launcher, "--node-rank", str(number), "--nproc-per-node", "1", *meeting, *command]
-            + ["--out", str(folder / f"rank{number}.json")],
+            [
+                *(*launcher, "--node-rank", str(number), "--nproc-per-node", "1", *meeting, *command),
+                *("--out", str(folder / f"rank{number}.json")),
+            ],
             environment,
             FOLDER,
             logs[number],
@@ -150,10 +163,9 @@ def _torchrun(
 def _environment(plan: Plan) -> dict[str, str]:
     """Return what both systems run under; this process's own settings of the same things are left out."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_PEER_VARIABLES)}
-    allocator = rank_environment(1, environment={}) if plan.tuned else {}
     return {
         **inherited,
-        **allocator,
+        **allocators()[plan.allocator],
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": DEVICE,

@@ -18,10 +18,8 @@ from types import TracebackType
 
 DEVICE = "eth0"
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "taskset")
-_HOLD = (
-    "mount --make-rprivate / && mount -t tmpfs -o mode=1777 tmpfs /dev/shm && ip link set lo up "
-    "&& echo ready && read forever"
-)
+_NAMESPACES = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+_PRIVATE = "mount --make-rprivate / && mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
 
 
 def what_is_missing(rate: str | None = None) -> str | None:
@@ -32,11 +30,10 @@ def what_is_missing(rate: str | None = None) -> str | None:
     if os.geteuid() != 0:
         return "namespaces and network devices need root"
     tried = subprocess.run(
-        ["unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--mount-proc", "sh", "-c",
-         "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && ip link add veth0 type veth peer name veth1"],
+        [*_NAMESPACES, "sh", "-c", f"{_PRIVATE} && ip link add veth0 type veth peer name veth1"],
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     return f"namespaces or veth pairs are refused: {tried.stderr.strip()}" if tried.returncode else None
 
 
@@ -58,9 +55,9 @@ class Machine:
         cores = sorted(os.sched_getaffinity(0))
         self.core = cores[number % len(cores)]
         self.memory = Memory()
-        command = ["unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        hold = f"{_PRIVATE} && ip link set lo up && echo ready && read forever"
         self._holder = subprocess.Popen(
-            [*command, "sh", "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*_NAMESPACES, "sh", "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         if self._holder.stdout is None or self._holder.stdout.readline() != "ready\n":
             raise SystemExit("the namespaces of a machine could not be made; the reason stands above")
@@ -162,6 +159,19 @@ def bytes_sent() -> int:
         if name.strip() == DEVICE:
             return int(numbers.split()[8])
     return 0
+
+
+def machine_seconds() -> float:
+    """Return the processor time of all processes that now run on the machine of the calling process."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # Fields after the name, which may hold anything and ends with the last parenthesis.
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_resident() -> int:

@@ -14,8 +14,8 @@ Row = dict[str, Any]
 def figures(system: str, launches: Sequence[Launch], warm_up: int) -> Row:
     """Return the medians of ``system`` over all epochs of all its launches but the first of each launch.
 
-    Seconds of an epoch are those of the slowest rank; rows and bytes are sums over ranks; parts are means over
-    ranks.
+    Seconds of an epoch are those of the slowest rank; rows and bytes are sums over ranks; parts and processor
+    seconds (of the whole machine, servers and launchers included) are means over ranks.
     """
     mine = [launch for launch in launches if launch.system == system]
     epochs = [

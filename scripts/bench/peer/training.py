@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from peer.cases import Case
-from peer.machines import bytes_sent, peak_resident
+from peer.machines import bytes_sent, machine_seconds, peak_resident
 
 
 class Sage(nn.Module):
@@ -68,14 +68,12 @@ class Report:
         """Measure one epoch between two barriers of all ranks."""
         clock = Clock()
         barrier()
-        sent, begin, busy = bytes_sent(), time.perf_counter(), time.process_time()
+        sent, begin, busy = bytes_sent(), time.perf_counter(), machine_seconds()
         yield clock
-        working = time.perf_counter() - begin
         barrier()
         row = {
             "seconds": time.perf_counter() - begin,
-            "working": working,
-            "cpu": time.process_time() - busy,
+            "cpu": machine_seconds() - busy,
             "wire_bytes": bytes_sent() - sent,
         }
         self._epochs.append({**row, "parts": clock.seconds, **clock.counts})
