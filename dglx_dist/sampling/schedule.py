@@ -1,16 +1,10 @@
-"""Which seeds come in which step: pure functions of the seed, the epoch and the ids."""
+"""How many seeds come in which step: pure arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from dglx_dist.records import Array, StepShare
-from dglx_dist.sampling.rng import hash_ids, stream_key
-
-_SHUFFLE = -1
-"""The hop number under which the order of an epoch is drawn; real hops start at 0."""
+from dglx_dist.records import StepShare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +50,3 @@ class Schedule:
 
     def _size(self, count: int, step: int) -> int:
         return min(max(self._used(count) - step * self.batch_size, 0), self.batch_size)
-
-
-def epoch_order(ids: Array, *, shuffle: bool, seed: int, epoch: int) -> Array:
-    """Return ``ids`` ((K,) int64) in the order of ``epoch``: sorted by keyed hash, or as given."""
-    if not shuffle:
-        return ids
-    return ids[np.argsort(hash_ids(ids, stream_key(seed, epoch, _SHUFFLE)), kind="stable")]

@@ -286,7 +286,7 @@ WRONG = {
         [3], {"exclude": "self", "sampler": as_edge_prediction_sampler(SAMPLER)}, ConfigError, "not to both",
     ),
     "labels": (
-        [3], {"sampler": as_edge_prediction_sampler(SAMPLER, prefetch_labels=["stars"])}, ConfigError, "stars",
+        [3], {"sampler": as_edge_prediction_sampler(SAMPLER, prefetch_labels=["star"])}, ConfigError, "star",
     ),
 }  # fmt: skip
 

@@ -3,7 +3,6 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.sampling.items import Items, read_items
-from dglx_dist.sampling.schedule import epoch_order
 
 NONE = np.empty(0, np.int64)
 
@@ -21,13 +20,18 @@ def test_the_list_is_the_types_one_after_another() -> None:
     assert {key: ids.tolist() for key, ids in items.take(np.array([3])).items()} == {"a": [], "b": [5]}
 
 
-def test_one_type_has_the_order_it_always_had() -> None:
-    ids = np.arange(50) * 3
-    items = Items(ids={"a": ids})
-    order = items.order(shuffle=True, seed=4, epoch=2)
-    expected = epoch_order(ids, shuffle=True, seed=4, epoch=2)
-    assert items.take(order)["a"].tolist() == expected.tolist()
-    assert items.take(NONE)["a"].tolist() == []
+def test_order_is_a_permutation_keyed_by_epoch_and_ids() -> None:
+    ids = np.arange(100, 200)
+
+    def order(ids: np.ndarray, epoch: int) -> list[int]:
+        items = Items(ids={"a": ids})
+        return items.take(items.order(shuffle=True, seed=1, epoch=epoch))["a"].tolist()
+
+    first = order(ids, 0)
+    assert sorted(first) == ids.tolist() != first
+    assert order(ids, 1) != first
+    assert order(ids[::-1], 0) == first
+    assert Items(ids={"a": ids}).take(NONE)["a"].tolist() == []
 
 
 def test_equal_ids_of_two_types_do_not_stand_together() -> None:

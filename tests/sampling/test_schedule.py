@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.records import StepShare
-from dglx_dist.sampling.schedule import Schedule, epoch_order
+from dglx_dist.sampling.schedule import Schedule
 
 COUNTS = (5, 2, 0)
 
@@ -40,13 +40,3 @@ def test_slices_cover_the_targets_once(rank: int, drop_last: bool) -> None:
 
 def test_no_seeds_anywhere_no_steps() -> None:
     assert Schedule(batch_size=2, drop_last=False, counts=(0, 0), rank=0).num_steps == 0
-
-
-def test_order_is_a_permutation_keyed_by_epoch_and_ids() -> None:
-    ids = np.arange(100, 200)
-    first = epoch_order(ids, shuffle=True, seed=1, epoch=0)
-    assert sorted(first.tolist()) == ids.tolist()
-    assert first.tolist() != ids.tolist()
-    assert epoch_order(ids, shuffle=True, seed=1, epoch=1).tolist() != first.tolist()
-    assert epoch_order(ids[::-1], shuffle=True, seed=1, epoch=0).tolist() == first.tolist()
-    assert epoch_order(ids, shuffle=False, seed=1, epoch=3).tolist() == ids.tolist()

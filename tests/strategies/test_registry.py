@@ -1,8 +1,10 @@
+from typing import Any
+
 import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.base import check_options
+from dglx_dist.strategies.base import Strategy, check_options
 from dglx_dist.strategies.data_parallel import DataParallel
 
 
@@ -43,3 +45,13 @@ def test_options_are_checked_by_type() -> None:
 def test_bucket_bytes_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="bucket_bytes=0"):
         DataParallel(None, {"bucket_bytes": 0})  # type: ignore[arg-type]
+
+
+def test_a_strategy_that_knows_nodes_only_says_so() -> None:
+    class NodesOnly(Strategy):
+        def __init__(self, session: Any, options: Any) -> None: ...
+        def loader(self, g: Any, indices: Any, sampler: Any, **loader_options: Any) -> Any: ...
+        def wrap(self, model: Any, g: Any, reduction: Any = "mean") -> Any: ...
+
+    with pytest.raises(ConfigError, match="NodesOnly trains on nodes, not on batches of edges"):
+        NodesOnly(None, {}).edge_loader(None, [], None)  # type: ignore[arg-type]
