@@ -7,7 +7,7 @@ from numba import njit
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
-from dglx_dist.graph.gather import gather_rows, scatter_rows
+from dglx_dist.graph.gather import gather_rows, scatter_rows, take_rows
 from dglx_dist.graph.remote_plan import RemotePlan
 from dglx_dist.records import Array, ColumnInfo
 
@@ -25,7 +25,7 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
     """Return one row per slot of ``plan``: the sum of the rows at its positions, in the order given.
 
     Args:
-        rows: (K, *row) in ``info``'s dtype; bfloat16 as uint16.
+        rows: (K, *row) in ``info``'s dtype, C-contiguous; bfloat16 as uint16.
         plan: Over the K ids that the rows are for.
         info: Dtype and row shape.
 
@@ -34,7 +34,7 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
     """
     shape = (len(plan.ids), *rows.shape[1:])
     if len(plan.positions) == len(plan.ids):
-        return np.ascontiguousarray(rows[plan.positions])  # nothing repeats
+        return take_rows(rows, plan.positions)  # nothing repeats
     given = _widened(rows, info)
     sums = np.empty(shape, given.dtype)
     if sums.size:

@@ -53,6 +53,13 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     _gather(source_words, first, ids, out_words)
 
 
+def take_rows(source: Array, places: Array) -> Array:
+    """Copy the rows of a C-contiguous ``source`` at ``places`` ((K,) int64); faster than indexing."""
+    out = np.empty((len(places), *source.shape[1:]), source.dtype)
+    gather_rows(source, 0, places, out)
+    return out
+
+
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row ``target`` has.
 

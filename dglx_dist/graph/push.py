@@ -16,7 +16,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.add_rows import add_rows, check_summable, sum_repeated
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.dtypes import tensor_view
-from dglx_dist.graph.gather import first_outside
+from dglx_dist.graph.gather import first_outside, take_rows
 from dglx_dist.graph.ids import to_tensor
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.graph.placement import Placement
@@ -137,7 +137,14 @@ class Pusher:
         plan = plan_remote(ids, column.bounds, self._placement.topology.server)
         last_places = plan.positions[plan.starts[1:] - 1]
         sends = [
-            self._send(call, self._write, column, plan.ids, rows[last_places[call.first : call.last]], order)
+            self._send(
+                call,
+                self._write,
+                column,
+                plan.ids,
+                take_rows(rows, last_places[call.first : call.last]),
+                order,
+            )
             for call in requests_of(plan, self._placement, _ids_per_request(column))
         ]
         column.write(ids, rows)
@@ -154,7 +161,7 @@ class Pusher:
         else:
             owner = np.searchsorted(starts, ids, side="right") - 1
             by_owner = np.argsort(owner, kind="stable")
-            values, sorted_ids = rows[by_owner], ids[by_owner]
+            values, sorted_ids = take_rows(rows, by_owner), ids[by_owner]
             cuts = np.searchsorted(owner[by_owner], np.arange(len(starts)))
         op = self._handle if column.name in self._handlers else self._add
         step = _ids_per_request(column)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.gather import as_words, first_outside, gather_rows, scatter_rows, spread_rows
+from dglx_dist.graph.gather import as_words, first_outside, gather_rows, scatter_rows, spread_rows, take_rows
 
 ROWS = [
     ("float32", (100,)),
@@ -69,3 +69,10 @@ def test_rows_without_columns_and_no_ids_are_nothing_to_do() -> None:
 @pytest.mark.parametrize(("ids", "position"), [([], -1), ([0, 4], -1), ([0, 5, 9], 1), ([2, 1, -1], 2)])
 def test_the_first_id_out_of_range_is_found(ids: list[int], position: int) -> None:
     assert first_outside(np.array(ids, dtype=np.int64), 5) == position
+
+
+@pytest.mark.parametrize(("dtype", "shape"), ROWS)
+def test_taken_rows_are_those_that_indexing_gives(dtype: str, shape: tuple[int, ...]) -> None:
+    source, places = rows(9, dtype, shape), np.array([8, 0, 3, 3])
+    assert take_rows(source, places).tobytes() == source[places].tobytes()
+    assert take_rows(source, places[:0]).shape == (0, *shape)
