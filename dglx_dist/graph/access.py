@@ -6,6 +6,7 @@ Pure functions of CSC shards; ids are global, in [0, N) of their node type.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -46,14 +47,18 @@ def access_probability(
 ) -> dict[str, Array]:
     """Return the probability that a batch of a rank needs each node as an input (SALIENT++, section 3.2).
 
-    A seed is in a batch with p_0 = batch size / number of seeds. A node u in the frontier draws k of its
-    deg(u) in-edges, so that hop h reaches v with
+    A seed is in a batch with p_0 = batch size / number of seeds, and a node u that is there draws k of its
+    deg(u) in-edges at each hop from then on, as in DGL's blocks. An edge v -> u is missed by the hops 1 to h
+    with
 
-        p_h(v) = 1 - prod over edges v -> u of (1 - min(1, k / deg(u)) q_{h-1}(u)),
+        m_h(v -> u) = 1 - q_{h-1}(u) + sum over j < h of (q_j - q_{j-1})(u) * (1 - min(1, k / deg(u)))^(h-j)
 
-    taken as independent events. The frontier q_{h-1} is all nodes seen before hop h, the seeds included, as
-    in DGL's blocks: q_h = 1 - (1 - q_{h-1}) (1 - p_h), q_0 = p_0. Edges of all types that end in v's out-
-    neighbours count. O(edges) per hop.
+    (k may differ from hop to hop), and v is there after hop h with
+
+        q_h(v) = 1 - (1 - p_0(v)) * product over the edges v -> u of m_h(v -> u),
+
+    edges, of all types, being taken as independent. For the nodes that join at the hop before, this is the
+    paper's p_h(v) = 1 - prod (1 - min(1, k / deg(u)) p_{h-1}(u)). O(edges) per hop.
 
     Args:
         shards: Edge type to its whole structure.
@@ -66,23 +71,34 @@ def access_probability(
         Node type to (N,) float64 in [0, 1].
     """
     total = sum(len(ids) for ids in seeds.values())
-    seen = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
+    first = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
     for ntype, ids in seeds.items():
-        seen[ntype][ids] = min(1.0, batch_size / total) if total else 0.0
+        first[ntype][ids] = min(1.0, batch_size / total) if total else 0.0
+    seen, joined = first, first
+    undrawn = {etype: np.zeros(num_nodes[etype[2]]) for etype in shards}
     for hop in reversed(fanouts):
         log_missed = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
         for etype, shard in shards.items():
+            source, _, destination = etype
+            frontier = _Frontier(seen[destination], joined[destination], undrawn[etype])
             _add_log_missed(
-                shard.indptr,
-                shard.indices,
-                shard.first_node,
-                seen[etype[2]],
-                hop[etype],
-                log_missed[etype[0]],
+                shard.indptr, shard.indices, shard.first_node, frontier, hop[etype], log_missed[source]
             )
-        for ntype, missed in log_missed.items():
-            seen[ntype] = 1.0 - (1.0 - seen[ntype]) * np.exp(missed)
+        now = {ntype: 1.0 - (1.0 - first[ntype]) * np.exp(missed) for ntype, missed in log_missed.items()}
+        joined = {ntype: now[ntype] - seen[ntype] for ntype in now}
+        seen = now
     return seen
+
+
+class _Frontier(NamedTuple):
+    """The destinations of an edge type before a hop, each (N,) float64."""
+
+    seen: Array
+    """Probability to be there."""
+    joined: Array
+    """Probability to have come with the hop before."""
+    undrawn: Array
+    """Probability to be there for longer, with one given in-edge not drawn so far; updated by the hop."""
 
 
 def most_wanted(scores: Array, own: tuple[int, int], budget: int) -> Array:
@@ -121,14 +137,17 @@ def _count(sources: Array, counts: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _add_log_missed(
-    indptr: Array, indices: Array, first_node: int, frontier: Array, fanout: int, log_missed: Array
+    indptr: Array, indices: Array, first_node: int, frontier: _Frontier, fanout: int, log_missed: Array
 ) -> None:
-    """Add to ``log_missed[v]`` the logarithm of the probability that no edge of v is drawn."""
+    """Add to ``log_missed[v]`` the logarithm of the probability that no edge of v was drawn so far."""
     for row in range(len(indptr) - 1):
-        probability = frontier[first_node + row]
+        node = first_node + row
         degree = indptr[row + 1] - indptr[row]
-        if probability > 0 and degree > 0 and fanout != 0:
+        if frontier.seen[node] > 0 and degree > 0:
             share = 1.0 if fanout < 0 or fanout >= degree else fanout / degree
-            log = np.log1p(-share * probability)
+            frontier.undrawn[node] = (frontier.undrawn[node] + frontier.joined[node]) * (1.0 - share)
+            # Rounding may leave a hair below 0.
+            missed = max(0.0, 1.0 - frontier.seen[node] + frontier.undrawn[node])
+            log = np.log(missed)
             for edge in range(indptr[row], indptr[row + 1]):
                 log_missed[np.uint64(indices[np.uint64(edge)])] += log

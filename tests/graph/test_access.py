@@ -88,8 +88,8 @@ def test_drawn_batches_need_rows_as_often_as_predicted() -> None:
         seen[drawn_batch(shard, random.choice(seeds, 5, replace=False), [3, 4], random)] += 1
     difference = vip(shard, seeds.tolist(), [3, 4], 5) - seen / rounds
     # Nodes that share a path are not independent, which the formula neglects: hence more than chance.
-    assert np.abs(difference).max() < 0.08
-    assert abs(difference.mean()) < 0.015
+    assert np.abs(difference).max() < 0.05
+    assert abs(difference.mean()) < 0.004
 
 
 def test_sources_are_counted_where_asked() -> None:
