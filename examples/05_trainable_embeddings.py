@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/05_trainable_embeddings.py
 
-Expect: a falling loss on each rank, and on both the same test accuracy, above 0.5, without a look at ``feat``.
-The rows lie where their nodes lie; a step sends the gradients of the rows that its batches came by, no others.
+Expect: a falling loss on each rank, and on both the same test accuracy, above 0.6, without a look at
+``feat``. The rows lie where their nodes lie; a step sends the gradients of the rows that its batches came by.
 
 What differs from 02_data_parallel.py:
 
@@ -16,7 +16,7 @@ What differs from 02_data_parallel.py:
     +             row_optimizer.zero_grad()
     +             row_optimizer.step()
 
-and the arguments of the functions that need them. Rows of bfloat16 take half the memory: ``dtype=torch.bfloat16``.
+and the arguments of the functions that need them. With ``dtype=torch.bfloat16`` rows take half the memory.
 """
 
 import dgl
