@@ -133,12 +133,15 @@ def _split_by_trainer(folder: str) -> dict[str, Any]:
         remote = torch.arange(first, last)[:7]
         rows = feat[torch.cat([remote, remote])]
         sent = sum(row.num_bytes for row in session.ledger.since(before))
+        # Trainers fold onto the ranks where there are more of them.
+        assert book.num_trainers is not None
+        rank_of = 4 / book.num_trainers
         return {
             "sizes": (len(seeds), len(edges)),
             "ids": (seeds.tolist(), edges.tolist()),
-            "own nodes": (trainers[seeds] == rank).float().mean().item(),
-            "own edges": (of_edge[edges] == rank).float().mean().item(),
-            "uneven": set(trainers[own].tolist()) <= {rank},
+            "own nodes": ((trainers[seeds] * rank_of).long() == rank).float().mean().item(),
+            "own edges": ((of_edge[edges] * rank_of).long() == rank).float().mean().item(),
+            "uneven": set((trainers[own] * rank_of).long().tolist()) <= {rank},
             "by destination": torch.equal(of_edge[:], trainers[destinations]),
             "trainers": book.num_trainers,
             "dtype": (str(rows.dtype), str(g.nodes["author"].data["trainer_id"].dtype)),
@@ -147,9 +150,10 @@ def _split_by_trainer(folder: str) -> dict[str, Any]:
         }
 
 
-def test_ranks_work_on_the_nodes_of_their_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_trainers", [2, 4])
+def test_ranks_work_on_the_nodes_of_their_trainer(num_trainers: int, tmp_path: Path) -> None:
     dx.partition_graph(
-        two_circles(), "t", 2, tmp_path, num_trainers_per_machine=2, feature_dtype=torch.bfloat16,
+        two_circles(), "t", 2, tmp_path, num_trainers_per_machine=num_trainers, feature_dtype=torch.bfloat16,
         balance=("train", "ntype"), balance_edges=True, tolerance=0.1,
     )  # fmt: skip
     results = run_ranks(_split_by_trainer, 4, args=(str(tmp_path / "t"),), ranks_per_server=2)
@@ -163,7 +167,40 @@ def test_ranks_work_on_the_nodes_of_their_trainer(tmp_path: Path) -> None:
         assert one["own edges"] > 0.85
         assert one["uneven"]
         assert one["by destination"]
-        assert one["trainers"] == 4
+        assert one["trainers"] == 2 * num_trainers
         assert one["dtype"] == ("torch.bfloat16", "torch.int32")
         # Half precision on the wire: an id and six values of two bytes for each distinct remote row.
         assert one["sent"] == (8 + 6 * 2) * 7
+
+
+def _authors(folder: str) -> tuple[int, list[int]]:
+    with dx.init():
+        g = dx.DistGraph(folder)
+        trainers = g.nodes["author"].data["trainer_id"]
+        everybody = torch.ones(100, dtype=torch.bool)
+        mine = dx.node_split(everybody, ntype="author", force_even=False, node_trainer_ids=trainers)
+        return len(mine), sorted(set(trainers[:].tolist()))
+
+
+def test_trainers_without_a_node_of_a_type_count_all_the_same(tmp_path: Path) -> None:
+    # Eight trainers on four ranks. The authors come first, so all lie with the trainers 0 and 1: of rank 0.
+    dx.partition_graph(two_circles(), "t", 2, tmp_path, part_method="contiguous", num_trainers_per_machine=4)
+    results = run_ranks(_authors, 4, args=(str(tmp_path / "t"),), ranks_per_server=2)
+    assert results == [(100, [0, 1]), (0, [0, 1]), (0, [0, 1]), (0, [0, 1])]
+
+
+def test_dgls_files_hold_trainers_and_half_precision(tmp_path: Path) -> None:
+    dx.partition_graph(
+        two_circles(), "t", 2, tmp_path, num_trainers_per_machine=2, format="dgl", feature_dtype="float16"
+    )
+    with dx.init():
+        g = dx.DistGraph(part_config=tmp_path / "t.json")
+        assert g.nodes["paper"].data["feat"].dtype == torch.float16
+        trainers = g.nodes["paper"].data["trainer_id"][:]
+        part = g.get_partition_book()
+        assert set(trainers.tolist()) == {0, 1, 2, 3}
+        _, destinations = g.find_edges(torch.arange(g.num_edges("cites")), "cites")
+        assert torch.equal(g.edges["cites"].data["trainer_id"][:], trainers[destinations])
+        assert part.num_trainers is None
+    with pytest.raises(dx.ConfigError, match="DGL's files cannot hold bfloat16"):
+        dx.partition_graph(two_circles(), "x", 2, tmp_path, format="dgl", feature_dtype=torch.bfloat16)
