@@ -1,8 +1,10 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from dglx_dist.sampling.maker import Draws, LocalColumn, LocalSlicer
+from dglx_dist.sampling.maker import Draws, LocalColumn, LocalSlicer, Workspaces, ids_by_type
 from dglx_dist.sampling.source import WholeSource
 from dglx_dist.sampling.workspace import Workspace
 from tests.sampling.graphs import random_csc
@@ -35,3 +37,25 @@ def test_local_columns_of_any_dtype_and_shape(rows: np.ndarray, dtype: torch.dty
         expected = torch.from_numpy(rows[batch.nodes])
         assert ready["x"].dtype == dtype
         assert torch.equal(ready["x"].view(expected.dtype), expected)
+
+
+def test_what_a_batch_leaves_out_is_told_apart_from_what_is_always_left_out() -> None:
+    draws = dataclasses.replace(DRAWS, exclude=np.array([3, 9]))
+    ask = draws.ask(np.array([4]), 0, np.array([5, 9]))
+    assert ask.rule.exclude.tolist() == [3, 5, 9]
+    assert ask.once.tolist() == [5, 9]
+    assert draws.ask(np.array([4]), 0).rule.exclude.tolist() == [3, 9]
+
+
+def test_workspaces_are_lent_to_one_borrower_at_a_time_and_used_again() -> None:
+    workspaces = Workspaces(10)
+    with workspaces.borrowed() as one, workspaces.borrowed() as other:
+        assert one is not other
+    with workspaces.borrowed() as again:
+        assert again in (one, other)
+
+
+def test_ids_come_without_a_dict_where_there_is_one_type() -> None:
+    ids = torch.tensor([1])
+    assert ids_by_type({"_N": ids}) is ids
+    assert ids_by_type({"a": ids, "b": ids}) == {"a": ids, "b": ids}

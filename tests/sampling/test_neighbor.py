@@ -69,3 +69,16 @@ def test_a_sampler_with_code_of_its_own_is_left_to_it() -> None:
 def test_what_cannot_be_honoured_is_refused_with_the_remedy(make, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         read_sampler(make())
+
+
+def test_fanouts_and_columns_by_type_are_read_as_they_are() -> None:
+    triple = ("user", "buys", "item")
+    sampler = dl.NeighborSampler(
+        [{"knows": 3, triple: -1}, 2],
+        prefetch_node_feats={"user": ["x", "y"]},
+        prefetch_edge_feats={triple: "w"},
+    )
+    plan = read_sampler(sampler)
+    assert plan.fanouts == ({"knows": 3, triple: -1}, 2)
+    assert plan.node_feats == {"user": ("x", "y")}
+    assert plan.edge_feats == {triple: ("w",)}

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dglx_dist.sampling.relabel import Table, number, with_room
+from dglx_dist.sampling.relabel import Table, enlarged, insert, number, with_room
 
 DIRECT = Table(np.zeros(100, np.uint32), np.empty(0, np.int64), 1)
 
@@ -36,3 +36,12 @@ def test_growing_keeps_the_numbers() -> None:
 def test_enough_room_is_left_as_it_is() -> None:
     table = hashed(16)
     assert len(with_room(table, np.empty(0, np.int64), 0, 8).keys) == 16
+
+
+def test_an_enlarged_table_is_empty_until_nodes_are_inserted() -> None:
+    table = enlarged(hashed(8), 50)
+    assert len(table.keys) == 64
+    insert(table, np.array([10**12, 5, 77]), 2)
+    nodes, local = np.array([10**12, 5, 0, 0, 0]), np.empty(3, np.int64)
+    assert number(table, np.array([5, 77, 10**12]), nodes, 2, local) == 3
+    assert local.tolist() == [1, 2, 0]

@@ -1,7 +1,16 @@
 import numpy as np
 import pytest
 
-from dglx_dist.sampling.rng import bounded, half_word, hash_ids, item_key, mix, stream_key, unit
+from dglx_dist.sampling.rng import (
+    bounded,
+    half_word,
+    hash_ids,
+    item_key,
+    mix,
+    relation_keys,
+    stream_key,
+    unit,
+)
 
 
 def test_mix_is_splitmix64() -> None:
@@ -70,3 +79,10 @@ def test_hash_of_ids_depends_on_the_id_alone() -> None:
     forward, backward = hash_ids(ids, stream), hash_ids(ids[::-1].copy(), stream)
     assert forward.tolist() == backward[::-1].tolist()
     assert int(forward[0]) == int(item_key(stream, 5))
+
+
+def test_edge_types_have_keys_of_their_own_and_the_first_has_the_hops() -> None:
+    keys = relation_keys(5, 2, 3, 40)
+    assert keys[:, 0].tolist() == [stream_key(5, 2, hop) for hop in range(3)]
+    assert len(set(keys.ravel().tolist())) == 120
+    assert keys.tolist() == relation_keys(5, 2, 3, 41)[:, :40].tolist()
