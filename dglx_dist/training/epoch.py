@@ -6,20 +6,17 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
+from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.records import EpochRecord
 from dglx_dist.sampling.loader import LoaderTimes
 from dglx_dist.strategies.base import WrappedModel
-from dglx_dist.training.inference import float_of
-
-LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(B, C) scores and (B,) labels to the mean loss over the B rows; with B = 0 it does not count."""
+from dglx_dist.training.task import Task
 
 
 class TrainingLoader(Protocol):
@@ -42,13 +39,13 @@ class TrainingLoader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step needs; names of the node data that the loader attaches to its blocks."""
+    """What one step needs."""
 
     model: WrappedModel
     optimizer: torch.optim.Optimizer
-    loss: LossFunction
-    feature: str
-    label: str
+    task: Task
+    sparse: SparseOptimizer | None = None
+    """Of the embeddings that go into the model."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +62,7 @@ def train_epoch(
 
     Args:
         step: What to train with.
-        loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached.
+        loader: Yields the batches that the task takes.
         session: The run.
         epoch: Number in the record.
         after_step: Called after each step, for progress.
@@ -76,8 +73,8 @@ def train_epoch(
     counted = session.ledger.snapshot()
     sums = _Sums()
     begin = time.perf_counter()
-    for _, _, blocks in loader:
-        _train_step(step, blocks, sums)
+    for batch in loader:
+        _train_step(step, batch, sums)
         after_step()
     seconds = time.perf_counter() - begin
     rows = session.ledger.since(counted)
@@ -99,20 +96,20 @@ def train_epoch(
     return _over_ranks([row for row in gather_json(mine, session) if isinstance(row, dict)], epoch)
 
 
-def _train_step(step: Step, blocks: list[Any], sums: _Sums) -> None:
-    labels = blocks[-1].dstdata[step.label]
-    # Stored as their source had them: flags, counts, half or double precision.
-    features = blocks[0].srcdata[step.feature].to(float_of(step.model).dtype)
-    scores = step.model(blocks, features)
-    loss = step.loss(scores, labels)
+def _train_step(step: Step, batch: Any, sums: _Sums) -> None:
+    found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    if step.sparse is not None:
+        step.sparse.zero_grad()
+    found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     step.optimizer.step()
-    if len(labels):
+    if step.sparse is not None:
+        step.sparse.step()
+    if found.num_targets:
         # The mean over no targets is nan, which would spoil the sum.
-        sums.loss += float(loss.detach()) * len(labels)
-        sums.correct += int((scores.detach().argmax(1) == labels).sum())
-        sums.targets += len(labels)
+        sums.loss += float(found.loss.detach()) * found.num_targets
+        sums.correct += found.num_correct
+        sums.targets += found.num_targets
 
 
 def _over_ranks(ranks: Iterable[dict[str, Any]], epoch: int) -> EpochRecord:

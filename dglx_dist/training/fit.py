@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +14,24 @@ from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.pull import CacheCounts
+from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training import checkpoint
-from dglx_dist.training.epoch import LossFunction, Step, TrainingLoader, train_epoch
+from dglx_dist.training.entity_inputs import EntityInputs
+from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
 from dglx_dist.training.evaluate import evaluate
+from dglx_dist.training.task import LossFunction, NodeClassification, Task
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
 
 Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch with the same record."""
+
+Evaluate = Callable[[WrappedModel], Mapping[str, float]]
+"""The wrapped model to figures by mask name, the higher the better, equal on all ranks; collective."""
 
 _TRAIN, _VALIDATION, _TEST = SPLITS
 
@@ -49,6 +55,14 @@ class FitConfig:
     feature: str = FEATURE
     label: str = LABEL
     loss: LossFunction = cross_entropy
+    ntype: str | None = None
+    """Whose nodes are classified; needed when there are several node types."""
+    inputs: EntityInputs | None = None
+    """Makes the input rows by node type, from features and embeddings; None: ``feature`` of the only type."""
+    task: Task | None = None
+    """What a step learns, in place of the classes of nodes by the fields above."""
+    evaluate: Evaluate | None = None
+    """In place of exact accuracy; a ``task`` of one's own is evaluated by this only."""
     eval_batch_size: int = 4096
     num_layers: int | None = None
     """For models without ``inference_layers()``: see :func:`dglx_dist.training.evaluate.evaluate`."""
@@ -101,6 +115,7 @@ def train(
     config: FitConfig | None = None,
     *,
     callbacks: Sequence[Callback] = (),
+    sparse: SparseOptimizer | None = None,
 ) -> FitResult:
     """Train ``model`` and evaluate it exactly; every rank must call it.
 
@@ -109,18 +124,20 @@ def train(
 
     Args:
         model: What ``wrap`` returned.
-        loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached.
+        loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or what
+            ``config.task`` takes.
         optimizer: Over the wrapped model's parameters.
         g: The graph that the loader samples; evaluated where it has masks.
         config: How; defaults when not given.
         callbacks: Called after each epoch.
+        sparse: Of the embeddings; steps and is saved with ``optimizer``.
 
     Raises:
         ConfigError: the loader attaches no features or labels, or the model cannot be evaluated exactly.
         CheckpointError: the checkpoint to resume from does not match.
     """
     config = config or FitConfig()
-    run = _Run(model, loader, optimizer, g, config)
+    run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
     run.resume()
     steps = len(loader) * (config.epochs - run.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
@@ -150,20 +167,9 @@ def _intention(first: int, end: int) -> str:
 class _Run:
     """The state of one call of :func:`train`."""
 
-    def __init__(
-        self,
-        model: WrappedModel,
-        loader: TrainingLoader,
-        optimizer: torch.optim.Optimizer,
-        g: DistGraph,
-        config: FitConfig,
-    ) -> None:
-        self._model, self._loader, self._optimizer, self._g = model, loader, optimizer, g
-        self._config = config
+    def __init__(self, loader: TrainingLoader, g: DistGraph, config: FitConfig, step: Step) -> None:
+        self._loader, self._g, self._config, self._step = loader, g, config, step
         self._session: Session = g.session
-        self._step = Step(
-            model=model, optimizer=optimizer, loss=config.loss, feature=config.feature, label=config.label
-        )
         self.first_epoch = 0
         self.stopped_early = False
         self._records: list[EpochRecord] = []
@@ -178,8 +184,9 @@ class _Run:
             return
         resumed = checkpoint.load(
             folder,
-            model=self._model,
-            optimizer=self._optimizer,
+            model=self._step.model,
+            optimizer=self._step.optimizer,
+            sparse=self._step.sparse,
             loader=self._loader,
             dataset=_facts(self._g),
         )
@@ -225,14 +232,19 @@ class _Run:
 
     def _evaluate(self, record: EpochRecord) -> EpochRecord:
         config = self._config
-        self._accuracy = evaluate(
-            self._model,
-            self._g,
-            feature=config.feature,
-            label=config.label,
-            batch_size=config.eval_batch_size,
-            num_layers=config.num_layers,
-        )
+        if config.evaluate is not None:
+            self._accuracy = dict(config.evaluate(self._step.model))
+        elif config.task is None:
+            self._accuracy = evaluate(
+                self._step.model,
+                self._g,
+                feature=config.feature,
+                label=config.label,
+                batch_size=config.eval_batch_size,
+                num_layers=config.num_layers,
+                ntype=config.ntype,
+                inputs=None if config.inputs is None else config.inputs.tensors,
+            )
         validation = self._accuracy.get(_VALIDATION)
         if validation is None:
             return record
@@ -251,8 +263,9 @@ class _Run:
         assert self._config.checkpoint_folder is not None
         checkpoint.save(
             self._config.checkpoint_folder,
-            model=self._model,
-            optimizer=self._optimizer,
+            model=self._step.model,
+            optimizer=self._step.optimizer,
+            sparse=self._step.sparse,
             loader=self._loader,
             epoch=next_epoch,
             extra={
@@ -262,6 +275,19 @@ class _Run:
             },
             dataset=_facts(self._g),
         )
+
+
+def _step_of(
+    model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: SparseOptimizer | None, config: FitConfig
+) -> Step:
+    task = config.task or NodeClassification(
+        loss=config.loss,
+        feature=config.feature,
+        label=config.label,
+        ntype=config.ntype,
+        inputs=config.inputs,
+    )
+    return Step(model=model, optimizer=optimizer, task=task, sparse=sparse)
 
 
 def _facts(g: DistGraph) -> dict[str, object]:
