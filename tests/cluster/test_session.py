@@ -10,7 +10,8 @@ import pytest
 
 from dglx_dist.cluster.collectives import barrier, gather_int64
 from dglx_dist.cluster.session import current_session, start_session
-from dglx_dist.errors import ConfigError
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.errors import ConfigError, RemoteError
 from tests.helpers.ranks import run_ranks
 
 
@@ -67,3 +68,26 @@ def _folder_shows_secret() -> bool:
     with start_session() as session:
         secret = session.rpc._credentials.secret.decode()
         return any(secret[at : at + 8] in session.scratch.name for at in range(len(secret) - 7))
+
+
+def test_work_under_way_is_finished_before_the_end_and_its_error_ends_the_session() -> None:
+    done: list[str] = []
+    alone = Topology(0, 1, (0,))
+    with start_session(topology=alone) as session:
+        session.before_close.append(lambda: done.append("finished"))
+    assert done == ["finished"]
+
+    def fail() -> None:
+        raise RemoteError("a push failed")
+
+    session = start_session(topology=alone)
+    session.before_close.append(fail)
+    with pytest.raises(RemoteError, match="a push failed"):
+        session.close()
+    session.close()
+    with pytest.raises(ConfigError):
+        current_session()
+
+    session = start_session(topology=alone)
+    session.before_close.append(fail)
+    session.close(failed=True)
