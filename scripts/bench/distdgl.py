@@ -8,8 +8,8 @@ Stock DGL has a graph server and a trainer per machine, ours one rank; both are 
 slowest rank between two barriers; peak memory of a machine counts shared pages once. Machines end with this
 script, however it ends.
 
-``--allocator unset`` leaves both systems as a user of torchrun finds them (ours then keeps freed memory),
-``glibc`` gives both the C library's defaults, ``tuned`` both the settings that ``dglx train`` gives its ranks.
+``--allocator unset`` leaves both systems as a user of torchrun finds them (ours then keeps freed memory);
+``glibc`` gives both the C library's defaults; ``tuned`` gives both the settings of ``dglx train``.
 """
 
 from __future__ import annotations

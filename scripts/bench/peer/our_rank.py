@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import dglx_dist as dx
 from peer.cases import Case
-from peer.training import Clock, Report, Sage, loss_of, read_arguments
+from peer.training import Clock, Report, Sage, initial, loss_of, read_arguments
 
 
 class Trainer:
@@ -37,9 +37,7 @@ class Trainer:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=case.lr)
         self.embedding: Any = None
         if case.embedding:
-            self.embedding = dx.DistEmbedding(
-                g.num_nodes(), case.embedding, "emb", lambda shape, dtype: initial(shape, dtype)
-            )
+            self.embedding = dx.DistEmbedding(g.num_nodes(), case.embedding, "emb", initial)
             self.sparse = dx.optim.SparseAdagrad([self.embedding], lr=case.lr)
 
     def epoch(self, clock: Clock) -> None:
@@ -67,10 +65,6 @@ class Trainer:
         clock.seconds["thread sample"] = times.sample_s
         clock.seconds["thread pull"] = times.fetch_s
         clock.seconds["exchange wait"] = self.model.exchange_seconds(reset=True)
-
-
-def initial(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype).uniform_(-0.1, 0.1)
 
 
 def main() -> None:

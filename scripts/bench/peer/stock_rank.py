@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 
 from peer.cases import Case
-from peer.training import Clock, Report, Sage, loss_of, read_arguments
-
-
-def initial(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype).uniform_(-0.1, 0.1)
+from peer.training import Clock, Report, Sage, initial, loss_of, read_arguments
 
 
 class Trainer:
