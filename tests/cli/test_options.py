@@ -1,6 +1,6 @@
 import pytest
 
-from dglx_dist.cli.options import fractions, literals, names, pairs, tolerances, whole_numbers
+from dglx_dist.cli.options import by_name, fractions, literals, names, pairs, tolerances, whole_numbers
 from dglx_dist.errors import ConfigError
 
 
@@ -50,3 +50,11 @@ def test_values_become_what_they_look_like() -> None:
 def test_a_word_without_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="--option 'depth' must be NAME=VALUE"):
         pairs(["depth"], "--option")
+
+
+def test_one_value_for_all_or_one_by_name() -> None:
+    assert by_name(None, "--feature-dtype") is None
+    assert by_name("float16", "--feature-dtype") == "float16"
+    assert by_name("feat=float16, x=bfloat16", "--feature-dtype") == {"feat": "float16", "x": "bfloat16"}
+    with pytest.raises(ConfigError, match="--feature-dtype 'float16' must be NAME=VALUE"):
+        by_name("feat=float16,float16", "--feature-dtype")
