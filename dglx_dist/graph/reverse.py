@@ -79,12 +79,9 @@ def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Ar
         forward: (sources, destinations, rank among parallel edges), (E,) int64 each.
         backward: The same of the (E',) edges to choose from; each is chosen at most once.
     """
-    ordered = np.lexsort((forward[2], forward[1], forward[0]))
-    against = np.lexsort((backward[2], backward[0], backward[1]))
-    sources, destinations = forward[0][ordered], forward[1][ordered]
-    found_at, found_to = backward[1][against], backward[0][against]
-    width = max(int(ends.max(initial=0)) for ends in (destinations, found_to)) + 1
-    keys, found = sources * width + destinations, found_at * width + found_to
+    width = max(int(ends.max(initial=0)) for ends in (forward[1], backward[0])) + 1
+    ordered, keys = _sorted(forward[0] * width + forward[1], forward[2])
+    against, found = _sorted(backward[1] * width + backward[0], backward[2])
     nth = np.arange(len(keys)) - np.searchsorted(keys, keys)
     places = np.searchsorted(found, keys) + nth
     exists = places < len(found)
@@ -92,6 +89,14 @@ def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Ar
     out = np.full(len(keys), NO_REVERSE, np.int64)
     out[ordered[exists]] = against[places[exists]]
     return out
+
+
+def _sorted(keys: Array, rank: Array) -> tuple[Array, Array]:
+    """Return the order of ``keys``, equal ones by ``rank``, and the keys in it."""
+    # Two stable sorts of one column each are several times faster than lexsort.
+    by_rank = np.argsort(rank, kind="stable")
+    order = by_rank[np.argsort(keys[by_rank], kind="stable")]
+    return order, keys[order]
 
 
 def _by_endpoints(g: DistGraph, etype: EdgeType, back: EdgeType) -> Array:
