@@ -126,7 +126,8 @@ def update_sgd(weight: Array, at: Array, gradient: Array, rate: float) -> None:
             weight[row, column] -= step * gradient[k, column]
 
 
-@njit(cache=True, nogil=True)
+# Without this error model every division is checked for 0 and none is vectorised; eps is in each of them.
+@njit(cache=True, nogil=True, error_model="numpy")
 def update_adagrad(
     weight: Array, at: Array, total: Array, touched: Array, gradient: Array, rate: float, eps: float
 ) -> None:
@@ -141,7 +142,7 @@ def update_adagrad(
             weight[row, column] -= step * g / (np.sqrt(s) + small)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def update_adam(
     weight: Array,
     at: Array,
