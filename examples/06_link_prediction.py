@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/06_link_prediction.py --strategy data_parallel
 
-Expect, in half a minute: one line per epoch, and for edges that were never seen an MRR above 0.2 and a
-Hits@10 above 0.5 among 50 random others (chance: 0.09 and 0.2).
+Expect, in half a minute: one line per epoch, and for edges that were never seen an MRR above 0.3 among 20
+random others (chance: 0.17).
 
 What differs from 02_data_parallel.py: `dx.edge_split` and `dx.DistEdgeDataLoader` in place of the node ones;
 the loader yields a graph of pairs and one of negative pairs; ranks in place of accuracy.
@@ -21,7 +21,7 @@ import dglx_dist as dx
 from dglx_dist.training.decoders import DotProduct, edge_scores
 from dglx_dist.training.ranking import hits_at, mrr, rank_of_positive
 
-NEGATIVES = 50
+NEGATIVES = 20
 
 
 class SAGE(nn.Module):
@@ -46,7 +46,7 @@ def make_split_graph():
     g = make_graph()
     u, v = g.edges()
     pair = torch.minimum(u, v) * g.num_nodes() + torch.maximum(u, v)
-    g.edata["train_mask"] = pair % 10 != 0
+    g.edata["train_mask"] = pair % 20 != 0
     return g
 
 
@@ -95,14 +95,14 @@ def main():
         held_out[session.topology.rank :: session.topology.world_size],
         sampler,
         negative_sampler=dx.negative.Uniform(NEGATIVES),
-        batch_size=64,
+        batch_size=256,
     )
     model = dx.wrap(SAGE(g.ndata["feat"].shape[1], 32), g)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(3):
         print(f"epoch {epoch}: loss of the last batch {train(model, loader, optimizer):.3f}", flush=True)
     ranks = ranks_of_held_out(model, held_out_loader)
-    print(f"test MRR {mrr(ranks, session):.3f}, Hits@10 {hits_at(10, ranks, session):.3f}")
+    print(f"test MRR {mrr(ranks, session):.3f}, Hits@3 {hits_at(3, ranks, session):.3f}")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,25 @@ def test_trainable_embeddings(tmp_path: Path) -> None:
     assert first == second > 0.5
 
 
+def test_link_prediction(tmp_path: Path) -> None:
+    shown = torchrun(tmp_path, "06_link_prediction.py")
+    found = [float(value) for value in re.findall(r"test MRR (\d\.\d+)", shown)]
+    assert len(found) == 2
+    assert found[0] == found[1] > 0.3
+
+
+@pytest.mark.parametrize("script", ["07_rgcn.py", "08_hgt.py"])
+def test_several_types(tmp_path: Path, script: str) -> None:
+    assert accuracies(torchrun(tmp_path, script))[0] > 0.8
+
+
+def test_hgt_differs_from_rgcn_by_the_model_only() -> None:
+    one, two = ((EXAMPLES / name).read_text() for name in ("07_rgcn.py", "08_hgt.py"))
+    assert all(
+        re.search(r"RGCN|HGT|Unchanged dgl.nn", line) or len(line.strip()) < 30 for line in changed(one, two)
+    )
+
+
 def code_of(text: str) -> list[str]:
     """Lines of a script without its docstring and blank lines."""
     return [line for line in text.split('"""\n', 2)[-1].splitlines() if line.strip()]
