@@ -25,8 +25,9 @@ from dglx_dist.records import Array
 from dglx_dist.storage.columns import numpy_dtype
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Rows of one reply; larger ones are cut, so that rows are placed while others are under way. Replies of 1 MiB
-were seen to cost the serving rank half as much processor time again."""
+"""Rows of one reply; larger ones are cut, so that rows are placed while others are under way.
+
+Replies of 1 MiB were seen to cost the serving rank half as much processor time again."""
 
 
 @dataclass(frozen=True, kw_only=True)
