@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -74,6 +76,8 @@ def main() -> None:
     missing = what_is_missing(options.rate)
     if missing:
         raise SystemExit(f"cannot emulate machines: {missing}")
+    # So that the folder goes too; the machines end in any case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="dglx-bench-") as scratch:
         done = compare(options, Path(scratch))
     rows = [figures(system, done, WARM_UP) for system in dict.fromkeys(each.system for each in done)]

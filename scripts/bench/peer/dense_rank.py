@@ -35,6 +35,7 @@ def main() -> None:
         loader = dx.DataLoader(g, nodes, sampler, batch_size=case.batch_size, shuffle=True)
         torch.manual_seed(0)
         table = nn.Embedding(g.num_nodes(), case.embedding)
+        nn.init.uniform_(table.weight, -0.1, 0.1)
         model = nn.parallel.DistributedDataParallel(Table(table, Sage(case)))
         dense = [parameter for name, parameter in model.named_parameters() if ".rows." not in f".{name}"]
         optimizers = [
