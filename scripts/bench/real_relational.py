@@ -79,7 +79,7 @@ def aifb_once(g: DistGraph, seed: int, session: Any, epochs: int = 30, hidden: i
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_labels=["label"])
     loader = dx.DataLoader(g, train, sampler, batch_size=max(1, len(train)), seed=seed)
     rows = dx.DistEmbedding(
-        g.num_nodes(), hidden, f"rows-{seed}", init_func=uniform(seed, 1.0, session), graph=g
+        g.num_nodes(), hidden, f"rows-{seed}", init_func=uniform(seed, 0.3, session), graph=g
     )
     inputs = EntityInputs(g, embeddings={NODE: rows})
     model = dx.wrap(RGCN(g, {}, hidden, g.num_classes(NODE), num_bases=None), g)
@@ -100,9 +100,9 @@ def physics(chosen: argparse.Namespace, session: Any) -> None:
     g = opened(chosen, "coauthor_physics", without_features, session)
     torch.manual_seed(0)
     width, batch = 64, 64 // session.topology.world_size
-    sampler = dgl.dataloading.NeighborSampler([10, 10], prefetch_labels=["label"])
+    sampler = dgl.dataloading.NeighborSampler([25, 25], prefetch_labels=["label"])
     loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=batch, shuffle=True)
-    rows = dx.DistEmbedding(g.num_nodes(), width, "rows", init_func=uniform(0, 1.0, session), graph=g)
+    rows = dx.DistEmbedding(g.num_nodes(), width, "rows", init_func=uniform(0, 0.01, session), graph=g)
     inputs = EntityInputs(g, embeddings={NODE: rows})
     model = dx.wrap(build_model("sage", width, width, g.num_classes(NODE), dropout=0.5), g)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -157,8 +157,6 @@ def wn18rr(chosen: argparse.Namespace, session: Any) -> None:
             step(loss, optimizer, sparse)
             total += float(loss.detach())
         say(session, f"  epoch {epoch}: loss {total:.3f}, {time.perf_counter() - begin:.1f} s")
-        if (epoch + 1) % 10 == 0:
-            report_ranks(g, model.module, rows, (triples, split), session)
     report_ranks(g, model.module, rows, (triples, split), session)
 
 

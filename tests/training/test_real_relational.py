@@ -1,0 +1,43 @@
+"""Real graphs on two ranks, through the script whose figures are in docs/performance.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT.parent / "shared" / "data"
+
+
+def shown_by(out: Path, *arguments: str) -> str:
+    script = str(ROOT / "scripts" / "bench" / "real_relational.py")
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    done = subprocess.run(
+        [*launch, *arguments, "--data", str(DATA), "--out", str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.real_data
+@pytest.mark.skipif(not (DATA / "aifb.npz").exists(), reason="the real graphs are not here")
+def test_rgcn_on_aifb(tmp_path: Path) -> None:
+    (mean,) = re.findall(r"mean (\d\.\d+)", shown_by(tmp_path, "aifb", "--seeds", "2"))
+    assert float(mean) >= 0.9
+
+
+@pytest.mark.real_data
+@pytest.mark.skipif(not (DATA / "coauthor_physics.npz").exists(), reason="the real graphs are not here")
+def test_rows_in_place_of_features(tmp_path: Path) -> None:
+    (found,) = re.findall(r"features: (\d\.\d+) \(largest class (\d\.\d+)\)", shown_by(tmp_path, "physics"))
+    assert float(found[0]) > float(found[1]) + 0.15
