@@ -9,6 +9,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from dglx_dist.draws.rng import full_word, item_key
 from dglx_dist.records import Array
 
 _CHUNK_BYTES = 1 << 24
@@ -40,17 +41,7 @@ def fill_uniform(rows: Tensor, first: int, seed: int, name: str) -> None:
 def _fill(rows: Array, first: int, stream: np.uint64) -> None:
     count, columns = rows.shape
     for row in range(count):
-        key = _mix(stream ^ _mix(np.uint64(first + row)))
+        key = item_key(stream, first + row)
         for column in range(columns):
-            word = _mix(key + np.uint64(column) * np.uint64(0x9E3779B97F4A7C15))
             # 24 bits, so that float32 and float64 rows start alike and 1 is never reached.
-            rows[row, column] = np.float64(word >> np.uint64(40)) * 2.0**-23 - 1.0
-
-
-@njit(cache=True, nogil=True)
-def _mix(value: np.uint64) -> np.uint64:
-    """Scatter 64 bits (splitmix64)."""
-    word = np.uint64(value) + np.uint64(0x9E3779B97F4A7C15)
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
+            rows[row, column] = np.float64(full_word(key, column) >> np.uint64(40)) * 2.0**-23 - 1.0

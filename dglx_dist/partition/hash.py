@@ -6,6 +6,7 @@ from typing import final
 
 import numpy as np
 
+from dglx_dist.draws.rng import splitmix64
 from dglx_dist.partition.base import Partitioner
 from dglx_dist.partition.flat import check_request, describe, to_assignment
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -35,11 +36,3 @@ def hash_parts(num_nodes: int, num_parts: int) -> Array:
     """Return (N,) int32: splitmix64(id) mod P of the ids 0..N-1."""
     ids = np.arange(num_nodes, dtype=np.uint64)
     return (splitmix64(ids) % np.uint64(num_parts)).astype(np.int32)
-
-
-def splitmix64(values: Array) -> Array:
-    """Return the splitmix64 hash of each uint64, a bijection whose bits all depend on all input bits."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))

@@ -8,11 +8,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from dglx_dist.draws.rng import hash_ids, stream_key
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.neighbors import by_type
 from dglx_dist.records import Array
-from dglx_dist.sampling.rng import hash_ids, stream_key
 
 K = TypeVar("K")
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from dglx_dist.draws.pick import Csc, Rule, count_hop, draw_hop
 from dglx_dist.graph.in_edges import NO_EDGES
 from dglx_dist.records import Array
-from dglx_dist.sampling.pick import Csc, Rule, count_hop, draw_hop
 from dglx_dist.sampling.relabel import Table, number, with_room
 
 _CHUNK = 2048

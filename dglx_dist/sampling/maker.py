@@ -17,6 +17,8 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
+from dglx_dist.draws.pick import Rule, merged
+from dglx_dist.draws.rng import stream_key
 from dglx_dist.graph.gather import as_words
 from dglx_dist.graph.in_edges import NO_EDGES
 from dglx_dist.graph.kvstore import KVStore
@@ -25,8 +27,6 @@ from dglx_dist.sampling.attach import Columns, EdgesOfBlock, Fetch, edges_of
 from dglx_dist.sampling.blocks import BlockBuilder
 from dglx_dist.sampling.buffers import BufferPool
 from dglx_dist.sampling.kernel import Ask, RawBatch
-from dglx_dist.sampling.pick import Rule, merged
-from dglx_dist.sampling.rng import stream_key
 from dglx_dist.sampling.source import BatchSource, WholeSource
 from dglx_dist.sampling.workspace import Workspace
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final
 import numpy as np
 from numba import njit
 
+from dglx_dist.draws.rng import bounded, hash_ids, item_key, stream_key, unit
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.sampling.options import whole_number
-from dglx_dist.sampling.rng import bounded, hash_ids, item_key, stream_key, unit
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph

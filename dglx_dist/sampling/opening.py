@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dglx_dist.cluster.collectives import barrier, broadcast_json
+from dglx_dist.draws.pick import Csc, Rule
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.neighbors import by_type, fanout_by_type
@@ -30,7 +31,6 @@ from dglx_dist.sampling.maker import (
 )
 from dglx_dist.sampling.neighbor import Fanout, SamplePlan
 from dglx_dist.sampling.options import LoaderOptions
-from dglx_dist.sampling.pick import Csc, Rule
 from dglx_dist.sampling.precision import Precision
 from dglx_dist.sampling.relational_maker import TypedMaker
 from dglx_dist.sampling.relational_remote import RemoteTypedSource

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from dglx_dist.draws.pick import Rule, count_hop, draw_hop
 from dglx_dist.records import Array
 from dglx_dist.sampling.kernel import longer
-from dglx_dist.sampling.pick import Rule, count_hop, draw_hop
 from dglx_dist.sampling.relabel import Table, enlarged, insert, number
 from dglx_dist.sampling.relations import Relations, csc_at, read_sources
 

@@ -9,11 +9,11 @@ from typing import Any, final
 
 import numpy as np
 
+from dglx_dist.draws.pick import Csc, merged
+from dglx_dist.draws.rng import relation_keys
 from dglx_dist.records import Array, EdgeType
-from dglx_dist.sampling.pick import Csc, merged
 from dglx_dist.sampling.relational import TypedAsk, TypedBatch, sample_relations
 from dglx_dist.sampling.relations import Schema, relations_of
-from dglx_dist.sampling.rng import relation_keys
 from dglx_dist.sampling.workspace import Workspace, check_seeds
 
 

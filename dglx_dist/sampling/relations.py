@@ -13,8 +13,8 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from dglx_dist.draws.pick import Csc
 from dglx_dist.records import Array, EdgeType
-from dglx_dist.sampling.pick import Csc
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 import numpy as np
-from numba import njit
 
+from dglx_dist.draws.pick import Csc, Rule, draw_edges, merged
 from dglx_dist.graph.in_edges import CSCShard, Draw, InEdges
 from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array
 from dglx_dist.sampling.kernel import Ask, RawBatch, number_seeds
-from dglx_dist.sampling.pick import Csc, Rule, count_hop, draw_hop, merged
 from dglx_dist.sampling.relabel import number, with_room
 from dglx_dist.sampling.source import BatchSource
 from dglx_dist.sampling.workspace import Workspace, check_seeds
@@ -42,7 +41,7 @@ def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
         ask = json.loads(parameters)
         csc = csc_of(shard, weights.get(shard.first_node))
         here = Rule(rule.replace, merged(rule.exclude, exclude))
-        indptr, sources, edge_ids = _draw(csc, nodes, int(ask["fanout"]), np.uint64(ask["stream"]), here)
+        indptr, sources, edge_ids = draw_edges(csc, nodes, int(ask["fanout"]), np.uint64(ask["stream"]), here)
         return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
     return draw
@@ -106,16 +105,3 @@ def _joined(
         np.concatenate(part).astype(dtype, copy=False) for part in zip(*hops, strict=True)
     )
     return RawBatch(nodes, np.array(node_ends), indptr, sources, edge_ids, edge_ends)
-
-
-@njit(cache=True, nogil=True)
-def _draw(csc: Csc, ids: Array, fanout: int, stream: np.uint64, rule: Rule) -> tuple[Array, Array, Array]:
-    indptr = np.empty(len(ids) + 1, np.int64)
-    starts = np.empty(len(ids), np.int64)
-    largest = count_hop(csc, ids, fanout, rule, indptr, starts)
-    edges = np.empty(indptr[-1], np.int64)
-    draw_hop(csc, ids, stream, fanout < 0, rule, (indptr, starts, largest), edges)
-    sources = np.empty(len(edges), np.int64)
-    for i in range(len(edges)):
-        sources[i] = csc.indices[edges[i] - csc.first_edge]
-    return indptr, sources, edges

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import final
 
+from dglx_dist.draws.pick import Csc
 from dglx_dist.records import Array
 from dglx_dist.sampling.kernel import Ask, RawBatch, sample_and_slice, sample_batch
-from dglx_dist.sampling.pick import Csc
 from dglx_dist.sampling.workspace import Workspace, check_seeds
 
 

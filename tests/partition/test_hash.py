@@ -1,15 +1,9 @@
 import numpy as np
 
+from dglx_dist.draws.rng import splitmix64
 from dglx_dist.partition import PartitionOptions
-from dglx_dist.partition.hash import Hash, hash_parts, splitmix64
+from dglx_dist.partition.hash import Hash, hash_parts
 from tests.partition.graphs import AUTHORS_AND_PAPERS, flat, homogeneous
-
-
-def test_splitmix64_is_the_published_one() -> None:
-    """The generator's first outputs from seed 0 are the hashes of 0 and of its increment."""
-    increment = 0x9E3779B97F4A7C15
-    hashes = splitmix64(np.array([0, increment], dtype=np.uint64))
-    assert [int(h) for h in hashes] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
 
 
 def test_the_part_follows_from_the_id_alone() -> None:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dglx_dist.draws.pick import Csc, Rule
+from dglx_dist.draws.rng import stream_key
 from dglx_dist.sampling.kernel import Ask, RawBatch
-from dglx_dist.sampling.pick import Csc, Rule
-from dglx_dist.sampling.rng import stream_key
 
 NO_EDGES = np.empty(0, np.int64)
 

@@ -10,13 +10,13 @@ import torch
 from dgl.dataloading import NeighborSampler
 
 from dglx_dist.cluster.session import start_session
+from dglx_dist.draws.pick import Csc
 from dglx_dist.graph import DistGraph
 from dglx_dist.records import Array, Assignment, EdgeType, RawGraph
 from dglx_dist.sampling import DataLoader
 from dglx_dist.sampling.neighbor import read_sampler
 from dglx_dist.sampling.opening import open_maker
 from dglx_dist.sampling.options import LoaderOptions
-from dglx_dist.sampling.pick import Csc
 from dglx_dist.sampling.relational_source import TypedDraws
 from dglx_dist.sampling.relations import Schema
 from dglx_dist.storage.writer import write_dataset

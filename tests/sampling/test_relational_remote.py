@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dglx_dist.draws.pick import Rule
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.in_edges import CSCShard
-from dglx_dist.sampling.pick import Rule
 from dglx_dist.sampling.relational_remote import RemoteTypedSource
 from dglx_dist.sampling.relational_source import WholeTypedSource
 from dglx_dist.sampling.remote import keyed_draw

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
+from dglx_dist.draws.rng import stream_key
 from dglx_dist.errors import ConfigError
 from dglx_dist.sampling.relational_source import WholeTypedSource
-from dglx_dist.sampling.rng import stream_key
 from dglx_dist.sampling.workspace import Workspace
 from tests.sampling.shop import KNOWS, LIKE, SOLD, shop_draws, typed_shop
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dglx_dist.sampling.pick import Csc
+from dglx_dist.draws.pick import Csc
 from dglx_dist.sampling.relations import Schema, csc_at, read_sources, relations_of
 from tests.sampling.shop import BUYS, KNOWS, LIKE, typed_shop
 

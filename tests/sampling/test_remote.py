@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from dglx_dist.draws.pick import Rule
 from dglx_dist.graph.in_edges import CSCShard
 from dglx_dist.sampling.kernel import sample_batch
-from dglx_dist.sampling.pick import Rule
 from dglx_dist.sampling.remote import RemoteSource, csc_of, keyed_draw
 from dglx_dist.sampling.workspace import Workspace
 from tests.helpers.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""Which in-edges of one destination are drawn. Compiled; a whole hop is drawn by :func:`draw_hop`."""
+"""Which in-edges of a destination are drawn: the one set of kernels that everything that samples calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from dglx_dist.draws.rng import bounded, item_key, unit
 from dglx_dist.records import Array
-from dglx_dist.sampling.rng import bounded, item_key, unit
 
 
 class Csc(NamedTuple):
@@ -250,3 +250,55 @@ def draw_hop(
             first = np.int64(csc.first_edge)
         for j in range(len(out)):
             out[j] += first
+
+
+@njit(cache=True, nogil=True)
+def draw_edges(
+    csc: Csc, nodes: Array, fanout: int, stream: np.uint64, rule: Rule
+) -> tuple[Array, Array, Array]:
+    """Return the (K + 1,) indptr, sources and global edge ids, all int64, of drawn in-edges of ``nodes``.
+
+    Args:
+        csc: Structure that holds all of ``nodes``.
+        nodes: (K,) int64 global ids.
+        fanout: Edges per destination; -1 for all.
+        stream: Key of the hop.
+        rule: How to draw.
+    """
+    indptr = np.empty(len(nodes) + 1, np.int64)
+    starts = np.empty(len(nodes), np.int64)
+    largest = count_hop(csc, nodes, fanout, rule, indptr, starts)
+    edges = np.empty(indptr[-1], np.int64)
+    draw_hop(csc, nodes, stream, fanout < 0, rule, (indptr, starts, largest), edges)
+    sources = np.empty(len(edges), np.int64)
+    for i in range(len(edges)):
+        sources[i] = csc.indices[edges[i] - csc.first_edge]
+    return indptr, sources, edges
+
+
+@njit(cache=True, nogil=True)
+def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: bool) -> tuple[Array, Array]:
+    """Return the (K + 1,) indptr and the positions in ``csc``, both int64, of edges drawn by their weights.
+
+    The draws of a node depend on its id and its edges, and not on the other nodes of the call.
+
+    Args:
+        csc: The candidates: row i has those of ``nodes[i]``; its ``first_node`` and ``first_edge`` are 0.
+        nodes: (K,) int64 global ids.
+        fanout: Edges per node; -1 for all with a weight above 0.
+        stream: Key of the draw.
+        replace: Whether an edge may be drawn more than once.
+    """
+    rule = Rule(replace and fanout >= 0, np.empty(0, np.int64))
+    indptr = np.empty(len(nodes) + 1, np.int64)
+    largest = count_hop(csc, np.arange(len(nodes)), fanout, rule, indptr, np.empty(len(nodes), np.int64))
+    out = np.empty(indptr[-1], np.int64)
+    among, scratch = np.empty(largest, np.int64), np.empty(largest, np.float64)
+    for i in range(len(nodes)):
+        start, end = csc.indptr[i], csc.indptr[i + 1]
+        key = item_key(stream, nodes[i])
+        # Edges have keys by their place among those of the node.
+        of_node = Csc(csc.indptr, csc.indices, csc.weights, 0, -start)
+        found = _candidates(csc, rule.exclude, start, end, among)
+        _draw_unequal(of_node, key, key, rule, among[:found], out[indptr[i] : indptr[i + 1]], scratch)
+    return indptr, out

@@ -27,6 +27,15 @@ def mix(state: np.uint64) -> np.uint64:
     return word ^ (word >> np.uint64(31))
 
 
+@njit(cache=True, nogil=True)
+def splitmix64(values: Array) -> Array:
+    """Return (N,) uint64, :func:`mix` of each of ``values`` ((N,) uint64)."""
+    out = np.empty(len(values), np.uint64)
+    for i in range(len(values)):
+        out[i] = mix(values[i])
+    return out
+
+
 def stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
     """Return the key of all draws of one hop (0 is the one at the seeds) of one epoch."""
     # Compiled code hands 64-bit words back as Python integers, which it would not take again.
@@ -56,9 +65,15 @@ def item_key(stream: np.uint64, global_id: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
+def full_word(key: np.uint64, number: int) -> np.uint64:
+    """Return 64 random bits, the ``number``-th of ``key``."""
+    return mix(key + np.uint64(number) * _GOLDEN)
+
+
+@njit(cache=True, nogil=True)
 def half_word(key: np.uint64, number: int) -> np.uint64:
     """Return 32 random bits, the ``number``-th of ``key``; two neighbours share one hash."""
-    word = mix(key + np.uint64(number >> 1) * _GOLDEN)
+    word = full_word(key, number >> 1)
     return word >> np.uint64(32) if number & 1 else word & _LOW_32
 
 
@@ -81,8 +96,7 @@ def bounded(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
 @njit(cache=True, nogil=True)
 def unit(key: np.uint64, number: int) -> float:
     """Return a draw uniform in the open interval (0, 1), the ``number``-th of ``key``."""
-    word = mix(key + np.uint64(number) * _GOLDEN)
-    return (np.float64(word >> np.uint64(11)) + 0.5) * _TO_UNIT
+    return (np.float64(full_word(key, number) >> np.uint64(11)) + 0.5) * _TO_UNIT
 
 
 @njit(cache=True, nogil=True)

@@ -1,13 +1,14 @@
 import numpy as np
 import pytest
 
-from dglx_dist.sampling.rng import (
+from dglx_dist.draws.rng import (
     bounded,
     half_word,
     hash_ids,
     item_key,
     mix,
     relation_keys,
+    splitmix64,
     stream_key,
     unit,
 )
@@ -17,6 +18,13 @@ def test_mix_is_splitmix64() -> None:
     # First outputs of the reference generator from the states 0 and 1234567.
     assert int(mix(np.uint64(0))) == 0xE220A8397B1DCDAF
     assert int(mix(np.uint64(1234567))) == 6457827717110365317
+
+
+def test_splitmix64_is_the_published_one() -> None:
+    """The generator's first outputs from seed 0 are the hashes of 0 and of its increment."""
+    increment = 0x9E3779B97F4A7C15
+    hashes = splitmix64(np.array([0, increment], dtype=np.uint64))
+    assert [int(h) for h in hashes] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
 
 
 def test_keys_differ_in_every_part() -> None:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from dglx_dist.sampling.pick import Csc, Rule, count_hop, draw_hop
-from dglx_dist.sampling.rng import stream_key
+from dglx_dist.draws.pick import Csc, Rule, count_hop, draw_among, draw_edges, draw_hop
+from dglx_dist.draws.rng import stream_key
 from tests.sampling.graphs import NO_EDGES, csc_from
 
 CHI2_P_1E3 = {4: 18.47, 9: 27.88, 99: 148.2}
@@ -134,3 +134,33 @@ def test_a_piece_of_the_graph_draws_what_the_whole_draws() -> None:
             assert draw(piece, node, 7, seed=seed, exclude=[31, 130]) == draw(
                 whole, node, 7, seed=seed, exclude=[31, 130]
             )
+
+
+def test_edges_come_with_their_sources() -> None:
+    csc = csc_from([[2, 3], [], [0], [1, 0, 2]])._replace(first_edge=10)
+    indptr, sources, edges = draw_edges(
+        csc, np.array([3, 1, 0]), -1, stream_key(0, 0, 0), Rule(False, np.array([14]))
+    )
+    assert (indptr.tolist(), sources.tolist(), edges.tolist()) == (
+        [0, 2, 2, 4],
+        [1, 2, 2, 3],
+        [13, 15, 10, 11],
+    )
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_node_draws_the_same_among_its_edges_whatever_else_is_asked(replace: bool) -> None:
+    weights = [1.0, 2.0, 3.0, 0.5]
+    alone = csc_from([[5, 6, 7, 8]], weights)
+    second = csc_from([[4, 4], [5, 6, 7, 8]], [1.0, 0.0, *weights])
+    for seed in range(50):
+        stream = stream_key(seed, 0, 0)
+        _, one = draw_among(alone, np.array([9]), 2, stream, replace)
+        indptr, both = draw_among(second, np.array([3, 9]), 2, stream, replace)
+        assert both[indptr[1] :].tolist() == (one + 2).tolist()
+
+
+def test_all_with_a_weight_are_taken_once_even_with_replacement() -> None:
+    csc = csc_from([[5, 6, 7], [8]], [1.0, 0.0, 2.0, 0.0])
+    indptr, taken = draw_among(csc, np.array([4, 2]), -1, stream_key(0, 0, 0), True)
+    assert (indptr.tolist(), taken.tolist()) == ([0, 2, 2], [0, 2])
