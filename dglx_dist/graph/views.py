@@ -43,8 +43,13 @@ class DataView(MutableMapping[str, DistTensor]):
         """Make a tensor that exists known by ``name`` here; call it on every rank that will look it up.
 
         Raises:
-            ConfigError: ``value`` has another number of rows.
+            ConfigError: ``value`` is no DistTensor, or has another number of rows.
         """
+        if not isinstance(value, DistTensor):
+            raise ConfigError(
+                f"{name!r} would be a {type(value).__name__} of this rank alone; make a DistTensor with "
+                "part_policy= and write the rows: t[ids] = rows"
+            )
         if len(value) != self._policy.get_size():
             raise ConfigError(
                 f"{self._policy.policy_str} has {self._policy.get_size()} rows, the tensor for {name!r} has "

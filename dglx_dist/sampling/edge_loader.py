@@ -21,7 +21,7 @@ from dglx_dist.sampling.items import Items, read_items
 from dglx_dist.sampling.loader import moved
 from dglx_dist.sampling.maker import NodeIds
 from dglx_dist.sampling.neighbor import read_sampler
-from dglx_dist.sampling.opening import open_maker
+from dglx_dist.sampling.opening import check_alike, open_maker
 from dglx_dist.sampling.options import LoaderOptions, read_options
 from dglx_dist.sampling.stepping import Pace, StepLoader, seed_of
 
@@ -45,8 +45,9 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
 
     Every rank must make it and iterate over it alike. All ranks have the same number of steps, and one
     that has run out of edges gets pair graphs without edges. A step's share counts positive edges, so that a
-    mean over positive and negative pairs weighs right: there are equally many negatives for each. What is
-    drawn does not depend on the number of ranks. Iterating calls no collective.
+    mean over positive and negative pairs weighs right where each has equally many negatives: those of
+    ``InBatch`` are fewer in a batch of k edges or less. What is drawn does not depend on the number of
+    ranks, again but for ``InBatch``. Iterating calls no collective.
 
     Args:
         g: The distributed graph.
@@ -70,7 +71,8 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
 
     Raises:
         ConfigError: on all ranks when something cannot be honoured on one: an unknown type, an edge twice,
-            a mode of ``exclude`` without what it needs, reverse edges that are none.
+            a mode of ``exclude`` without what it needs, reverse edges that are none, or when the ranks were
+            given another ``batch_size`` or ``drop_last``.
         IndexError: an id is no edge; ConfigError on the other ranks.
         PeerError: a rank did not take part.
     """
@@ -95,14 +97,25 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             rule=ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes),
             negative=negative_sampler,
         )
-        pace = Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last))
-        read = together(g.session, lambda: _read(g, eids, asked, options), ConfigError)
+        pace, read = together(
+            g.session,
+            lambda: (
+                Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
+                _read(g, eids, asked, options),
+            ),
+            ConfigError,
+        )
+        check_alike(g.session, "exclude", _told(read.asked.rule))
         seed = seed_of(read.options, g.session)
         blocks = open_maker(g, read.asked.sampler, read_sampler(read.asked.sampler), read.options, seed)
         plan = EdgePlan(
             seed=seed,
             exclude=open_exclude(g, read.asked.rule),
-            negative=open_negative(g, read.asked.negative, _with_items(read.items)),
+            negative=together(
+                g.session,
+                lambda: open_negative(g, read.asked.negative, _with_items(read.items)),
+                ConfigError,
+            ),
             columns=read.columns,
         )
         self._maker = EdgeMaker(g, blocks, plan)
@@ -220,6 +233,12 @@ def _columns(g: DistGraph, labels: Any) -> dict[EdgeType, dict[str, str]]:
                 raise ConfigError(f"prefetch_labels names {name!r}, and edges of {etype} have {sorted(data)}")
             found.setdefault(etype, {})[name] = data[name].kvstore_key
     return found
+
+
+def _told(rule: ExcludeRule) -> str:
+    """Return what of ``rule`` must be the same on all ranks, for :func:`check_alike`."""
+    mode = "a function" if callable(rule.exclude) else repr(rule.exclude)
+    return mode if rule.reverse_etypes is None else f"{mode}, reverse_etypes={dict(rule.reverse_etypes)}"
 
 
 def _with_items(items: Items[EdgeType]) -> list[EdgeType]:

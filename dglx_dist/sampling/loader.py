@@ -48,8 +48,9 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
             Options of DGL's loader that are of no use here are accepted with a warning.
 
     Raises:
-        ConfigError: an option cannot be honoured; a seed is given twice.
-        IndexError: a seed is no node.
+        ConfigError: on all ranks when an option cannot be honoured or a seed is given twice on one, or the
+            ranks were given another ``batch_size`` or ``drop_last``.
+        IndexError: a seed is no node; ConfigError on the other ranks.
         PeerError: a rank did not take part.
     """
 
@@ -64,10 +65,17 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        read, plan = read_options(options), read_sampler(sampler)
-        pace = Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last))
         counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
-        seeds = together(g.session, lambda: read_items(indices, counts, "node"), ConfigError)
+        read, plan, pace, seeds = together(
+            g.session,
+            lambda: (
+                read_options(options),
+                read_sampler(sampler),
+                Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
+                read_items(indices, counts, "node"),
+            ),
+            ConfigError,
+        )
         self._maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
         super().__init__(g.session, seeds, pace, read)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dglx_dist.cluster.collectives import barrier, broadcast_json
+from dglx_dist.cluster.collectives import barrier, broadcast_json, gather_json
+from dglx_dist.cluster.session import Session
 from dglx_dist.draws.pick import Csc, Rule
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dtypes import torch_dtype
@@ -52,10 +53,40 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     """Return what makes the batches. Every rank must call it.
 
     Raises:
-        ConfigError: ``g``, the plan and the options do not go together; on all ranks when it is the weights
-            that one of them holds.
-        IndexError: an excluded edge does not exist.
+        ConfigError: on all ranks, when ``g``, the plan and the options do not go together on one, or the
+            ranks have other plans.
+        IndexError: an excluded edge does not exist; ConfigError on the other ranks.
     """
+    columns, draws = together(g.session, lambda: _read(g, sampler, plan, options, seed), ConfigError)
+    told = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}"
+    check_alike(g.session, "samplers with", told)
+    if draws is None:
+        return SamplerMaker(
+            lambda seeds, out: _own_code(sampler, g, seeds, out), g.kvstore, columns, g.ntypes
+        )
+    if len(g.ntypes) == len(g.canonical_etypes) == 1:
+        return _homogeneous_maker(g, plan, draws, columns, options)
+    return TypedMaker(_typed_source(g, plan, draws), draws, g.kvstore, columns)
+
+
+def check_alike(session: Session, what: str, mine: str) -> None:
+    """Raise ConfigError on all ranks unless each says the same of ``what``. Collective.
+
+    Ranks that go different ways would wait for each other in different collectives.
+    """
+    told = gather_json(mine, session)
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise ConfigError(
+                f"the ranks were given different {what}: rank 0 {told[0]}, rank {rank} {other}; give all the "
+                "same"
+            )
+
+
+def _read(
+    g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
+) -> tuple[Columns, TypedDraws | None]:
+    """Return what one rank can tell alone: the columns, and how to draw unless the sampler does it itself."""
     alive = options.depth + _SPARE_BUFFERS
     columns = find_columns(g, plan, Precision(options.feature_dtype, alive))
     columns = replace(columns, memory=RowMemory(alive))
@@ -65,12 +96,10 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
                 f"exclude= cannot be passed into {type(sampler).__qualname__}'s own code; use "
                 "NeighborSampler, or leave the edges out in the sampler"
             )
-        return SamplerMaker(
-            lambda seeds, out: _own_code(sampler, g, seeds, out), g.kvstore, columns, g.ntypes
-        )
+        return columns, None
     if plan.weights is not None:
         check_every_type_has(g, plan.weights)
-    draws = TypedDraws(
+    return columns, TypedDraws(
         schema=_schema(g),
         fanouts=_fanouts(plan.fanouts, g.canonical_etypes),
         replace=plan.replace,
@@ -78,9 +107,6 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
         seed=seed,
         idtype=np.dtype(np.int32 if g.idtype == torch.int32 else np.int64),
     )
-    if len(g.ntypes) == len(g.canonical_etypes) == 1:
-        return _homogeneous_maker(g, plan, draws, columns, options)
-    return TypedMaker(_typed_source(g, plan, draws), draws, g.kvstore, columns)
 
 
 def _homogeneous_maker(

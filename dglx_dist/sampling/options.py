@@ -35,8 +35,8 @@ class LoaderOptions:
 
     seed: int | None = None
     """Of the order and the draws; None: the session's."""
-    depth: int = 2
-    """Batches made ahead; at least 1. Bounds the memory."""
+    depth: int = 1
+    """Batches made ahead; at least 1, and ``num_threads`` when it is not given. Each costs its memory."""
     num_threads: int = 1
     """How many batches are made at a time; 0: in the training loop itself."""
     device: torch.device | str | None = None
@@ -67,8 +67,20 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     read = LoaderOptions(**{name: value for name, value in options.items() if name in known})
     whole_number("depth", read.depth, least=1)
     whole_number("num_threads", read.num_threads, least=0)
+    if read.seed is not None:
+        whole_number("seed", read.seed, least=0)
+    if read.device is not None:
+        _check_device(read.device)
     check_float(read.feature_dtype)
     return read
+
+
+def _check_device(device: object) -> None:
+    try:
+        torch.device(device)  # type: ignore[call-overload]  # whatever the user gave
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={device!r} is no device ({reason}); give e.g. 'cpu' or 'cuda:0'") from None
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:

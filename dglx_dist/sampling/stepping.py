@@ -81,6 +81,7 @@ class StepLoader(ABC, Generic[K, B, T]):
         options: How far ahead, on how many threads, with which seed.
 
     Raises:
+        ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
         PeerError: a rank did not take part.
     """
 
@@ -92,7 +93,7 @@ class StepLoader(ABC, Generic[K, B, T]):
         self._schedule = Schedule(
             batch_size=int(pace.batch_size),
             drop_last=bool(pace.drop_last),
-            counts=_counts(items, session),
+            counts=_counts(items, pace, session),
             rank=session.topology.rank,
         )
         self._epoch, self._next_step, self._begun = 0, 0, False
@@ -210,9 +211,20 @@ def seed_of(options: LoaderOptions, session: Session) -> int:
     return session.seed if options.seed is None else whole_number("seed", options.seed, least=0)
 
 
-def _counts(items: Items[K], session: Session) -> tuple[int, ...]:
-    """Return how many items each rank has; warns when all ranks have the same ones. Collective."""
-    rows = gather_int64([len(items), items.digest() if len(items) else 0], session)
+def _counts(items: Items[K], pace: Pace, session: Session) -> tuple[int, ...]:
+    """Return how many items each rank has; warns when all ranks have the same ones. Collective.
+
+    Raises:
+        ConfigError: the ranks differ in what sets the number of steps.
+    """
+    mine = [len(items), items.digest() if len(items) else 0, int(pace.batch_size), int(pace.drop_last)]
+    rows = gather_int64(mine, session)
+    for name, given in (("batch_size", rows[:, 2]), ("drop_last", rows[:, 3])):
+        if bool((given != given[0]).any()):
+            raise ConfigError(
+                f"the ranks have {name} {', '.join(map(str, given.tolist()))}; give all the same, or they "
+                "would not have the same number of steps"
+            )
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):
         warnings.warn(
             f"all {len(rows)} ranks were given the same {len(items)} indices, so each is visited {len(rows)} "

@@ -8,8 +8,9 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dtypes import numpy_view
 from dglx_dist.graph.structure import Structure
-from dglx_dist.records import Array, EdgeType
+from dglx_dist.records import Array, ColumnInfo, EdgeType
 from dglx_dist.sampling.columns import edge_keys
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ def all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
         ConfigError: there is no such column, or it is not one finite number of at least 0 per edge.
     """
     key = edge_keys(g, etype, [name], "prob")[name]
-    pieces = g.kvstore.shards(key)
+    pieces, info = g.kvstore.shards(key), g.kvstore.column(key).info
     if len(pieces) == 1 and len(pieces[0][1]) == g.num_edges(etype):
-        return _checked(pieces[0][1], name, 0)
+        return _checked(pieces[0][1], info, name, 0)
     rows = g.kvstore.pull(key, np.arange(g.num_edges(etype)), phase="structure")
-    return _checked(rows.numpy(), name, 0)
+    return _checked(numpy_view(rows), info, name, 0)
 
 
 def shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
@@ -36,8 +37,9 @@ def shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Ar
     Raises:
         ConfigError: as :func:`all_weights`.
     """
-    shards = g.kvstore.shards(edge_keys(g, structure.etype, [name], "prob")[name])
-    by_edge = {first: _checked(rows, name, first) for first, rows in shards}
+    key = edge_keys(g, structure.etype, [name], "prob")[name]
+    shards, info = g.kvstore.shards(key), g.kvstore.column(key).info
+    by_edge = {first: _checked(rows, info, name, first) for first, rows in shards}
     return {shard.first_node: by_edge[shard.first_edge] for shard in structure.shards if len(shard.indices)}
 
 
@@ -52,8 +54,8 @@ def check_every_type_has(g: DistGraph, name: str) -> None:
         )
 
 
-def _checked(rows: Array, name: str, first_edge: int) -> Array:
-    """Return weights as float32.
+def _checked(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> Array:
+    """Return weights as float32; ``rows`` are as a column holds them: bfloat16 as its bits.
 
     Raises:
         ConfigError: they are not one number per edge, or one is negative or NaN.
@@ -63,11 +65,15 @@ def _checked(rows: Array, name: str, first_edge: int) -> Array:
             f"edata[{name!r}] has rows of shape {rows.shape[1:]} and dtype {rows.dtype}; a probability or "
             "mask is one number per edge"
         )
-    weights = rows.astype(np.float32)
+    if info.dtype == "bfloat16":
+        # Its bits are the upper half of those of the float32 with the same value.
+        weights = (rows.astype(np.uint32) << 16).view(np.float32)
+    else:
+        weights = rows.astype(np.float32)
     bad = _first_bad(weights)
     if bad >= 0:
         raise ConfigError(
-            f"edata[{name!r}] is {rows[bad]} at edge {first_edge + bad}; give finite weights of at least 0"
+            f"edata[{name!r}] is {weights[bad]} at edge {first_edge + bad}; give finite weights of at least 0"
         )
     return weights
 

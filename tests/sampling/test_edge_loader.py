@@ -280,6 +280,12 @@ WRONG = {
         EDGES, {"exclude": "reverse_id", "reverse_eids": EDGES.roll(HALF)}, ConfigError, "ids change when",
     ),
     "k": ([3], {"negative_sampler": dgl_negative.Uniform(-2)}, ConfigError, "k=-2"),
+    "pace": ([3], {"batch_size": 0}, ConfigError, "batch_size=0"),
+    "seed": ([3], {"seed": -1}, ConfigError, "seed=-1"),
+    "column": (
+        [3], {"sampler": NeighborSampler([2], prefetch_node_feats=["fest"])}, ConfigError, "'fest'",
+    ),
+    "fixed": ([3], {"exclude": [240]}, IndexError, "240"),
     "option": ([3], {"batchsize": 3}, ConfigError, "no option 'batchsize'"),
     "sampler": ([3], {"sampler": "all"}, ConfigError, "str does not make blocks"),
     "both": (
@@ -304,6 +310,9 @@ def wrong_in_rank(folder: str) -> dict[str, str]:
                 with pytest.raises(ConfigError, match=r"rank 1 on .*: ") as caught:
                     loader_of(g, eids=[0])
                 told[name] = str(caught.value)
+        mode = [None, "self"][session.topology.rank]
+        with pytest.raises(ConfigError, match="different exclude: rank 0 None, rank 1 'self'"):
+            loader_of(g, eids=[session.topology.rank], exclude=mode)
         assert len(loader_of(g, eids=[session.topology.rank])) == 1
     return told
 

@@ -1,5 +1,6 @@
 import warnings
 from itertools import chain
+from pathlib import Path
 
 import dgl
 import numpy as np
@@ -7,10 +8,12 @@ import pytest
 import torch
 from dgl.dataloading import MultiLayerFullNeighborSampler, NeighborSampler
 
+from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.records import NODE_TYPE, StepShare
 from dglx_dist.sampling import DataLoader
+from tests.helpers.ranks import run_ranks
 from tests.sampling.rings import NUM_NODES
 
 IDS = torch.arange(NUM_NODES)
@@ -224,28 +227,55 @@ def test_what_dgl_accepts_and_has_no_use_here_warns(graph: DistGraph) -> None:
         loader_of(graph, num_workers=0, use_uva=False, device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"indices": [3, 5, 3]}, ConfigError, "node 3 more than once"),
-        ({"indices": [3, 60]}, IndexError, "60"),
-        ({"indices": {"user": [1]}}, ConfigError, "'user'"),
-        ({"batch_size": 0}, ConfigError, "batch_size=0"),
-        ({"seed": -1}, ConfigError, "seed=-1"),
-        ({"exclude": [10**6]}, IndexError, "1000000"),
-        ({"sampler": NeighborSampler([2], prefetch_node_feats=["fest"])}, ConfigError, "'fest'.*'feat'"),
-        ({"sampler": NeighborSampler([2], prefetch_labels=["labels"])}, ConfigError, "prefetch_labels"),
-        ({"sampler": NeighborSampler([2], prob="no")}, ConfigError, "prob names 'no'.*'odd'"),
-        ({"sampler": NeighborSampler([2], prob="negative")}, ConfigError, "finite weights of at least 0"),
-        ({"sampler": NeighborSampler([2], prob="pair")}, ConfigError, "one number per edge"),
-        ({"sampler": NeighborSampler([2], edge_dir="out")}, ConfigError, "dgl.reverse"),
-    ],
-)  # fmt: skip
+WRONG = [
+    ({"indices": [3, 5, 3]}, ConfigError, "node 3 more than once"),
+    ({"indices": [3, 60]}, IndexError, "60"),
+    ({"indices": {"user": [1]}}, ConfigError, "'user'"),
+    ({"batch_size": 0}, ConfigError, "batch_size=0"),
+    ({"seed": -1}, ConfigError, "seed=-1"),
+    ({"exclude": [10**6]}, IndexError, "1000000"),
+    ({"sampler": NeighborSampler([2], prefetch_node_feats=["fest"])}, ConfigError, "'fest'.*'feat'"),
+    ({"sampler": NeighborSampler([2], prefetch_labels=["labels"])}, ConfigError, "prefetch_labels"),
+    ({"sampler": NeighborSampler([2], prob="no")}, ConfigError, "prob names 'no'.*'odd'"),
+    ({"sampler": NeighborSampler([2], edge_dir="out")}, ConfigError, "dgl.reverse"),
+    ({"sampler": "all"}, ConfigError, "str does not make blocks"),
+    ({"sampler": NeighborSampler([{"likes": 2}])}, ConfigError, "fanouts"),
+    ({"num_thread": 2}, ConfigError, "did you mean 'num_threads'"),
+    ({"device": "gpu"}, ConfigError, "device='gpu' is no device"),
+]  # fmt: skip
+WRONG_WEIGHTS = [
+    ({"sampler": NeighborSampler([2], prob="negative")}, ConfigError, "finite weights of at least 0"),
+    ({"sampler": NeighborSampler([2], prob="pair")}, ConfigError, "one number per edge"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [*WRONG, *WRONG_WEIGHTS])
 def test_what_cannot_be_honoured_is_refused_at_construction(
     graph: DistGraph, options, error, message
 ) -> None:
     with pytest.raises(error, match=message):
         loader_of(graph, **options)
+
+
+def wrong_in_rank(folder: str) -> None:
+    """Rank 1 makes each mistake while rank 0 does well; nobody waits for the other."""
+    with start_session(timeout_s=60) as session:
+        graph = DistGraph(folder)
+        for options, error, message in WRONG:
+            if session.topology.rank == 1:
+                with pytest.raises(error, match=message):
+                    loader_of(graph, **{"indices": IDS[1::2]} | options)
+            else:
+                with pytest.raises(ConfigError, match=r"rank 1 on .*: "):
+                    loader_of(graph, indices=IDS[::2])
+        mine = NeighborSampler([3, 4], prob=[None, "odd"][session.topology.rank])
+        with pytest.raises(ConfigError, match=r"rank 0 .*prob=None, rank 1 .*prob='odd'; give all the same"):
+            loader_of(graph, sampler=mine)
+        assert len(loader_of(graph, indices=IDS[session.topology.rank :: 2])) == 5
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(rings: dict[int, Path]) -> None:
+    run_ranks(wrong_in_rank, 2, args=(str(rings[2]),))
 
 
 def test_an_error_of_a_batch_reaches_the_loop(graph: DistGraph) -> None:

@@ -24,10 +24,17 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
         read_options({"num_thread": 2})
 
 
-@pytest.mark.parametrize(("name", "value"), [("depth", 0), ("depth", 1.5), ("num_threads", -1)])
+@pytest.mark.parametrize(("name", "value"), [("depth", 0), ("depth", 1.5), ("num_threads", -1), ("seed", -1)])
 def test_bad_values_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         read_options({name: value})
+
+
+@pytest.mark.parametrize("device", ["gpu", 1.5])
+def test_what_is_no_device_is_refused(device: object) -> None:
+    with pytest.raises(ConfigError, match=f"device={device!r} is no device"):
+        read_options({"device": device})
+    assert read_options({"device": "meta"}).device == "meta"
 
 
 def test_whole_number() -> None:

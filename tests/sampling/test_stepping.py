@@ -1,3 +1,4 @@
+import time
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -63,6 +64,39 @@ def test_a_loader_left_early_begins_the_next_epoch() -> None:
 def test_a_batch_size_is_checked() -> None:
     with pytest.raises(ConfigError, match="batch_size=0"):
         Pace(batch_size=0)
+
+
+def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making a batch takes 3 seconds and using it 10: without threads the loop waits 3 for each."""
+    now = 0.0
+
+    def make(self: Echoes, items: dict[str, Any], epoch: int) -> Echo:
+        nonlocal now
+        now += 3
+        return Echo([], epoch)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(Echoes, "_make", make)
+    with start_session() as session:
+        items = Items(ids={"a": np.arange(5)})
+        loader = Echoes(session, items, Pace(batch_size=2), LoaderOptions(num_threads=0))
+        for _ in loader:
+            now += 10
+        assert loader.times().wait_s == 3 * 3
+
+
+def pace_in_rank() -> None:
+    with start_session(timeout_s=60) as session:
+        rank = session.topology.rank
+        with pytest.raises(ConfigError, match="the ranks have batch_size 2, 3; give all the same"):
+            echoes(session, [rank], size=2 + rank)
+        with pytest.raises(ConfigError, match="the ranks have drop_last 0, 1"):
+            echoes(session, [rank], drop_last=rank == 1)
+        assert len(echoes(session, [rank])) == 1
+
+
+def test_ranks_must_agree_on_the_pace() -> None:
+    run_ranks(pace_in_rank, 2)
 
 
 def shares_in_rank() -> list[tuple[list[int], int, int]]:

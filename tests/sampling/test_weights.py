@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistGraph
+from dglx_dist.graph import DistGraph, DistTensor
 from dglx_dist.sampling.weights import all_weights, check_every_type_has, shard_weights
 from tests.sampling.shop import BUYS, KNOWS
 
@@ -16,9 +16,21 @@ def test_weights_are_those_of_the_column(shop_graph: DistGraph) -> None:
     assert shard.dtype == np.float32
 
 
+def test_weights_in_half_precision_have_their_values(graph: DistGraph) -> None:
+    (etype,) = graph.canonical_etypes
+    halves = torch.arange(graph.num_edges()) % 7 / 4
+    policy = graph.get_edge_partition_policy(etype)
+    half = DistTensor((len(halves),), torch.bfloat16, "half", part_policy=policy)
+    half[torch.arange(len(halves))] = halves.bfloat16()
+    assert all_weights(graph, etype, "half").tolist() == halves.tolist()
+    (shard,) = shard_weights(graph, graph.structure(etype), "half").values()
+    assert shard.tolist() == halves.tolist()
+
+
 def test_edge_types_without_the_column_are_named(shop_graph: DistGraph) -> None:
     check_every_type_has(shop_graph, "weight")
-    shop_graph.edges[KNOWS].data["odd"] = torch.ones(shop_graph.num_edges(KNOWS))
+    policy = shop_graph.get_edge_partition_policy(KNOWS)
+    DistTensor((shop_graph.num_edges(KNOWS),), torch.float32, "odd", part_policy=policy)
     with pytest.raises(
         ConfigError, match=r"'odd', and 5 of 6 edge types have no such column: \('user', 'buys'"
     ):
