@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class LoaderOptions:
     seed: int | None = None
     """Of the order and the draws; None: the session's."""
     depth: int = 1
-    """Batches made ahead; at least 1, and ``num_threads`` when it is not given. Each costs its memory."""
+    """Batches made ahead, never fewer than ``num_threads``. Each costs its memory."""
     num_threads: int = 1
     """How many batches are made at a time; 0: in the training loop itself."""
     device: torch.device | str | None = None
@@ -72,7 +72,8 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     if read.device is not None:
         _check_device(read.device)
     check_float(read.feature_dtype)
-    return read
+    # Threads beyond the depth would have nothing to do.
+    return replace(read, depth=max(read.depth, read.num_threads))
 
 
 def _check_device(device: object) -> None:

@@ -7,7 +7,13 @@ from dglx_dist.sampling.options import read_options, whole_number
 
 
 def test_defaults() -> None:
-    assert read_options({}).depth == 2
+    assert read_options({}).depth == 1
+
+
+def test_as_many_batches_ahead_as_there_are_threads() -> None:
+    assert read_options({"num_threads": 3}).depth == 3
+    assert read_options({"num_threads": 3, "depth": 5}).depth == 5
+    assert read_options({"num_threads": 0}).depth == 1
 
 
 @pytest.mark.parametrize("name", ["use_uva", "use_ddp", "num_workers", "pin_memory", "persistent_workers"])
