@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +17,7 @@ from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.graph.policy import PartitionPolicy
+from dglx_dist.graph.remote_plan import number_distinct
 from dglx_dist.graph.room import check_room
 from dglx_dist.graph.row_init import fill_uniform
 from dglx_dist.graph.shared_rows import InitRows
@@ -161,11 +161,11 @@ class DistEmbedding:
         if not torch.is_grad_enabled():
             return self._pull(index, target)
         places = None
-        if _has_repeats(index):
-            index, inverse = np.unique(index, return_inverse=True)
-            places = torch.from_numpy(inverse.reshape(-1)).to(target)
-        leaf = self._pull(index, target).requires_grad_()
-        _on_gradient(leaf, self._recorder(index, self.kvstore.session.step_share))
+        distinct, place_of = number_distinct(index)
+        if len(distinct) < len(index):
+            places = torch.from_numpy(place_of).to(target)
+        leaf = self._pull(distinct, target, distinct=True).requires_grad_()
+        _on_gradient(leaf, self._recorder(distinct, self.kvstore.session.step_share))
         return leaf if places is None else F.embedding(places, leaf)
 
     def reset_trace(self) -> None:
@@ -179,8 +179,8 @@ class DistEmbedding:
         self.reset_trace()
         return taken
 
-    def _pull(self, ids: Array, device: torch.device) -> Tensor:
-        rows = self.kvstore.pull(self._weight.kvstore_key, ids, phase=PHASE)
+    def _pull(self, ids: Array, device: torch.device, *, distinct: bool = False) -> Tensor:
+        rows = self.kvstore.pull(self._weight.kvstore_key, ids, distinct=distinct, phase=PHASE)
         return rows.to(device=device, dtype=self.compute_dtype)
 
     def _recorder(self, ids: Array, share: StepShare | None) -> Callable[[Tensor], None]:
@@ -243,11 +243,6 @@ def _summed_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
         assert total is not None
         kept.append(RowGradient(ids=total.ids, rows=total.rows, share=share))
     return kept
-
-
-def _has_repeats(ids: Array) -> bool:
-    in_order = np.sort(ids)
-    return bool((in_order[1:] == in_order[:-1]).any())
 
 
 def _device_of(ids: Ids) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -248,6 +249,14 @@ class KVStore:
             IndexError: an id is not of the own server.
         """
         self._pusher.write_local(name, ids, rows)
+
+    def owner_lock(self, name: str) -> threading.Lock:
+        """Return the lock that this rank holds while it changes rows that it owns by what they were.
+
+        Raises:
+            ConfigError: there is no such tensor.
+        """
+        return self._pusher.lock_of(self.column(name))
 
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
         """Let ``handler`` do what is pushed to a tensor, in place of overwriting or adding. Collective.

@@ -246,6 +246,10 @@ class Pusher:
                 f"{column.name!r}, and was given id {ids[bad]}"
             )
 
+    def lock_of(self, column: Column) -> threading.Lock:
+        """Return what is held here while own rows of ``column`` are changed in place."""
+        return self._per_tensor(column).lock
+
     def _per_tensor(self, column: Column) -> _PerTensor:
         found = self._kept.get(column.name)
         if found is None:

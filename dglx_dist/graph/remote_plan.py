@@ -67,6 +67,12 @@ def plan_pull(
     return plan, Hits(places=places, slots=slots)
 
 
+def number_distinct(ids: Array) -> tuple[Array, Array]:
+    """Return the distinct of (K,) int64 ``ids`` in order of appearance, and (K,) int64 the place of each."""
+    place_of = np.empty(len(ids), np.int64)
+    return _distinct(ids, np.arange(len(ids)), place_of), place_of
+
+
 _FIELDS = ("ids", "server_starts", "starts", "positions")
 
 

@@ -11,15 +11,13 @@ from functools import partial
 from itertools import pairwise
 from typing import final
 
-import numpy as np
-
 from dglx_dist.cluster.collectives import barrier, gather_int64, peers_named
 from dglx_dist.cluster.rpc import Pending
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_gradient import RowSum
+from dglx_dist.graph.sparse_gradient import Parcel, RowSum, weighed_copy
 from dglx_dist.graph.sparse_inbox import Inbox
-from dglx_dist.graph.sparse_kernels import group_by_owner, take_rows
+from dglx_dist.graph.sparse_kernels import group_by_owner
 from dglx_dist.graph.sparse_message import StepMessage, read_message
 from dglx_dist.graph.sparse_rows import OwnedRows
 from dglx_dist.records import Array
@@ -58,25 +56,29 @@ class Exchange(ABC):
         session.rpc.register(op, self._receive)
 
     def send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
-        """Count a step and send each owner its share, oneself last."""
+        """Count a step, send each other owner its share, and then take in one's own."""
         self._step += 1
         topology = self._session.topology
         shares = [() if problem else self._cut(number, rows) for number, rows in enumerate(sums)]
-        ranks = [*(topology.rank + 1 + np.arange(topology.world_size)) % topology.world_size]
-        messages = {
-            int(rank): StepMessage(
+        messages = [
+            StepMessage(
                 sender=topology.rank,
                 step=self._step,
                 used=tuple(used),
                 parcels=tuple(share[rank] for share in shares if share),
                 problem=problem,
             )
-            for rank in ranks
-        }
-        submit = partial(self._session.rpc.submit, op=self._op, phase=PHASE)
-        return [
-            submit(rank, name=message.name(), arrays=message.arrays()) for rank, message in messages.items()
+            for rank in range(topology.world_size)
         ]
+        submit = partial(self._session.rpc.submit, op=self._op, phase=PHASE)
+        own = topology.rank
+        sent = [
+            submit(rank, name=messages[rank].name(), arrays=messages[rank].arrays())
+            for rank in (*range(own + 1, topology.world_size), *range(own))
+        ]
+        # Not through the handler, as one's own rows stay where they are.
+        self.accept(messages[own])
+        return sent
 
     @abstractmethod
     def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
@@ -109,18 +111,21 @@ class Exchange(ABC):
         """Take in nothing any more: a barrier belongs before it."""
         self._session.rpc.unregister(self._op)
 
-    def _cut(self, number: int, rows: RowSum | None) -> tuple[RowSum, ...]:
-        """Return the share of each owner."""
+    def _cut(self, number: int, total: RowSum | None) -> tuple[Parcel, ...]:
+        """Return the share of each owner: those of others weighed, one's own where it lies."""
         table = self._tables[number]
-        if rows is None:
-            rows = table.nothing
-        world_size = self._session.topology.world_size
-        if world_size == 1:
-            return (rows,)
-        positions, first = group_by_owner(rows.ids, table.owners.starts)
-        ids, values = np.empty_like(rows.ids), np.empty_like(rows.rows)
-        take_rows(rows.ids, rows.rows, positions, ids, values)
-        return tuple(RowSum(ids=ids[start:end], rows=values[start:end]) for start, end in pairwise(first))
+        total = total or table.nothing
+        places, first = group_by_owner(total.ids, table.owners.starts)
+        parcels = []
+        for rank, (start, end) in enumerate(pairwise(first.tolist())):
+            mine = Parcel(
+                ids=total.ids[places[start:end]],
+                rows=total.rows,
+                places=places[start:end],
+                weight=total.weight,
+            )
+            parcels.append(mine if rank == self._session.topology.rank else weighed_copy(mine))
+        return tuple(parcels)
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         message = read_message(name, arrays, len(self._tables))

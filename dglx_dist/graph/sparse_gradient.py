@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_kernels import add_rows, copy_scaled
+from dglx_dist.graph.sparse_kernels import add_rows, take_weighed
 from dglx_dist.records import Array, StepShare
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -22,19 +22,33 @@ class RowGradient:
     ids: Array
     """(k,) int64, distinct."""
     rows: Array
-    """(k, d) float32 or float64; nobody else's memory."""
+    """(k, d) float32 or float64. Never changed: autograd may have given the same memory to another tensor."""
     share: StepShare | None
     """Of the step, as it was at the time of the call."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSum:
-    """Rows to be added to a parameter's gradient: one rank's share of a step."""
+    """What one rank adds to a parameter's gradient in a step: ``weight * rows``."""
 
     ids: Array
     """(k,) int64, distinct."""
     rows: Array
     """(k, d) float32 or float64."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parcel:
+    """The part of a :class:`RowSum` that one owner gets: ``weight * rows[places]``."""
+
+    ids: Array
+    """(k,) int64, distinct."""
+    rows: Array
+    """(n, d) float32 or float64."""
+    places: Array
+    """(k,) int64 in [0, n): which row belongs to each id."""
+    weight: float = 1.0
 
 
 def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) -> float:
@@ -64,7 +78,7 @@ def weighed_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_si
     """Return what this rank adds to the gradient of a step; None where no weight is above 0.
 
     Args:
-        gradients: In the order of the backward passes; their rows may be overwritten.
+        gradients: In the order of the backward passes.
         reduction: What the loss is over this rank's targets.
         world_size: Ranks of the run.
 
@@ -80,15 +94,13 @@ def summed(weighed: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
     """Return the sum of weight times gradient, each row once; None for none.
 
     Args:
-        weighed: In the order in which they are added; rows of a single one may be overwritten.
+        weighed: In the order in which they are added; of a single one, the rows are shared.
     """
     if not weighed:
         return None
     if len(weighed) == 1:
         gradient, weight = weighed[0]
-        if weight != 1.0:
-            copy_scaled(gradient.rows, weight, gradient.rows)
-        return RowSum(ids=gradient.ids, rows=gradient.rows)
+        return RowSum(ids=gradient.ids, rows=gradient.rows, weight=weight)
     ids, places = np.unique(np.concatenate([gradient.ids for gradient, _ in weighed]), return_inverse=True)
     rows = np.zeros((len(ids), weighed[0][0].rows.shape[1]), dtype=weighed[0][0].rows.dtype)
     first = 0
@@ -97,3 +109,10 @@ def summed(weighed: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
         add_rows(gradient.rows, weight, places.reshape(-1)[first:last], rows)
         first = last
     return RowSum(ids=ids, rows=rows)
+
+
+def weighed_copy(parcel: Parcel) -> Parcel:
+    """Return the same with one row for each id, in order, and weight 1: as it can be sent."""
+    rows = np.empty((len(parcel.ids), parcel.rows.shape[1]), dtype=parcel.rows.dtype)
+    take_weighed(parcel.rows, parcel.weight, parcel.places, rows)
+    return Parcel(ids=parcel.ids, rows=rows, places=np.arange(len(rows)))

@@ -6,19 +6,29 @@ which every row occurs once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
+from dglx_dist.graph.read_ahead import read_ahead
 from dglx_dist.records import Array
 
+NEVER, ONCE, OFTEN = -1, -2, -3
+"""How often a row was met, where it has no slot."""
 
-@njit(cache=True, nogil=True)
-def copy_scaled(source: Array, weight: float, out: Array) -> None:
-    """Write ``weight * source`` to ``out``, (k, d) both; they may be the same."""
-    factor = source.dtype.type(weight)
-    for row in range(source.shape[0]):
-        for column in range(source.shape[1]):
-            out[row, column] = factor * source[row, column]
+AHEAD = 4
+"""Rows between the one that is asked for and the one that is updated."""
+
+
+class Gradient(NamedTuple):
+    """The gradient of k rows: ``weight * rows[places]``."""
+
+    rows: Array
+    """(n, d)."""
+    places: Array
+    """(k,) int64 in [0, n)."""
+    weight: float
 
 
 @njit(cache=True, nogil=True)
@@ -60,83 +70,118 @@ def group_by_owner(ids: Array, starts: Array) -> tuple[Array, Array]:
 
 
 @njit(cache=True, nogil=True)
-def take_rows(ids: Array, rows: Array, positions: Array, out_ids: Array, out_rows: Array) -> None:
-    """Copy ids and rows at ``positions`` (k,) to ``out_ids`` (k,) and ``out_rows`` (k, d)."""
-    for k in range(len(positions)):
-        position = positions[k]
-        out_ids[k] = ids[position]
-        for column in range(rows.shape[1]):
-            out_rows[k, column] = rows[position, column]
+def take_weighed(source: Array, weight: float, places: Array, out: Array) -> None:
+    """Write ``weight * source[places[k]]`` to ``out[k]``, (k, d)."""
+    factor = source.dtype.type(weight)
+    for k in range(len(places)):
+        place = np.uint64(places[k])
+        for column in range(source.shape[1]):
+            out[np.uint64(k), np.uint64(column)] = factor * source[place, np.uint64(column)]
 
 
 @njit(cache=True, nogil=True)
-def gather_sum(
-    ids: Array, rows: Array, first: int, slot_of: Array, touched: Array, sums: Array, count: int
-) -> int:
-    """Add rows to sums kept in slots, in the order given; a row met for the first time gets the next slot.
+def count_rows(ids: Array, first: int, slot_of: Array) -> int:
+    """Mark the rows ``ids - first`` as met once, or more than once; return how many are now met twice.
 
     Args:
-        ids: (k,) int64, each in [``first``, ``first`` + n).
-        rows: (k, d).
+        ids: (k,) int64 distinct, each in [``first``, ``first`` + n).
         first: Id of row 0.
-        slot_of: (n,) int32, the slot of a row or -1; changed.
+        slot_of: (n,) int32: NEVER, ONCE or OFTEN; changed.
+    """
+    repeated = 0
+    for k in range(len(ids)):
+        row = ids[k] - first
+        if slot_of[row] == NEVER:
+            slot_of[row] = ONCE
+        elif slot_of[row] == ONCE:
+            slot_of[row] = OFTEN
+            repeated += 1
+    return repeated
+
+
+@njit(cache=True, nogil=True)
+def split_rows(
+    ids: Array, first: int, gradient: Gradient, slot_of: Array, touched: Array, sums: Array, count: int
+) -> tuple[Array, Array, int]:
+    """Set apart the rows that no other rank has; add the others to sums kept in slots.
+
+    Args:
+        ids: (k,) int64 distinct.
+        first: Id of row 0.
+        gradient: Of ``ids``.
+        slot_of: (n,) int32, as :func:`count_rows` of all ranks' ids left it; a repeated row met here for the
+            first time gets the next slot, 0 or more.
         touched: (capacity,) int64, the row of each slot; changed.
         sums: (capacity, d); changed.
         count: Slots in use.
 
     Returns:
-        Slots in use afterwards.
+        (m,) int64 rows that are not repeated, the (m,) places of their gradients, and the slots in use now.
     """
+    rows, places = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+    alone = 0
+    factor = sums.dtype.type(gradient.weight)
     for k in range(len(ids)):
-        row = ids[k] - first
+        row, place = ids[k] - first, gradient.places[k]
         slot = slot_of[row]
-        if slot < 0:
+        if slot == ONCE:
+            rows[alone], places[alone] = row, place
+            alone += 1
+        elif slot == OFTEN:
             slot_of[row] = count
             touched[count] = row
-            for column in range(rows.shape[1]):
-                sums[count, column] = rows[k, column]
+            for column in range(sums.shape[1]):
+                sums[count, column] = factor * gradient.rows[place, column]
             count += 1
         else:
-            for column in range(rows.shape[1]):
-                sums[slot, column] += rows[k, column]
-    return count
+            for column in range(sums.shape[1]):
+                sums[slot, column] += factor * gradient.rows[place, column]
+    return rows[:alone], places[:alone], count
 
 
 @njit(cache=True, nogil=True)
-def free_slots(slot_of: Array, touched: Array) -> None:
-    """Give back the slots of the rows ``touched``."""
-    for k in range(len(touched)):
-        slot_of[touched[k]] = -1
+def forget_rows(ids: Array, first: int, slot_of: Array) -> None:
+    """Mark the rows ``ids - first`` as never met."""
+    for k in range(len(ids)):
+        slot_of[ids[k] - first] = NEVER
 
 
 @njit(cache=True, nogil=True)
-def update_sgd(weight: Array, at: Array, gradient: Array, rate: float) -> None:
+def update_sgd(weight: Array, at: Array, gradient: Gradient, rate: float) -> None:
     """``w -= rate * g``.
 
     Args:
         weight: (n, d); changed.
-        at: (k,) int64, the row of ``weight`` that goes with each row of ``gradient``.
-        gradient: (k, d).
+        at: (k,) int64 distinct, the row of ``weight`` that goes with each place of ``gradient``.
+        gradient: k rows.
         rate: The learning rate.
     """
-    step = weight.dtype.type(rate)
+    kind = weight.dtype.type
+    step, factor = kind(rate), kind(gradient.weight)
     for k in range(len(at)):
-        row = at[k]
-        for column in range(weight.shape[1]):
-            weight[row, column] -= step * gradient[k, column]
+        row, place = np.uint64(at[k]), np.uint64(gradient.places[k])
+        for at_column in range(weight.shape[1]):
+            column = np.uint64(at_column)
+            weight[row, column] -= step * (factor * gradient.rows[place, column])
 
 
 # Without this error model every division is checked for 0 and none is vectorised; eps is in each of them.
 @njit(cache=True, nogil=True, error_model="numpy")
 def update_adagrad(
-    weight: Array, at: Array, total: Array, touched: Array, gradient: Array, rate: float, eps: float
+    weight: Array, at: Array, total: Array, touched: Array, gradient: Gradient, rate: float, eps: float
 ) -> None:
     """``s += g^2; w -= rate * g / (sqrt(s) + eps)``; as :func:`update_sgd`, ``s`` is row ``touched[k]``."""
-    step, small = weight.dtype.type(rate), weight.dtype.type(eps)
+    kind = weight.dtype.type
+    step, small, factor = kind(rate), kind(eps), kind(gradient.weight)
+    last = len(at) - 1
     for k in range(len(at)):
-        row, state = at[k], touched[k]
-        for column in range(weight.shape[1]):
-            g = gradient[k, column]
+        read_ahead(weight, at[min(k + AHEAD, last)])
+        read_ahead(total, touched[min(k + AHEAD, last)])
+        row, state = np.uint64(at[k]), np.uint64(touched[k])
+        place = np.uint64(gradient.places[k])
+        for at_column in range(weight.shape[1]):
+            column = np.uint64(at_column)
+            g = factor * gradient.rows[place, column]
             s = total[state, column] + g * g
             total[state, column] = s
             weight[row, column] -= step * g / (np.sqrt(s) + small)
@@ -149,7 +194,7 @@ def update_adam(
     mean: Array,
     square: Array,
     touched: Array,
-    gradient: Array,
+    gradient: Gradient,
     constants: tuple[float, float, float, float],
 ) -> None:
     """``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
@@ -160,10 +205,16 @@ def update_adam(
     kind = weight.dtype.type
     step, gain_mean = kind(constants[0]), kind(constants[1])
     gain_square, small = kind(constants[2]), kind(constants[3])
+    factor, last = kind(gradient.weight), len(at) - 1
     for k in range(len(at)):
-        row, state = at[k], touched[k]
-        for column in range(weight.shape[1]):
-            g = gradient[k, column]
+        read_ahead(weight, at[min(k + AHEAD, last)])
+        read_ahead(mean, touched[min(k + AHEAD, last)])
+        read_ahead(square, touched[min(k + AHEAD, last)])
+        row, state = np.uint64(at[k]), np.uint64(touched[k])
+        place = np.uint64(gradient.places[k])
+        for at_column in range(weight.shape[1]):
+            column = np.uint64(at_column)
+            g = factor * gradient.rows[place, column]
             m = mean[state, column] + gain_mean * (g - mean[state, column])
             v = square[state, column] + gain_square * (g * g - square[state, column])
             mean[state, column] = m

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_gradient import RowSum
+from dglx_dist.graph.sparse_gradient import Parcel
 from dglx_dist.records import Array
 
 MAX_PARAMETERS = 100
@@ -23,8 +25,9 @@ class StepMessage:
     """1, 2, ..."""
     used: tuple[bool, ...]
     """Of each parameter, whether the sender's backward passes came by it, with any rows or none."""
-    parcels: tuple[RowSum, ...]
-    """Of each parameter; empty when there was a problem."""
+    parcels: tuple[Parcel, ...]
+    """Of each parameter; empty when there was a problem. What is sent has one row for each id, in order,
+    and weight 1; what a rank keeps for itself may lie anywhere."""
     problem: str = ""
     """Why the sender cannot take this step, for all ranks to hear."""
 
@@ -51,7 +54,10 @@ def read_message(name: str, arrays: Sequence[Array], num_parameters: int) -> Ste
             f"rank {sender} sent gradients of {len(used)} embeddings in {len(arrays)} arrays to an optimiser "
             f"of {num_parameters}; build the optimisers alike on all ranks"
         )
-    parcels = tuple(RowSum(ids=ids, rows=rows) for ids, rows in zip(arrays[::2], arrays[1::2], strict=True))
+    parcels = tuple(
+        Parcel(ids=ids, rows=rows, places=np.arange(len(ids)))
+        for ids, rows in zip(arrays[::2], arrays[1::2], strict=True)
+    )
     return StepMessage(
         sender=int(sender),
         step=int(step),

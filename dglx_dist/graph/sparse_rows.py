@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import final
 
@@ -14,8 +13,8 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.dtypes import numpy_view
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.owners import RowOwners
-from dglx_dist.graph.sparse_gradient import RowSum
-from dglx_dist.graph.sparse_kernels import free_slots, gather_sum
+from dglx_dist.graph.sparse_gradient import Parcel, RowSum
+from dglx_dist.graph.sparse_kernels import NEVER, Gradient, count_rows, forget_rows, split_rows
 from dglx_dist.graph.sparse_rules import Touched, UpdateRule
 from dglx_dist.records import Array
 
@@ -39,19 +38,19 @@ class OwnedRows:
         self.first, self.last = self.owners.range_of(topology.rank)
         self.steps = 0
         """Updates of the parameter so far, counted also where no row of this rank was touched."""
-        self.lock = threading.Lock()
-        """Held while rows are updated."""
+        self.lock = embedding.kvstore.owner_lock(embedding.weight.kvstore_key)
+        """Held while rows are updated; also other optimisers of these rows hold it, and pushes that add."""
         start = embedding.weight.local_range[0]
         mine = slice(self.first - start, self.last - start)
         self._rows = embedding.weight.local_rows()[mine]
         self._state_rows = tuple(numpy_view(state.local_rows()[mine]) for state in states)
-        self._sums = _RowSums(self.first, self.last, embedding)
+        self._sums = _Sums(self.first, self.last, embedding)
         self.nothing = RowSum(
             ids=_NO_ROWS, rows=np.empty((0, embedding.embedding_dim), dtype=self._sums.dtype)
         )
         """The gradient of a rank that touched no row."""
 
-    def check(self, parcel: RowSum) -> None:
+    def check(self, parcel: Parcel) -> None:
         """Raise ConfigError unless ``parcel``, which came from another rank, is for rows of this one."""
         ids, rows = parcel.ids, parcel.rows
         dtype = self._sums.dtype
@@ -65,20 +64,17 @@ class OwnedRows:
                 f"{ids.min()} to {ids.max()}; build the optimisers alike on all ranks"
             )
 
-    def apply(self, parcels: Sequence[RowSum]) -> None:
+    def apply(self, parcels: Sequence[Parcel]) -> None:
         """Sum ``parcels`` in their order and update the rows they touch, once each.
 
         Any thread; one at a time goes on.
         """
         with self.lock:
             self.steps += 1
-            parcels = [parcel for parcel in parcels if len(parcel.ids)]
-            if len(parcels) == 1:
-                self._update(parcels[0].ids - self.first, parcels[0].rows)
-            elif parcels:
-                self._update(*self._sums.of(parcels))
+            for rows, gradient in self._sums.of([parcel for parcel in parcels if len(parcel.ids)]):
+                self._update(rows, gradient)
 
-    def _update(self, touched: Array, gradient: Array) -> None:
+    def _update(self, touched: Array, gradient: Gradient) -> None:
         rows, wide = self._rows, self.embedding.compute_dtype
         if rows.dtype == wide:
             at, weight = touched, numpy_view(rows)
@@ -94,29 +90,31 @@ class OwnedRows:
 
 
 @final
-class _RowSums:
-    """Sums of rows by id, in memory that is used again."""
+class _Sums:
+    """Sums of rows by id; rows that only one parcel has are left where they are."""
 
     def __init__(self, first: int, last: int, embedding: DistEmbedding) -> None:
-        self._first = first
-        self._slot_of = np.full(0, -1, dtype=np.int32)
-        self._count = last - first
-        self._touched = _NO_ROWS
+        self._first, self._count = first, last - first
+        self._slot_of = np.full(0, NEVER, dtype=np.int32)
+        self._dim = embedding.embedding_dim
         self.dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
-        self._sums = np.empty((0, embedding.embedding_dim), dtype=self.dtype)
 
-    def of(self, parcels: Sequence[RowSum]) -> tuple[Array, Array]:
-        """Return ((k,) int64 rows counted from the first, (k, d) their sums), valid until the next call."""
-        need = min(sum(len(parcel.ids) for parcel in parcels), self._count)
-        if len(self._touched) < need:
-            self._touched = np.empty(need + need // 4, dtype=np.int64)
-            self._sums = np.empty((len(self._touched), self._sums.shape[1]), dtype=self.dtype)
+    def of(self, parcels: Sequence[Parcel]) -> list[tuple[Array, Gradient]]:
+        """Return ((k,) int64 rows counted from the first, their gradient), no row twice."""
+        first = self._first
+        gradients = [Gradient(parcel.rows, parcel.places, parcel.weight) for parcel in parcels]
+        if len(parcels) < 2:
+            return [(parcel.ids - first, own) for parcel, own in zip(parcels, gradients, strict=True)]
         if len(self._slot_of) < self._count:
-            self._slot_of = np.full(self._count, -1, dtype=np.int32)
-        count = 0
-        for parcel in parcels:
-            count = gather_sum(
-                parcel.ids, parcel.rows, self._first, self._slot_of, self._touched, self._sums, count
-            )
-        free_slots(self._slot_of, self._touched[:count])
-        return self._touched[:count], self._sums[:count]
+            self._slot_of = np.full(self._count, NEVER, dtype=np.int32)
+        slot_of, ids = self._slot_of, [parcel.ids for parcel in parcels]
+        repeated = sum(count_rows(some, first, slot_of) for some in ids)
+        touched = np.empty(repeated, dtype=np.int64)
+        sums = np.empty((repeated, self._dim), dtype=self.dtype)
+        found, count = [], 0
+        for some, own in zip(ids, gradients, strict=True):
+            alone, places, count = split_rows(some, first, own, slot_of, touched, sums, count)
+            found.append((alone, Gradient(own.rows, places, own.weight)))
+        for some in ids:
+            forget_rows(some, first, slot_of)
+        return [*found, (touched, Gradient(sums, np.arange(count), 1.0))]

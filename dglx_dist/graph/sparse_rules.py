@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_kernels import update_adagrad, update_adam, update_sgd
+from dglx_dist.graph.sparse_kernels import Gradient, update_adagrad, update_adam, update_sgd
 from dglx_dist.records import Array
 
 
@@ -24,8 +24,8 @@ class Touched:
     """(m, d) each, same dtype; changed."""
     touched: Array
     """(k,) int64 distinct rows of ``states``."""
-    gradient: Array
-    """(k, d), same dtype."""
+    gradient: Gradient
+    """Of k rows, same dtype."""
 
 
 class UpdateRule(ABC):

@@ -36,8 +36,8 @@ def test_rows_come_in_the_order_of_the_ids_and_repeats_are_summed(graph: DistGra
     assert rows.requires_grad
     (rows * torch.tensor([[1.0], [2.0], [4.0], [8.0]])).sum().backward()
     (gradient,) = embedding.take_gradients()
-    assert gradient.ids.tolist() == [3, 7, 39]
-    assert gradient.rows.tolist() == [[2.0, 2.0], [5.0, 5.0], [8.0, 8.0]]
+    assert gradient.ids.tolist() == [7, 3, 39]
+    assert gradient.rows.tolist() == [[5.0, 5.0], [2.0, 2.0], [8.0, 8.0]]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,16 @@ def test_the_gradient_counts_as_much_as_the_rank_has_targets(graph: DistGraph) -
     embedding([3]).sum().backward()
     summed.step()
     assert embedding.weight[[3]].tolist() == [[-1.25]]
+
+
+def test_embeddings_whose_gradients_lie_in_one_memory_are_weighed_once(graph: DistGraph) -> None:
+    # Of a sum of views, autograd gives both leaves the same memory.
+    one, other = (DistEmbedding(NUM_NODES, 2, name, init_func=zeros) for name in ("one", "other"))
+    optimizer = optim.SparseSGD([one, other], lr=1.0)
+    graph.session.step_share = StepShare(num_local=1, num_global=4)
+    (one([3]).view(-1) + other([5]).view(-1) - 0.5).pow(2).sum().backward()
+    optimizer.step()
+    assert one.weight[[3]].tolist() == other.weight[[5]].tolist() == [[0.25, 0.25]]
 
 
 def first_values(folder: Path) -> list[Any]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.remote_plan import plan_remote
+from dglx_dist.graph.remote_plan import number_distinct, plan_remote
 
 BOUNDS = np.array([0, 10, 20, 20, 30])
 
@@ -32,3 +32,10 @@ def test_many_ids_against_numpy(own: int) -> None:
     assert np.array_equal(np.repeat(plan.ids, np.diff(plan.starts)), ids[plan.positions])
     server_of_slot = np.repeat(np.arange(4), np.diff(plan.server_starts))
     assert np.array_equal(server_of_slot, np.searchsorted(BOUNDS, plan.ids, side="right") - 1)
+
+
+def test_distinct_ids_are_numbered_in_order_of_appearance() -> None:
+    distinct, places = number_distinct(np.array([7, 3, 7, 0, 3]))
+    assert (distinct.tolist(), places.tolist()) == ([7, 3, 0], [0, 1, 0, 2, 1])
+    none, places = number_distinct(np.empty(0, np.int64))
+    assert (none.tolist(), places.tolist()) == ([], [])

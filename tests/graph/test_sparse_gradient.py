@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_gradient import RowGradient, weighed_sum, weight_of
+from dglx_dist.graph.sparse_gradient import Parcel, RowGradient, weighed_copy, weighed_sum, weight_of
 from dglx_dist.records import StepShare
 
 QUARTER, NONE = StepShare(num_local=1, num_global=4), StepShare(num_local=0, num_global=4)
@@ -33,3 +33,18 @@ def test_calls_are_summed_by_row_each_with_its_own_weight() -> None:
 def test_without_targets_there_is_no_gradient() -> None:
     assert weighed_sum([], "mean", 2) is None
     assert weighed_sum([gradient([3], 1.0, NONE)], "sum", 2) is None
+
+
+def test_a_single_gradient_is_neither_copied_nor_changed() -> None:
+    given = gradient([7, 3], 8.0, QUARTER)
+    total = weighed_sum([given], "mean", 2)
+    assert total is not None
+    assert total.rows is given.rows
+    assert (total.weight, given.rows.tolist()) == (0.25, [[8.0], [8.0]])
+
+
+def test_what_is_sent_is_weighed_and_in_order() -> None:
+    rows = np.array([[1.0], [2.0], [4.0]])
+    sent = weighed_copy(Parcel(ids=np.array([9, 5]), rows=rows, places=np.array([2, 0]), weight=0.5))
+    assert (sent.ids.tolist(), sent.rows.tolist()) == ([9, 5], [[2.0], [0.5]])
+    assert (sent.places.tolist(), sent.weight) == ([0, 1], 1.0)

@@ -2,7 +2,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from dglx_dist.graph.sparse_kernels import add_rows, free_slots, gather_sum, group_by_owner, take_rows
+from dglx_dist.graph.sparse_kernels import (
+    NEVER,
+    Gradient,
+    add_rows,
+    count_rows,
+    forget_rows,
+    group_by_owner,
+    split_rows,
+    take_weighed,
+)
 
 
 def test_positions_are_grouped_by_owner_in_their_order_and_an_owner_may_have_no_rows() -> None:
@@ -14,22 +23,26 @@ def test_positions_are_grouped_by_owner_in_their_order_and_an_owner_may_have_no_
     assert (none.tolist(), first.tolist()) == ([], [0, 0, 0, 0])
 
 
-def test_taken_rows_follow_the_positions() -> None:
-    ids, rows = np.array([5, 6, 7]), np.array([[1.0], [2.0], [3.0]])
-    out_ids, out_rows = np.empty(2, np.int64), np.empty((2, 1))
-    take_rows(ids, rows, np.array([2, 0]), out_ids, out_rows)
-    assert (out_ids.tolist(), out_rows.tolist()) == ([7, 5], [[3.0], [1.0]])
+def test_taken_rows_follow_the_places_and_are_weighed() -> None:
+    out = np.empty((2, 1))
+    take_weighed(np.array([[1.0], [2.0], [3.0]]), 0.5, np.array([2, 0]), out)
+    assert out.tolist() == [[1.5], [0.5]]
 
 
-def test_rows_are_summed_by_id_and_slots_are_given_back() -> None:
-    slot_of, touched = np.full(4, -1, np.int32), np.empty(4, np.int64)
-    sums = np.full((4, 1), 99.0)
-    count = gather_sum(np.array([12, 10]), np.array([[1.0], [2.0]]), 10, slot_of, touched, sums, 0)
-    count = gather_sum(np.array([10, 13]), np.array([[4.0], [8.0]]), 10, slot_of, touched, sums, count)
-    assert touched[:count].tolist() == [2, 0, 3]
-    assert sums[:count].tolist() == [[1.0], [6.0], [8.0]]
-    free_slots(slot_of, touched[:count])
-    assert slot_of.tolist() == [-1, -1, -1, -1]
+def test_rows_of_one_rank_stay_where_they_are_and_others_are_summed() -> None:
+    slot_of, ids = np.full(4, NEVER, np.int32), (np.array([12, 10]), np.array([10, 13]))
+    assert [count_rows(some, 10, slot_of) for some in ids] == [0, 1]
+    touched, sums = np.empty(1, np.int64), np.full((1, 1), 99.0)
+    first = Gradient(np.array([[2.0], [1.0]]), np.array([1, 0]), 0.5)
+    rows, places, count = split_rows(ids[0], 10, first, slot_of, touched, sums, 0)
+    assert (rows.tolist(), places.tolist(), count) == ([2], [1], 1)
+    second = Gradient(np.array([[4.0], [8.0]]), np.array([0, 1]), 1.0)
+    rows, places, count = split_rows(ids[1], 10, second, slot_of, touched, sums, count)
+    assert (rows.tolist(), places.tolist(), count) == ([3], [1], 1)
+    assert (touched.tolist(), sums.tolist()) == ([0], [[5.0]])
+    for some in ids:
+        forget_rows(some, 10, slot_of)
+    assert slot_of.tolist() == [NEVER] * 4
 
 
 def test_weighed_rows_are_added_where_their_places_say() -> None:

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_gradient import RowSum
+from dglx_dist.graph.sparse_gradient import Parcel
 from dglx_dist.graph.sparse_message import StepMessage, read_message
 
 
-def parcel(*ids: int) -> RowSum:
-    return RowSum(ids=np.array(ids, np.int64), rows=np.ones((len(ids), 2)))
+def parcel(*ids: int) -> Parcel:
+    return Parcel(ids=np.array(ids, np.int64), rows=np.ones((len(ids), 2)), places=np.arange(len(ids)))
 
 
 def test_what_is_read_is_what_was_sent() -> None:
@@ -17,6 +17,7 @@ def test_what_is_read_is_what_was_sent() -> None:
     read = read_message(sent.name(), sent.arrays(), 2)
     assert (read.sender, read.step, read.used, read.problem) == (3, 17, (True, False), "")
     assert [part.ids.tolist() for part in read.parcels] == [[4, 2], []]
+    assert [part.places.tolist() for part in read.parcels] == [[0, 1], []]
     assert sum(array.nbytes for array in sent.arrays()) == 2 * (8 + 2 * 8)
 
 
