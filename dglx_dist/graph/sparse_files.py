@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dglx_dist.cluster.collectives import barrier, broadcast_json, gather_int64, gather_json
+from dglx_dist.cluster.collectives import barrier, gather_int64
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.dtypes import column_info, numpy_view
 from dglx_dist.graph.opening import together
+from dglx_dist.graph.row_folders import fill_folder, save_folder
 from dglx_dist.graph.sparse_rows import OwnedRows
-from dglx_dist.storage.folders import named_failures, publish, replace_folder
-from dglx_dist.storage.layout import PARTIAL_SUFFIX
-from dglx_dist.storage.row_files import (
-    RowFile,
-    check_rows,
-    read_index,
-    read_rows,
-    write_index,
-    write_rows,
-)
+from dglx_dist.storage.row_files import RowFile, check_rows, read_index, read_rows, write_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,33 +48,28 @@ class SparseState:
             for name, state in zip(table.rule.state_names, table.states, strict=True):
                 yield f"{number}.{name}", table, state
 
+    def write_own(self, folder: Path) -> list[RowFile]:
+        """Write the rows that this rank owns, one file per tensor."""
+        return [
+            write_rows(
+                folder,
+                name,
+                table.first,
+                numpy_view(_own(table, tensor)),
+                info=column_info(tensor.dtype, tensor.shape[1:]),
+            )
+            for name, table, tensor in self.tensors()
+        ]
+
 
 def save_state(state: SparseState, folder: Path, session: Session) -> None:
-    """Write ``state`` as ``folder``, in the place of what was there; every rank must call it.
+    """Write ``state`` as ``folder``, in the place of what was saved there; every rank must call it.
 
     Raises:
-        StorageError: on all ranks, when one cannot write; what was in ``folder`` before is unchanged.
+        StorageError: on all ranks, when one cannot write, or ``folder`` holds something else than saved
+            rows; what was in it before is unchanged.
     """
-    ending = broadcast_json(secrets.token_hex(4), session)
-    temporary = folder.with_name(f"{folder.name}.{ending}{PARTIAL_SUFFIX}")
-    first = session.topology.rank == 0
-
-    def make() -> None:
-        with named_failures(folder):
-            temporary.mkdir(parents=True)
-
-    def finish() -> None:
-        with named_failures(folder):
-            if not publish(temporary, folder):
-                replace_folder(temporary, folder)
-
-    try:
-        together(session, lambda: make() if first else None)
-        write_state(state, temporary, session)
-        together(session, lambda: finish() if first else None)
-    finally:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
+    save_folder(session, folder, state.write_own, _facts(state, session))
 
 
 def write_state(state: SparseState, folder: Path, session: Session) -> None:
@@ -93,32 +78,7 @@ def write_state(state: SparseState, folder: Path, session: Session) -> None:
     Raises:
         StorageError: on all ranks, when one cannot write.
     """
-
-    def write_own() -> list[dict[str, Any]]:
-        with named_failures(folder):
-            return [asdict(_write(folder, name, table, tensor)) for name, table, tensor in state.tensors()]
-
-    own = together(session, write_own)
-    files = [
-        RowFile(**{**line, "row_shape": tuple(line["row_shape"])})
-        for lines in gather_json(own, session)
-        for line in cast("list[dict[str, Any]]", lines)
-    ]
-    steps = gather_int64([table.steps for table in state.tables], session).max(axis=0)
-    facts = {
-        "kind": state.kind,
-        "lr": state.lr,
-        "settings": dict(state.settings),
-        "dataset": state.dataset,
-        "embeddings": state.embeddings(),
-        "steps": steps.tolist(),
-    }
-
-    def finish() -> None:
-        with named_failures(folder):
-            write_index(folder, files, facts)
-
-    together(session, lambda: finish() if session.topology.rank == 0 else None)
+    fill_folder(session, folder, state.write_own, _facts(state, session))
 
 
 def check_state(state: SparseState, folder: Path) -> None:
@@ -172,9 +132,17 @@ def read_state(state: SparseState, folder: Path, session: Session) -> float:
     return float(facts["lr"])
 
 
-def _write(folder: Path, name: str, table: OwnedRows, tensor: DistTensor) -> RowFile:
-    info = column_info(tensor.dtype, tensor.shape[1:])
-    return write_rows(folder, name, table.first, numpy_view(_own(table, tensor)), info=info)
+def _facts(state: SparseState, session: Session) -> dict[str, object]:
+    """Return what the index says of the whole; collective."""
+    steps = gather_int64([table.steps for table in state.tables], session).max(axis=0)
+    return {
+        "kind": state.kind,
+        "lr": state.lr,
+        "settings": dict(state.settings),
+        "dataset": state.dataset,
+        "embeddings": state.embeddings(),
+        "steps": steps.tolist(),
+    }
 
 
 def _own(table: OwnedRows, tensor: DistTensor) -> Any:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
-from dglx_dist.cluster.collectives import barrier, gather_json
-from dglx_dist.errors import DglxError, StorageError
+from dglx_dist.cluster.collectives import barrier
+from dglx_dist.errors import StorageError
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.graph.policy import PartitionPolicy
+from dglx_dist.graph.row_folders import save_folder
 from dglx_dist.records import Array
 from dglx_dist.storage.columns import numpy_dtype
-from dglx_dist.storage.folders import named_failures, publish, replace_folder
-from dglx_dist.storage.layout import PARTIAL_SUFFIX
-from dglx_dist.storage.row_files import (
-    INDEX,
-    RowFile,
-    SavedRows,
-    check_rows,
-    read_index,
-    read_rows,
-    write_index,
-    write_rows,
-)
+from dglx_dist.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
 
 
 def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) -> None:
@@ -48,42 +36,15 @@ def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) 
             something else than a saved tensor; what was there is unchanged.
     """
     store = policy.store
-    session, target = store.session, Path(folder)
-    temporary = target.with_name(f".{target.name}.writing{PARTIAL_SUFFIX}")
-    rank = session.topology.rank
 
-    def prepare() -> None:
-        store.fence()
-        if rank == 0:
-            _make_room(target, temporary)
+    def write_own(temporary: Path) -> list[RowFile]:
+        column, (first, last) = store.column(key), _owned(policy)
+        rows = _rows_of(column, first, last)
+        return [write_rows(temporary, name, first, rows, info=column.info)]
 
-    def write() -> dict[str, Any]:
-        if not temporary.is_dir():
-            raise StorageError(
-                f"{target} is not the same folder on {session.hosts[rank]} as on {session.hosts[0]}; choose "
-                "one that all machines share"
-            )
-        first, last = _owned(policy)
-        with named_failures(target):
-            column = store.column(key)
-            return asdict(write_rows(temporary, name, first, _rows_of(column, first, last), info=column.info))
-
-    def finish(lines: list[Any]) -> None:
-        files = [RowFile(**{**line, "row_shape": tuple(line["row_shape"])}) for line in lines]
-        with named_failures(target):
-            write_index(temporary, files, {"policy": policy.policy_str, "dataset": policy.dataset})
-            if not publish(temporary, target):
-                replace_folder(temporary, target)
-
-    try:
-        together(session, prepare)
-        lines = gather_json(together(session, write), session)
-        together(session, lambda: finish(lines) if rank == 0 else None)
-    except DglxError:
-        if rank == 0:
-            # What is half written would keep a full disk full.
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    together(store.session, store.fence)
+    facts = {"policy": policy.policy_str, "dataset": policy.dataset}
+    save_folder(store.session, Path(folder), write_own, facts)
 
 
 def load_rows(folder: str | Path, name: str | None, policy: PartitionPolicy, key: str) -> None:
@@ -136,15 +97,6 @@ def _rows_of(column: Column, first: int, last: int) -> Array:
     out = np.empty((last - first, *column.info.row_shape), numpy_dtype(column.info.dtype))
     column.read(np.arange(first, last), out)
     return out
-
-
-def _make_room(target: Path, temporary: Path) -> None:
-    if target.exists() and not (target / INDEX).is_file() and (target.is_file() or any(target.iterdir())):
-        raise StorageError(f"{target} holds something else than a saved tensor; choose another folder")
-    with named_failures(target):
-        # Left by a save that was killed.
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
 
 
 def _only(folder: Path, names: list[str]) -> str:

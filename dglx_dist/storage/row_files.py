@@ -23,6 +23,8 @@ from dglx_dist.storage.columns import FileInfo, checksum, column_info, read_colu
 from dglx_dist.storage.layout import safe_name
 
 INDEX = "index.json"
+SUFFIX = ".arrow"
+"""Ends the names of the files with rows."""
 VERSION = 1
 
 
@@ -113,7 +115,7 @@ def write_rows(
         OSError: the system refuses; see ``named_failures``.
     """
     info = info or column_info(rows, name)
-    path = f"{safe_name(name)}.{first}-{first + len(rows)}.arrow"
+    path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
     # Two writers may both have an empty run at one row, and need not write it at all.
     written = (
         write_column(folder / path, info, len(rows), [rows])
@@ -184,6 +186,21 @@ def read_index(folder: Path) -> RowIndex:
     if version != VERSION:
         raise StorageError(f"{path} has version {version}, this package reads {VERSION}; save it again")
     return _index_of(folder, files, facts)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise StorageError when ``folder`` exists and holds something else than saved rows, even beside them."""
+    if not folder.is_dir():
+        if folder.exists():
+            raise StorageError(f"{folder} is a file; choose another folder")
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    other = [name for name in names if name != INDEX and not name.endswith(SUFFIX)]
+    if other or (names and INDEX not in names):
+        raise StorageError(
+            f"{folder} holds something else than saved rows, such as {(other or names)[0]!r}; choose another "
+            "folder, or empty it"
+        )
 
 
 def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:

@@ -144,3 +144,15 @@ def test_a_save_that_fails_leaves_the_earlier_one(
     assert os.listdir(tmp_path) == ["saved"]
     optimizer.load(tmp_path / "saved")
     assert torch.equal(embedding.weight.to_local(), kept)
+
+
+def test_a_folder_of_something_else_is_not_replaced(
+    session: Any, small_dataset: Path, tmp_path: Path
+) -> None:
+    DistGraph(small_dataset)
+    optimizer = optim.SparseSGD([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "thesis.tex").write_text("mine")
+    with pytest.raises(StorageError, match=r"something else than saved rows, such as 'thesis\.tex'"):
+        optimizer.save(tmp_path / "project")
+    assert os.listdir(tmp_path / "project") == ["thesis.tex"]

@@ -13,7 +13,7 @@ import torch
 from dglx_dist.cluster.session import start_session
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.graph import DistGraph, DistTensor, tensor_files
+from dglx_dist.graph import DistGraph, DistTensor, row_folders
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.storage.row_files import read_index
 from dglx_dist.storage.writer import write_dataset
@@ -126,7 +126,7 @@ def test_a_save_that_dies_half_way_leaves_the_one_before(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_files, "write_index", killed)
+        patch.setattr(row_folders, "write_index", killed)
         with pytest.raises(KeyboardInterrupt):
             tensor.save(tmp_path / "h")
     # As after a kill, what was half written is still there, under another name.
@@ -145,10 +145,10 @@ def test_a_save_that_fails_leaves_nothing_half_written(graph: DistGraph, tmp_pat
     tensor = graph.new_tensor((NUM_NODES,), torch.int64, "h")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(StorageError, match="holds something else than a saved tensor"):
+    with pytest.raises(StorageError, match="holds something else than saved rows, such as 'a.txt'"):
         tensor.save(tmp_path / "notes")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(StorageError, match="holds something else"):
+    with pytest.raises(StorageError, match="is a file"):
         tensor.save(tmp_path / "file")
     with pytest.raises(StorageError, match="cannot be written"):
         tensor.save(tmp_path / "file" / "below")
