@@ -237,7 +237,11 @@ def _cumulative(g: DistGraph, etype: EdgeType, side: int, power: float) -> Array
     """Return the (N,) float64 sums of degree ** power up to and with each node."""
     degrees = (g.out_degrees if side == _HEAD else g.in_degrees)(None, etype).numpy()
     # Nodes without an edge stay out even at power 0, where 0 ** 0 would be 1.
-    return np.cumsum(np.where(degrees > 0, degrees.astype(np.float64) ** power, 0.0))
+    with np.errstate(over="ignore"):
+        sums = np.cumsum(np.where(degrees > 0, degrees.astype(np.float64) ** power, 0.0))
+    if len(sums) and not np.isfinite(sums[-1]):
+        raise ConfigError(f"power={power} is too large for degrees up to {degrees.max()}; give e.g. 0.75")
+    return sums
 
 
 @njit(cache=True, nogil=True)

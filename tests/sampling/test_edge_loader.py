@@ -280,6 +280,9 @@ WRONG = {
         EDGES, {"exclude": "reverse_id", "reverse_eids": EDGES.roll(HALF)}, ConfigError, "ids change when",
     ),
     "k": ([3], {"negative_sampler": dgl_negative.Uniform(-2)}, ConfigError, "k=-2"),
+    "power": (
+        [3], {"negative_sampler": negative.DegreeWeighted(2, power=1e3)}, ConfigError, "power=1000.0 is too",
+    ),
     "pace": ([3], {"batch_size": 0}, ConfigError, "batch_size=0"),
     "seed": ([3], {"seed": -1}, ConfigError, "seed=-1"),
     "column": (

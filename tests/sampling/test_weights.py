@@ -43,3 +43,9 @@ def test_edge_types_without_the_column_are_named(shop_graph: DistGraph) -> None:
 def test_what_is_no_weight_is_refused(graph: DistGraph, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         all_weights(graph, graph.canonical_etypes[0], name)
+
+
+def test_a_tensor_of_one_rank_is_no_column(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="'ones' would be a Tensor of this rank alone; make a DistTensor"):
+        graph.edata["ones"] = torch.ones(graph.num_edges())
+    assert "ones" not in graph.edata
