@@ -55,7 +55,8 @@ class SparseOptimizer:
 
     Every rank makes it alike (collective). A row is updated by the rank that owns it, from the sum over all
     ranks of the gradients weighed as those of the model are (algorithms 0.1): the share of a call is the
-    ``session.step_share`` at that time. Rows that no rank came by, and their state, are not touched.
+    ``session.step_share`` at that time. Rows that no rank came by, and their state, are not touched. Of
+    several optimisers of one embedding, the first to step takes the gradients.
 
     Args:
         params: The embeddings.
@@ -75,12 +76,11 @@ class SparseOptimizer:
         self._session: Session = store.session
         self._check_alike()
         number = store.next_number()
-        row_bytes = len(rule.state_names) * self.params[0].compute_dtype.itemsize
         for param in self.params:
             check_room(
                 self._session,
                 param.part_policy.bounds,
-                row_bytes * param.embedding_dim,
+                len(rule.state_names) * param.compute_dtype.itemsize * param.embedding_dim,
                 f"the state of {type(self).__name__} for {param.name!r}",
                 "use SparseSGD, which has none, or more servers on more machines",
             )
@@ -189,18 +189,19 @@ class SparseOptimizer:
         Call it on all ranks, and a barrier afterwards. Only ``lr`` of the settings is taken.
 
         Raises:
-            ConfigError: it is of other embeddings or of another kind of optimiser.
+            ConfigError: it is of other embeddings or of another kind of optimiser. Nothing was changed then.
         """
         tables = {table.embedding.name: table for table in self._tables}
         for name, entry in state["emb_states"].items():
-            known = {tensor.name: tensor for tensor in tables[name].states} if name in tables else None
-            if known is None or set(known) != set(entry["states"]):
+            known = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
+            if known != sorted(entry["states"]):
                 raise ConfigError(
                     f"the state holds {sorted(entry['states'])} of {name!r}, this optimiser has "
-                    f"{sorted(known) if known is not None else f'no embedding {name!r}'}; build it as it was"
+                    f"{known if known is not None else f'no embedding {name!r}'}; build it as it was"
                 )
-            for tensor_name, rows in entry["states"].items():
-                known[tensor_name][entry["ids"]] = rows
+        for name, entry in state["emb_states"].items():
+            for tensor in tables[name].states:
+                tensor[entry["ids"]] = entry["states"][tensor.name]
             tables[name].steps = int(entry["steps"])
         self.lr = float(state["params"]["lr"])
 

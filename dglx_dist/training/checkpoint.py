@@ -29,10 +29,9 @@ from dglx_dist.cluster.collectives import broadcast_json, gather_json, peers_nam
 from dglx_dist.cluster.session import current_session
 from dglx_dist.errors import CheckpointError
 from dglx_dist.graph.opening import together
-from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.strategies import WrappedModel
 from dglx_dist.training.optimizer_state import check_matches, restore_state, split_state
-from dglx_dist.training.sparse_state import check_sparse, load_sparse, save_sparse
+from dglx_dist.training.sparse_state import Sparse, check_sparse, load_sparse, save_sparse
 from dglx_dist.training.tensor_files import RawReader, RawWriter, read_json, write_json
 
 STATE_NAME = "state.json"
@@ -68,7 +67,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     loader: Positioned | None = None,
-    sparse: SparseOptimizer | None = None,
+    sparse: Sparse = None,
     epoch: int = 0,
     step: int = 0,
     extra: Mapping[str, object] | None = None,
@@ -84,7 +83,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         model: Wrapped or plain.
         optimizer: Any of torch's, over the model's parameters.
         loader: Whose position is kept.
-        sparse: Of the embeddings, which are saved with its state.
+        sparse: Optimiser of embeddings, which are saved with its state; or several.
         epoch: Next epoch to run, when ``step`` is 0; else the one under way.
         step: Steps done in it.
         extra: More of the user's, JSON values only.
@@ -126,15 +125,19 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
         remedy = "; free space, or choose another folder" if isinstance(reason, OSError) else ""
         raise CheckpointError(f"cannot write {final}: rank {failed}: {reason}{remedy}") from error
-    if sparse is not None:
-        save_sparse(sparse, temporary)
+    try:
+        num_sparse = save_sparse(sparse, temporary)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     state = {
         "version": VERSION,
         "epoch": epoch,
         "step": step,
         "world_size": session.topology.world_size,
         "optimizer": plain,
-        "sparse": sparse is not None,
+        "sparse": num_sparse,
         "loader": gather_json(loader.state_dict() if loader is not None else None, session),
         "dataset": dict(dataset or {}),
         "extra": dict(extra or {}),
@@ -149,7 +152,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     loader: Positioned | None = None,
-    sparse: SparseOptimizer | None = None,
+    sparse: Sparse = None,
     dataset: Mapping[str, object] | None = None,
     random_state: bool = True,
 ) -> Resumed:
@@ -164,7 +167,7 @@ def load(
         model: Wrapped or plain; loaded in place.
         optimizer: Of the same kind and over the same parameters as the saved one.
         loader: Put at the saved position.
-        sparse: Of the same kind and over the same embeddings as the saved one.
+        sparse: Of the same kind and over the same embeddings as the saved one; as many, in that order.
         dataset: Compared with the saved one, where both name a fact.
         random_state: Whether to restore torch's generators.
 
@@ -191,7 +194,7 @@ def load(
         _check_model(path, metadata, of_model)
         _check_position(path, state, loader, session.topology.world_size)
         _check_optimizer(path, state["optimizer"], optimizer, _plain_module(model))
-        check_sparse(path, state.get("sparse", False), sparse)
+        check_sparse(path, state.get("sparse", 0), sparse)
         return state, metadata
 
     state, metadata = together(session, read_and_check, CheckpointError)
@@ -210,8 +213,7 @@ def load(
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
         restore_state(optimizer, _plain_module(model), _below("optimizer/", wanted), state["optimizer"])
-    if sparse is not None:
-        load_sparse(sparse, path)
+    load_sparse(sparse, path)
     if loader is not None:
         loader.load_state_dict(state["loader"][session.topology.rank if same_ranks else 0])
     _restore_random_state(_below(f"random/{session.topology.rank}/", wanted))

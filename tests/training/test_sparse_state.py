@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dglx_dist.cluster.session import start_session
+from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import CheckpointError
 from dglx_dist.graph import DistEmbedding, DistGraph, optim
 from dglx_dist.records import StepShare
@@ -85,3 +86,30 @@ def test_a_resumed_run_is_equal_to_the_last_bit(tmp_path: Path, per_server: int)
         assert resumed == mine
         assert "give sparse=" in without
         assert "'SparseAdam', this run has 'SparseAdagrad'" in wrong
+
+
+def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
+    write(build(), tmp_path / "small")
+    model = torch.nn.Linear(1, 1)
+    with start_session(topology=Topology(0, 1, (0,)), seed=1):
+        g = DistGraph(tmp_path / "small")
+        rows = [DistEmbedding(NUM_NODES, width, f"rows-{width}", graph=g) for width in (1, 2)]
+        both = [optim.SparseAdam(rows[:1], lr=0.1), optim.SparseSGD(rows[1:], lr=0.2, mode="async")]
+        (rows[0]([3]).sum() + rows[1]([4]).sum()).backward()
+        for optimizer in both:
+            optimizer.step()
+        saved = [embedding.weight.to_local() for embedding in rows]
+        path = checkpoint.save(tmp_path / "saved", model=model, sparse=both)
+        for embedding, optimizer in zip(rows, both, strict=True):
+            embedding.weight[[3, 4]] = torch.zeros(2, embedding.embedding_dim)
+            optimizer.lr = 9.0
+        for wrong, message in (
+            (both[:1], "has 2 optimisers of embeddings, sparse= has 1"),
+            (both[::-1], "'SparseAdam', this run has 'SparseSGD'"),
+            ([], "give sparse="),
+        ):
+            with pytest.raises(CheckpointError, match=message):
+                checkpoint.load(path, model=model, sparse=wrong)
+        checkpoint.load(path, model=model, sparse=both)
+        assert [optimizer.lr for optimizer in both] == [0.1, 0.2]
+        assert all(torch.equal(e.weight.to_local(), then) for e, then in zip(rows, saved, strict=True))
