@@ -30,12 +30,21 @@ from dglx_dist.cluster.session import current_session
 from dglx_dist.errors import CheckpointError
 from dglx_dist.graph.opening import together
 from dglx_dist.strategies import WrappedModel
-from dglx_dist.training.optimizer_state import check_matches, restore_state, split_state
+from dglx_dist.training.checkpoint_checks import (
+    VERSION,
+    below,
+    check_dataset,
+    check_model,
+    check_optimizer,
+    check_position,
+    check_random_state,
+    check_state,
+)
+from dglx_dist.training.optimizer_state import restore_state, split_state
 from dglx_dist.training.sparse_state import Sparse, check_sparse, load_sparse, save_sparse
-from dglx_dist.training.tensor_files import RawReader, RawWriter, read_json, write_json
+from dglx_dist.training.tensor_files import RawReader, RawWriter, damage_named, read_json, write_json
 
 STATE_NAME = "state.json"
-VERSION = 1
 _FOLDER = re.compile(r"epoch-(\d+)-step-(\d+)(\.old)?")
 
 
@@ -185,15 +194,15 @@ def load(
 
     def read_and_check() -> tuple[dict[str, Any], Metadata]:
         state, metadata = read_json(path / STATE_NAME), reader.read_metadata()
-        if state.get("version") != VERSION:
-            raise CheckpointError(
-                f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
-                "package that saved it"
-            )
-        _check_dataset(path, state["dataset"], dataset or {})
-        _check_model(path, metadata, of_model)
-        _check_position(path, state, loader, session.topology.world_size)
-        _check_optimizer(path, state["optimizer"], optimizer, _plain_module(model))
+        with damage_named(path / STATE_NAME):
+            check_state(path, state)
+            check_dataset(path, state["dataset"], dataset or {})
+            check_model(path, metadata, of_model)
+            check_position(path, state, loader, session.topology.world_size)
+            saved_tensors = below("optimizer/", metadata.state_dict_metadata)
+            check_optimizer(path, state["optimizer"], optimizer, _plain_module(model), saved_tensors)
+        if random_state:
+            check_random_state(path, metadata, session.topology.rank)
         check_sparse(path, state.get("sparse", 0), sparse)
         return state, metadata
 
@@ -209,14 +218,15 @@ def load(
                 no_dist=session.topology.world_size == 1,
             )
     except CheckpointException as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    model.load_state_dict(_below("model/", wanted))
+        failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
+        raise CheckpointError(f"cannot read {path}: rank {failed}: {reason}") from error
+    model.load_state_dict(below("model/", wanted))
     if optimizer is not None:
-        restore_state(optimizer, _plain_module(model), _below("optimizer/", wanted), state["optimizer"])
+        restore_state(optimizer, _plain_module(model), below("optimizer/", wanted), state["optimizer"])
     load_sparse(sparse, path)
     if loader is not None:
         loader.load_state_dict(state["loader"][session.topology.rank if same_ranks else 0])
-    _restore_random_state(_below(f"random/{session.topology.rank}/", wanted))
+    _restore_random_state(below(f"random/{session.topology.rank}/", wanted))
     return Resumed(
         path=path,
         epoch=state["epoch"],
@@ -324,10 +334,6 @@ def _restore_random_state(state: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
 def _wanted(metadata: Metadata, rank: int, with_optimizer: bool, with_random: bool) -> dict[str, Any]:
     prefixes = ["model/"]
     prefixes += ["optimizer/"] if with_optimizer else []
@@ -337,47 +343,3 @@ def _wanted(metadata: Metadata, rank: int, with_optimizer: bool, with_random: bo
         for name, tensor in metadata.state_dict_metadata.items()
         if isinstance(tensor, TensorStorageMetadata) and name.startswith(tuple(prefixes))
     }
-
-
-def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
-    saved = _below("model/", metadata.state_dict_metadata)
-    for name in dict.fromkeys([*model, *saved]):
-        mine, theirs = model.get(name), saved.get(name)
-        if mine is None:
-            raise CheckpointError(f"{path} has {name!r}, which this model lacks; build the model as it was")
-        if theirs is None:
-            raise CheckpointError(f"this model has {name!r}, which {path} lacks; build the model as it was")
-        if mine.shape != theirs.size or mine.dtype != theirs.properties.dtype:
-            raise CheckpointError(
-                f"{name!r} is {tuple(theirs.size)} {theirs.properties.dtype} in {path} but "
-                f"{tuple(mine.shape)} {mine.dtype} in this model; build the model as it was"
-            )
-
-
-def _check_dataset(path: Path, saved: Mapping[str, object], mine: Mapping[str, object]) -> None:
-    for name, value in mine.items():
-        if name in saved and saved[name] != value:
-            raise CheckpointError(
-                f"{path} was trained on a dataset with {name}={saved[name]!r}, this one has {value!r}; "
-                "use the same dataset"
-            )
-
-
-def _check_optimizer(
-    path: Path, saved: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer | None, module: nn.Module
-) -> None:
-    if optimizer is None:
-        return
-    if saved is None:
-        raise CheckpointError(f"{path} has no optimizer; load it without one")
-    check_matches(optimizer, module, saved)
-
-
-def _check_position(path: Path, state: Mapping[str, Any], loader: object, world_size: int) -> None:
-    if loader is not None and state["world_size"] != world_size and state["step"] != 0:
-        raise CheckpointError(
-            f"{path} stands inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it "
-            "on as many, or load one that was saved at the end of an epoch"
-        )
-    if loader is not None and state["loader"][0] is None:
-        raise CheckpointError(f"{path} has no loader position; load it without ``loader``")

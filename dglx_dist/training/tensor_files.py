@@ -7,8 +7,11 @@ piece lies, its dtype, shape and CRC-32).
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -146,7 +149,14 @@ class RawReader(StorageReader):
         Raises:
             CheckpointError: it is missing or is not what :class:`RawWriter` writes.
         """
-        index = read_json(self._folder / INDEX_NAME)
+        path = self._folder / INDEX_NAME
+        index = read_json(path)
+        with damage_named(path):
+            _check_index(self._folder, index)
+            return self._metadata(index)
+
+    @staticmethod
+    def _metadata(index: Any) -> Metadata:
         return Metadata(
             state_dict_metadata={
                 name: TensorStorageMetadata(
@@ -223,6 +233,72 @@ class RawReader(StorageReader):
         return flat.view(self._dtypes[place.fqn]).reshape(self._shapes[place])
 
 
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turn what goes wrong inside with a value read from ``path`` into an error that names the file.
+
+    Raises:
+        CheckpointError: in place of a missing key, a wrong type or a value that makes no sense.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as problem:
+        raise CheckpointError(
+            f"{path} is damaged ({type(problem).__name__}: {problem}); load an older checkpoint"
+        ) from problem
+
+
+def _check_index(folder: Path, index: Any) -> None:
+    """Look whether the pieces make whole tensors and lie in files of ``folder``.
+
+    Nothing is read or made by what the index says before: it may ask for any file and any size.
+
+    Raises:
+        CheckpointError: a file is not in the folder, or is too short.
+        ValueError: pieces are missing, overlap or have another size than their tensor says.
+        KeyError, TypeError: it is not what :class:`RawWriter` writes.
+    """
+    pieces = {}
+    for fields in index["pieces"]:
+        piece = Piece(**{key: fields[key] for key in Piece.__dataclass_fields__})
+        _check_piece(folder, piece)
+        pieces[fields["name"], tuple(fields["offset"])] = piece
+    for name, fields in index["tensors"].items():
+        shape, chunks = [whole(size) for size in fields["shape"]], fields["chunks"]
+        item_bytes = dtype_named(fields["dtype"]).itemsize
+        for offsets, sizes in chunks:
+            ends = [whole(offset) + whole(size) for offset, size in zip(offsets, sizes, strict=True)]
+            if len(ends) != len(shape) or any(map(int.__gt__, ends, shape)):
+                raise ValueError(f"{name!r} has the shape {shape} and a piece that ends at {ends}")
+            if pieces[name, tuple(offsets)].num_bytes != math.prod(sizes) * item_bytes:
+                raise ValueError(f"a piece of {name!r} has another size than its shape says")
+        distinct = len({tuple(offsets) for offsets, _ in chunks})
+        if distinct < len(chunks) or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape):
+            raise ValueError(f"the pieces of {name!r} do not make a whole")
+
+
+def _check_piece(folder: Path, piece: Piece) -> None:
+    path = folder / piece.file
+    end = whole(piece.first_byte) + whole(piece.num_bytes)
+    if path.name != piece.file:
+        raise CheckpointError(f"{folder} names the file {piece.file!r} outside it; load another checkpoint")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; load an older checkpoint")
+    if path.stat().st_size < end:
+        raise CheckpointError(f"{path} is damaged: it is shorter than {end} bytes; load an older checkpoint")
+
+
+def whole(value: object) -> int:
+    """Return ``value`` when it is a whole number of at least 0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no whole number of at least 0")
+    return value
+
+
 def bytes_of(tensor: Any) -> bytes:
     """Return the rows of a tensor on any device as bytes, C order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -235,7 +311,7 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         CheckpointError: torch has none.
     """
-    found = getattr(torch, name, None)
+    found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"the checkpoint has a tensor of dtype {name!r}, which torch does not know")
     return found
@@ -257,5 +333,5 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; load an older checkpoint") from error

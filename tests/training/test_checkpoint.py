@@ -182,6 +182,49 @@ def test_damage_is_found_and_changes_nothing(saved: Path) -> None:
             checkpoint.load(saved, model=model)
 
 
+HOSTILE: dict[str, tuple[str, Any]] = {
+    "another file": ("names the file", lambda t: t["pieces"][0].update(file="../other.bin")),
+    "the root's file": ("names the file", lambda t: t["pieces"][0].update(file="/dev/zero")),
+    "a missing file": ("is missing", lambda t: t["pieces"][0].update(file="other.bin")),
+    "a huge piece": ("shorter than", lambda t: t["pieces"][0].update(num_bytes=1 << 60)),
+    "a huge shape": ("ends at|make a whole", lambda t: t["tensors"]["random/0/cpu"].update(shape=[1 << 60])),
+    "a negative size": ("no whole number", lambda t: t["tensors"]["random/0/cpu"].update(shape=[-1])),
+    "no chunks": ("make a whole", lambda t: t["tensors"]["model/0.weight"].update(chunks=[])),
+    "a chunk outside": (
+        "ends at",
+        lambda t: t["tensors"]["model/0.weight"].update(chunks=[[[0, 0], [4, 99]]]),
+    ),
+    "no pieces": ("KeyError: 'pieces'", lambda t: t.pop("pieces")),
+    "a dtype that is none": ("torch does not know", lambda t: t["tensors"]["random/0/cpu"].update(dtype=5)),
+    "another random state": (
+        "another size|random state",
+        lambda t: t["tensors"]["random/0/cpu"].update(dtype="int8"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_index_of_a_stranger_is_refused_before_anything_is_made_of_it(saved: Path, name: str) -> None:
+    told, change = HOSTILE[name]
+    index = json.loads((saved / "tensors.json").read_text())
+    change(index)
+    (saved / "tensors.json").write_text(json.dumps(index))
+    with start_session(), pytest.raises(CheckpointError, match=told):
+        checkpoint.load(saved, model=net())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["null", "[1]", "[" * 100_000, '{"version": 1}', '{"version": 1, "world_size": "a"}'],
+    ids=["null", "list", "deep", "empty", "text"],
+)
+@pytest.mark.parametrize("file", ["state.json", "tensors.json"])
+def test_json_of_a_stranger_is_one_clear_error(saved: Path, file: str, text: str) -> None:
+    (saved / file).write_text(text)
+    with start_session(), pytest.raises(CheckpointError, match=file):
+        checkpoint.load(saved, model=net())
+
+
 def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["state.json", "tensors-0.bin", "tensors.json"]
     json.loads((saved / "tensors.json").read_text())
