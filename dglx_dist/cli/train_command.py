@@ -39,10 +39,13 @@ def train(  # noqa: PLR0913  # one argument per option
     seed: Annotated[
         int, typer.Option(help="Of weights, order and draws; the same on any number of ranks.")
     ] = 0,
-    model: Annotated[str, typer.Option(help="sage, gcn, gat or mlp.", rich_help_panel=_MODEL)] = "sage",
+    model: Annotated[
+        str,
+        typer.Option(help="sage, gcn, gat or mlp; for several types rgcn or hgt.", rich_help_panel=_MODEL),
+    ] = "sage",
     layers: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Convolutions.")] = 2,
     hidden: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Width between them.")] = 64,
-    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Attention heads of gat.")] = 4,
+    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Attention heads of gat and hgt.")] = 4,
     dropout: Annotated[
         float, typer.Option(rich_help_panel=_MODEL, help="Probability, after each layer but the last.")
     ] = 0.5,
@@ -76,7 +79,7 @@ def train(  # noqa: PLR0913  # one argument per option
         float,
         typer.Option(rich_help_panel=_LOADER, help="How many, as a fraction of the server's own nodes."),
     ] = 0.2,
-    depth: Annotated[int, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead.")] = 2,
+    depth: Annotated[int, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead.")] = 1,
     loader_threads: Annotated[
         int, typer.Option(rich_help_panel=_LOADER, help="Threads that make them; 0: the training loop.")
     ] = 1,

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import dgl
 import torch
 from torch import Tensor, nn
 
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
+from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.run.session import DataLoader, wrap
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.training.entity_inputs import EntityInputs
+from dglx_dist.training.epoch import TrainingLoader
+from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult, train
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def fit(
+def fit(  # noqa: PLR0913 - what a first call needs none of
     model: nn.Module,
     g: DistGraph,
     *,
@@ -27,44 +33,74 @@ def fit(
     lr: float = 0.01,
     make_optimizer: MakeOptimizer | None = None,
     callbacks: Sequence[Callback] = (),
+    sparse: SparseOptimizer | None = None,
+    loader: TrainingLoader | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
-    """Train ``model`` on the nodes of ``train_mask`` with the current strategy; every rank must call it.
+    """Train ``model`` with the current strategy; every rank must call it.
+
+    On the nodes of ``train_mask``, of any graph: with several node types, of the one that has labels. Or on
+    what a ``loader`` of your own yields, edges for instance, with ``config.task``.
 
     Args:
-        model: Called as ``model(blocks, features)``; one block for each fan-out.
-        g: With the node data that ``config`` names (``feat`` and ``label``), and ``train_mask``.
+        model: Called as ``model(blocks, features)``; one block for each fan-out. With several node types, or
+            ``config.inputs``, features and results are ``{node type: rows}``.
+        g: With the node data that ``config`` names (``feat`` and ``label``), and ``train_mask``. Types
+            without features need ``config.inputs``.
         config: How long, how often to evaluate, where checkpoints lie; defaults when not given.
         fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all.
         batch_size: Targets per rank and step.
         lr: Of Adam.
         make_optimizer: Makes another optimizer from the parameters; ``lr`` is then unused.
         callbacks: Called after each epoch with its record.
+        sparse: Of the embeddings in ``config.inputs``.
+        loader: Of :func:`DistEdgeDataLoader` or :func:`DataLoader`, in place of one made by ``fanouts``,
+            ``batch_size`` and ``loader_options``.
         loader_options: More for :func:`DataLoader`.
 
     Returns:
         The wrapped model (``.module`` is yours) and what training did, equal on all ranks.
 
     Raises:
-        ConfigError: node data is missing, or an option cannot be honoured.
+        ConfigError: node data is missing, or an option cannot be honoured, as those of a loader beside
+            ``loader``.
         CheckpointError: the checkpoint to resume from does not match.
     """
     config = config or FitConfig()
-    sampler = dgl.dataloading.NeighborSampler(
-        list(fanouts), prefetch_node_feats=[config.feature], prefetch_labels=[config.label]
-    )
-    options = {"shuffle": True, **loader_options}
-    loader = DataLoader(g, training_nodes(g), sampler, batch_size=batch_size, **options)
+    if loader is not None and loader_options:
+        raise ConfigError(
+            f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"
+        )
+    if config.inputs is None and config.task is None and len(g.ntypes) > 1:
+        config = replace(config, inputs=EntityInputs(g, feature=config.feature))
+    if loader is None:
+        options = {"batch_size": batch_size, "shuffle": True, **loader_options}
+        loader = _node_loader(g, config, fanouts, options)
     wrapped = wrap(model, g)
     if make_optimizer is None:
         optimizer: torch.optim.Optimizer = torch.optim.Adam(wrapped.parameters(), lr=lr)
     else:
         optimizer = make_optimizer(wrapped.parameters())
-    return wrapped, train(wrapped, loader, optimizer, g, config, callbacks=callbacks)
+    return wrapped, train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse)
 
 
-def training_nodes(g: DistGraph) -> Tensor:
-    """Return this rank's share of the nodes of ``train_mask``; every rank must call it."""
-    nodes = node_split(g.ndata["train_mask"])
+def training_nodes(g: DistGraph, ntype: str) -> Tensor:
+    """Return this rank's share of the ``train_mask`` of one type."""
+    nodes = node_split(g.nodes[ntype].data["train_mask"], g.get_partition_book(), ntype)
     assert isinstance(nodes, Tensor)
     return nodes
+
+
+def _node_loader(
+    g: DistGraph, config: FitConfig, fanouts: Sequence[int], options: Mapping[str, Any]
+) -> TrainingLoader:
+    ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
+    feats = {ntype: [config.feature]}
+    if config.inputs is not None:
+        feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
+    seeds, labels = {ntype: training_nodes(g, ntype)}, {ntype: [config.label]}
+    sampler = dgl.dataloading.NeighborSampler(
+        list(fanouts), prefetch_node_feats=feats, prefetch_labels=labels
+    )
+    loader: TrainingLoader = DataLoader(g, seeds, sampler, **options)
+    return loader

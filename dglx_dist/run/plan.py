@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.training.kinds import check_kind
+from dglx_dist.training.kinds import MODEL_KINDS, RELATIONAL_KINDS, check_kind
 
 _CACHE_POLICIES = ("vip", "degree", "halo")
 _NOT_OF_A_STRATEGY = ("strategy", "timeout", "seed", "backend")
@@ -50,7 +50,7 @@ class TrainPlan:
     """Policy by which each server keeps features of others; None: it keeps none."""
     cache_alpha: float = 0.2
     """How many, as a fraction of the server's own."""
-    depth: int = 2
+    depth: int = 1
     loader_threads: int = 1
     timeout_s: float = 300.0
     predictions: str | None = None
@@ -59,7 +59,7 @@ class TrainPlan:
     """Folder for what the last layer but one gives for every node, as Parquet; None: not written."""
 
     def __post_init__(self) -> None:
-        check_kind(self.model)
+        check_kind(self.model, MODEL_KINDS + RELATIONAL_KINDS)
         for name in _NOT_OF_A_STRATEGY:
             if name in self.strategy_options:
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
@@ -71,7 +71,7 @@ class TrainPlan:
             ("dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"),
             (
                 "heads",
-                self.model == "gat" and (self.heads < 1 or self.hidden % self.heads > 0),
+                self.model in ("gat", "hgt") and (self.heads < 1 or self.hidden % self.heads > 0),
                 f"a divisor of --hidden {self.hidden}",
             ),
             ("lr", not 0 < self.lr < math.inf, "above 0"),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.graph import DistGraph, DistTensor
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.owners import RowOwners
+from dglx_dist.run.models import Built
 from dglx_dist.run.plan import TrainPlan
-from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.inference import layerwise_inference
+from dglx_dist.training.nested import flatten
 
 PREDICTION, EMBEDDING = "prediction", "embedding"
 
@@ -34,32 +34,43 @@ def check_outputs(plan: TrainPlan, g: DistGraph) -> None:
     together(g.session, lambda: check() if g.session.topology.rank == 0 else None)
 
 
-def write_outputs(plan: TrainPlan, model: WrappedModel, g: DistGraph) -> None:
+def write_outputs(plan: TrainPlan, built: Built, g: DistGraph, ntype: str) -> None:
     """Write what ``plan`` asks for, in place of an earlier run's; every rank must call it.
 
-    Predictions are the class of the highest score, column ``prediction``; embeddings what the last layer
-    but one gives, column ``embedding``. Both are exact: over all neighbours.
+    Predictions are the class of the highest score of each node of ``ntype``, column ``prediction``;
+    embeddings what the last layer but one gives, column ``embedding``, with several node types in a folder
+    for each. Both are exact: over all neighbours.
 
     Raises:
         StorageError: on all ranks, when on one something cannot be written.
     """
-    module: nn.Module = model.module
+    module = built.module
+    inputs = None if built.inputs is None else built.inputs.tensors
     if plan.save_embeddings is not None:
-        layers = module.inference_layers()  # type: ignore[operator]  # all models of build_model have it
-        rows = _one(layerwise_inference(module, g, layers=layers[:-1]))
-        write_embeddings(rows, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
-        rows.delete()
+        layers = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
+        rows = layerwise_inference(module, g, inputs=inputs, layers=layers[:-1])
+        write_embeddings(
+            _only(rows) if len(g.ntypes) == 1 else rows,
+            g,
+            plan.save_embeddings,
+            name=EMBEDDING,
+            overwrite=True,
+        )
+        for tensor in flatten(rows).values():
+            tensor.delete()
     if plan.predictions is not None:
-        scores = _one(layerwise_inference(module, g))
+        scores = _only(layerwise_inference(module, g, inputs=inputs, ntypes=[ntype]))
         classes = _highest(scores, g)
         scores.delete()
         write_embeddings(classes, g, plan.predictions, name=PREDICTION, overwrite=True)
         classes.delete()
 
 
-def _one(rows: object) -> DistTensor:
-    assert isinstance(rows, DistTensor), "models of build_model have one output for one node type"
-    return rows
+def _only(rows: object) -> DistTensor:
+    """Return the rows of the only node type, which a relational model gives by its name."""
+    (tensor,) = flatten(rows).values()
+    assert isinstance(tensor, DistTensor)
+    return tensor
 
 
 def _highest(scores: DistTensor, g: DistGraph) -> DistTensor:

@@ -17,17 +17,18 @@ from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph import DistGraph
-from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
+from dglx_dist.records import FEATURE, LABEL, EpochRecord
 from dglx_dist.report.picture import draw
 from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.summary import RunFacts, run_title, summarise
-from dglx_dist.run.fit import fit
+from dglx_dist.run.fit import fit, training_nodes
+from dglx_dist.run.models import Built, build
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.predict import check_outputs, write_outputs
 from dglx_dist.run.session import init
-from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
-from dglx_dist.training.models import build_model
+from dglx_dist.training.kinds import RELATIONAL_KINDS
 
 CHECKPOINTS = "checkpoints"
 
@@ -56,7 +57,7 @@ def train_dataset(plan: TrainPlan) -> Trained:
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
-        check_trainable(g)
+        ntype = check_trainable(plan, g)
         check_outputs(plan, g)
         writes = session.topology.rank == 0
         config = resolved(plan, g, session)
@@ -66,32 +67,52 @@ def train_dataset(plan: TrainPlan) -> Trained:
             if not plan.resume:
                 # A later --resume would go on from those of the run that is replaced.
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-        model, result = _fit(plan, g, lambda record: append_epoch(folder, record) if writes else None)
+        built = build(plan, g, ntype, _classes(g, ntype))
+        result = _fit(plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None)
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         summary = summarise(_facts(session, result), epochs)
         if writes:
             write_run(folder, config, epochs, summary)
             _draw(epochs, folder, run_title(summary, config))
-        write_outputs(plan, model, g)
+        write_outputs(plan, built, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
 
 
-def check_trainable(g: DistGraph) -> None:
-    """Raise ConfigError unless ``g`` has one type, features, labels, classes and training nodes."""
-    where = g.dataset.folder
-    if g.ntypes != [NODE_TYPE] or len(g.canonical_etypes) != 1:
+def check_trainable(plan: TrainPlan, g: DistGraph) -> str:
+    """Return the type of the nodes to classify.
+
+    Raises:
+        ConfigError: ``plan.model`` does not fit the types of ``g``, or features, labels or training nodes are
+            missing.
+    """
+    where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
+    if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
         raise ConfigError(
-            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types; `dglx train` has "
-            "models for graphs of one node and one edge type only, write a loop for others"
+            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, and --model "
+            f"{plan.model} is for one of each; take --model {' or '.join(RELATIONAL_KINDS)}, or write a loop "
+            "as in examples/07_rgcn.py"
         )
-    for name in (FEATURE, LABEL, "train_mask"):
-        if name not in g.ndata:
-            known = ", ".join(g.ndata) or "none"
+    ntype = labelled_type(g)
+    data = g.nodes[ntype].data
+    # A relational model has trainable rows where there are no features.
+    for name in (LABEL, "train_mask") if relational else (FEATURE, LABEL, "train_mask"):
+        if name not in data:
+            known = ", ".join(data) or "none"
             raise ConfigError(
                 f"{where} has no node data {name!r} (known: {known}); partition a graph that has it"
             )
-    if len(g.ndata[FEATURE].shape) != 2:
-        raise ConfigError(f"{FEATURE!r} of {where} has shape {g.ndata[FEATURE].shape}; it must be (N, F)")
+    for name in g.ntypes:
+        shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
+        if len(shape) != 2:
+            raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}; it must be (N, F)")
+    return ntype
+
+
+def _classes(g: DistGraph, ntype: str) -> int:
+    classes = g.num_classes(ntype)
+    if not classes:
+        raise ConfigError(f"{g.dataset.folder} does not say how many classes there are; partition it again")
+    return classes
 
 
 def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, object]:
@@ -115,22 +136,9 @@ def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, objec
     }
 
 
-def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> tuple[WrappedModel, FitResult]:
-    classes = g.num_classes(NODE_TYPE)
-    if not classes:
-        raise ConfigError(f"{g.dataset.folder} does not say how many classes there are; partition it again")
-    model = build_model(
-        plan.model,
-        g.ndata[FEATURE].shape[1],
-        plan.hidden,
-        classes,
-        plan.layers,
-        plan.dropout,
-        plan.heads,
-        graph=g,
-    )
+def _fit(plan: TrainPlan, g: DistGraph, ntype: str, built: Built, after_epoch: Callback) -> FitResult:
     if plan.cache is not None:
-        _cache_features(plan, g, plan.cache)
+        _cache_features(plan, g, ntype, plan.cache)
     keeps = plan.checkpoint_every > 0 or plan.resume
     config = FitConfig(
         epochs=plan.epochs,
@@ -139,9 +147,11 @@ def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> tuple[WrappedM
         checkpoint_folder=Path(plan.out) / CHECKPOINTS if keeps else None,
         checkpoint_every=max(plan.checkpoint_every, 1),
         resume=plan.resume,
+        ntype=ntype,
+        inputs=built.inputs,
     )
-    return fit(
-        model,
+    _, result = fit(
+        built.module,
         g,
         config=config,
         fanouts=plan.fanouts,
@@ -150,16 +160,21 @@ def _fit(plan: TrainPlan, g: DistGraph, after_epoch: Callback) -> tuple[WrappedM
             parameters, lr=plan.lr, weight_decay=plan.weight_decay
         ),
         callbacks=[after_epoch],
+        sparse=built.sparse,
         depth=plan.depth,
         num_threads=plan.loader_threads,
     )
+    return result
 
 
-def _cache_features(plan: TrainPlan, g: DistGraph, policy: str) -> None:
+def _cache_features(plan: TrainPlan, g: DistGraph, ntype: str, policy: str) -> None:
+    of_batches: dict[str, Any] = {}
     if policy == "vip":
-        g.cache_rows(FEATURE, alpha=plan.cache_alpha, fanouts=list(plan.fanouts), batch_size=plan.batch_size)
-    else:
-        g.cache_rows(FEATURE, alpha=plan.cache_alpha, policy=policy)
+        of_batches = {"fanouts": list(plan.fanouts), "batch_size": plan.batch_size}
+        of_batches["seeds"] = {ntype: training_nodes(g, ntype)}
+    for name in g.ntypes:
+        if FEATURE in g.nodes[name].data:
+            g.cache_rows(FEATURE, alpha=plan.cache_alpha, policy=policy, ntype=name, **of_batches)
 
 
 def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:

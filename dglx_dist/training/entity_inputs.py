@@ -48,7 +48,8 @@ class EntityInputs:
     def __init__(
         self, g: DistGraph, *, feature: str = FEATURE, embeddings: Mapping[str, Embedding] | None = None
     ) -> None:
-        self._g, self._feature = g, feature
+        self._g, self.feature = g, feature
+        """Name of the node data."""
         self._embeddings = dict(embeddings or {})
         for ntype, embedding in self._embeddings.items():
             if len(embedding.weight) != g.get_node_partition_policy(ntype).get_size():
@@ -71,7 +72,7 @@ class EntityInputs:
     def feature_widths(self) -> dict[str, int]:
         """Columns of the features, for the types that have no embedding."""
         return {
-            ntype: self._g.nodes[ntype].data[self._feature].shape[1]
+            ntype: self._g.nodes[ntype].data[self.feature].shape[1]
             for ntype in self._g.ntypes
             if ntype not in self._embeddings
         }
@@ -82,7 +83,7 @@ class EntityInputs:
         return {
             ntype: self._embeddings[ntype].weight
             if ntype in self._embeddings
-            else self._g.nodes[ntype].data[self._feature]
+            else self._g.nodes[ntype].data[self.feature]
             for ntype in self._g.ntypes
         }
 
@@ -97,8 +98,8 @@ class EntityInputs:
         data = block.srcnodes[ntype].data
         if ntype in self._embeddings:
             return self._embeddings[ntype](data[dgl.NID], block.device)
-        if self._feature in data:
-            rows = data[self._feature]
+        if self.feature in data:
+            rows = data[self.feature]
             assert isinstance(rows, Tensor)
             return rows
-        return self._g.nodes[ntype].data[self._feature][data[dgl.NID]]
+        return self._g.nodes[ntype].data[self.feature][data[dgl.NID]]

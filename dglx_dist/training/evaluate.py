@@ -56,7 +56,7 @@ def evaluate(  # noqa: PLR0913 - what a first call needs none of
         ConfigError: the model does not tell its layers and ``num_layers`` is not given; the nodes have no
             ``label`` or mask of that name; or it is unclear which type or output is meant.
     """
-    ntype = _labelled_type(g, label) if ntype is None else ntype
+    ntype = labelled_type(g, label) if ntype is None else ntype
     data = g.nodes[ntype].data
     names = list(masks) if masks is not None else [name for name in SPLITS if name in data]
     for name in (label, *names):
@@ -81,7 +81,12 @@ def evaluate(  # noqa: PLR0913 - what a first call needs none of
             rows.delete()
 
 
-def _labelled_type(g: DistGraph, label: str) -> str:
+def labelled_type(g: DistGraph, label: str = LABEL) -> str:
+    """Return the only node type, or the only one that has ``label``; the first where none has.
+
+    Raises:
+        ConfigError: several types have it.
+    """
     labelled = [ntype for ntype in g.ntypes if label in g.nodes[ntype].data]
     if len(g.ntypes) == 1 or not labelled:
         return g.ntypes[0]

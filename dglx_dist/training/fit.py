@@ -21,7 +21,7 @@ from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training import checkpoint
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
-from dglx_dist.training.evaluate import evaluate
+from dglx_dist.training.evaluate import evaluate, labelled_type
 from dglx_dist.training.task import LossFunction, NodeClassification, Task
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class FitConfig:
     label: str = LABEL
     loss: LossFunction = cross_entropy
     ntype: str | None = None
-    """Whose nodes are classified; needed when there are several node types."""
+    """Whose nodes are classified; needed when several node types have labels."""
     inputs: EntityInputs | None = None
     """Makes the input rows by node type, from features and embeddings; None: ``feature`` of the only type."""
     task: Task | None = None
@@ -137,6 +137,8 @@ def train(
         CheckpointError: the checkpoint to resume from does not match.
     """
     config = config or FitConfig()
+    if config.task is None and config.ntype is None:
+        config = replace(config, ntype=labelled_type(g, config.label))
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
     run.resume()
     steps = len(loader) * (config.epochs - run.first_epoch)
@@ -232,6 +234,9 @@ class _Run:
 
     def _evaluate(self, record: EpochRecord) -> EpochRecord:
         config = self._config
+        if self._step.sparse is not None:
+            # Of an asynchronous optimizer: rows of ranks that are behind would count as they were.
+            self._step.sparse.flush()
         if config.evaluate is not None:
             self._accuracy = dict(config.evaluate(self._step.model))
         elif config.task is None:
