@@ -169,7 +169,8 @@ class DistTensor:
 
         Args:
             index: As for reading. Of repeated ids the last value stays, or all are added.
-            values: (K, *row), or what can be broadcast to it; a dtype that holds more is refused.
+            values: (K, *row), or what can be broadcast to it. Floating-point values are rounded to the
+                tensor's dtype; into integers or bool only values go that they can hold.
             accumulate: Add to what is there; see :meth:`KVStore.push`.
             wait: Until every later read of any rank sees it. Else :meth:`fence` or ``g.barrier()`` does.
 
@@ -182,10 +183,8 @@ class DistTensor:
         ids = as_ids(index, len(self), repr(self._name))
         given = torch.as_tensor(values).detach().cpu()
         shape = (len(ids), *self._column.info.row_shape)
-        if given.dim() and not torch.can_cast(given.dtype, self.dtype):
-            raise ConfigError(f"{self._name!r} holds {self.dtype}; convert the {given.dtype} values first")
         try:
-            given = given.to(self.dtype).broadcast_to(shape)
+            given = self._converted(given).broadcast_to(shape)
         except RuntimeError:
             raise ConfigError(
                 f"{self._name!r} takes values of shape {shape} here, not {tuple(given.shape)}"
@@ -258,6 +257,18 @@ class DistTensor:
         self.kvstore.fence()
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)
+
+    def _converted(self, values: Tensor) -> Tensor:
+        """Return ``values`` in the tensor's dtype, which must be able to hold them."""
+        if values.dim() and not torch.can_cast(values.dtype, self.dtype):
+            raise ConfigError(f"{self._name!r} holds {self.dtype}; convert the {values.dtype} values first")
+        converted = values.to(self.dtype)
+        if converted.dtype == values.dtype or self.dtype.is_floating_point:
+            return converted
+        lost = values[converted != values]
+        if len(lost):
+            raise ConfigError(f"{self._name!r} holds {self.dtype}, which cannot hold {lost[0].item()}")
+        return converted
 
     @property
     def device(self) -> torch.device:

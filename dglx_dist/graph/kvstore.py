@@ -205,7 +205,9 @@ class KVStore:
           another rank owns; that of this server's other ranks counts as inside. float16 and bfloat16 are
           summed, and added, in float32 and rounded after each of both.
 
-        Pushes of one rank that are not waited for may overtake each other; a :meth:`fence` orders them.
+        Pushes of one rank that are not waited for may overtake each other; a :meth:`fence` orders them. An
+        overwrite of a row while another rank overwrites it or adds to it must be ordered by the program: it
+        may be lost, or mixed.
 
         Args:
             name: Of the tensor.
@@ -264,8 +266,9 @@ class KVStore:
         ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows, never twice at a
         time for one tensor, on a thread of its own: ``rows`` (n, *row) is the memory of the own server's
         rows, ``local_ids`` (k,) int64 are places in it, ``values`` (k, *row) what was pushed. It must not
-        push or pull. Repeated ids come as often as they were pushed, in that order (8 bytes and a row
-        each); with ``accumulate=True`` once, with their sum. No code travels: each rank registers its own.
+        push or pull. The rows of a repeated id come together, in the order in which they were pushed (8
+        bytes and a row each); with ``accumulate=True`` once, as their sum. No code travels: each rank
+        registers its own.
 
         Args:
             name: Of a writable tensor.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias, final
@@ -159,19 +159,17 @@ class Pusher:
             plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
             values, sorted_ids, cuts = sum_repeated(rows, plan, column.info), plan.ids, plan.server_starts
         else:
-            owner = np.searchsorted(starts, ids, side="right") - 1
-            by_owner = np.argsort(owner, kind="stable")
-            values, sorted_ids = take_rows(rows, by_owner), ids[by_owner]
-            cuts = np.searchsorted(owner[by_owner], np.arange(len(starts)))
+            # Owners have ascending ranges, so this groups by owner too. Requests may overtake each other, so
+            # all rows of one id go in one.
+            by_id = np.argsort(ids, kind="stable")
+            values, sorted_ids = take_rows(rows, by_id), ids[by_id]
+            cuts = np.searchsorted(sorted_ids, starts)
         op = self._handle if column.name in self._handlers else self._add
         step = _ids_per_request(column)
         return [
             self._send(call, op, column, sorted_ids, values[call.first : call.last], order)
             for rank, (first, last) in enumerate(pairwise(cuts[: len(starts)].tolist()))
-            for call in (
-                Request(rank=rank, first=begin, last=min(begin + step, last))
-                for begin in range(first, last, step)
-            )
+            for call in _runs(rank, sorted_ids, first, last, step, has_repeats=not order.accumulate)
         ]
 
     def _send(
@@ -257,6 +255,16 @@ class Pusher:
             # One step, so that of two threads both get the same lock.
             found = self._kept.setdefault(column.name, _PerTensor(threading.Lock(), owners))
         return found
+
+
+def _runs(rank: int, ids: Array, first: int, last: int, step: int, *, has_repeats: bool) -> Iterator[Request]:
+    """Cut ``ids[first:last]`` after about ``step``; ids with repeats ascend, and equal ones stay together."""
+    while first < last:
+        end = min(first + step, last)
+        if has_repeats:
+            end = first + int(np.searchsorted(ids[first:last], ids[end - 1], side="right"))
+        yield Request(rank=rank, first=first, last=end)
+        first = end
 
 
 def _ids_per_request(column: Column) -> int:

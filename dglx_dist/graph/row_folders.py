@@ -21,7 +21,7 @@ WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
 
 
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write rows of all ranks as ``target``, which holds them wholly or what it held. Every rank must call it.
+    """Write rows of all ranks as ``target``, which holds all of them or what it held. All ranks call it.
 
     Args:
         session: The run.

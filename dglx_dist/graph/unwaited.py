@@ -61,8 +61,9 @@ class Unwaited:
         Raises:
             PeerError: nothing was answered within the session's time-out; the ranks asked are named.
         """
-        for send in sends:
-            with self._changed:
+        # Under one lock, or the thread may take the first and wait for its answer before the rest leaves.
+        with self._changed:
+            for send in sends:
                 self._wait_until(lambda: self._bytes < MAX_BYTES, self._session.timeout_s, "a push")
                 self._queue.append(send)
                 self._bytes += send.num_bytes

@@ -189,7 +189,7 @@ def read_index(folder: Path) -> RowIndex:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise StorageError when ``folder`` exists and holds something else than saved rows, even beside them."""
+    """Raise StorageError when ``folder`` holds anything else than saved rows, even beside them."""
     if not folder.is_dir():
         if folder.exists():
             raise StorageError(f"{folder} is a file; choose another folder")

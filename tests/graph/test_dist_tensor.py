@@ -98,6 +98,28 @@ def test_values_are_broadcast_and_a_narrowing_dtype_is_refused(graph: DistGraph)
         tensor[[0, 1]] = torch.ones(3, 2, dtype=torch.int64)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "values", "lost"),
+    [
+        (torch.int64, 1.5, "1.5"),
+        (torch.int8, 300, "300"),
+        (torch.bool, 2, "2"),
+        (torch.int32, torch.tensor([[1, 2**40]]), str(2**40)),
+        (torch.uint8, torch.tensor([[0, -1]]), "-1"),
+        (torch.int64, float("nan"), "nan"),
+    ],
+)
+def test_values_that_integers_cannot_hold_are_refused(
+    graph: DistGraph, dtype: torch.dtype, values: Any, lost: str
+) -> None:
+    tensor = graph.new_tensor((NUM_NODES, 2), dtype)
+    with pytest.raises(ConfigError, match=f"holds {dtype}, which cannot hold {lost}"):
+        tensor[[0]] = values
+    tensor[[1]] = 1.0
+    tensor[[2]] = torch.tensor([[1, 0]]).to(torch.int64 if dtype != torch.bool else torch.bool)
+    assert tensor.count_nonzero() == 3
+
+
 def test_a_name_attaches_if_shape_and_dtype_match(graph: DistGraph) -> None:
     first = DistTensor((NUM_NODES,), torch.float32, "h", init_func=ones, part_policy=None)
     second = DistTensor((NUM_NODES,), torch.float32, "h")
