@@ -5,8 +5,8 @@
 Expect, in half a minute: one line per epoch, and an exact test accuracy above 0.8 over six topics. The
 papers' features alone give about 0.4.
 
-What differs from 05_trainable_embeddings.py: ids, features and labels come by node type; `EntityInputs` takes each
-type's rows from its features or its embedding; `dx.evaluate` is told the same inputs.
+What differs from 05_trainable_embeddings.py: ids, features and labels come by node type; `EntityInputs` takes
+each type's rows from its features or its embedding; `dx.evaluate` is told the same inputs.
 """
 
 import argparse

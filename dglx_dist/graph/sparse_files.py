@@ -92,9 +92,12 @@ def check_state(state: SparseState, folder: Path) -> None:
     mine = {"kind": state.kind, "dataset": state.dataset, "settings": dict(state.settings)}
     for what, value in mine.items():
         if facts.get(what) != value:
+            cure = "use the dataset and the optimiser that it was saved with"
+            if what == "dataset":
+                cure = "use the dataset that it was saved with (dx.distribute cuts another one for "
+                cure += "another number of servers, unless parts= is given)"
             raise StorageError(
-                f"{folder} was saved with {what} {facts.get(what)!r}, this run has {value!r}; use the "
-                "dataset and the optimiser that it was saved with"
+                f"{folder} was saved with {what} {facts.get(what)!r}, this run has {value!r}; {cure}"
             )
     saved = cast("list[object]", facts.get("embeddings"))
     if saved != state.embeddings():

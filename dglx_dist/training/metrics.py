@@ -15,6 +15,7 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import gather_int64, sum_over_ranks
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.opening import together
 
 PHASE = "metrics"
 
@@ -27,7 +28,7 @@ def accuracy(predicted: Tensor, label: Tensor, session: Session) -> float:
         label: (B,) integer classes.
         session: The run.
     """
-    classes = _as_classes(predicted, label)
+    classes = together(session, lambda: _as_classes(predicted, label), ConfigError)
     counts = torch.stack([(classes == label).sum(), torch.tensor(len(label), device=label.device)])
     correct, total = sum_over_ranks(counts.to(torch.int64), session, phase=PHASE).tolist()
     return correct / total if total else math.nan
@@ -54,11 +55,15 @@ def f1(
         average: ``macro`` or ``micro``.
 
     Raises:
-        ConfigError: ``average`` is neither.
+        ConfigError: on all ranks: ``average`` is neither, or shapes do not fit.
     """
-    if average not in ("macro", "micro"):
-        raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
-    classes = _as_classes(predicted, label)
+
+    def checked() -> Tensor:
+        if average not in ("macro", "micro"):
+            raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
+        return _as_classes(predicted, label)
+
+    classes = together(session, checked, ConfigError)
     hit = torch.bincount(label[classes == label], minlength=num_classes)
     counts = torch.stack(
         [
@@ -88,12 +93,10 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
         session: The run.
 
     Raises:
-        ConfigError: a score is nan.
+        ConfigError: on all ranks: a score is nan, or shapes differ.
     """
-    if bool(torch.isnan(score).any()):
-        row = int(torch.isnan(score).nonzero()[0, 0])
-        raise ConfigError(f"score[{row}] is nan, which has no rank among the others; mask it out first")
-    positive = label.to(torch.bool)
+    together(session, lambda: _check_scores(score, label), ConfigError)
+    score, positive = score.detach(), label.to(torch.bool)
     ordered = _gather_rows(score[~positive].double().cpu(), session).sort().values
     mine = score[positive].double().cpu()
     below = torch.searchsorted(ordered, mine, right=False).sum()
@@ -113,7 +116,7 @@ def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
         session: The run.
 
     Raises:
-        ConfigError: the shapes differ.
+        ConfigError: on all ranks: the shapes differ.
     """
     return math.sqrt(_mean_error(predicted, target, 2, session))
 
@@ -124,13 +127,24 @@ def mae(predicted: Tensor, target: Tensor, session: Session) -> float:
 
 
 def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session) -> float:
-    if predicted.shape != target.shape:
-        # Broadcasting (B, 1) against (B,) would compare every row with every other.
-        raise ConfigError(f"{tuple(predicted.shape)} predictions do not fit {tuple(target.shape)} targets")
+    together(session, lambda: _check_pair(predicted, target, "targets"), ConfigError)
     errors = (predicted.detach().double() - target.double()).abs() ** power
     counted = torch.tensor([float(errors.sum()), float(errors.numel())], dtype=torch.float64)
     total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
     return total / count if count else math.nan
+
+
+def _check_pair(predicted: Tensor, target: Tensor, what: str) -> None:
+    if predicted.shape != target.shape:
+        # Broadcasting (B, 1) against (B,) would compare every row with every other.
+        raise ConfigError(f"{tuple(predicted.shape)} predictions do not fit {tuple(target.shape)} {what}")
+
+
+def _check_scores(score: Tensor, label: Tensor) -> None:
+    if bool(torch.isnan(score).any()):
+        row = int(torch.isnan(score).nonzero()[0, 0])
+        raise ConfigError(f"score[{row}] is nan, which has no rank among the others; mask it out first")
+    _check_pair(score, label, "labels")
 
 
 def _gather_rows(values: Tensor, session: Session) -> Tensor:

@@ -101,7 +101,7 @@ def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(
     graph.node_data[NODE_TYPE]["feat"][0] += 1
     write(graph, tmp_path / "changed")
     DistGraph(tmp_path / "changed")
-    with pytest.raises(StorageError, match=r"saved with dataset .* use the dataset"):
+    with pytest.raises(StorageError, match=r"saved with dataset .* use the dataset .* parts= is given"):
         optim.SparseAdagrad([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1).load(tmp_path / "saved")
 
 

@@ -35,6 +35,7 @@ def _figures(cut: tuple[int, ...]) -> dict[str, Any]:
         "macro": metrics.f1(said, label, 5, session),
         "micro": metrics.f1(said, label, 5, session, average="micro"),
         "auc": metrics.roc_auc(score, positive, session),
+        "auc of a loop that trains": metrics.roc_auc(score.clone().requires_grad_(), positive, session),
         "rmse": metrics.rmse(said.float(), label.float(), session),
         "mae": metrics.mae(said[:, None].float(), label[:, None].float(), session),
         "no rows rmse": metrics.rmse(none.float(), none.float(), session),
@@ -64,6 +65,7 @@ def test_figures(ranks: int) -> None:
         assert result["micro"] == pytest.approx(7 / 12, abs=1e-15)
         assert result["macro"] == pytest.approx(macro, abs=1e-15)
         assert result["auc"] == pytest.approx(brute_force_auc(), abs=1e-15)
+        assert result["auc of a loop that trains"] == result["auc"]
         assert result["all tied"] == 0.5
         # Off by 1, 3, 1, 2 and 1.
         assert result["rmse"] == pytest.approx(math.sqrt((1 + 9 + 1 + 4 + 1) / 12), abs=1e-15)
