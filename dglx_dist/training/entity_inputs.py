@@ -12,6 +12,7 @@ from torch import Tensor
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE
+from dglx_dist.sampling.precision import HALVES
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -41,8 +42,8 @@ class EntityInputs:
             type's name is ``g.ntypes[0]``.
 
     Raises:
-        ConfigError: a type has neither, or an embedding is given for a type that does not exist or has
-            another number of rows than the type has nodes.
+        ConfigError: a type has neither, or features that are not (N, F), or an embedding is given for a type
+            that does not exist or has another number of rows than the type has nodes.
     """
 
     def __init__(
@@ -67,6 +68,13 @@ class EntityInputs:
                 f"nodes of type {without[0]!r} have no tensor {feature!r}; give them a DistEmbedding with "
                 f"embeddings={{{without[0]!r}: ...}}"
             )
+
+        for ntype, tensor in self.tensors.items():
+            if len(tensor.shape) != 2:
+                raise ConfigError(
+                    f"{feature!r} of nodes of type {ntype!r} has shape {tuple(tensor.shape)}; "
+                    "it must be (N, F)"
+                )
 
     @property
     def feature_widths(self) -> dict[str, int]:
@@ -102,4 +110,6 @@ class EntityInputs:
             rows = data[self.feature]
             assert isinstance(rows, Tensor)
             return rows
-        return self._g.nodes[ntype].data[self.feature][data[dgl.NID]]
+        rows = self._g.nodes[ntype].data[self.feature][data[dgl.NID]]
+        # As a loader hands them out.
+        return rows.float() if rows.dtype in HALVES else rows

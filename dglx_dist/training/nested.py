@@ -31,12 +31,21 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def nest(leaves: Mapping[Path, T]) -> Any:
-    """Undo :func:`flatten`; lists come back as tuples, and of the leaves of a tuple none may be missing."""
+    """Undo :func:`flatten`; lists come back as tuples.
+
+    Raises:
+        ConfigError: a tuple lacks a place.
+    """
     if list(leaves) == [()]:
         return leaves[()]
     inner: dict[str | int, dict[Path, T]] = {}
     for (key, *rest), leaf in leaves.items():
         inner.setdefault(key, {})[tuple(rest)] = leaf
     if inner and all(isinstance(key, int) for key in inner):
+        if set(inner) != set(range(len(inner))):
+            raise ConfigError(
+                f"of a tuple of outputs only the places {sorted(inner, key=str)} belong to the node types "
+                "that are asked for; name outputs by a dictionary, or ask for all types"
+            )
         return tuple(nest(inner[place]) for place in range(len(inner)))
     return {key: nest(below) for key, below in inner.items()}

@@ -17,6 +17,7 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import sum_over_ranks
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.opening import together
 from dglx_dist.training.metrics import PHASE
 
 MAX_SCORES = 2**24
@@ -122,10 +123,18 @@ def rank_of_answer(
         max_scores: Scores held at once.
 
     Raises:
-        ConfigError: ``max_scores`` is below 1, a score is nan, or an answer, asked or known, has no column.
+        ConfigError: ``max_scores`` is below 1, lengths differ, a score is nan, or an answer, asked or known,
+            has no column.
     """
     if max_scores < 1:
         raise ConfigError(f"max_scores={max_scores} must be at least 1")
+    if not len(subject) == len(relation) == len(answer):
+        raise ConfigError(
+            f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers are not the "
+            "columns of one list of queries"
+        )
+    if len(answer) and int(answer.min()) < 0:
+        raise ConfigError(f"answer {int(answer.min())} is negative; answers are columns of the scores")
     out, first, at_once = torch.empty(len(answer), dtype=torch.float64), 0, 1
     while first < len(answer):
         rows = slice(first, first + at_once)
@@ -147,11 +156,15 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
     """Share of all ranks' (Q,) ``ranks`` that are at most ``k``; nan when there is none. Collective.
 
     Raises:
-        ConfigError: ``k`` is below 1.
+        ConfigError: on all ranks: ``k`` is below 1.
     """
-    if k < 1:
-        raise ConfigError(f"k={k} must be at least 1")
-    return _mean((ranks <= k).to(torch.float64), session)
+
+    def found() -> Tensor:
+        if k < 1:
+            raise ConfigError(f"k={k} must be at least 1")
+        return (ranks <= k).to(torch.float64)
+
+    return _mean(together(session, found, ConfigError), session)
 
 
 def _rank_columns(scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] | None) -> Tensor:

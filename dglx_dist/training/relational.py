@@ -38,6 +38,12 @@ class HasTypes(Protocol):
         ...
 
 
+def module_name(kind: str | EdgeType) -> str:
+    """Return a type as the name of a module, which may hold no dot and be no attribute of a ModuleDict."""
+    name = str(kind).replace("%", "%25").replace(".", "%2E")
+    return f"%{name}" if hasattr(nn.ModuleDict(), name) else name
+
+
 class RelationalModel(nn.Module, ABC):
     """Input projections, then layers over the blocks.
 
@@ -75,7 +81,7 @@ class RelationalModel(nn.Module, ABC):
         self.hidden, self.num_layers = hidden, layers
         self.out_types = self.ntypes if out_types is None else tuple(out_types)
         self.project = nn.ModuleDict(
-            {ntype: nn.Linear(width, hidden) for ntype, width in feature_widths.items()}
+            {module_name(ntype): nn.Linear(width, hidden) for ntype, width in feature_widths.items()}
         )
 
     @abstractmethod
@@ -111,8 +117,8 @@ class RelationalModel(nn.Module, ABC):
         return h[self.ntypes[0]] if isinstance(x, Tensor) else h
 
     def _projected(self, ntype: str, rows: Tensor) -> Tensor:
-        if ntype in self.project:
-            projected = self.project[ntype](rows)
+        if module_name(ntype) in self.project:
+            projected = self.project[module_name(ntype)](rows)
             assert isinstance(projected, Tensor)
             return projected
         if rows.shape[1] != self.hidden:
@@ -171,7 +177,9 @@ class RGCN(RelationalModel):
         for depth in range(layers):
             into, out = widths[depth], widths[depth + 1]
             self.convs.append(self._relations(into, out, own_weights=num_bases is None))
-            self.own.append(nn.ModuleDict({ntype: nn.Linear(into, out) for ntype in self.ntypes}))
+            self.own.append(
+                nn.ModuleDict({module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes})
+            )
             if num_bases is not None:
                 self.bases.append(WeightBasis((into, out), num_bases, len(relations)))
         self.dropout = nn.Dropout(dropout)
@@ -186,22 +194,25 @@ class RGCN(RelationalModel):
         own: Any = self.own[depth]
         out = {}
         for ntype in block.dsttypes:
-            rows = own[ntype](h[ntype][: block.num_dst_nodes(ntype)])
+            rows = own[module_name(ntype)](h[ntype][: block.num_dst_nodes(ntype)])
             out[ntype] = rows + found[ntype] if ntype in found else rows
         if depth == self.num_layers - 1:
             return out
         return {ntype: self.dropout(torch.relu(rows)) for ntype, rows in out.items()}
 
     def _relations(self, into: int, out: int, *, own_weights: bool) -> nn.Module:
-        return dgl.nn.HeteroGraphConv(
-            {
-                etype: dgl.nn.GraphConv(
-                    into, out, norm="right", bias=False, weight=own_weights, allow_zero_in_degree=True
-                )
-                for etype in self.etypes
-            },
-            aggregate="sum",
-        )
+        convs = {
+            etype: dgl.nn.GraphConv(
+                into, out, norm="right", bias=False, weight=own_weights, allow_zero_in_degree=True
+            )
+            for etype in self.etypes
+        }
+        named = {module_name(etype): conv for etype, conv in convs.items()}
+        together: Any = dgl.nn.HeteroGraphConv(named, aggregate="sum")
+        # What it looks edge types up in; it would name its modules by them as they are.
+        together.mod_dict = convs
+        assert isinstance(together, nn.Module)
+        return together
 
 
 @final

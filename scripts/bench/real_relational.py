@@ -1,23 +1,32 @@
 """Relational real data on one process and on two ranks: what the same model reaches on both.
 
+    torchrun --nproc-per-node 2 scripts/bench/real_relational.py aifb --choose --data ../shared/data
     torchrun --nproc-per-node 2 scripts/bench/real_relational.py aifb --data ../shared/data
-    torchrun --nproc-per-node 2 scripts/bench/real_relational.py wn18rr --data ../shared/data
     torchrun --nproc-per-node 2 scripts/bench/real_relational.py physics --data ../shared/data
+    torchrun --nproc-per-node 2 scripts/bench/real_relational.py wn18rr --data ../shared/data
 
 `python` in place of `torchrun --nproc-per-node 2` gives the figure of one process; the batch of a step is the
 same, cut over the ranks. The first run partitions into `--out`.
 
-aifb: R-GCN with trainable rows for all nodes (it has no features), 45 relations and their reverses; test
-accuracy, mean of the seeds. wn18rr: DistMult with trainable rows for all entities, negatives shared by the
-batch; filtered MRR and Hits@k over both directions. physics: coauthor_physics without features, GraphSAGE on
-trainable rows.
+aifb: R-GCN with trainable rows for all nodes (it has no features), 45 relations and their reverses. physics:
+coauthor_physics without features, GraphSAGE on trainable rows. Both: test accuracy, mean of seeds.
+wn18rr: DistMult with trainable rows for all entities, negatives shared by the batch; filtered MRR and Hits@k
+over both directions.
+
+`--choose` never looks at a test node: it prints the validation accuracy of every setting of `GRIDS`, mean of
+seeds 0, 1, 2, and the best. aifb has no validation nodes, so each seed holds out a fifth of the training
+nodes of each class. What was chosen stands in `CHOSEN`; without `--choose` it is trained on all training
+nodes with seeds that chose nothing (5 to 9), and tested once, after the last epoch.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +49,25 @@ from dglx_dist.training.ranking import KnownEdges, hits_at, mrr, rank_of_answer
 from dglx_dist.training.relational import RGCN
 
 NODE = "_N"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is chosen on validation nodes."""
+
+    first: float
+    """Bound of the first rows."""
+    fanout: int
+    """Of both layers; -1: all."""
+    epochs: int
+
+
+GRIDS = {
+    "aifb": [Setting(first, -1, epochs) for first in (0.1, 0.3, 1.0) for epochs in (20, 30, 50)],
+    "physics": [Setting(first, k, e) for first in (0.01, 0.1, 1.0) for k in (10, 25) for e in (10, 20)],
+}
+CHOSEN = {"aifb": Setting(0.3, -1, 30), "physics": Setting(0.01, 25, 20)}
+CHOOSING, REPORTED = (0, 1, 2), (5, 6, 7, 8, 9)
 
 
 def opened(chosen: argparse.Namespace, name: str, graph_of: Any, session: Any) -> DistGraph:
@@ -66,55 +94,128 @@ def with_reverse_relations(path: Path) -> RawGraph:
 
 
 def aifb(chosen: argparse.Namespace, session: Any) -> None:
-    """Print the test accuracy of each seed and their mean."""
+    """R-GCN; a step is one batch of all training nodes with every neighbour."""
     g = opened(chosen, "aifb", with_reverse_relations, session)
-    found = [aifb_once(g, seed, session) for seed in range(chosen.seeds)]
-    say(session, f"aifb R-GCN: mean {statistics.mean(found):.4f} ({', '.join(f'{a:.4f}' for a in found)})")
-
-
-def aifb_once(g: DistGraph, seed: int, session: Any, epochs: int = 30, hidden: int = 16) -> float:
-    """Train 140 nodes in one batch a step, every neighbour; return the test accuracy after the last epoch."""
-    torch.manual_seed(seed)
-    train = dx.node_split(g.ndata["train_mask"])
-    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_labels=["label"])
-    loader = dx.DataLoader(g, train, sampler, batch_size=max(1, len(train)), seed=seed)
-    rows = dx.DistEmbedding(
-        g.num_nodes(), hidden, f"rows-{seed}", init_func=uniform(seed, 0.3, session), graph=g
-    )
-    inputs = EntityInputs(g, embeddings={NODE: rows})
-    model = dx.wrap(RGCN(g, {}, hidden, g.num_classes(NODE), num_bases=None), g)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
-    sparse = dx.optim.SparseAdam([rows], lr=0.01)
-    for _ in range(epochs):
-        for _, _, blocks in loader:
-            scores = model(blocks, inputs(blocks[0]))[NODE]
-            loss = F.cross_entropy(scores, blocks[-1].dstdata["label"])
-            step(loss, optimizer, sparse)
-    accuracy = dx.evaluate(model, g, ["test_mask"], inputs=inputs.tensors)["test_mask"]
-    say(session, f"  seed {seed}: {accuracy:.4f}")
-    return accuracy
+    choose_or_report(Runs(g, "aifb", rgcn_of_16, None, weight_decay=5e-4), chosen, session)
 
 
 def physics(chosen: argparse.Namespace, session: Any) -> None:
-    """Print the test accuracy of GraphSAGE on trainable rows, and the share of the largest class."""
+    """GraphSAGE; a step is 64 nodes of all ranks."""
     g = opened(chosen, "coauthor_physics", without_features, session)
-    torch.manual_seed(0)
-    width, batch = 64, 64 // session.topology.world_size
-    sampler = dgl.dataloading.NeighborSampler([25, 25], prefetch_labels=["label"])
-    loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=batch, shuffle=True)
-    rows = dx.DistEmbedding(g.num_nodes(), width, "rows", init_func=uniform(0, 0.01, session), graph=g)
-    inputs = EntityInputs(g, embeddings={NODE: rows})
-    model = dx.wrap(build_model("sage", width, width, g.num_classes(NODE), dropout=0.5), g)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    sparse = dx.optim.SparseAdam([rows], lr=0.01)
-    for _ in range(20):
-        for _, _, blocks in loader:
-            loss = F.cross_entropy(model(blocks, inputs(blocks[0])[NODE]), blocks[-1].dstdata["label"])
-            step(loss, optimizer, sparse)
-    accuracy = dx.evaluate(model, g, ["test_mask"], inputs=rows.weight)["test_mask"]
     labels = g.ndata["label"][:]
     majority = torch.bincount(labels[labels >= 0]).max().item() / int((labels >= 0).sum())
-    say(session, f"coauthor_physics without features: {accuracy:.4f} (largest class {majority:.4f})")
+    say(session, f"largest class {majority:.4f}")
+    choose_or_report(Runs(g, "physics", sage_of_64, 64), chosen, session)
+
+
+def rgcn_of_16(g: DistGraph) -> tuple[torch.nn.Module, int]:
+    """Return the model of aifb and the width of its rows."""
+    return RGCN(g, {}, 16, g.num_classes(NODE)), 16
+
+
+def sage_of_64(g: DistGraph) -> tuple[torch.nn.Module, int]:
+    """Return the model of physics and the width of its rows."""
+    return build_model("sage", 64, 64, g.num_classes(NODE), dropout=0.5), 64
+
+
+@dataclass(frozen=True)
+class Runs:
+    """One model on one graph."""
+
+    g: DistGraph
+    name: str
+    make: Any
+    """(g) to the model and the width of its rows."""
+    batch: int | None
+    """Nodes of all ranks in a step; None: all."""
+    weight_decay: float = 0.0
+
+
+def choose_or_report(runs: Runs, chosen: argparse.Namespace, session: Any) -> None:
+    """Print the validation accuracy of every setting, or the test accuracy of the one that was chosen."""
+    data = runs.g.ndata
+    if not chosen.choose:
+        test, setting = ids_of(data["test_mask"]), CHOSEN[runs.name]
+        found = [
+            trained(runs, setting, seed, ids_of(data["train_mask"]), test, [setting.epochs])[setting.epochs]
+            for seed in chosen.seeds or REPORTED
+        ]
+        each = ", ".join(f"{accuracy:.4f}" for accuracy in found)
+        say(session, f"{runs.name}, {setting}: test accuracy mean {statistics.mean(found):.4f} ({each})")
+        return
+    found = {}
+    for first, fanout in dict.fromkeys((setting.first, setting.fanout) for setting in GRIDS[runs.name]):
+        tried = [s for s in GRIDS[runs.name] if (s.first, s.fanout) == (first, fanout)]
+        marks = [setting.epochs for setting in tried]
+        curves = [trained(runs, tried[0], seed, *held_out(data, seed), marks) for seed in CHOOSING]
+        for setting in tried:
+            found[setting] = statistics.mean(curve[setting.epochs] for curve in curves)
+            say(session, f"  {setting}: validation accuracy {found[setting]:.4f}")
+    # Of equals the first: the grid lists smaller rows and fewer epochs first.
+    say(session, f"chosen for {runs.name}: {max(found, key=lambda setting: found[setting])}")
+
+
+def held_out(data: Any, seed: int) -> tuple[Tensor, Tensor]:
+    """Return ids to train on and to validate with; without a mask for these, a fifth of each class."""
+    train = ids_of(data["train_mask"])
+    if "val_mask" in data:
+        return train, ids_of(data["val_mask"])
+    random, label = torch.Generator().manual_seed(seed), data["label"][train]
+    validation = torch.zeros(len(train), dtype=torch.bool)
+    for kind in label.unique():
+        members = (label == kind).nonzero()[:, 0]
+        picked = torch.randperm(len(members), generator=random)[: round(0.2 * len(members))]
+        validation[members[picked]] = True
+    return train[~validation], train[validation]
+
+
+def ids_of(mask: Any) -> Tensor:
+    """Return the ids that a mask marks, ascending."""
+    return mask[:].bool().nonzero()[:, 0]
+
+
+def trained(
+    runs: Runs, setting: Setting, seed: int, train: Tensor, scored: Tensor, marks: Sequence[int]
+) -> dict[int, float]:
+    """Train up to the last of ``marks``; return the accuracy on ``scored`` after each of these epochs."""
+    g, session = runs.g, runs.g.session
+    torch.manual_seed(seed)
+    mine = train.tensor_split(session.topology.world_size)[session.topology.rank]
+    batch = len(train) if runs.batch is None else runs.batch
+    sampler = dgl.dataloading.NeighborSampler([setting.fanout] * 2, prefetch_labels=["label"])
+    loader = dx.DataLoader(
+        g,
+        mine,
+        sampler,
+        batch_size=math.ceil(batch / session.topology.world_size),
+        shuffle=runs.batch is not None,
+        seed=seed,
+    )
+    module, width = runs.make(g)
+    init_func = uniform(seed, setting.first, session)
+    rows = dx.DistEmbedding(g.num_nodes(), width, f"rows-{seed}-{setting}", init_func=init_func, graph=g)
+    inputs = EntityInputs(g, embeddings={NODE: rows})
+    model = dx.wrap(module, g)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=runs.weight_decay)
+    sparse = dx.optim.SparseAdam([rows], lr=0.01)
+    found = {}
+    for epoch in range(1, max(marks) + 1):
+        for _, _, blocks in loader:
+            scores = model(blocks, inputs(blocks[0])[NODE])
+            step(F.cross_entropy(scores, blocks[-1].dstdata["label"]), optimizer, sparse)
+        if epoch in marks:
+            found[epoch] = accuracy_on(scored, model, rows.weight, g)
+    sparse.close()
+    rows.weight.delete()
+    return found
+
+
+def accuracy_on(nodes: Tensor, model: Any, rows: Any, g: DistGraph) -> float:
+    """Return the exact accuracy on some nodes."""
+    scores = dx.layerwise_inference(model, g, inputs=rows)
+    right = scores[nodes].argmax(1) == g.ndata["label"][nodes]
+    scores.delete()
+    return right.double().mean().item()
 
 
 def without_features(path: Path) -> RawGraph:
@@ -247,7 +348,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
     parser.add_argument("--out", type=Path, default=Path("runs/real_relational"), help="partitions")
     parser.add_argument("--parts", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=5, help="of aifb")
+    parser.add_argument("--choose", action="store_true", help="settings of aifb and physics, on validation")
+    parser.add_argument("--seeds", type=int, nargs="+", help="in place of 5 to 9")
     parser.add_argument("--epochs", type=int, default=30, help="of wn18rr")
     parser.add_argument("--batch", type=int, default=1024, help="triples of all ranks in a step of wn18rr")
     parser.add_argument("--negatives", type=int, default=512, help="shared by a batch of wn18rr")

@@ -32,3 +32,8 @@ def test_places_are_counted_in_their_order() -> None:
 def test_keys_are_text() -> None:
     with pytest.raises(ConfigError, match="the key 3"):
         flatten({3: 1})
+
+
+def test_a_tuple_that_lacks_a_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"only the places \[1\] belong"):
+        nest({(1, "author"): 1})

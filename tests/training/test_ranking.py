@@ -121,6 +121,10 @@ def test_figures_of_all_ranks(ranks: int, cut: tuple[int, ...]) -> None:
 
 def test_bad_arguments() -> None:
     one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="answer -1 is negative"):
+        rank_of_answer(lambda s, r: torch.zeros(len(s), 3), one, one, one - 1)
+    with pytest.raises(ConfigError, match="2 subjects, 1 relations and 1 answers"):
+        rank_of_answer(lambda s, r: torch.zeros(len(s), 3), torch.zeros(2), one, one)
     with pytest.raises(ConfigError, match=r"\(2,\) positives do not go with \(3, 1\)"):
         rank_of_positive(torch.zeros(2), torch.zeros(3, 1))
     with pytest.raises(ConfigError, match="nan"):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+# A minute or two alone, and several where other work takes the cores.
+pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
 
@@ -22,7 +24,7 @@ def shown_by(out: Path, *arguments: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,12 +34,13 @@ def shown_by(out: Path, *arguments: str) -> str:
 @pytest.mark.real_data
 @pytest.mark.skipif(not (DATA / "aifb.npz").exists(), reason="the real graphs are not here")
 def test_rgcn_on_aifb(tmp_path: Path) -> None:
-    (mean,) = re.findall(r"mean (\d\.\d+)", shown_by(tmp_path, "aifb", "--seeds", "2"))
+    (mean,) = re.findall(r"mean (\d\.\d+)", shown_by(tmp_path, "aifb", "--seeds", "5", "6"))
     assert float(mean) >= 0.9
 
 
 @pytest.mark.real_data
 @pytest.mark.skipif(not (DATA / "coauthor_physics.npz").exists(), reason="the real graphs are not here")
 def test_rows_in_place_of_features(tmp_path: Path) -> None:
-    (found,) = re.findall(r"features: (\d\.\d+) \(largest class (\d\.\d+)\)", shown_by(tmp_path, "physics"))
-    assert float(found[0]) > float(found[1]) + 0.15
+    shown = shown_by(tmp_path, "physics", "--seeds", "5")
+    (largest,), (mean,) = re.findall(r"class (\d\.\d+)", shown), re.findall(r"mean (\d\.\d+)", shown)
+    assert float(mean) > float(largest) + 0.15

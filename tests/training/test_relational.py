@@ -159,6 +159,19 @@ def test_the_order_in_which_types_are_listed_does_not_matter() -> None:
         assert all(torch.equal(first[name], second[name]) for name in [*first, *second])
 
 
+@pytest.mark.parametrize("kind", ["rgcn", "hgt"])
+def test_types_may_be_called_as_no_module_may(kind: str) -> None:
+    """As in RDF: with dots, and by names that a ModuleDict has already."""
+    edges = ([0, 1], [1, 0])
+    graph = dgl.heterograph({("a.b", "http://r.x", "a.b"): edges, ("a.b", "keys", "type"): edges})
+    options = {"heads": 2} if kind == "hgt" else {"num_bases": 2}
+    for bases in (options, {}):
+        model = (HGT if kind == "hgt" else RGCN)(graph, {"a.b": 3, "type": 5}, 4, 2, **bases)  # type: ignore[arg-type]
+        out = model([dgl.to_block(graph)] * 2, {"a.b": torch.ones(2, 3), "type": torch.ones(2, 5)})
+        assert {ntype: tuple(rows.shape) for ntype, rows in out.items()} == {"a.b": (2, 2), "type": (2, 2)}
+        assert model.load_state_dict(model.state_dict()).missing_keys == []
+
+
 def test_bad_arguments() -> None:
     graph = hetero.plain_graph()
     with pytest.raises(ConfigError, match="no node type 'papers'"):
