@@ -53,11 +53,11 @@ def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: obje
 
 
 def _source_and_location(spec: str) -> tuple[str, str]:
-    if spec in DATASETS.names():
-        return spec, ""
     path = Path(spec).expanduser()
     if path.exists():
         return _source_of_path(path), str(path)
+    if spec in DATASETS.names():
+        return spec, ""
     name, colon, location = spec.partition(":")
     if colon and "/" not in name and "\\" not in name:
         return DATASETS.resolve(name), location

@@ -28,6 +28,13 @@ def test_a_path_says_its_source_by_its_kind(folder: Path) -> None:
     assert by_file.name == "friends"
 
 
+def test_a_folder_may_be_called_as_a_source_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "tables").mkdir()
+    (folder / "tables" / "edges.csv").write_text("src,dst\n0,2\n")
+    monkeypatch.chdir(folder)
+    assert [ids.tolist() for ids in load_dataset("tables").edges[EDGE_TYPE]] == [[0], [1]]
+
+
 def test_settings_stand_in_the_spec_or_in_options() -> None:
     in_spec = load_dataset("synthetic:nodes=200,degree=4,classes=2,seed=5")
     by_option = load_dataset("synthetic", nodes=200, degree=4, classes=2, seed=5)
