@@ -99,7 +99,8 @@ def check_trainable(plan: TrainPlan, g: DistGraph) -> str:
         if name not in data:
             known = ", ".join(data) or "none"
             raise ConfigError(
-                f"{where} has no node data {name!r} (known: {known}); partition a graph that has it"
+                f"{where} has no node data {name!r} (known: {known}); partition a graph that has it "
+                "(docs/quickstart.md, Cut a graph, says how columns are called)"
             )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
