@@ -13,11 +13,12 @@ from torch import Tensor
 
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import current_session
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.opening import together
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.graph.policy import PartitionPolicy
 from dglx_dist.graph.shared_rows import InitRows
@@ -254,7 +255,7 @@ class DistTensor:
 
     def delete(self) -> None:
         """Free the tensor; every rank must call it, and no rank may use it afterwards."""
-        self.kvstore.fence()
+        together(self.kvstore.session, self.kvstore.fence, RemoteError)
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)
 

@@ -105,8 +105,11 @@ def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store:
         store: Of the graph.
 
     Raises:
-        ConfigError: a negative number, or bounds that do not start at 0, fall, or are not S + 1.
+        ConfigError: ``~`` in the name, a negative number, or bounds that do not start at 0, fall, or are not
+            S + 1.
     """
+    if "~" in name:
+        raise ConfigError(f"the policy {name!r} has a '~', which stands between it and its tensors' names")
     servers = store.placement.topology.num_servers
     if isinstance(rows, int | np.integer):
         if rows < 0:

@@ -116,8 +116,7 @@ def _narrowed(values: Array, dtype: str, what: str, indptr: Array | None) -> Arr
         piece = np.asarray(values[first : first + step])
         target = out[first : first + step]
         if dtype == "bfloat16":
-            single = np.ascontiguousarray(_quietly(piece, np.float32))
-            _round_to_bfloat16(single.reshape(-1).view(np.uint32), target.reshape(-1))
+            _round_to_bfloat16(_single_bits(piece), target.reshape(-1))
             is_finite = (target & 0x7F80) != 0x7F80
         else:
             target[...] = _quietly(piece, dtype)
@@ -133,6 +132,21 @@ def _narrowed(values: Array, dtype: str, what: str, indptr: Array | None) -> Arr
                 f"{'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
             )
     return out
+
+
+def _single_bits(values: Array) -> Array:
+    """Return the bits of float32, such that rounding them once more rounds ``values`` to the nearest.
+
+    What float32 cannot hold is cut, not rounded, and gets an odd last bit: it is then on the right side of
+    any tie of 16 bits.
+    """
+    single = np.ascontiguousarray(_quietly(values, np.float32))
+    bits = single.view(np.uint32)
+    if values.dtype.itemsize > single.itemsize:
+        rounded = (single != values) & np.isfinite(values)
+        bits -= rounded & (np.abs(single) > np.abs(values))
+        bits |= rounded
+    return bits.reshape(-1)
 
 
 def _quietly(values: Array, dtype: Any) -> Array:

@@ -34,6 +34,9 @@ def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
 def test_wrong_sizes_and_bounds_are_refused(graph: DistGraph) -> None:
     with pytest.raises(ConfigError, match="was given -1 rows"):
         graph.new_policy("r", -1)
+    # "own~a~b" of it would be the tensor "b" of the policy "a".
+    with pytest.raises(ConfigError, match="has a '~'"):
+        graph.new_policy("a~b", 3)
     for bounds in ([0], [0, 5, 9], [1, 9], [0, -1]):
         with pytest.raises(ConfigError, match=r"for 1 server\(s\); give 2 ascending"):
             graph.new_policy("r", bounds)

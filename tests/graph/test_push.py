@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.cluster.topology import Topology
-from dglx_dist.errors import ConfigError, RemoteError
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph import push
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.dtypes import numpy_view
@@ -315,6 +317,31 @@ def test_an_error_that_nobody_fetched_is_raised_when_the_session_is_closed() -> 
     first, _ = start_ranks(leave_an_error_behind, 2, ranks_per_server=1)
     assert "RemoteError" in first.error
     assert "not today" in first.error
+
+
+def push_to_the_dead() -> list[str]:
+    with start_session(timeout_s=60) as session:
+        store = open_store(session)
+
+        def die(rows: torch.Tensor, local_ids: torch.Tensor, values: torch.Tensor) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        store.register_push_handler("d", die)
+        if session.topology.rank == 0:
+            store.push("d", np.array([30]), np.ones(1), wait=False)
+            with pytest.raises(PeerError) as caught:
+                store.fence()
+            store.fence()  # told once; nothing is left to wait for
+            session.close(failed=True)
+            return [str(caught.value)]
+        barrier(session, "never reached")
+        return []
+
+
+def test_a_fence_after_a_push_to_a_rank_that_dies_names_it_and_does_not_hang() -> None:
+    first, second = start_ranks(push_to_the_dead, 2, ranks_per_server=1)
+    assert second.exitcode == -signal.SIGKILL
+    assert "rank 1" in first.result[0]
 
 
 @pytest.fixture

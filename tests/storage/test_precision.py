@@ -44,6 +44,18 @@ def test_bfloat16_has_torchs_bits(stored: type) -> None:
     assert marked == {(NODE_TYPE, "feat"), (EDGE_TYPE, "e")}
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_float64_is_rounded_once(sign: int) -> None:
+    """Halfway between two bfloat16, and a hair beside it that float32 cannot hold: torch rounds it twice."""
+    tie, hair = 1 + 2.0**-8, 2.0**-40
+    features = sign * np.array([[tie - hair], [tie], [tie + hair]])
+    converted, _ = in_precision(graph(features), "bfloat16")
+    got = converted.node_data[NODE_TYPE]["feat"]
+    assert isinstance(got, np.ndarray)
+    rounded = torch.from_numpy(got.view(np.int16)).view(torch.bfloat16).double()
+    assert (sign * rounded).reshape(-1).tolist() == [1, 1, 1 + 2.0**-7]
+
+
 def test_float16_rounds_to_the_nearest_and_keeps_what_is_infinite() -> None:
     features = np.array(HARD, dtype=np.float32).reshape(3, 4)
     converted, marked = in_precision(graph(features), "float16")
