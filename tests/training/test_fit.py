@@ -173,6 +173,38 @@ def test_features_come_in_the_dtype_of_the_model(tmp_path: Path, kind: str, dtyp
     assert np.isfinite(result.epochs[0].loss)
 
 
+class Noted:
+    """In the place of an optimizer of embeddings: what was called, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.calls.append(name)
+
+
+def test_late_rows_arrive_before_evaluation(folder: Path) -> None:
+    with start_session() as session:
+        g = DistGraph(folder)
+        sampler = dgl.dataloading.NeighborSampler(
+            [2, 2], prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        strategy = STRATEGIES.get("data_parallel")(session, {})
+        loader = strategy.loader(g, equality.new_ids_of_training(g), sampler, batch_size=500)
+        model = strategy.wrap(equality.model_of("sage", g), g)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sparse: Any = Noted()
+
+        def evaluated(_: object) -> dict[str, float]:
+            sparse.calls.append("evaluate")
+            return {}
+
+        config = FitConfig(epochs=2, eval_every=2, evaluate=evaluated)
+        train(model, loader, optimizer, g, config, sparse=sparse)
+    step = ["zero_grad", "step"]
+    assert sparse.calls == [*step, *step, "flush", "evaluate"]
+
+
 def test_an_epoch_in_one_line() -> None:
     assert epoch_line(epoch(3, seconds=0.15, val=0.841)) == "epoch 3: loss 1.0000, val 84.1 %, 0.15 s"
     assert epoch_line(epoch(3, val=None)) == "epoch 3: loss 1.0000, 2.00 s"
