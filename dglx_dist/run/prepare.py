@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +18,13 @@ from dglx_dist.records import Array, Assignment, EdgeType, RawGraph, SparseRows
 from dglx_dist.storage.precision import FeatureDtype, check_feature_dtype, in_precision
 from dglx_dist.storage.writer import write_dataset
 
+MANY_CONSTRAINTS = 10
+"""Weights balanced at once, beyond which a partition is bound to cut much more."""
+
 TRAINERS = "trainers"
 """Where the manifest's quality keeps the figures of the finer cut."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,7 @@ def partition_to_disk(
     plan.check_target(target)
     weighted = _with_weights(graph, weights or {})
     assignment, figures, trainers = _cut(weighted, plan)
+    _warn_of_many(figures)
     bfloat16: frozenset[tuple[str | EdgeType, str]] = frozenset()
     if trainers is not None:
         graph = with_trainer_ids(graph, trainers)
@@ -124,6 +131,16 @@ def _cut(graph: RawGraph, plan: PartitionPlan) -> tuple[Assignment, PartitionQua
     size = (plan.num_parts, plan.trainers_per_part)
     split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed)
     return split.parts, measure(graph, split.parts), split.trainers
+
+
+def _warn_of_many(figures: PartitionQuality) -> None:
+    if len(figures.tolerance) > MANY_CONSTRAINTS:
+        log.warning(
+            "%d weights are balanced at once, and %.0f %% of the edges are cut: each one more leaves less "
+            "choice; balance fewer, such as degree, the in-edges of all types together, in place of etype",
+            len(figures.tolerance),
+            100 * figures.edge_cut,
+        )
 
 
 def _trainer_figures(quality: PartitionQuality) -> dict[str, object]:

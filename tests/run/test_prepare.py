@@ -26,6 +26,18 @@ def test_weights_balance_but_are_not_written(tmp_path: Path) -> None:
     assert "heavy" not in open_dataset(tmp_path / "x").manifest.node_columns[NODE_TYPE]
 
 
+@pytest.mark.parametrize(("balance", "warned"), [("etype", True), ("degree", False)])
+def test_who_balances_too_much_at_once_is_told_what_it_costs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, balance: str, warned: bool
+) -> None:
+    graph = two_triangles()
+    (ends,) = graph.edges.values()
+    graph = replace(graph, edges={(NODE_TYPE, f"r{number}", NODE_TYPE): ends for number in range(11)})
+    plan = PartitionPlan(num_parts=2, method="metis", options=PartitionOptions(balance=(balance,)))
+    partition_to_disk(graph, tmp_path / "x", plan)
+    assert ("11 weights are balanced at once" in caplog.text) is warned
+
+
 def test_a_full_folder_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("")
     plan = PartitionPlan(num_parts=2, method="hash")
