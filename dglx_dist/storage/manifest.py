@@ -191,7 +191,10 @@ def _why_unreadable(folder: Path, problem: OSError) -> str:
         reason = f"it has no {MANIFEST}"
     else:
         reason = f"its {MANIFEST} cannot be read ({problem.strerror})"
-    return f"{folder} is no partitioned dataset: {reason}; write one with `dglx partition DATA --out DIR`"
+    return (
+        f"{folder} is no partitioned dataset: {reason}; write one with `dglx partition DATA --out DIR` "
+        "or dx.partition_graph"
+    )
 
 
 def _is_dgl_config(path: Path) -> bool:
