@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dglx_dist.cluster.collectives import barrier, broadcast_json
 from dglx_dist.cluster.session import Session, current_session
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.graph.caching import CacheRequest, Fanouts, cache_rows
 from dglx_dist.graph.dataset_columns import (
     ORIGINAL_IDS,
@@ -234,7 +234,8 @@ class DistGraph:
     ) -> CachePlan:
         """Keep copies of other servers' rows, once per server; no result changes. Every rank must call it.
 
-        A second call for the same tensor replaces the first one's rows; ``alpha=0`` drops them.
+        A second call for the same tensor replaces the first one's rows; ``alpha=0`` drops them. With one server
+        there is nothing to keep.
 
         Args:
             name: Of node data of the dataset, which is read-only.
@@ -248,8 +249,9 @@ class DistGraph:
         Raises:
             ConfigError: on all ranks, when one was told what cannot be honoured, or has no room.
         """
-        ntype = self._ntype_or_only(ntype, "cache_rows(ntype=...)")
-        return cache_rows(self, CacheRequest(name, ntype, alpha, policy, seeds, fanouts, batch_size))
+        remedy = "cache_rows(ntype=...)"
+        known = together(self.session, lambda: self._ntype_or_only(ntype, remedy), ConfigError)
+        return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
         """Return the in-edges of one type as samplers read them."""
@@ -365,12 +367,12 @@ class DistGraph:
 
     def barrier(self) -> None:
         """Wait until every rank is here; what was written before, in any way, is seen by all afterwards."""
-        self.kvstore.fence()
+        together(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
         """Stop answering for this graph, once its own writes are done; every rank must call it."""
-        self.kvstore.fence()
+        together(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
         self.kvstore.close()
         for structure in self._structures.values():

@@ -15,6 +15,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.opening import together
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.graph.policy import PartitionPolicy
 from dglx_dist.graph.remote_plan import number_distinct
@@ -79,14 +80,16 @@ class DistEmbedding:
         dtype: torch.dtype = torch.float32,
         graph: DistGraph | None = None,
     ) -> None:
-        if dtype not in _COMPUTED_IN:
-            raise ConfigError(
-                f"a DistEmbedding cannot train {dtype} rows; use one of "
-                f"{', '.join(str(known) for known in _COMPUTED_IN)}"
-            )
-        if embedding_dim < 1:
-            raise ConfigError(f"embedding_dim is {embedding_dim}; give at least 1")
-        policy = part_policy or (graph or opened_graph()).policy_of_length(num_embeddings)
+        store = part_policy.store if part_policy is not None else (graph or opened_graph()).kvstore
+
+        def checked() -> PartitionPolicy:
+            _check(embedding_dim, dtype)
+            return part_policy or (graph or opened_graph()).policy_of_length(num_embeddings)
+
+        if any(key.endswith(f"~{name}") for key in store.names()):
+            policy = checked()  # attaching is no affair of the other ranks
+        else:
+            policy = together(store.session, checked, ConfigError)
         self.dataset = _dataset_of(policy, graph)
         """Checksum of the dataset whose ids the rows have; "" when its graph is not known any more."""
         self._weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func)
@@ -200,6 +203,16 @@ class DistEmbedding:
         if len(self._gradients) > 1 and self._kept_rows > 2 * self.num_embeddings:
             self._gradients = _summed_by_share(self._gradients)
             self._kept_rows = sum(len(kept.ids) for kept in self._gradients)
+
+
+def _check(embedding_dim: int, dtype: torch.dtype) -> None:
+    if dtype not in _COMPUTED_IN:
+        raise ConfigError(
+            f"a DistEmbedding cannot train {dtype} rows; use one of "
+            f"{', '.join(str(known) for known in _COMPUTED_IN)}"
+        )
+    if not isinstance(embedding_dim, int) or embedding_dim < 1:
+        raise ConfigError(f"embedding_dim is {embedding_dim!r}; give a whole number of at least 1")
 
 
 def _make_rows(

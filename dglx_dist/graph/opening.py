@@ -96,7 +96,7 @@ def open_structures(
 
 
 def together(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
-    """Return what ``action`` returns; when it raises a DglxError or IndexError on one rank, all raise.
+    """Return what ``action`` returns; when it raises on one rank, all raise.
 
     Collective.
 
@@ -106,11 +106,13 @@ def together(session: Session, action: Callable[[], T], error: type[DglxError] =
         error: What the other ranks raise, with the failed rank and its message.
     """
     problem, result = "", None
-    mine: DglxError | IndexError | None = None
+    mine: Exception | None = None
     try:
         result = action()
-    except (DglxError, IndexError) as caught:
-        mine, problem = caught, str(caught) or type(caught).__name__
+    except Exception as caught:  # noqa: BLE001
+        # Of any kind: a value of a wrong type on one rank must not leave the others waiting.
+        meant = isinstance(caught, DglxError | IndexError) and str(caught)
+        mine, problem = caught, str(caught) if meant else f"{type(caught).__name__}: {caught}"
     problems = gather_json(problem, session)
     if mine is not None:
         raise mine

@@ -41,8 +41,10 @@ class SparseSGD(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        options = UpdateOptions(mode=mode, staleness=staleness, reduction=reduction)
-        super().__init__(params, SgdRule(lr), options)
+        def told() -> tuple[SgdRule, UpdateOptions]:
+            return SgdRule(lr), UpdateOptions(mode=mode, staleness=staleness, reduction=reduction)
+
+        super().__init__(params, told)
 
 
 @final
@@ -71,8 +73,10 @@ class SparseAdagrad(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        options = UpdateOptions(mode=mode, staleness=staleness, reduction=reduction)
-        super().__init__(params, AdagradRule(lr, eps), options)
+        def told() -> tuple[AdagradRule, UpdateOptions]:
+            return AdagradRule(lr, eps), UpdateOptions(mode=mode, staleness=staleness, reduction=reduction)
+
+        super().__init__(params, told)
 
 
 @final
@@ -105,5 +109,9 @@ class SparseAdam(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        options = UpdateOptions(mode=mode, staleness=staleness, reduction=reduction)
-        super().__init__(params, AdamRule(lr, betas, eps), options)
+        def told() -> tuple[AdamRule, UpdateOptions]:
+            return AdamRule(lr, betas, eps), UpdateOptions(
+                mode=mode, staleness=staleness, reduction=reduction
+            )
+
+        super().__init__(params, told)

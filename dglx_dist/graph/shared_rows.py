@@ -82,6 +82,8 @@ def _first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
         values = init(shape, dtype)
     except Exception as error:
         raise ConfigError(f"init_func raised {type(error).__name__}: {error}") from error
+    if not isinstance(values, Tensor):
+        raise ConfigError(f"init_func returned a {type(values).__name__}; it must return a tensor")
     if tuple(values.shape) != shape or values.dtype != dtype:
         raise ConfigError(
             f"init_func returned {values.dtype} of shape {tuple(values.shape)} for {dtype} of shape {shape}"

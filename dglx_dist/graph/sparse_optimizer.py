@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from dglx_dist.cluster.collectives import barrier, gather_json
-from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.session import Session, current_session
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
@@ -60,20 +60,23 @@ class SparseOptimizer:
 
     Args:
         params: The embeddings.
-        rule: The formula.
-        options: How ranks come together.
+        told: Makes the formula, and says how ranks come together; called where an error is one on all ranks.
 
     Raises:
         ConfigError: on all ranks: ``params`` are no distinct DistEmbeddings of one graph, the ranks differ,
             or there is no room for the state.
     """
 
-    def __init__(self, params: Sequence[DistEmbedding], rule: UpdateRule, options: UpdateOptions) -> None:
-        self.params = _checked(params)
+    def __init__(
+        self, params: Sequence[DistEmbedding], told: Callable[[], tuple[UpdateRule, UpdateOptions]]
+    ) -> None:
+        self._session = _session_of(params)
+        self.params, (rule, options) = together(
+            self._session, lambda: (_checked(params), told()), ConfigError
+        )
         self.options = options
         self._rule = rule
         store = self.params[0].kvstore
-        self._session: Session = store.session
         self._check_alike()
         number = store.next_number()
         for param in self.params:
@@ -282,6 +285,14 @@ class SparseOptimizer:
 def _taken(param: DistEmbedding, name: str) -> bool:
     policy = param.part_policy
     return policy.store.has(policy.hidden_key(f"{param.name}_{name}"))
+
+
+def _session_of(params: object) -> Session:
+    """Return the session of the embeddings' graph; the current one where there are none to ask."""
+    for param in params if isinstance(params, list | tuple) else (params,):
+        if isinstance(param, DistEmbedding):
+            return param.kvstore.session
+    return current_session()
 
 
 def _checked(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:

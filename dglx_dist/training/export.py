@@ -73,16 +73,17 @@ def write_embeddings(
         StorageError: on all ranks, when on one the folder holds something else or cannot be written.
         PeerError: a rank is dead or silent.
     """
-    session, target = g.session, Path(folder).absolute()
+    session = g.session
     is_first = session.topology.rank == 0
 
-    def checked() -> tuple[_Table, ...]:
+    def checked() -> tuple[Path, tuple[_Table, ...]]:
         _check_column(name, row_group_bytes)
-        return _tables(rows, g)
+        tables = _tables(rows, g)
+        g.kvstore.fence()
+        return Path(folder).absolute(), tables
 
-    g.kvstore.fence()
     # Also the barrier after which every rank's rows are there.
-    tables = together(session, checked, ConfigError)
+    target, tables = together(session, checked, ConfigError)
     together(session, lambda: check_target(target, overwrite) if is_first else None)
     partial = target.with_name(
         f"{target.name}.{broadcast_json(secrets.token_hex(6), session)}{PARTIAL_SUFFIX}"
@@ -144,8 +145,10 @@ def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> tuple[
 def _check_column(name: str, row_group_bytes: int) -> None:
     if not isinstance(name, str) or name in ("", ID):
         raise ConfigError(f"name={name!r}; give the column of the rows a name other than {ID!r}")
-    if row_group_bytes < 1:
-        raise ConfigError(f"row_group_bytes={row_group_bytes}; it must be at least 1")
+    if not name.isprintable():
+        raise ConfigError(f"name={name!r} has characters that cannot be shown; choose another name")
+    if not isinstance(row_group_bytes, int) or row_group_bytes < 1:
+        raise ConfigError(f"row_group_bytes={row_group_bytes!r}; it must be a whole number of at least 1")
 
 
 def check_target(target: Path, overwrite: bool) -> None:
