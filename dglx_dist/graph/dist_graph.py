@@ -234,8 +234,8 @@ class DistGraph:
     ) -> CachePlan:
         """Keep copies of other servers' rows, once per server; no result changes. Every rank must call it.
 
-        A second call for the same tensor replaces the first one's rows; ``alpha=0`` drops them. With one server
-        there is nothing to keep.
+        A second call for the same tensor replaces the first one's rows; ``alpha=0`` drops them.
+        With one server there is nothing to keep.
 
         Args:
             name: Of node data of the dataset, which is read-only.
