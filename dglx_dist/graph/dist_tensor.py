@@ -90,7 +90,12 @@ class DistTensor:
             wanted = agreed(store.session, wanted, problem)
             create(wanted, init_func)
         else:
-            wanted.check_attach(self._name, store.column(wanted.key), attach)
+            column = store.column(wanted.key)
+            wanted.check_attach(self._name, column, attach)
+            if init_func is not None and not column.writable:
+                raise ConfigError(
+                    f"{self._name!r} is data of the dataset, which init_func cannot fill; choose another name"
+                )
         self.part_policy, self._key = wanted.policy, wanted.key
 
     @property

@@ -133,6 +133,12 @@ def test_a_name_attaches_if_shape_and_dtype_match(graph: DistGraph) -> None:
         DistTensor((39,), torch.float32)
 
 
+def test_first_values_for_a_column_of_the_dataset_are_refused(graph: DistGraph) -> None:
+    assert DistTensor((NUM_NODES, 5), torch.float32, "feat").to_local().abs().sum() > 0
+    with pytest.raises(ConfigError, match="'feat' is data of the dataset, which init_func cannot fill"):
+        DistTensor((NUM_NODES, 5), torch.float32, "feat", init_func=ones)
+
+
 def test_a_deleted_tensor_frees_its_name(graph: DistGraph) -> None:
     graph.new_tensor((NUM_NODES,), torch.float32, "h")
     del graph.ndata["h"]
