@@ -177,11 +177,13 @@ def read_index(folder: Path) -> RowIndex:
         files = [RowFile(**{**line, "row_shape": tuple(line["row_shape"])}) for line in body["files"]]
         if any(Path(file.path).name != file.path for file in files):
             raise ValueError("it names files outside the folder")
+        if not isinstance(facts, dict) or not all(map(_sound, files)):
+            raise ValueError("it has values of a wrong type")
     except FileNotFoundError:
         raise StorageError(
             f"{folder} has no {INDEX}: nothing was saved there; give the folder of a finished save"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); use another copy") from problem
     if version != VERSION:
         raise StorageError(f"{path} has version {version}, this package reads {VERSION}; save it again")
@@ -211,6 +213,8 @@ def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
     """
     for file in _overlapping(saved, first, last):
         try:
+            if not (folder / file.path).is_file():  # a device or a pipe may never end
+                raise FileNotFoundError("there is no such file")
             found = checksum(folder / file.path)
         except OSError as problem:
             raise StorageError(
@@ -245,6 +249,11 @@ def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array)
         begin, end = max(first, file.first), min(last, file.last)
         rows = read_column(folder / file.path, file.name, saved.info, file.num_rows)
         np.copyto(out[begin - first : end - first], rows[begin - file.first : end - file.first], casting="no")
+
+
+def _sound(file: RowFile) -> bool:
+    numbers = (file.first, file.num_rows, *file.row_shape)
+    return isinstance(file.name, str) and all(isinstance(one, int) and one >= 0 for one in numbers)
 
 
 def _overlapping(saved: SavedRows, first: int, last: int) -> list[RowFile]:

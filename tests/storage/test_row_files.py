@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +104,20 @@ def test_a_damaged_index_is_found(tmp_path: Path) -> None:
             read_index(tmp_path)
     path.unlink()
     with pytest.raises(StorageError, match=r"has no index\.json: nothing was saved there"):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_rows": "6"}, {"num_rows": -6}, {"first": 0.5}, {"name": [1]}, {"row_shape": ["2"]}]
+)
+def test_an_index_that_is_whole_and_makes_no_sense_is_damaged(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    save(tmp_path, [6])
+    body = json.loads((tmp_path / INDEX).read_text())
+    body["files"][0].update(wrong)
+    del body["checksum"]
+    text = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+    (tmp_path / INDEX).write_text(json.dumps({"checksum": text, **body}))
+    with pytest.raises(StorageError, match="is damaged"):
         read_index(tmp_path)
 
 
