@@ -1,4 +1,4 @@
-"""Training of embeddings on some ranks, and the same in one process with torch, for the tests of this room."""
+"""Training of embeddings on some ranks, and the same in one process with torch, for tests of this room."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("sgd", "adagrad", "adam")
 
 
 def batch(step: int, rank: int, world: int) -> Tensor:
-    """Ids of one rank: of uneven number, with repeats within and across ranks; the last rank has none at first.
+    """Ids of one rank: uneven, with repeats within and across ranks; the last rank has none at first.
 
     Rows 30 and above are in nobody's batch.
     """
