@@ -105,6 +105,11 @@ def check_state(state: SparseState, folder: Path) -> None:
             f"{folder} holds the embeddings {saved}, this optimiser has {state.embeddings()}; make them as "
             "they were, with name= and in the same order"
         )
+    steps, lr = facts.get("steps"), facts.get("lr")
+    if not isinstance(lr, int | float) or not isinstance(steps, list) or len(steps) != len(state.tables):
+        raise StorageError(f"{folder} is damaged: lr is {lr!r} and steps {steps!r}; use another copy")
+    if not all(isinstance(count, int) and count >= 0 for count in steps):
+        raise StorageError(f"{folder} is damaged: steps is {steps!r}; use another copy")
     for name, table, _ in state.tensors():
         check_rows(folder, index.tensor(name, folder), table.first, table.last)
 

@@ -14,6 +14,7 @@ from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import StorageError
 from dglx_dist.graph import DistEmbedding, DistGraph, optim
 from dglx_dist.records import NODE_TYPE
+from dglx_dist.storage.row_files import read_index, write_index
 from tests.graph.small import NUM_NODES, build, write
 from tests.graph.sparse_cases import DIM, KINDS, STEPS, embeddings, expected, make_optimizer, train
 from tests.helpers.ranks import run_ranks
@@ -117,6 +118,23 @@ def test_damage_is_found_before_anything_is_changed(
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
+    with pytest.raises(StorageError, match="is damaged"):
+        optimizer.load(tmp_path / "saved")
+    assert bool((embedding.weight.to_local() == 7.0).all())
+
+
+@pytest.mark.parametrize("wrong", [{"lr": "much"}, {"steps": ["2"]}, {"steps": "22"}])
+def test_facts_that_make_no_sense_change_nothing(
+    session: Any, small_dataset: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    DistGraph(small_dataset)
+    embedding = DistEmbedding(NUM_NODES, 2, "e")
+    optimizer = optim.SparseAdagrad([embedding], lr=0.1)
+    optimizer.save(tmp_path / "saved")
+    index = read_index(tmp_path / "saved")
+    files = [file for tensor in index.tensors.values() for file in tensor.files]
+    write_index(tmp_path / "saved", files, {**index.facts, **wrong})
+    embedding.weight[:] = 7.0
     with pytest.raises(StorageError, match="is damaged"):
         optimizer.load(tmp_path / "saved")
     assert bool((embedding.weight.to_local() == 7.0).all())
