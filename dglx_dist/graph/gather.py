@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from dglx_dist.graph.read_ahead import read_ahead
 from dglx_dist.records import Array
 
 _WORDS: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("u8", "u4", "u2", "u1"))
+
+_AHEAD = 8
+"""So many rows before a row is copied the processor is asked for it: rows lie anywhere in memory."""
 
 
 def as_words(*arrays: Array) -> tuple[Array, ...]:
@@ -120,8 +124,12 @@ def _flat_bytes(array: Array) -> Array:
 @njit(cache=True, nogil=True)
 def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
     count, words = source.shape
+    last = ids.shape[0] - 1
     for k in range(ids.shape[0]):
         # Unsigned, so that an id below `first` is a huge one: one comparison for both ends.
+        coming = np.uint64(ids[min(k + _AHEAD, last)] - first)
+        if coming < np.uint64(count):
+            read_ahead(source, coming)
         row = np.uint64(ids[k] - first)
         if row < np.uint64(count):
             for word in range(words):
@@ -141,7 +149,9 @@ def _scatter(rows: Array, target: Array, first: int, ids: Array) -> None:
 @njit(cache=True, nogil=True)
 def _move(source: Array, rows: Array, out: Array, places: Array) -> None:
     words = source.shape[1]
+    last = rows.shape[0] - 1
     for k in range(rows.shape[0]):
+        read_ahead(source, rows[min(k + _AHEAD, last)])
         row, place = np.uint64(rows[k]), np.uint64(places[k])
         for word in range(words):
             out[place, np.uint64(word)] = source[row, np.uint64(word)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from dglx_dist.graph.read_ahead import read_ahead
+from dglx_dist.graph.read_ahead import change_ahead
 from dglx_dist.records import Array
 
 NEVER, ONCE, OFTEN = -1, -2, -3
@@ -175,8 +175,8 @@ def update_adagrad(
     step, small, factor = kind(rate), kind(eps), kind(gradient.weight)
     last = len(at) - 1
     for k in range(len(at)):
-        read_ahead(weight, at[min(k + AHEAD, last)])
-        read_ahead(total, touched[min(k + AHEAD, last)])
+        change_ahead(weight, at[min(k + AHEAD, last)])
+        change_ahead(total, touched[min(k + AHEAD, last)])
         row, state = np.uint64(at[k]), np.uint64(touched[k])
         place = np.uint64(gradient.places[k])
         for at_column in range(weight.shape[1]):
@@ -207,9 +207,9 @@ def update_adam(
     gain_square, small = kind(constants[2]), kind(constants[3])
     factor, last = kind(gradient.weight), len(at) - 1
     for k in range(len(at)):
-        read_ahead(weight, at[min(k + AHEAD, last)])
-        read_ahead(mean, touched[min(k + AHEAD, last)])
-        read_ahead(square, touched[min(k + AHEAD, last)])
+        change_ahead(weight, at[min(k + AHEAD, last)])
+        change_ahead(mean, touched[min(k + AHEAD, last)])
+        change_ahead(square, touched[min(k + AHEAD, last)])
         row, state = np.uint64(at[k]), np.uint64(touched[k])
         place = np.uint64(gradient.places[k])
         for at_column in range(weight.shape[1]):

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from numba import njit
 
-from dglx_dist.graph.read_ahead import read_ahead
+from dglx_dist.graph.read_ahead import change_ahead, read_ahead
 
 
 @njit
 def ask_for_all(rows: np.ndarray) -> None:
     for row in range(rows.shape[0]):
         read_ahead(rows, row)
+        change_ahead(rows, row)
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (3, 17), (2, 0), (0, 4)])
