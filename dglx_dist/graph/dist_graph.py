@@ -386,9 +386,9 @@ class DistGraph:
         return ntype
 
     def _ntype_or_only(self, ntype: str | None, remedy: str) -> str:
-        if ntype is None:
-            return only_of(self.ntypes, self.ntypes, "node", remedy)
-        return self._known_ntype(ntype)
+        return (
+            only_of(self.ntypes, self.ntypes, "node", remedy) if ntype is None else self._known_ntype(ntype)
+        )
 
     def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
         if etype is None:
