@@ -8,8 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.opening import together
 from dglx_dist.records import Array, EdgeType
 
 if TYPE_CHECKING:
@@ -29,10 +32,11 @@ def reverse_edge_ids(
     reverse_etype: str | EdgeType | None = None,
     by: Matching = "endpoints",
 ) -> DistTensor:
-    """Return, for every edge, the id of its reverse. Every rank must call it; the second call costs nothing.
+    """Return, for every edge, the id of its reverse. Every rank must call it.
 
     Partitioning gives edges new ids, so a list of reverse edges made for the source's ids is wrong here. Use
-    what this returns as ``reverse_eids``.
+    what this returns as ``reverse_eids``. The second call for the same compares what the ranks ask for, and
+    costs no more than that.
 
     * ``endpoints``: the reverse of u -> v is v -> u; of parallel edges the first in the source's list goes
       with the first, and so on. One rank of each server sorts all edges of both types once.
@@ -50,12 +54,19 @@ def reverse_edge_ids(
         (E,) int64 edge ids of ``reverse_etype``, -1 where there is none; it lies with the edges.
 
     Raises:
-        ConfigError: the types do not join the same node types the other way round; ``half`` with an odd
-            number of edges or two types; ``position`` with one type or different numbers of edges.
+        ConfigError: on all ranks: ranks ask for different ones; the types do not join the same node types
+            the other way round; ``half`` with an odd number of edges or two types; ``position`` with one
+            type or different numbers of edges.
     """
-    kind = _only(g) if etype is None else g.to_canonical_etype(etype)
-    back = kind if reverse_etype is None else g.to_canonical_etype(reverse_etype)
-    _check(g, kind, back, by)
+
+    def asked() -> tuple[EdgeType, EdgeType]:
+        kind = _only(g) if etype is None else g.to_canonical_etype(etype)
+        back = kind if reverse_etype is None else g.to_canonical_etype(reverse_etype)
+        _check(g, kind, back, by)
+        return kind, back
+
+    kind, back = together(g.session, asked, ConfigError)
+    _check_alike(g.session, [list(kind), list(back), by])
 
     def compute(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         first, last = (int(at) for at in policy.bounds[policy.part_id : policy.part_id + 2])
@@ -125,6 +136,16 @@ def _only(g: DistGraph) -> EdgeType:
             f"the graph has the edge types {', '.join(g.etypes)}; say which with etype= (and reverse_etype=)"
         )
     return g.canonical_etypes[0]
+
+
+def _check_alike(session: Session, mine: list[object]) -> None:
+    """Look whether all ranks ask for the same; collective."""
+    for rank, other in enumerate(gather_json(mine, session)):
+        if other != mine:
+            raise ConfigError(
+                f"rank {session.topology.rank} asks for the reverse edges {mine} while rank {rank} asks for "
+                f"{other}; ask alike on all ranks"
+            )
 
 
 def _check(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:

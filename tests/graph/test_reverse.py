@@ -85,3 +85,32 @@ def test_what_cannot_be_reversed_is_told(tmp_path: Path, etype: Any, options: An
         g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
         with pytest.raises(ConfigError, match=message):
             reverse_edge_ids(g, etype, **options)
+
+
+def ask_differently(shop: str) -> list[str]:
+    with start_session(timeout_s=15):
+        g = DistGraph(shop)
+        reverse_edge_ids(g, KNOWS)
+        one = g.rank() == 1
+        said = []
+        calls: list[Any] = [
+            lambda: reverse_edge_ids(g, "sells" if one else KNOWS),
+            lambda: reverse_edge_ids(g, KNOWS, by="name" if one else "endpoints"),
+            lambda: reverse_edge_ids(g, BUYS if one else KNOWS, reverse_etype=BOUGHT if one else KNOWS),
+        ]
+        for call in calls:
+            try:
+                call()
+            except ConfigError as error:
+                said.append(str(error))
+        g.barrier()
+        return said
+
+
+def test_what_one_rank_asks_wrongly_or_differently_is_an_error_on_all(tmp_path: Path) -> None:
+    shop = bonds.write(bonds.shop(), tmp_path / "shop", 2)
+    zero, one = run_ranks(ask_differently, 2, args=(str(shop),), ranks_per_server=1)
+    assert [text.startswith("rank 1 on ") for text in zero] == [True, True, False]
+    assert "sells" in one[0]
+    assert "by='name'" in one[1]
+    assert all("ask alike on all ranks" in said[2] for said in (zero, one))
