@@ -73,7 +73,8 @@ class DistTensor:
         *,
         graph: DistGraph | None = None,
     ) -> None:
-        store = part_policy.store if part_policy is not None else (graph or opened_graph()).kvstore
+        policy = part_policy if isinstance(part_policy, PartitionPolicy) else None
+        store = policy.store if policy is not None else (graph or opened_graph()).kvstore
         # Numbered before anything can go wrong on one rank alone.
         self._name = f"unnamed-{store.next_number()}" if name is None else name
         self.persistent = persistent
@@ -81,7 +82,11 @@ class DistTensor:
         wanted: WantedTensor | None = None
         problem = ""
         try:
-            wanted = wanted_tensor(shape, dtype, self._name, part_policy or graph or opened_graph(), is_gdata)
+            if policy is not part_policy:
+                raise ConfigError(
+                    f"part_policy is {part_policy!r}; give what g.get_node_partition_policy gives"
+                )
+            wanted = wanted_tensor(shape, dtype, self._name, policy or graph or opened_graph(), is_gdata)
         except ConfigError as error:
             if any(key.endswith(f"~{self._name}") for key in store.names()):
                 raise  # attaching is no affair of the other ranks
@@ -187,7 +192,10 @@ class DistTensor:
             RemoteError: an owner could not write.
         """
         ids = as_ids(index, len(self), repr(self._name))
-        given = torch.as_tensor(values).detach().cpu()
+        try:
+            given = torch.as_tensor(values).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{self._name!r} takes no {type(values).__name__} here: {error}") from None
         shape = (len(ids), *self._column.info.row_shape)
         try:
             given = self._converted(given).broadcast_to(shape)
@@ -259,7 +267,12 @@ class DistTensor:
         return self[:]
 
     def delete(self) -> None:
-        """Free the tensor; every rank must call it, and no rank may use it afterwards."""
+        """Free the tensor; every rank must call it, and no rank may use it afterwards.
+
+        Raises:
+            RemoteError: on all ranks, once, when a push that was not waited for failed; the tensor is
+                still there.
+        """
         together(self.kvstore.session, self.kvstore.fence, RemoteError)
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)

@@ -229,7 +229,8 @@ class SparseOptimizer:
             StorageError: on all ranks, when one cannot write.
         """
         self.flush()
-        save_state(self.saved_state, Path(folder), self._session)
+        target = together(self._session, lambda: Path(folder))
+        save_state(self.saved_state, target, self._session)
 
     def load(self, folder: str | Path) -> None:
         """Go on with what :meth:`save` wrote, on any number of ranks and servers; every rank must call it.

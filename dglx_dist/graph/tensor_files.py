@@ -42,9 +42,13 @@ def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) 
         rows = _rows_of(column, first, last)
         return [write_rows(temporary, name, first, rows, info=column.info)]
 
-    together(store.session, store.fence)
+    def settle() -> Path:
+        store.fence()
+        return Path(folder)
+
+    target = together(store.session, settle)
     facts = {"policy": policy.policy_str, "dataset": policy.dataset}
-    save_folder(store.session, Path(folder), write_own, facts)
+    save_folder(store.session, target, write_own, facts)
 
 
 def load_rows(folder: str | Path, name: str | None, policy: PartitionPolicy, key: str) -> None:
@@ -61,11 +65,12 @@ def load_rows(folder: str | Path, name: str | None, policy: PartitionPolicy, key
             shape, dtype or dataset. Nothing was changed then.
         ConfigError: the tensor belongs to the dataset on disk.
     """
-    store, source = policy.store, Path(folder)
+    store = policy.store
     column = store.column(key)
     first, last = _owned(policy)
 
-    def check() -> SavedRows:
+    def check() -> tuple[Path, SavedRows]:
+        source = Path(folder)
         column.check_writable()
         store.fence()
         index = read_index(source)
@@ -73,14 +78,14 @@ def load_rows(folder: str | Path, name: str | None, policy: PartitionPolicy, key
         saved = index.tensor(wanted, source)
         _check_same(source, saved, index.facts, policy, column)
         check_rows(source, saved, first, last)
-        return saved
+        return source, saved
 
-    def read(saved: SavedRows) -> None:
+    def read(source: Path, saved: SavedRows) -> None:
         for shard in column.shards:
             read_rows(source, saved, first, last, shard.rows[first - shard.first : last - shard.first])
 
-    saved = together(store.session, check)
-    together(store.session, lambda: read(saved))
+    source, saved = together(store.session, check)
+    together(store.session, lambda: read(source, saved))
     barrier(store.session, f"loading {key}")
 
 

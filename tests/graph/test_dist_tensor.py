@@ -96,6 +96,10 @@ def test_values_are_broadcast_and_a_narrowing_dtype_is_refused(graph: DistGraph)
         tensor[[0]] = torch.ones(1, 2)
     with pytest.raises(ConfigError, match=r"values of shape \(2, 2\)"):
         tensor[[0, 1]] = torch.ones(3, 2, dtype=torch.int64)
+    values: Any
+    for values in ("x", None, [[1, 2], [3]]):
+        with pytest.raises(ConfigError, match=f"takes no {type(values).__name__} here"):
+            tensor.push([0, 1], values)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from dglx_dist.cluster.session import start_session
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.graph import DistGraph, DistTensor, row_folders
+from dglx_dist.graph import DistEmbedding, DistGraph, DistTensor, optim, row_folders
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.storage.row_files import read_index
 from dglx_dist.storage.writer import write_dataset
@@ -189,3 +189,28 @@ def test_edges_are_saved_with_their_type(graph: DistGraph, tmp_path: Path) -> No
     copy = DistTensor(weight.shape, weight.dtype, "copy", part_policy=policy)
     copy.load(tmp_path / "w")
     assert torch.equal(copy.to_local(), weight.to_local())
+
+
+def name_no_folder(dataset: Path, folder: Path) -> list[str]:
+    with start_session(timeout_s=15):
+        g = DistGraph(dataset)
+        tensor = g.new_tensor((NUM_NODES, 3), torch.float32, "h")
+        optimizer = optim.SparseAdam([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1)
+        target: Any = None if g.rank() == 1 else folder / "saved"
+        said = []
+        for call in (tensor.save, tensor.load, optimizer.save, optimizer.load):
+            try:
+                call(target)
+            except (StorageError, TypeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return [*said, *os.listdir(folder)]
+
+
+def test_what_is_no_folder_on_one_rank_is_an_error_on_all(small_dataset: Path, tmp_path: Path) -> None:
+    tmp_path = tmp_path / "folder"
+    tmp_path.mkdir()
+    zero, one = run_ranks(name_no_folder, 2, args=(small_dataset, tmp_path), ranks_per_server=1)
+    assert len(zero) == len(one) == 4
+    assert all(text.startswith("TypeError: ") for text in one)
+    # What is not there at all is told before what rank 1 gave.
+    assert [text.startswith("StorageError: rank 1 on ") for text in zero] == [True, False, True, False]
