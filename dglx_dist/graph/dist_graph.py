@@ -234,8 +234,7 @@ class DistGraph:
     ) -> CachePlan:
         """Keep copies of other servers' rows, once per server; no result changes. Every rank must call it.
 
-        A second call for the same tensor replaces the first one's rows; ``alpha=0`` drops them.
-        With one server there is nothing to keep.
+        A second call replaces the first one's rows; ``alpha=0`` drops them. One server keeps nothing.
 
         Args:
             name: Of node data of the dataset, which is read-only.
@@ -249,8 +248,7 @@ class DistGraph:
         Raises:
             ConfigError: on all ranks, when one was told what cannot be honoured, or has no room.
         """
-        remedy = "cache_rows(ntype=...)"
-        known = together(self.session, lambda: self._ntype_or_only(ntype, remedy), ConfigError)
+        known = together(self.session, lambda: self._ntype_or_only(ntype, "cache_rows(ntype=)"), ConfigError)
         return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
