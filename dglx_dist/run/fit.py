@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.run.session import DataLoader, wrap
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import TrainingLoader
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult, train
+from dglx_dist.training.sparse_state import Sparse
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -33,7 +33,7 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     lr: float = 0.01,
     make_optimizer: MakeOptimizer | None = None,
     callbacks: Sequence[Callback] = (),
-    sparse: SparseOptimizer | None = None,
+    sparse: Sparse = None,
     loader: TrainingLoader | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
@@ -53,7 +53,7 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         lr: Of Adam.
         make_optimizer: Makes another optimizer from the parameters; ``lr`` is then unused.
         callbacks: Called after each epoch with its record.
-        sparse: Of the embeddings in ``config.inputs``.
+        sparse: Optimiser of the embeddings in ``config.inputs``; or several.
         loader: Of :func:`DistEdgeDataLoader` or :func:`DataLoader`, in place of one made by ``fanouts``,
             ``batch_size`` and ``loader_options``.
         loader_options: More for :func:`DataLoader`.

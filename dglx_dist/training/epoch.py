@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ class Step:
     model: WrappedModel
     optimizer: torch.optim.Optimizer
     task: Task
-    sparse: SparseOptimizer | None = None
+    sparse: Sequence[SparseOptimizer] = ()
     """Of the embeddings that go into the model."""
 
 
@@ -99,12 +99,12 @@ def train_epoch(
 def _train_step(step: Step, batch: Any, sums: _Sums) -> None:
     found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)
-    if step.sparse is not None:
-        step.sparse.zero_grad()
+    for rows in step.sparse:
+        rows.zero_grad()
     found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     step.optimizer.step()
-    if step.sparse is not None:
-        step.sparse.step()
+    for rows in step.sparse:
+        rows.step()
     if found.num_targets:
         # The mean over no targets is nan, which would spoil the sum.
         sums.loss += float(found.loss.detach()) * found.num_targets

@@ -14,7 +14,6 @@ from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.pull import CacheCounts
-from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import WrappedModel
@@ -22,6 +21,7 @@ from dglx_dist.training import checkpoint
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
 from dglx_dist.training.evaluate import evaluate, labelled_type
+from dglx_dist.training.sparse_state import Sparse, optimizers_of
 from dglx_dist.training.task import LossFunction, NodeClassification, Task
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def train(
     config: FitConfig | None = None,
     *,
     callbacks: Sequence[Callback] = (),
-    sparse: SparseOptimizer | None = None,
+    sparse: Sparse = None,
 ) -> FitResult:
     """Train ``model`` and evaluate it exactly; every rank must call it.
 
@@ -130,7 +130,7 @@ def train(
         g: The graph that the loader samples; evaluated where it has masks.
         config: How; defaults when not given.
         callbacks: Called after each epoch.
-        sparse: Of the embeddings; steps and is saved with ``optimizer``.
+        sparse: Optimiser of the embeddings, which steps and is saved with ``optimizer``; or several.
 
     Raises:
         ConfigError: the loader attaches no features or labels, or the model cannot be evaluated exactly.
@@ -234,9 +234,9 @@ class _Run:
 
     def _evaluate(self, record: EpochRecord) -> EpochRecord:
         config = self._config
-        if self._step.sparse is not None:
+        for rows in self._step.sparse:
             # Of an asynchronous optimizer: rows of ranks that are behind would count as they were.
-            self._step.sparse.flush()
+            rows.flush()
         if config.evaluate is not None:
             self._accuracy = dict(config.evaluate(self._step.model))
         elif config.task is None:
@@ -283,7 +283,7 @@ class _Run:
 
 
 def _step_of(
-    model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: SparseOptimizer | None, config: FitConfig
+    model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
     task = config.task or NodeClassification(
         loss=config.loss,
@@ -292,7 +292,7 @@ def _step_of(
         ntype=config.ntype,
         inputs=config.inputs,
     )
-    return Step(model=model, optimizer=optimizer, task=task, sparse=sparse)
+    return Step(model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse))
 
 
 def _facts(g: DistGraph) -> dict[str, object]:

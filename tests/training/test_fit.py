@@ -176,14 +176,14 @@ def test_features_come_in_the_dtype_of_the_model(tmp_path: Path, kind: str, dtyp
 class Noted:
     """In the place of an optimizer of embeddings: what was called, in order."""
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def __init__(self, calls: list[str], label: str) -> None:
+        self._calls, self._label = calls, label
 
     def __getattr__(self, name: str) -> Any:
-        return lambda: self.calls.append(name)
+        return lambda: self._calls.append(f"{name} {self._label}")
 
 
-def test_late_rows_arrive_before_evaluation(folder: Path) -> None:
+def test_late_rows_of_all_optimisers_arrive_before_evaluation(folder: Path) -> None:
     with start_session() as session:
         g = DistGraph(folder)
         sampler = dgl.dataloading.NeighborSampler(
@@ -193,16 +193,17 @@ def test_late_rows_arrive_before_evaluation(folder: Path) -> None:
         loader = strategy.loader(g, equality.new_ids_of_training(g), sampler, batch_size=500)
         model = strategy.wrap(equality.model_of("sage", g), g)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sparse: Any = Noted()
+        calls: list[str] = []
+        sparse: Any = [Noted(calls, "a"), Noted(calls, "b")]
 
         def evaluated(_: object) -> dict[str, float]:
-            sparse.calls.append("evaluate")
+            calls.append("evaluate")
             return {}
 
         config = FitConfig(epochs=2, eval_every=2, evaluate=evaluated)
         train(model, loader, optimizer, g, config, sparse=sparse)
-    step = ["zero_grad", "step"]
-    assert sparse.calls == [*step, *step, "flush", "evaluate"]
+    step = ["zero_grad a", "zero_grad b", "step a", "step b"]
+    assert calls == [*step, *step, "flush a", "flush b", "evaluate"]
 
 
 def test_an_epoch_in_one_line() -> None:
