@@ -40,10 +40,14 @@ def requests_of(plan: RemotePlan, placement: Placement, max_ids: int = MAX_IDS) 
     ]
 
 
-def ask_owners(
+Answered: TypeAlias = Callable[[], list[Array]]
+"""Computes what is the own server's, waits for the others, and returns all; for the thread that asked."""
+
+
+def submit_to_owners(
     session: Session, placement: Placement, op: str, ids: Array, bounds: Array, compute: Compute
-) -> list[Array]:
-    """Return what ``compute`` answers for each id, asking ``op`` of the servers that own the others.
+) -> Answered:
+    """Ask ``op`` of the servers that own ``ids``, and return at once.
 
     Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective.
 
@@ -56,7 +60,7 @@ def ask_owners(
         compute: For the ids of the own server.
 
     Returns:
-        As many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
+        What waits for as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
     """
     own = placement.topology.server
     plan = plan_remote(ids, bounds, own)
@@ -64,12 +68,16 @@ def ask_owners(
         (session.rpc.submit(call.rank, op, "", [plan.ids[call.first : call.last]], phase="structure"), call)
         for call in requests_of(plan, placement)
     ]
-    local = np.flatnonzero((ids >= bounds[own]) & (ids < bounds[own + 1]))
-    answers = compute(ids[local])
-    out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
-    for column, values in zip(out, answers, strict=True):
-        column[local] = values
-    for pending, call in calls:
-        for column, values in zip(out, pending.result(), strict=True):
-            spread_rows(values, column, plan.starts, plan.positions, call.first)
-    return out
+
+    def answered() -> list[Array]:
+        local = np.flatnonzero((ids >= bounds[own]) & (ids < bounds[own + 1]))
+        answers = compute(ids[local])
+        out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
+        for column, values in zip(out, answers, strict=True):
+            column[local] = values
+        for pending, call in calls:
+            for column, values in zip(out, pending.result(), strict=True):
+                spread_rows(values, column, plan.starts, plan.positions, call.first)
+        return out
+
+    return answered

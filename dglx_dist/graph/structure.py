@@ -25,7 +25,7 @@ from dglx_dist.graph.in_edges import (
 )
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.remote_plan import RemotePlan, plan_remote
-from dglx_dist.graph.rows import Request, ask_owners, requests_of
+from dglx_dist.graph.rows import Answered, Request, requests_of, submit_to_owners
 from dglx_dist.records import Array, EdgeType
 
 
@@ -90,9 +90,14 @@ class Structure(ABC):
     def out_degrees(self, nodes: Array) -> Array:
         """Return the (K,) int64 numbers of out-edges of existing sources."""
 
-    @abstractmethod
     def find_edges(self, edge_ids: Array) -> tuple[Array, Array]:
         """Return (sources, destinations), (K,) int64 each, of existing edges."""
+        sources, destinations = self.submit_find_edges(edge_ids)()
+        return sources, destinations
+
+    @abstractmethod
+    def submit_find_edges(self, edge_ids: Array) -> Answered:
+        """Ask for the sources and destinations of existing edges, and return at once."""
 
 
 class PendingInEdges:
@@ -168,10 +173,9 @@ class ReplicatedStructure(Structure):
         """See :meth:`Structure.out_degrees`."""
         return self._local.out_degrees(nodes)[0]
 
-    def find_edges(self, edge_ids: Array) -> tuple[Array, Array]:
-        """See :meth:`Structure.find_edges`."""
-        sources, destinations = self._local.find_edges(edge_ids)
-        return sources, destinations
+    def submit_find_edges(self, edge_ids: Array) -> Answered:
+        """See :meth:`Structure.submit_find_edges`."""
+        return lambda: list(self._local.find_edges(edge_ids))
 
 
 @final
@@ -264,7 +268,7 @@ class PartitionedStructure(Structure):
 
     def in_degrees(self, nodes: Array) -> Array:
         """See :meth:`Structure.in_degrees`; asks the owners."""
-        return self._ask("in_degrees", nodes, self._node_bounds, self._local.in_degrees)[0]
+        return self._submit("in_degrees", nodes, self._node_bounds, self._local.in_degrees)()[0]
 
     def out_degrees(self, nodes: Array) -> Array:
         """See :meth:`Structure.out_degrees`; asks every server: out-edges lie with their destinations."""
@@ -279,15 +283,14 @@ class PartitionedStructure(Structure):
         total = self._local.out_degrees(nodes)[0]
         return sum((call.result()[0] for call in calls), total)
 
-    def find_edges(self, edge_ids: Array) -> tuple[Array, Array]:
-        """See :meth:`Structure.find_edges`; asks the owners."""
-        sources, destinations = self._ask("find_edges", edge_ids, self._edge_bounds, self._local.find_edges)
-        return sources, destinations
+    def submit_find_edges(self, edge_ids: Array) -> Answered:
+        """See :meth:`Structure.submit_find_edges`; asks the owners."""
+        return self._submit("find_edges", edge_ids, self._edge_bounds, self._local.find_edges)
 
-    def _ask(
+    def _submit(
         self, op: str, ids: Array, bounds: Array, compute: Callable[[Array], Sequence[Array]]
-    ) -> list[Array]:
-        return ask_owners(self._session, self._placement, self._op(op), ids, bounds, compute)
+    ) -> Answered:
+        return submit_to_owners(self._session, self._placement, self._op(op), ids, bounds, compute)
 
     def _op(self, op: str) -> str:
         return f"{self._label}.{op}"

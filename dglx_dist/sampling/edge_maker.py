@@ -12,6 +12,7 @@ import numpy as np
 from dgl.heterograph import DGLBlock
 
 from dglx_dist.graph.pull import PendingPull
+from dglx_dist.graph.rows import Answered
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.sampling.attach import EDGE_PHASE
 from dglx_dist.sampling.edge_exclude import Exclude
@@ -104,8 +105,11 @@ class EdgeMaker:
 
     def _pairs(self, edges: Mapping[EdgeType, Array], epoch: int) -> PairGraphs:
         """Return the pair graphs of the batch."""
+        # The requests of all types leave before any is waited for.
+        found = [self._g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()]
         batch = [
-            self._positives(number, etype, ids, epoch) for number, (etype, ids) in enumerate(edges.items())
+            self._positives(number, etype, ids, epoch, found[number])
+            for number, (etype, ids) in enumerate(edges.items())
         ]
         ends = {one.etype: (one.sources, one.destinations) for one in batch}
         if self._plan.negative is None:
@@ -115,9 +119,9 @@ class EdgeMaker:
         negative = {etype: drawn.get(etype, nothing) for etype in edges}
         return build_pairs(self._g.ntypes, edges, ends, negative, self._g.idtype)
 
-    def _positives(self, number: int, etype: EdgeType, ids: Array, epoch: int) -> Positives:
+    def _positives(self, number: int, etype: EdgeType, ids: Array, epoch: int, ends: Answered) -> Positives:
         structure = self._g.structure(etype)
-        sources, destinations = structure.find_edges(ids)
+        sources, destinations = ends()
         return Positives(
             etype=etype,
             number=number,

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import dgl
@@ -6,12 +7,15 @@ import pytest
 import torch
 
 from dglx_dist import negative
+from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.sampling.edge_maker import EdgeMaker, EdgePlan
 from dglx_dist.sampling.edge_negatives import open_negative
 from dglx_dist.sampling.maker import BatchMaker, MiniBatch
+from tests.helpers.ranks import run_ranks
+from tests.sampling import bonds
 
 EDGES = {EDGE_TYPE: np.array([40, 7, 200])}
 
@@ -78,3 +82,52 @@ def test_a_wrong_answer_of_the_users_function_comes_out(graph: DistGraph) -> Non
     make, _ = maker(graph, negative=open_negative(graph, lambda g, ids: ([1], []), [EDGE_TYPE]))
     with pytest.raises(ConfigError, match="1 sources and 0 destinations"):
         make.make(EDGES, 0)
+
+
+class Answer:
+    """An answer under way; notes when it is waited for."""
+
+    def __init__(self, pending: Any, events: list[str]) -> None:
+        self._pending, self._events = pending, events
+
+    def result(self) -> Any:
+        self._events.append("wait")
+        return self._pending.result()
+
+
+class NotedNodes(Notes):
+    """As above, for several types."""
+
+    def make(self, seeds: Any, epoch: int, exclude: Any = ()) -> MiniBatch:
+        return MiniBatch(input_nodes={}, output_nodes={}, blocks=[], sample_s=1.0, fetch_s=2.0)
+
+
+def note_requests(shop: str) -> tuple[list[str], bool]:
+    with start_session(timeout_s=30) as session:
+        g = DistGraph(shop, structure="partitioned")
+        edges = {etype: np.arange(g.num_edges(etype)) for etype in g.canonical_etypes}
+        plan = EdgePlan(seed=1, exclude=lambda edges: edges, negative=None, columns={})
+        events: list[str] = []
+        submit = session.rpc.submit
+
+        def noted(rank: int, op: str, *args: Any, **options: Any) -> Any:
+            events.append("ask")
+            return Answer(submit(rank, op, *args, **options), events)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session.rpc, "submit", noted)
+            batch = EdgeMaker(g, NotedNodes(), plan).make(edges, 0)
+        right = True
+        for etype, ids in edges.items():
+            found = batch.positive.edges(etype=etype)
+            nodes = [batch.positive.nodes[ntype].data[dgl.NID] for ntype in (etype[0], etype[2])]
+            ends = g.find_edges(ids, etype)
+            right &= all(torch.equal(n[f], e) for n, f, e in zip(nodes, found, ends, strict=True))
+        g.barrier()
+        return events, right
+
+
+def test_ends_of_all_types_are_asked_for_before_any_is_waited_for(tmp_path: Path) -> None:
+    shop = bonds.write(bonds.shop(), tmp_path / "shop", 2)
+    found = run_ranks(note_requests, 2, args=(str(shop),), ranks_per_server=1)
+    assert found == [(["ask"] * 3 + ["wait"] * 3, True)] * 2
