@@ -53,6 +53,10 @@ class Structure(ABC):
         """
 
     @abstractmethod
+    def serves(self, op: str) -> bool:
+        """Whether :meth:`serve` was called with ``op``; on all ranks the same."""
+
+    @abstractmethod
     def submit(
         self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
     ) -> PendingInEdges:
@@ -155,6 +159,10 @@ class ReplicatedStructure(Structure):
         """See :meth:`Structure.serve`."""
         self._local.serve(op, draw)
 
+    def serves(self, op: str) -> bool:
+        """See :meth:`Structure.serves`."""
+        return self._local.serves(op)
+
     def submit(
         self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
     ) -> PendingInEdges:
@@ -229,6 +237,10 @@ class PartitionedStructure(Structure):
         """See :meth:`Structure.serve`."""
         self._local.serve(op, draw)
         self._serve_draw(op)
+
+    def serves(self, op: str) -> bool:
+        """See :meth:`Structure.serves`."""
+        return self._local.serves(op)
 
     def submit(
         self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
@@ -331,6 +343,9 @@ class _LocalShards:
         if op in self._draws:
             raise ConfigError(f"{op!r} is served already; choose another name")
         self._draws[op] = draw
+
+    def serves(self, op: str) -> bool:
+        return op in self._draws
 
     def draw_of(self, op: str) -> Draw:
         if op not in self._draws:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dglx_dist.cluster.collectives import barrier, broadcast_json, gather_json
+from dglx_dist.cluster.collectives import barrier, gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.draws.pick import Csc, Rule
 from dglx_dist.errors import ConfigError
@@ -159,7 +159,10 @@ def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
 
 
 def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
-    """Let the servers draw for each other by this loader's rule; return the operation's name. Collective."""
+    """Let the servers draw for each other by this loader's rule; return the operation's name. Collective.
+
+    Its name tells the rules of all ranks, so that later loaders of the same rule use what is served already.
+    """
     by_shard: Mapping[EdgeType, Mapping[int, Array]] = {}
     if weights is not None:
         by_shard = together(
@@ -167,13 +170,27 @@ def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
             lambda: {etype: shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes},
             ConfigError,
         )
-    op = f"sample.{broadcast_json(secrets.token_hex(8), g.session)}"
+    rules = gather_json(_rule_digest(draws, by_shard), g.session)
+    op = f"sample.{hashlib.sha256(str(rules).encode()).hexdigest()}"
     for etype in g.canonical_etypes:
+        if g.structure(etype).serves(op):
+            continue
         rule = Rule(draws.replace, draws.exclude.get(etype, np.empty(0, np.int64)))
         g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
     # Whoever returns first may ask at once.
     barrier(g.session, "opening a loader")
     return op
+
+
+def _rule_digest(draws: TypedDraws, weights: Mapping[EdgeType, Mapping[int, Array]]) -> str:
+    """Return what differs where this rank would draw differently: by contents, as weights may change."""
+    digest = hashlib.sha256(str(draws.replace).encode())
+    for etype in draws.schema.etypes:
+        excluded = draws.exclude.get(etype, np.empty(0, np.int64))
+        for values in (excluded, *(values for _, values in sorted(weights.get(etype, {}).items()))):
+            digest.update(f"{etype} {len(values)} ".encode())
+            digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
 
 
 def _schema(g: DistGraph) -> Schema:

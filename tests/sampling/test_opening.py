@@ -1,15 +1,20 @@
+from pathlib import Path
+
 import dgl
 import numpy as np
 import pytest
 import torch
 from dgl.dataloading import NeighborSampler
 
+from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
+from dglx_dist.graph.structure import PartitionedStructure
 from dglx_dist.sampling.maker import KernelMaker, SamplerMaker
 from dglx_dist.sampling.neighbor import read_sampler
 from dglx_dist.sampling.opening import open_maker
 from dglx_dist.sampling.options import LoaderOptions
+from tests.helpers.ranks import run_ranks
 
 
 class Own(NeighborSampler):
@@ -83,3 +88,51 @@ def test_a_samplers_own_code_is_given_the_edges_to_leave_out(graph: DistGraph) -
     all_edges = maker.make(seeds, 0).blocks[0].edata[dgl.EID]
     fewer = maker.make(seeds, 0, {etype: np.sort(all_edges.numpy()[:3])}).blocks[0].edata[dgl.EID]
     assert set(fewer.tolist()) == set(all_edges.tolist()) - set(all_edges[:3].tolist())
+
+
+def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
+    """How many rules were served so far after each loader, and whether weighed draws are of the weights."""
+    with start_session(timeout_s=30), pytest.MonkeyPatch.context() as patch:
+        g = DistGraph(folder, structure="partitioned")
+        rank, all_nodes = g.rank(), {"_N": np.arange(g.num_nodes())}
+        served, counts, right = [], [], []
+        serve = PartitionedStructure.serve
+
+        def noted(self, op, draw):
+            served.append(op)
+            serve(self, op, draw)
+
+        patch.setattr(PartitionedStructure, "serve", noted)
+        likely = g.new_tensor(
+            (g.num_edges(),), torch.float32, "likely", part_policy=g.get_edge_partition_policy("_E")
+        )
+        edges = torch.arange(g.num_edges())
+        plain = [
+            (NeighborSampler([2]), {}),
+            (NeighborSampler([3, 1]), {}),
+            (NeighborSampler([2], replace=True), {}),
+            (NeighborSampler([2]), {"exclude": [5, 9]}),
+            (NeighborSampler([2]), {"exclude": [9, 5]}),
+            # On one rank alone: its server draws by another rule.
+            (NeighborSampler([2]), {"exclude": [5, 9 + rank]}),
+            (NeighborSampler([2]), {}),
+        ]
+        for sampler, options in plain:
+            opened(g, sampler, **options)
+            counts.append(len(served))
+        for kept in (0, 0, 1):
+            likely[edges[edges % 2 == rank]] = 0.0
+            g.barrier()
+            if rank == 0:
+                likely[edges[edges % 2 == kept]] = 1.0
+            g.barrier()
+            batch = opened(g, NeighborSampler([2], prob="likely")).make(all_nodes, 0)
+            right.append(bool((batch.blocks[0].edata[dgl.EID] % 2 == kept).all()))
+            counts.append(len(served))
+            g.barrier()
+        return counts, right
+
+
+def test_loaders_of_one_rule_are_served_once(rings) -> None:
+    expected = [1, 1, 2, 3, 3, 4, 4, 5, 5, 6], [True] * 3
+    assert run_ranks(open_again_and_again, 2, args=(rings[2],), ranks_per_server=1) == [expected] * 2
