@@ -54,6 +54,8 @@ class Trainer:
                 loss = loss_of(self.model(blocks, x), labels)
             with clock.of("backward"):
                 self.optimizer.zero_grad()
+                if self.embedding:
+                    self.sparse.zero_grad()  # else every step applies all gradients since the start again
                 loss.backward()
             with clock.of("update"):
                 self.optimizer.step()
