@@ -19,15 +19,10 @@ from dglx_dist.graph.gather import move_rows, spread_rows
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.remote_plan import Hits, RemotePlan, plan_pull
 from dglx_dist.graph.row_cache import RowCache
-from dglx_dist.graph.rows import requests_of
+from dglx_dist.graph.rows import requests_of, rows_per_message
 from dglx_dist.graph.slot_table import no_slots
 from dglx_dist.records import Array
 from dglx_dist.storage.columns import numpy_dtype
-
-MAX_MESSAGE_BYTES = 8 << 20
-"""Rows of one reply; larger ones are cut, so that rows are placed while others are under way.
-
-Replies of 1 MiB were seen to cost the serving rank half as much processor time again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +79,7 @@ class Puller:
         server = self._placement.topology.server
         plan, hits = plan_pull(ids, column.bounds, server, table, distinct=distinct)
         replies = []
-        for call in requests_of(plan, self._placement, max(1, MAX_MESSAGE_BYTES // max(column.row_bytes, 8))):
+        for call in requests_of(plan, self._placement, rows_per_message(column.row_bytes)):
             asked = [plan.ids[call.first : call.last]]
             pending = self._session.rpc.submit(
                 call.rank, self._op, column.name, asked, phase=phase, layer=layer

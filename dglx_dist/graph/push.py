@@ -21,13 +21,10 @@ from dglx_dist.graph.ids import to_tensor
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.remote_plan import plan_remote
-from dglx_dist.graph.rows import Request, requests_of
+from dglx_dist.graph.rows import Request, requests_of, rows_per_message
 from dglx_dist.graph.unwaited import Send, Unwaited
 from dglx_dist.records import Array
 from dglx_dist.storage.columns import numpy_dtype
-
-MAX_MESSAGE_BYTES = 8 << 20
-"""Rows of one request; larger pushes are cut, so that rows are written while others are under way."""
 
 PushHandler: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 """(rows of the own server (n, *row), (k,) int64 rows of them, values (k, *row)): change the rows in place."""
@@ -145,7 +142,7 @@ class Pusher:
                 take_rows(rows, last_places[call.first : call.last]),
                 order,
             )
-            for call in requests_of(plan, self._placement, _ids_per_request(column))
+            for call in requests_of(plan, self._placement, rows_per_message(column.row_bytes))
         ]
         column.write(ids, rows)
         return sends
@@ -165,7 +162,7 @@ class Pusher:
             values, sorted_ids = take_rows(rows, by_id), ids[by_id]
             cuts = np.searchsorted(sorted_ids, starts)
         op = self._handle if column.name in self._handlers else self._add
-        step = _ids_per_request(column)
+        step = rows_per_message(column.row_bytes)
         return [
             self._send(call, op, column, sorted_ids, values[call.first : call.last], order)
             for rank, (first, last) in enumerate(pairwise(cuts[: len(starts)].tolist()))
@@ -265,7 +262,3 @@ def _runs(rank: int, ids: Array, first: int, last: int, step: int, *, has_repeat
             end = first + int(np.searchsorted(ids[first:last], ids[end - 1], side="right"))
         yield Request(rank=rank, first=first, last=end)
         first = end
-
-
-def _ids_per_request(column: Column) -> int:
-    return max(1, MAX_MESSAGE_BYTES // max(column.row_bytes, 8))

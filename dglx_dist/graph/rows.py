@@ -21,6 +21,11 @@ Compute: TypeAlias = Callable[[Array], Sequence[Array]]
 MAX_IDS = 1 << 20
 """Ids of one request; more are asked for in several."""
 
+MAX_MESSAGE_BYTES = 8 << 20
+"""Rows of one message; more are cut, so that rows are placed while others are under way.
+
+Replies of 1 MiB were seen to cost the serving rank half as much processor time again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -29,6 +34,11 @@ class Request:
     rank: int
     first: int
     last: int
+
+
+def rows_per_message(row_bytes: int) -> int:
+    """Return how many rows of ``row_bytes``, each with its id, one message has at most; at least 1."""
+    return max(1, MAX_MESSAGE_BYTES // max(row_bytes, 8))
 
 
 def requests_of(plan: RemotePlan, placement: Placement, max_ids: int = MAX_IDS) -> list[Request]:

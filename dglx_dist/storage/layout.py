@@ -29,11 +29,6 @@ def safe_name(name: str) -> str:
     return f"{encoded[: _LONGEST - 34].rstrip('%')}%-{digest}"
 
 
-def part_folder(part: int) -> str:
-    """Return the folder of one part."""
-    return f"part{part}"
-
-
 def node_folder(part: int, ntype: str) -> str:
     """Return the folder of one node type in one part."""
     return f"part{part}/nodes/{safe_name(ntype)}"

@@ -16,6 +16,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.opening import together
+from dglx_dist.graph.owners import RowOwners
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.full_blocks import FullBlocks
@@ -151,10 +152,7 @@ def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) 
 def local_share(g: DistGraph, ntype: str) -> tuple[int, int]:
     """Return this rank's first own node and the one after its last; shares of ranks are disjoint."""
     topology = g.session.topology
-    policy = g.get_node_partition_policy(ntype)
-    first, size = int(policy.bounds[policy.part_id]), policy.get_part_size()
-    place, count = topology.local_rank, len(topology.ranks_of_server(topology.server))
-    return first + size * place // count, first + size * (place + 1) // count
+    return RowOwners(g.get_node_partition_policy(ntype).bounds, topology).range_of(topology.rank)
 
 
 def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import pull
+from dglx_dist.graph import rows as row_requests
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.placement import Placement
@@ -76,7 +76,7 @@ def test_pull_equals_indexing_and_costs_what_the_formula_says(ranks: int, per_se
 
 def pull_in_pieces() -> tuple[int, bool]:
     with start_session() as session:
-        pull.MAX_MESSAGE_BYTES = 3 * 20
+        row_requests.MAX_MESSAGE_BYTES = 3 * 20
         store = open_store(session)
         ids = np.arange(31)[::-1].copy()
         rows = store.pull("feat", ids)

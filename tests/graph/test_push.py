@@ -15,7 +15,7 @@ from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.graph import push
+from dglx_dist.graph import rows as row_requests
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.dtypes import numpy_view
 from dglx_dist.graph.kvstore import KVStore
@@ -61,7 +61,7 @@ def pushed(rank: int, name: str) -> tuple[Array, torch.Tensor]:
 
 def add_together() -> dict[str, Any]:
     with start_session() as session:
-        push.MAX_MESSAGE_BYTES = 100
+        row_requests.MAX_MESSAGE_BYTES = 100
         store = open_store(session)
         topology = session.topology
         owners = RowOwners(store.placement.server_offsets(OFFSETS), topology)
@@ -211,7 +211,7 @@ def test_handlers_do_what_is_pushed_and_pulled_on_the_owner(ranks: int, per_serv
 
 def push_one_row_often() -> list[list[Any]]:
     with start_session() as session:
-        push.MAX_MESSAGE_BYTES = 100
+        row_requests.MAX_MESSAGE_BYTES = 100
         store = open_store(session)
         calls: list[list[Any]] = []
 
