@@ -70,13 +70,16 @@ def test_imports_point_upwards(path: Path) -> None:
 def test_nothing_forbidden_is_imported(path: Path) -> None:
     for line, name in imports_of(ast.parse(path.read_text())):
         guilty = [bad for bad in FORBIDDEN if name == bad or name.startswith(bad + ".")]
+        if path.is_relative_to(PACKAGE / "bench/peers/programs"):
+            # Stock DGL, run by path in processes of its own to be measured beside.
+            guilty = [bad for bad in guilty if bad != "dgl.distributed"]
         assert not guilty, f"{path}:{line} imports {name}"
 
 
 def test_the_order_is_read_from_the_page() -> None:
     rooms = order()
     assert rooms[:3] == ["errors", "records", "registry"]
-    assert rooms[-2:] == ["run", "cli"]
+    assert rooms[-3:] == ["run", "bench", "cli"]
 
 
 def test_a_downward_import_would_be_seen() -> None:

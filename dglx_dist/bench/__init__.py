@@ -1,0 +1,1 @@
+"""Experiments: what a paper claims, what is predicted here, and what was measured side by side."""

@@ -1,0 +1,1 @@
+"""Other systems on the same data: programs of their own processes, never imported by the package."""
