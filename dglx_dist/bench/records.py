@@ -78,6 +78,8 @@ class Variant:
     """Between servers; None: not limited."""
     simulated: str = ""
     """What of it is simulated, in words; empty: nothing."""
+    curve: Job | None = None
+    """Run once more, on the same servers at the same rate, for ``Measurement.accuracy``; None: no curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
