@@ -33,3 +33,7 @@ class RemoteError(DglxError):
 
 class CheckpointError(DglxError):
     """A checkpoint is missing, incomplete, or of a model, optimizer or dataset that does not match."""
+
+
+class JobError(DglxError):
+    """A job of the bench failed, died or hung on a rank; the message names the rank and ends with its log."""

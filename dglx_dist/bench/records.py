@@ -56,6 +56,8 @@ class Job:
     """A name of ``bench.jobs.registry``."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """JSON values."""
+    warm: Mapping[str, Any] = field(default_factory=dict)
+    """What of ``params`` is different in the one run that only warms up, e.g. fewer epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
