@@ -32,6 +32,7 @@ from dglx_dist.cluster.scratch import Scratch
 from dglx_dist.cluster.serve import ServeConfig
 from dglx_dist.cluster.store import JobStore, open_store
 from dglx_dist.cluster.topology import (
+    Settings,
     Topology,
     launched_by_torchrun,
     read_rendezvous,
@@ -39,6 +40,7 @@ from dglx_dist.cluster.topology import (
     read_topology,
     with_nodes,
 )
+from dglx_dist.cluster.trace import TraceWriter, open_trace
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import StepShare
 
@@ -74,6 +76,9 @@ class _Parts:
     hosts: tuple[str, ...]
     device: torch.device
     owns_group: bool
+    job: str
+    """Equal on all ranks of this session, and on no other."""
+    trace: TraceWriter | None
 
 
 @final
@@ -85,8 +90,8 @@ class Session:
         self.timeout_s, self.seed = config.timeout_s, config.seed
         self.topology, self.device = parts.topology, parts.device
         self.rpc, self.ledger = parts.rpc, parts.ledger
-        self.store = parts.store
-        """None on one rank."""
+        self.store, self.trace = parts.store, parts.trace
+        """None on one rank; None unless DGLX_TRACE asks for it."""
         self.hosts = parts.hosts
         """(W,) machine of each rank, for messages."""
         self.step_share: StepShare | None = None
@@ -95,7 +100,7 @@ class Session:
         """What lower rooms keep as long as the session lasts, such as the graph opened last."""
         self.before_close: list[Callable[[], None]] = []
         """Called by :meth:`close` before anything ends, unless it failed: work that is still under way."""
-        self._scratch, self._owns_group = parts.scratch, parts.owns_group
+        self._scratch, self._owns_group, self._job = parts.scratch, parts.owns_group, parts.job
         self._closed = False
         self._watch = (
             None
@@ -135,6 +140,8 @@ class Session:
         self._closed = True
         atexit.unregister(self._at_exit)
         self.rpc.doing = _END
+        if self.trace is not None:
+            self.trace.write(self._job, self.topology, self.ledger, failed=failed)
         if self.store is not None and not failed:
             self._wait_for_the_others(self.store)
         if self._watch is not None:
@@ -232,9 +239,9 @@ def start_session(
         keep_memory()
     config = SessionConfig(strategy=strategy, options=options or {}, timeout_s=limit_s, seed=seed)
     if found.world_size == 1:
-        parts = _alone(found, limit_s)
+        parts = _alone(found, limit_s, settings)
     else:
-        parts = _joined(found, config, correct_nodes=topology is None, curve=settings.curve, backend=backend)
+        parts = _joined(found, config, settings, correct_nodes=topology is None, backend=backend)
     session = Session(config, parts)
     _CURRENT.append(session)
     return session
@@ -251,29 +258,38 @@ def current_session() -> Session:
     return _CURRENT[-1]
 
 
-def _alone(topology: Topology, timeout_s: float) -> _Parts:
-    ledger = Ledger(topology)
+def _alone(topology: Topology, timeout_s: float, settings: Settings) -> _Parts:
+    trace = None if settings.trace is None else TraceWriter(settings.trace, topology.rank)
+    ledger, job = Ledger(topology), secrets.token_hex(8)
     return _Parts(
         topology=topology,
         rpc=Rpc(0, ledger, timeout_s),
         ledger=ledger,
-        scratch=Scratch(secrets.token_hex(8), 0),
+        scratch=Scratch(job, 0),
         store=None,
         hosts=(socket.gethostname(),),
         device=_device(0),
         owns_group=False,
+        job=job,
+        trace=trace,
     )
 
 
 def _joined(
-    topology: Topology, config: SessionConfig, *, correct_nodes: bool, curve: bool, backend: str | None
+    topology: Topology,
+    config: SessionConfig,
+    settings: Settings,
+    *,
+    correct_nodes: bool,
+    backend: str | None,
 ) -> _Parts:
     if not launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
     rendezvous = read_rendezvous()
     raw = open_store(rendezvous, topology.rank, topology.world_size, config.timeout_s)
     store = JobStore(raw, topology.rank, topology.world_size, config.timeout_s)
-    public, secret = make_credentials_keys() if curve else (None, None)
+    public, secret = make_credentials_keys() if settings.curve else (None, None)
+    trace, no_trace = open_trace(settings.trace, topology.rank)
     hello = {
         "host": socket.gethostname(),
         "node": rendezvous.node,
@@ -281,7 +297,8 @@ def _joined(
         "token": secrets.token_hex(32),
         "strategy": config.strategy,
         "seed": config.seed,
-        "curve": curve,
+        "curve": settings.curve,
+        "no_trace": no_trace,
     }
     said: list[Any] = store.exchange("start", hello)
     _check_agreement(said)
@@ -312,6 +329,8 @@ def _joined(
         hosts=tuple(one["host"] for one in said),
         device=_device(rendezvous.local_rank),
         owns_group=owns_group,
+        job=job,
+        trace=trace,
     )
 
 
@@ -339,6 +358,9 @@ def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddre
 
 
 def _check_agreement(said: list[Any]) -> None:
+    for one in said:
+        if one["no_trace"]:
+            raise ConfigError(one["no_trace"])
     for name, remedy in (
         ("strategy", "give the same --strategy"),
         ("seed", "give the same seed"),

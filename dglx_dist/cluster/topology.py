@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from dglx_dist.errors import ConfigError
 
@@ -95,6 +96,8 @@ class Settings:
     """Whether OMP_NUM_THREADS is set at all."""
     allocator_set: bool = False
     """Whether the user chose how memory is allocated: any MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
+    trace: Path | None = None
+    """DGLX_TRACE: folder where every session leaves what it counted, see cluster/trace.py."""
 
 
 def launched_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
@@ -190,6 +193,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
             name.startswith("MALLOC_") or (name in ("GLIBC_TUNABLES", "LD_PRELOAD") and value)
             for name, value in variables.items()
         ),
+        trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.trace import Pass
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.records import StepShare
 from dglx_dist.sampling.ahead import run_ahead
@@ -97,7 +98,8 @@ class StepLoader(ABC, Generic[K, B, T]):
             rank=session.topology.rank,
         )
         self._epoch, self._next_step, self._begun = 0, 0, False
-        self._times = LoaderTimes()
+        self._times, self._waited_s = LoaderTimes(), 0.0
+        self._number = 0 if session.trace is None else session.trace.new_loader()
 
     @abstractmethod
     def _make(self, items: dict[K, Any], epoch: int) -> B:
@@ -173,6 +175,7 @@ class StepLoader(ABC, Generic[K, B, T]):
         epoch = self._epoch
         order = self._items.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
         steps = range(self._next_step, len(self))
+        began, waited_s = time.perf_counter(), self._waited_s
 
         def make(step: int) -> B:
             return self._make(self._items.take(order[self._schedule.slice_of(step)]), epoch)
@@ -184,6 +187,8 @@ class StepLoader(ABC, Generic[K, B, T]):
         finally:
             # A step after the loop is not of the last batch, and must not be weighed like it.
             self._session.step_share = None
+        if steps.start == 0:
+            self._note_pass(time.perf_counter() - began, self._waited_s - waited_s)
         self._epoch, self._next_step, self._begun = epoch + 1, 0, False
 
     def _next(self, step: int, batches: Iterator[B]) -> T:
@@ -194,12 +199,20 @@ class StepLoader(ABC, Generic[K, B, T]):
         self._session.step_share = share
         handed = self._hand_over(batch, share)
         self._next_step = step + 1
+        waited_s = time.perf_counter() - begin
+        self._waited_s += waited_s
         self._times = LoaderTimes(
             sample_s=self._times.sample_s + batch.sample_s,
             fetch_s=self._times.fetch_s + batch.fetch_s,
-            wait_s=self._times.wait_s + time.perf_counter() - begin,
+            wait_s=self._times.wait_s + waited_s,
         )
         return handed
+
+    def _note_pass(self, seconds: float, wait_s: float) -> None:
+        if self._session.trace is not None:
+            self._session.trace.note_pass(
+                Pass(loader=self._number, steps=len(self), seconds=seconds, wait_s=wait_s)
+            )
 
 
 def seed_of(options: LoaderOptions, session: Session) -> int:

@@ -210,6 +210,8 @@ class _Run:
         if last or (config.eval_every and (epoch + 1) % config.eval_every == 0):
             record = self._evaluate(record)
         self._records.append(record)
+        if self._session.trace is not None:
+            self._session.trace.note_epoch(record)
         last = last or self.stopped_early
         if config.checkpoint_folder is not None and (last or (epoch + 1) % config.checkpoint_every == 0):
             self._save(epoch + 1)
