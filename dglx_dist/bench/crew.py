@@ -165,8 +165,8 @@ class Crew:
             )
         if code is not None and not self._collect(number, {}):
             raise JobError(
-                f"the launcher of the crew ended with exit code {code} in job {number} ({job.kind}); missing: "
-                f"{_ranks(missing)}{self._log_of(missing[0])}"
+                f"the launcher of the crew ended with exit code {code} in job {number} ({job.kind}); "
+                f"missing: {_ranks(missing)}{self._log_of(missing[0])}"
             )
 
     def _log_of(self, rank: int) -> str:

@@ -12,8 +12,8 @@ from dglx_dist.errors import UnknownNameError
 from dglx_dist.registry import did_you_mean
 
 JobFunction: TypeAlias = Callable[[Mapping[str, Any], JobContext], Mapping[str, Any]]
-"""(params, context) -> report of this rank, JSON values. Every rank of the crew calls it at once; it opens and
-closes its own session, and raises what went wrong."""
+"""(params, context) -> report of this rank, JSON values. Every rank of the crew calls it at once; it opens
+and closes its own session, and raises what went wrong."""
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {
