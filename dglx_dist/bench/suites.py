@@ -1,0 +1,93 @@
+"""All experiments by id, imported when asked for; a new one is a file in ``experiments`` and a line here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import get_args
+
+from dglx_dist.bench.records import Experiment, Suite
+from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.registry import did_you_mean
+from dglx_dist.strategies.registry import STRATEGIES
+
+EXPERIMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "P1": "dglx_dist.bench.experiments.p1:EXPERIMENT",
+        "P2": "dglx_dist.bench.experiments.p2:EXPERIMENT",
+        "P4": "dglx_dist.bench.experiments.p4:EXPERIMENT",
+        "P5": "dglx_dist.bench.experiments.p5:EXPERIMENT",
+        "P6": "dglx_dist.bench.experiments.p6:EXPERIMENT",
+        "G1": "dglx_dist.bench.experiments.g1:EXPERIMENT",
+        "G2": "dglx_dist.bench.experiments.g2:EXPERIMENT",
+        "G3": "dglx_dist.bench.experiments.g3:EXPERIMENT",
+        "G4": "dglx_dist.bench.experiments.g4:EXPERIMENT",
+        "G5": "dglx_dist.bench.experiments.g5:EXPERIMENT",
+        "Y1": "dglx_dist.bench.experiments.y1:EXPERIMENT",
+        "Y2": "dglx_dist.bench.experiments.y2:EXPERIMENT",
+        "Y3": "dglx_dist.bench.experiments.y3:EXPERIMENT",
+        "Y4": "dglx_dist.bench.experiments.y4:EXPERIMENT",
+        "Y5": "dglx_dist.bench.experiments.y5:EXPERIMENT",
+    }
+)
+"""Id to "module:name", in the order in which they run and are listed."""
+
+
+def everything() -> list[Experiment]:
+    """Return all experiments."""
+    return [_load(name) for name in EXPERIMENTS]
+
+
+def suite(name: str) -> list[Experiment]:
+    """Return the experiments of a suite.
+
+    Raises:
+        UnknownNameError: there is no such suite.
+    """
+    known = get_args(Suite)
+    if name not in known:
+        raise UnknownNameError(
+            f"there is no suite {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+        )
+    return [one for one in everything() if name in one.suites]
+
+
+def find(name: str) -> Experiment:
+    """Return the experiment with this id, in capitals or not.
+
+    Raises:
+        UnknownNameError: there is none; the message has the nearest id.
+    """
+    ids = {known.lower(): known for known in EXPERIMENTS}
+    if name.lower() not in ids:
+        hint = did_you_mean(name.upper(), EXPERIMENTS)
+        raise UnknownNameError(
+            f"there is no experiment {name!r}{hint}; `dglx bench --list` shows all {len(EXPERIMENTS)}"
+        )
+    return _load(ids[name.lower()])
+
+
+def why_absent(experiment: Experiment) -> str:
+    """Return why this release, as it is installed here, cannot run ``experiment``; empty: it can."""
+    known = STRATEGIES.names()
+    lacking = [name for name in experiment.strategies if name not in known]
+    if lacking:
+        return f"this release has no strategy {' or '.join(lacking)}"
+    if experiment.build is None:
+        return "how it is measured is not written yet"
+    missing = [name for name in experiment.needs if find_spec(name) is None]
+    if missing:
+        return f"not installed here: {', '.join(missing)}"
+    return ""
+
+
+def _load(experiment: str) -> Experiment:
+    module, _, name = EXPERIMENTS[experiment].partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not isinstance(found, Experiment) or found.id != experiment:
+        raise ConfigError(
+            f"{EXPERIMENTS[experiment]} is no Experiment with the id {experiment!r}; correct it"
+        )
+    return found
