@@ -2,17 +2,20 @@
 
 ``dglx train --ranks N`` starts ``python -m dglx_dist.cli.torchrun <torchrun's arguments>``. It is
 torchrun, except that a failed run ends with the message of the rank that failed first, in place of a
-traceback of the launcher.
+traceback of the launcher. With ``--failure-file FILE`` before torchrun's arguments the message goes to that
+file, as JSON: the lab starts one launcher per server and tells the first failure of all.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +29,7 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with ``arguments`` and return the exit code of the rank that failed first, or 0."""
     end_with_parent()
+    file, arguments = _failure_file(arguments)
     # The agent logs each rank that it ends; what a user wants to read is why.
     logging.disable(logging.ERROR)
     try:
@@ -37,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         rank, failure = first_failure(error.failures)
+        if file is not None:
+            write_failure(file, rank, failure)
+            return exit_code(failure)
         Console(stderr=True, soft_wrap=True).print(
             describe(rank, failure), style="red", highlight=False, markup=False
         )
@@ -77,6 +84,26 @@ def describe(rank: int, failure: ProcessFailure) -> str:
 def exit_code(failure: ProcessFailure) -> int:
     """Return the rank's own code, or what a shell reports for its signal."""
     return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+
+
+def write_failure(file: Path, rank: int, failure: ProcessFailure) -> None:
+    """Write ``failure`` to ``file``: rank, message, exit_code, lost_a_peer and the second it was seen in."""
+    told = {
+        "rank": rank,
+        "message": describe(rank, failure),
+        "exit_code": exit_code(failure),
+        "lost_a_peer": _lost_a_peer(failure),
+        "second": failure.timestamp,
+    }
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(told))
+    unfinished.replace(file)
+
+
+def _failure_file(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
+    if arguments[:1] == ["--failure-file"]:
+        return Path(arguments[1]), arguments[2:]
+    return None, arguments
 
 
 def _recorded(failure: ProcessFailure) -> str:

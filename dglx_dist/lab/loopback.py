@@ -1,0 +1,110 @@
+"""A lab without a network of its own: servers are torchrun nodes of this machine, and no link is limited."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from typing import Literal, final
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.lab.base import Card, Lab, LabSpec, Server
+from dglx_dist.lab.rates import Rate
+
+
+@final
+class LoopbackServer(Server):
+    """Processes that torchrun takes for a machine of their own."""
+
+    def __init__(self, number: int, cores: tuple[int, ...], cpu_share: float) -> None:
+        self.number = number
+        self.address = "127.0.0.1"
+        self.device = None
+        self.cores = cores
+        self.cpu_share = cpu_share
+        self.cpu_held_by: Literal["affinity", "quota", "affinity and quota", "nothing"] = (
+            "affinity" if shutil.which("taskset") else "nothing"
+        )
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """Return ``command``, kept on this server's cores where ``taskset`` is installed."""
+        if self.cpu_held_by == "nothing":
+            return list(command)
+        return ["taskset", "-c", ",".join(map(str, self.cores)), *command]
+
+
+@final
+class LoopbackLab(Lab):
+    """Servers on 127.0.0.1, in one network, one process table and one ``/dev/shm``.
+
+    Rates in ``spec`` are not held; :meth:`describe` and :attr:`label` say so.
+
+    Args:
+        spec: What was asked for.
+        missing: Why it is not a lab of namespaces; None: it was asked for.
+    """
+
+    def __init__(self, spec: LabSpec, missing: str | None = None) -> None:
+        self.spec = spec
+        self.name = f"loopback-{secrets.token_hex(4)}"
+        self.kind: Literal["namespaces", "loopback"] = "loopback"
+        self.missing = missing
+        self.servers: tuple[Server, ...] = tuple(
+            LoopbackServer(number, cores, share) for number, (cores, share) in enumerate(_shares(spec))
+        )
+
+    @property
+    def label(self) -> str:
+        """What to write beside every figure."""
+        return f"loopback, links not limited: {self.missing or 'asked for'}"
+
+    def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
+        """Do nothing for no rates.
+
+        Raises:
+            ConfigError: a rate is given.
+        """
+        for name, rate in (("external", external), ("internal", internal)):
+            if rate is not None:
+                raise ConfigError(
+                    f"{name} rate {rate}: plain loopback limits no link "
+                    f"({self.missing or 'it was asked for'}); give no rate, or make a lab of namespaces"
+                )
+
+    def cards(self) -> tuple[Card, ...]:
+        """Return (): loopback counts nothing per server."""
+        return ()
+
+    def describe(self) -> dict[str, object]:
+        """Return JSON values: kind, label, servers, the rates that were asked for and are not held, cores."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "label": self.label,
+            "servers": len(self.servers),
+            "external": None,
+            "internal": None,
+            "rates_not_held": {
+                name: str(rate)
+                for name, rate in (("external", self.spec.external), ("internal", self.spec.internal))
+                if rate is not None
+            },
+            "cores": [list(server.cores) for server in self.servers],
+            "cpu_share": [server.cpu_share for server in self.servers],
+            "cpu_held_by": self.servers[0].cpu_held_by,
+            "missing": self.missing,
+        }
+
+    def close(self) -> None:
+        """Do nothing: commands end themselves."""
+
+
+def _shares(spec: LabSpec) -> list[tuple[tuple[int, ...], float]]:
+    cores = sorted(os.sched_getaffinity(0))
+    share = spec.cpus or len(cores) / spec.servers
+    width = min(max(round(share), 1), len(cores))
+    return [
+        (tuple(cores[(number * width + step) % len(cores)] for step in range(width)), share)
+        for number in range(spec.servers)
+    ]
