@@ -1,0 +1,174 @@
+"""Compute that is slept: how long a model takes on a free core, and a model that takes it without a core.
+
+With it more servers than cores can be emulated: sampling, pulls and the exchange of gradients stay real, and
+only forward and backward are waited for. Nothing is learned, so accuracy and loss of such a run say nothing,
+and every result of it is labelled simulated.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import FEATURE, LABEL
+
+Sleep = Callable[[float], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Seconds as ``base_s + per_edge_s * edges``, edges counted over all blocks of a batch."""
+
+    base_s: float
+    per_edge_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.base_s < float("inf") and 0 <= self.per_edge_s < float("inf")):
+            raise ConfigError(
+                f"a batch of {self.base_s} s and {self.per_edge_s} s per edge cannot be slept; both must be "
+                "at least 0"
+            )
+
+    def seconds(self, edges: int) -> float:
+        """Return the seconds of a batch of ``edges``; none without an edge, as a rank without seeds has."""
+        return self.base_s + self.per_edge_s * edges if edges else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeCost:
+    """What a batch costs on one free core."""
+
+    forward: Line
+    backward: Line
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """Return JSON values, for the parameters of a job."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Mapping[str, float]]) -> ComputeCost:
+        """Read what :meth:`to_json` gave.
+
+        Raises:
+            ConfigError: it is no such value.
+        """
+        try:
+            return cls(forward=Line(**value["forward"]), backward=Line(**value["backward"]))
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{value!r} is no cost of compute ({error}); give what ComputeCost.to_json() returned"
+            ) from None
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Sequence[Sequence[Any]],
+    *,
+    repetitions: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ComputeCost:
+    """Measure forward and backward of ``model`` on ``batches``; one process, on a core that is else idle.
+
+    Each is run once to warm up and then ``repetitions`` times; a line is laid through the medians.
+
+    Args:
+        model: Called as ``model(blocks, features)``; gradients are left cleared.
+        batches: Blocks with features and labels attached, of at least two sizes.
+        repetitions: At least 1.
+        clock: Seconds.
+
+    Raises:
+        ConfigError: there are not two batches of different size.
+    """
+    edges = [sum(block.num_edges() for block in blocks) for blocks in batches]
+    if len(set(edges)) < 2:
+        raise ConfigError(f"batches of {edges} edges tell no cost per edge; give at least two sizes")
+    forward, backward = [], []
+    for blocks in batches:
+        runs = [_timed(model, blocks, clock) for _ in range(repetitions + 1)][1:]
+        forward.append(statistics.median(run[0] for run in runs))
+        backward.append(statistics.median(run[1] for run in runs))
+    return ComputeCost(forward=_fitted(edges, forward), backward=_fitted(edges, backward))
+
+
+def _timed(model: nn.Module, blocks: Sequence[Any], clock: Callable[[], float]) -> tuple[float, float]:
+    features, labels = blocks[0].srcdata[FEATURE], blocks[-1].dstdata[LABEL]
+    start = clock()
+    loss = cross_entropy(model(blocks, features), labels)
+    between = clock()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    end = clock()
+    model.zero_grad(set_to_none=True)
+    return between - start, end - between
+
+
+def _fitted(edges: Sequence[int], seconds: Sequence[float]) -> Line:
+    """Lay a line through the points by least squares, through the origin where it would start below it."""
+    x, y = np.asarray(edges, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    slope, base = np.polyfit(x, y, 1)
+    if base < 0 or slope < 0:
+        base, slope = 0.0, float((x @ y) / (x @ x))
+    return Line(base_s=float(base), per_edge_s=float(slope))
+
+
+@final
+class SleepingModel(nn.Module):
+    """A model with the parameters of ``module`` that sleeps where it would compute.
+
+    What it returns is zero and depends on every parameter; their gradients are zero and as large as real
+    ones, so that exchange and optimiser cost what they cost.
+
+    Args:
+        module: Whose parameters it has, under the same names; never called.
+        cost: How long to sleep.
+        classes: Columns of the scores.
+        sleep: Waits for so many seconds.
+    """
+
+    def __init__(
+        self, module: nn.Module, cost: ComputeCost, classes: int, *, sleep: Sleep = time.sleep
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._cost, self._classes, self._sleep = cost, classes, sleep
+
+    def forward(self, blocks: Sequence[Any], h: Tensor) -> Tensor:
+        """Return (num_dst, C) zeros for the last block's destinations, after forward's seconds."""
+        edges = sum(block.num_edges() for block in blocks)
+        self._sleep(self._cost.forward.seconds(edges))
+        rows = blocks[-1].num_dst_nodes()
+        after = _Later(self._sleep, self._cost.backward.seconds(edges))
+        scores: Tensor = _Zeros.apply(h.new_zeros(rows, self._classes), after, *self.module.parameters())  # type: ignore[no-untyped-call]
+        return scores
+
+
+@dataclass(frozen=True)
+class _Later:
+    sleep: Sleep
+    seconds: float
+
+
+class _Zeros(torch.autograd.Function):
+    """Scores that depend on the parameters, with no slope."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, later: _Later, *parameters: Tensor) -> Tensor:
+        """Return a copy of ``scores``; ``later`` is what backward waits for."""
+        ctx.later = later
+        ctx.save_for_backward(*parameters)
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Wait, and return zero gradients."""
+        ctx.later.sleep(ctx.later.seconds)
+        return None, None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
