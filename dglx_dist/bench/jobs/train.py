@@ -1,21 +1,20 @@
 """The job ``train``: what a user's script does, under any strategy, with everything measured.
 
-Reports of the ranks agree but for ``peak_bytes``: ``epochs`` (of :mod:`dglx_dist.bench.epochs`),
-``bytes_outside_wire``, ``peak_bytes``, ``accuracy`` and ``extra``, as in ``bench.records.Measurement``.
+Reports of the ranks agree but for ``peak_bytes``: ``epochs`` (for ``results.read_epoch``), ``bytes_outside_wire``, ``peak_bytes``, ``accuracy`` and ``extra``, as in ``bench.records.Measurement``.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 import dgl
 import torch
 from torch import Tensor
 
-from dglx_dist.bench.epochs import to_json
 from dglx_dist.bench.jobs.context import JobContext
 from dglx_dist.bench.jobs.train_params import TrainParams, read_params
 from dglx_dist.bench.simulate import SleepingModel
@@ -123,7 +122,7 @@ def _measured(training: _Training, told: TrainParams, context: JobContext) -> di
     sent = session.ledger.since(before.ledger)
     wire = None if wire is None else _sent_by_cards(before.card, context, session)
     return {
-        "epochs": [to_json(record) for record in records],
+        "epochs": [_json(record) for record in records],
         "bytes_outside_wire": wire,
         "peak_bytes": context.peak_bytes(),
         "accuracy": curve,
@@ -137,7 +136,15 @@ def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
     record = train_epoch(training.step, training.loader, training.g.session, epoch, _nothing)
     if told.simulated is None:
         return record
-    return replace(record, loss=float("nan"), train_accuracy=float("nan"))
+    return replace(record, loss=math.nan, train_accuracy=math.nan)
+
+
+def _json(record: EpochRecord) -> dict[str, Any]:
+    """Return JSON values; what is no number, as the loss of simulated compute, becomes null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(record).items()
+    }
 
 
 def _evaluate(
