@@ -167,6 +167,8 @@ class Outcome:
     plan: ExperimentPlan | None = None
     measurements: tuple[Measurement, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    """What a reader must know beside every figure, e.g. that there were few repetitions; empty: nothing."""
     command: str = ""
     """Repeats it."""
     date: str = ""

@@ -1,0 +1,98 @@
+"""The servers and ranks of one experiment: a lab and a crew for each shape, all up at once."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+from dglx_dist.bench.crew import Crew
+from dglx_dist.bench.records import Job, Shape
+from dglx_dist.lab.base import Lab, LabSpec
+from dglx_dist.lab.loopback import LoopbackLab
+from dglx_dist.lab.rates import Rate
+
+JOB_TIMEOUT_S = 900.0
+
+
+class Stage(ABC):
+    """Where jobs are done; one at a time, so that what waits costs the others nothing."""
+
+    @abstractmethod
+    def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
+        """Do ``job`` on the servers of ``shape`` with ``rate`` between them; return the reports by rank.
+
+        Args:
+            shape: One of those that the stage was opened with.
+            job: What to do.
+            rate: Most that a server sends, or receives; None, or plain loopback: not limited.
+
+        Raises:
+            JobError: a rank failed, died or was silent for long.
+        """
+
+    @abstractmethod
+    def describe(self, shape: Shape) -> dict[str, Any]:
+        """Return ``Lab.describe()`` of its servers."""
+
+    @abstractmethod
+    def limits(self, shape: Shape) -> bool:
+        """Whether a rate between its servers holds; False on plain loopback."""
+
+
+OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]]
+
+
+@dataclass(frozen=True)
+class _Set:
+    lab: Lab
+    crew: Crew
+
+
+@final
+class LabStage(Stage):
+    """Crews of real ranks in labs; :func:`open_stage` makes one."""
+
+    def __init__(self, sets: dict[Shape, _Set]) -> None:
+        self._sets = sets
+
+    def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
+        """See :meth:`Stage.do`."""
+        used = self._sets[shape]
+        if self.limits(shape):
+            used.lab.set_rates(rate, shape.internal)
+        return used.crew.do(job, JOB_TIMEOUT_S)
+
+    def describe(self, shape: Shape) -> dict[str, Any]:
+        """See :meth:`Stage.describe`."""
+        return self._sets[shape].lab.describe()
+
+    def limits(self, shape: Shape) -> bool:
+        """See :meth:`Stage.limits`."""
+        return self._sets[shape].lab.kind != "loopback"
+
+
+@contextmanager
+def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
+    """Bring up the servers and start the ranks of each of ``shapes``; end them all afterwards.
+
+    Raises:
+        ConfigError: a shape asks for what this machine cannot give.
+        JobError: ranks could not be started.
+    """
+    with ExitStack() as closing:
+        # Not in /dev/shm, of which each server has its own.
+        folder = Path(tempfile.mkdtemp(prefix="dglx-bench-"))
+        closing.callback(shutil.rmtree, folder, ignore_errors=True)
+        sets = {}
+        for number, shape in enumerate(shapes):
+            spec = LabSpec(servers=shape.servers, external=None, internal=shape.internal, cpus=shape.cpus)
+            lab = closing.enter_context(LoopbackLab(spec))
+            crew = Crew(lab, shape.ranks_per_server, folder / f"crew-{number}")
+            sets[shape] = _Set(lab, closing.enter_context(crew))
+        yield LabStage(sets)
