@@ -137,7 +137,7 @@ def start(
     command: Sequence[str],
     *,
     ranks_per_server: int,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     trace: Path | None = None,
     log_folder: Path | None = None,
     show: bool = True,
@@ -152,7 +152,7 @@ def start(
         lab: Must stay open until the command has ended.
         command: As :func:`dglx_dist.lab.command.torchrun_arguments` reads it.
         ranks_per_server: At least 1.
-        environment: Variables beside this process's own, which they override.
+        environment: Variables beside this process's own, which they override; None unsets one.
         trace: Folder for what each session writes when it closes; made if need be.
         log_folder: Folder for ``server-<i>.log``, all output of each server; None: no files.
         show: Whether output is shown: server 0's as it is, the others' lines behind their server's name.
@@ -178,7 +178,7 @@ def start(
             launcher = Launcher(
                 server,
                 _launcher_command(lab, server, port.number, ranks_per_server, folder, arguments),
-                {**server_environment(server, ranks_per_server), **extra},
+                with_changes(server_environment(server, ranks_per_server), extra),
                 screen=screen,
                 log=None if log_folder is None else log_folder / f"server-{server.number}.log",
                 failure_file=_failure_file(folder, server),
@@ -194,7 +194,7 @@ def run(
     command: Sequence[str],
     *,
     ranks_per_server: int,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     trace: Path | None = None,
     log_folder: Path | None = None,
     show: bool = True,
@@ -251,6 +251,11 @@ def server_environment(server: Server, ranks: int) -> dict[str, str]:
         # What a failed rank leaves its neighbours for an orderly end; seconds.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
     }
+
+
+def with_changes(environment: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return ``environment`` with ``changes``; None unsets a variable."""
+    return {name: value for name, value in {**environment, **changes}.items() if value is not None}
 
 
 def _claim(lab: Lab) -> Port:
