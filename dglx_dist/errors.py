@@ -37,3 +37,7 @@ class CheckpointError(DglxError):
 
 class JobError(DglxError):
     """A job of the bench failed, died or hung on a rank; the message names the rank and ends with its log."""
+
+
+class LabError(DglxError):
+    """An emulated server could not be made, entered or taken down; the message says what the host answered."""

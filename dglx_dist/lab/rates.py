@@ -9,6 +9,11 @@ from dglx_dist.errors import ConfigError
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 _LEAST = 8_000
+_LEAST_BURST_BYTES = 256 * 1024
+"""Segments leave a virtual card in bundles of up to 64 KiB; a smaller bucket would tear them and cost processor time."""
+_BURST_S = 2e-3
+"""A bucket that lasts as long as the kernel may be late in refilling it."""
+_LATENCY = "50ms"
 
 
 @dataclass(frozen=True, order=True)
@@ -31,6 +36,15 @@ class Rate:
                 f"rate {text!r} must be a number and gbit, mbit or kbit, at least 8kbit; e.g. 100mbit"
             )
         return cls(bits)
+
+    def tbf(self) -> list[str]:
+        """Return the words after ``tc qdisc replace dev DEVICE root`` that hold a device to this rate.
+
+        A token bucket: up to ``burst`` bytes leave at once after a pause, all others at the rate; a packet
+        that would wait longer than 50 ms is dropped, as a switch does.
+        """
+        burst = max(_LEAST_BURST_BYTES, round(self.bits_per_s / 8 * _BURST_S))
+        return ["tbf", "rate", f"{self.bits_per_s}bit", "burst", str(burst), "latency", _LATENCY]
 
     def __str__(self) -> str:
         for unit, size in _UNITS.items():

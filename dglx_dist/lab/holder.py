@@ -1,0 +1,122 @@
+"""A process that holds namespaces open, and the kernel's promise to end all that is in them with it."""
+
+from __future__ import annotations
+
+import re
+import select
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from dglx_dist.errors import LabError
+from dglx_dist.lab.processes import Process, find, parent
+
+_START_S = 30.0
+_END_S = 10.0
+# The shell is the first process of its own process namespace and must say which number it has outside;
+# /proc is still the one of outside here.
+_WHO = "read outside rest < /proc/self/stat"
+# Nobody waits for orphans, which come to the first process: ignored children leave no zombies.
+_READY = "exec 2>/dev/null\ntrap '' CHLD\necho ready $outside\nexec >/dev/null"
+_STAY = "stay"
+_WAIT = f'read word && [ "$word" = {_STAY} ] && exec sleep infinity </dev/null'
+
+
+class Holder:
+    """Namespaces that are held open by one end of a pipe, of which this process has the other.
+
+    When this process ends, however it ends, the kernel ends all that runs in the namespaces, and the
+    namespaces with it.
+
+    Args:
+        what: Whom it holds, for messages.
+        namespaces: Options of ``unshare``, e.g. ``--net``; a process namespace is always among them.
+        setup: Commands to run inside first.
+        detached: Make it able to ``stay``.
+
+    Raises:
+        LabError: the namespaces were refused or a command failed.
+    """
+
+    def __init__(
+        self, what: str, namespaces: Sequence[str], setup: Sequence[Sequence[str]], *, detached: bool
+    ) -> None:
+        lines = [_WHO, *(shlex.join(command) for command in setup), _READY, _WAIT]
+        enter = ["unshare", *namespaces, "--pid", "--fork", "--kill-child", "sh", "-ec", "\n".join(lines)]
+        self._pipe = subprocess.Popen(
+            ["setsid", "--fork", *enter] if detached else enter,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C is for the process that owns the lab; it takes the servers down in order.
+            start_new_session=True,
+        )
+        try:
+            self.init = self._wait_until_ready(what)
+            self.outer = find(parent(self.init.pid))
+        except BaseException:
+            self._let_go()
+            raise
+
+    def stay(self) -> None:
+        """Let it outlive this process; only killing ``init`` ends it then."""
+        if self._pipe.stdin is not None:
+            self._pipe.stdin.write(f"{_STAY}\n".encode())
+        self._let_go()
+
+    def close(self) -> None:
+        """End all that runs inside; returns when it has ended."""
+        self.init.kill()
+        self._let_go()
+        wait_until_ended((self.init, self.outer))
+
+    def _let_go(self) -> None:
+        if self._pipe.stdin is not None:
+            self._pipe.stdin.close()
+        if self._pipe.poll() is None:
+            try:
+                self._pipe.wait(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                self._pipe.kill()  # --kill-child ends the inside with it
+                self._pipe.wait(timeout=_END_S)
+        if self._pipe.stdout is not None:
+            self._pipe.stdout.close()
+
+    def _wait_until_ready(self, what: str) -> Process:
+        stream = self._pipe.stdout
+        if stream is None:
+            raise LabError(f"{what}: no answer was asked for")
+        said = _read_until_ready(stream)
+        found = re.search(r"^ready (\d+)$", said, flags=re.MULTILINE)
+        if not found:
+            raise LabError(f"{what} could not be made: {' '.join(said.split()) or 'no answer'}")
+        return find(int(found[1]))
+
+
+def wait_until_ended(processes: Sequence[Process]) -> None:
+    """Wait until all have ended.
+
+    Raises:
+        LabError: some have not within 10 s; the message names them.
+    """
+    deadline = time.monotonic() + _END_S
+    while left := [process.pid for process in processes if process.alive()]:
+        if time.monotonic() > deadline:
+            raise LabError(f"processes {left} were killed and have not ended after {_END_S:.0f} s")
+        time.sleep(0.005)
+
+
+def _read_until_ready(stream: IO[bytes]) -> str:
+    deadline = time.monotonic() + _START_S
+    said = b""
+    while not re.search(rb"^ready \d+\n", said, flags=re.MULTILINE):
+        readable, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0))
+        if not readable:
+            return f"{said.decode(errors='replace')} no answer within {_START_S:.0f} s"
+        piece = stream.read1()  # type: ignore[attr-defined]  # Popen's pipes are buffered readers
+        if not piece:
+            break
+        said += piece
+    return said.decode(errors="replace")

@@ -1,0 +1,91 @@
+"""Cards, bridge and rates of emulated servers: what ``ip`` and ``tc`` are told."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Sequence
+
+from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.lab.rates import Rate
+
+CARD = "eth0"
+BRIDGE = "bridge"
+MOST_SERVERS = 250
+_TIMEOUT_S = 30.0
+
+
+def address_of(server: int) -> str:
+    """Return the IPv4 address of a server; every lab has the same ones, as none sees another.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if server >= MOST_SERVERS:
+        raise ConfigError(f"server {server}: a lab has at most {MOST_SERVERS} servers")
+    return f"10.77.0.{server + 1}"
+
+
+def bridge_setup() -> list[list[str]]:
+    """Return the commands that make the bridge, inside the namespace of the switch."""
+    return [["ip", "link", "add", BRIDGE, "type", "bridge"], ["ip", "link", "set", BRIDGE, "up"]]
+
+
+def port_of(server: int) -> str:
+    """Return the name of the bridge's end of the cable to a server."""
+    return f"server{server}"
+
+
+def connect(server: int, *, init: int, switch: int) -> None:
+    """Lay a cable from the card of ``server`` to the bridge.
+
+    Args:
+        server: Its number.
+        init: First process of the server.
+        switch: First process of the namespace of the bridge.
+
+    Raises:
+        LabError: with what ip answered.
+    """
+    card = ["ip", "link", "add", CARD, "netns", str(init), "type", "veth"]
+    run([*card, "peer", "name", port_of(server), "netns", str(switch)])
+    run_inside(switch, [["ip", "link", "set", port_of(server), "master", BRIDGE, "up"]])
+    run_inside(
+        init,
+        [
+            ["ip", "address", "add", f"{address_of(server)}/24", "dev", CARD],
+            ["ip", "link", "set", CARD, "up"],
+        ],
+    )
+
+
+def limit(device: str, rate: Rate | None) -> list[str]:
+    """Return the command that holds what ``device`` sends to ``rate``, from now on; None: no limit."""
+    return ["tc", "qdisc", "replace", "dev", device, "root", *(rate.tbf() if rate else ["noqueue"])]
+
+
+def run_inside(pid: int, commands: Sequence[Sequence[str]]) -> str:
+    """Run ``commands`` one after another in the network namespace of process ``pid``; return their output.
+
+    Raises:
+        LabError: one failed; with what it answered.
+    """
+    script = "\n".join(shlex.join(command) for command in commands)
+    return run(["nsenter", "-t", str(pid), "-n", "sh", "-ec", script])
+
+
+def run(command: Sequence[str]) -> str:
+    """Run ``command`` and return its output.
+
+    Raises:
+        LabError: it failed or took longer than 30 s; with what it answered.
+    """
+    try:
+        done = subprocess.run(
+            list(command), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise LabError(f"no end of this within {_TIMEOUT_S:.0f} s: {shlex.join(command)}") from None
+    if done.returncode:
+        raise LabError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

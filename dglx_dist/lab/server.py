@@ -1,0 +1,87 @@
+"""An emulated server: namespaces, a share of the cores and a card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from dglx_dist.lab.base import Card, Server
+from dglx_dist.lab.budget import HeldBy
+from dglx_dist.lab.counters import read_card
+from dglx_dist.lab.links import CARD
+from dglx_dist.lab.processes import Process
+
+NAMESPACES = ("--net", "--mount", "--ipc")
+SETUP = (
+    # Mounts below must not show outside.
+    ("mount", "--make-rprivate", "/"),
+    ("mount", "-t", "proc", "proc", "/proc"),
+    ("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm"),
+    ("ip", "link", "set", "lo", "up"),
+)
+# Joins the group first, as the namespaces hide it; keeps the folder, which entering a mount namespace forgets.
+# $1: the group or nothing, $2: first process of the server.
+_ENTER = """\
+if [ -n "$1" ]; then echo 0 > "$1/cgroup.procs" || exit 125; fi
+init=$2; shift 2
+exec nsenter -t "$init" -n -m -i -p -- sh -c 'cd "$0" && exec "$@"' "$(pwd -P)" "$@"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What there is to know of a server that is up; JSON values but for the processes."""
+
+    number: int
+    address: str
+    init: Process
+    """First process inside; ends everything inside when it ends."""
+    outer: Process
+    """Its parent, outside."""
+    cores: tuple[int, ...]
+    cpu_share: float
+    cpu_held_by: HeldBy
+    cgroup: str | None
+    """Folder of its control group."""
+
+
+@final
+class NamespaceServer(Server):
+    """A server that is up.
+
+    Args:
+        facts: As noted when it was made.
+    """
+
+    def __init__(self, facts: ServerFacts) -> None:
+        self.facts = facts
+        self.number = facts.number
+        self.address = facts.address
+        self.device = CARD
+        self.cores = facts.cores
+        self.cpu_share = facts.cpu_share
+        self.cpu_held_by = facts.cpu_held_by
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """Return the command that runs ``command`` here, in the folder where it is started.
+
+        It stays in the process group of who starts it: a signal to the group reaches the command too, one
+        to the process that was started does not.
+        """
+        cores = ",".join(map(str, self.cores))
+        enter = ["taskset", "-c", cores, "sh", "-c", _ENTER, "enter"]
+        return [*enter, self.facts.cgroup or "", str(self.facts.init.pid), *command]
+
+    def card(self) -> Card:
+        """Read its card."""
+        return read_card(CARD, pid=self.facts.init.pid)
+
+    def alive(self) -> bool:
+        """Whether it is up still."""
+        return self.facts.init.alive()
+
+
+def cgroup_name(lab: str, server: int) -> str:
+    """Return the name of a server's control group."""
+    return f"dglx-lab-{lab}-{server}"

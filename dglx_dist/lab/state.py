@@ -1,0 +1,250 @@
+"""The notes of all labs of this machine: one JSON file each, by which other processes find and remove them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.lab.base import LabSpec
+from dglx_dist.lab.processes import Process
+from dglx_dist.lab.rates import Rate
+from dglx_dist.lab.server import ServerFacts
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")
+_FOLDER = "dglx-lab"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabState:
+    """What is noted of one lab."""
+
+    name: str
+    spec: LabSpec
+    """With the rates that hold now."""
+    held: Literal["process", "detached"]
+    """Whether it ends with its owner."""
+    owner: Process
+    """Who made it."""
+    boot: str
+    """Which start of this machine it belongs to; process numbers of another mean nothing."""
+    created: str
+    """ISO, UTC."""
+    complete: bool = False
+    """Whether all of it was made."""
+    switch: tuple[Process, ...] = ()
+    """Processes that hold the bridge."""
+    servers: tuple[ServerFacts, ...] = ()
+    """Those made so far."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used, or is being made."""
+        if self.boot != boot_id():
+            return False
+        if self.held == "process" or not self.complete:
+            return self.owner.alive()
+        return any(process.alive() for process in self.processes)
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """All that hold it."""
+        return (
+            *self.switch,
+            *(process for server in self.servers for process in (server.init, server.outer)),
+        )
+
+
+def folder() -> Path:
+    """Return where the notes of labs are, whether it exists or not.
+
+    Raises:
+        LabError: someone else could write there.
+    """
+    run = Path("/run")
+    place = run / _FOLDER
+    if not place.is_dir() and not (run.is_dir() and os.access(run, os.W_OK)):
+        place = Path(tempfile.gettempdir()) / _FOLDER
+    if place.is_dir() and os.geteuid() == 0 and place.stat().st_uid != 0:
+        # The pids in there would be killed as root.
+        raise LabError(f"{place} belongs to user {place.stat().st_uid}, not to root; remove it first")
+    return place
+
+
+def boot_id() -> str:
+    """Return a word that is new each time this machine starts."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def check_name(name: str) -> str:
+    """Return ``name``.
+
+    Raises:
+        ConfigError: no lab can be called so.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"lab name {name!r}: use up to 40 letters, digits and dashes, a dash not first")
+    return name
+
+
+def random_name() -> str:
+    """Return a name for a lab that nobody named."""
+    return f"run-{secrets.token_hex(5)}"
+
+
+def reserve(state: LabState) -> None:
+    """Write the first notes of a lab.
+
+    Raises:
+        ConfigError: one of this name exists.
+    """
+    folder().mkdir(mode=0o755, exist_ok=True)
+    fresh = _write_beside(state)
+    try:
+        # A link, unlike a rename, refuses to replace: of two who ask at once, one gets the name.
+        os.link(fresh, _path(state.name))
+    except FileExistsError:
+        raise ConfigError(
+            f"a lab called {state.name!r} exists; take it down with `dglx lab down {state.name}`, "
+            "or choose another name"
+        ) from None
+    finally:
+        fresh.unlink()
+
+
+def note(state: LabState) -> None:
+    """Replace the notes of a lab, in one step.
+
+    Raises:
+        LabError: there are none: it was taken down meanwhile.
+    """
+    if not _path(state.name).exists():
+        raise LabError(f"the lab {state.name!r} was taken down meanwhile by another process")
+    _write_beside(state).rename(_path(state.name))
+
+
+def read(name: str) -> LabState:
+    """Read the notes of a lab.
+
+    Raises:
+        ConfigError: there is no lab of this name; the message lists those there are.
+        LabError: the notes are damaged; the message names the file.
+    """
+    path = _path(check_name(name))
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        there = ", ".join(names()) or "none"
+        raise ConfigError(f"there is no lab called {name!r}; up are: {there}") from None
+    try:
+        return _from_json(name, json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LabError(
+            f"{path} is damaged ({error}); `dglx lab down {name}` or `dglx lab down --all` removes it"
+        ) from error
+
+
+def names() -> list[str]:
+    """Return the names of all labs that have notes, ascending."""
+    return sorted(path.stem for path in folder().glob("*.json") if _NAME.fullmatch(path.stem))
+
+
+def forget(name: str) -> None:
+    """Remove the notes of a lab, if there are any."""
+    _path(check_name(name)).unlink(missing_ok=True)
+
+
+def list_labs() -> list[LabState]:
+    """Return the notes of all labs, dead ones included, by name.
+
+    Raises:
+        LabError: notes are damaged; the message names the file.
+    """
+    found = []
+    for name in names():
+        try:
+            found.append(read(name))
+        except ConfigError:
+            continue  # taken down since the folder was listed
+    return found
+
+
+def _path(name: str) -> Path:
+    return folder() / f"{name}.json"
+
+
+def _write_beside(state: LabState) -> Path:
+    fresh = folder() / f".{state.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        fresh.write_text(json.dumps(_to_json(state), indent=1) + "\n")
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    return fresh
+
+
+def _to_json(state: LabState) -> dict[str, Any]:
+    spec = state.spec
+    rates = {"external": spec.external and spec.external.bits_per_s}
+    rates["internal"] = spec.internal and spec.internal.bits_per_s
+    return {
+        "format": _FORMAT,
+        **{key: value for key, value in asdict(state).items() if key not in ("name", "spec")},
+        "spec": {"servers": spec.servers, "cpus": spec.cpus, **rates},
+    }
+
+
+def _from_json(name: str, values: Mapping[str, Any]) -> LabState:
+    if values["format"] != _FORMAT:
+        raise ValueError(f"format {values['format']!r}, not {_FORMAT}")
+    if values["held"] not in ("process", "detached") or not isinstance(values["complete"], bool):
+        raise ValueError(f"held {values['held']!r}, complete {values['complete']!r}")
+    spec = values["spec"]
+    return LabState(
+        name=name,
+        spec=LabSpec(
+            servers=int(spec["servers"]),
+            external=_rate(spec["external"]),
+            internal=_rate(spec["internal"]),
+            cpus=None if spec["cpus"] is None else float(spec["cpus"]),
+        ),
+        held=values["held"],
+        owner=_process(values["owner"]),
+        boot=str(values["boot"]),
+        created=str(values["created"]),
+        complete=values["complete"],
+        switch=tuple(_process(one) for one in values["switch"]),
+        servers=tuple(_server(one) for one in values["servers"]),
+    )
+
+
+def _rate(bits_per_s: Any) -> Rate | None:
+    return None if bits_per_s is None else Rate(int(bits_per_s))
+
+
+def _process(values: Mapping[str, Any]) -> Process:
+    process = Process(pid=int(values["pid"]), started=int(values["started"]))
+    if process.pid < 2:
+        raise ValueError(f"process number {process.pid}")
+    return process
+
+
+def _server(values: Mapping[str, Any]) -> ServerFacts:
+    return ServerFacts(
+        number=int(values["number"]),
+        address=str(values["address"]),
+        init=_process(values["init"]),
+        outer=_process(values["outer"]),
+        cores=tuple(int(core) for core in values["cores"]),
+        cpu_share=float(values["cpu_share"]),
+        cpu_held_by=values["cpu_held_by"],
+        cgroup=None if values["cgroup"] is None else str(values["cgroup"]),
+    )
