@@ -12,13 +12,15 @@ from matplotlib.ticker import MaxNLocator
 
 from dglx_dist.records import EpochRecord
 
-_PHASES = (
+PHASES = (
     ("wait for the loader", "wait_s", "#c44e52"),
     ("compute", "compute_s", "#4c72b0"),
     ("exchange", "exchange_s", "#dd8452"),
 )
-_HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
-_INSIDE, _OUTSIDE = "#9ecae1", "#d62728"
+"""Label, field of EpochRecord, colour of what the training loop does, one after another."""
+HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
+"""The same for what the loader's threads do beside it."""
+INSIDE, OUTSIDE = "#9ecae1", "#d62728"
 
 
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
@@ -52,15 +54,15 @@ def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
 def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     numbers = [e.epoch for e in epochs]
     bottom = [0.0] * len(epochs)
-    for name, field, color in _PHASES:
+    for name, field, color in PHASES:
         heights = [getattr(e, field) for e in epochs]
         axes.bar(numbers, heights, bottom=bottom, color=color, label=name)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    for name, field, color in _HIDDEN:
+    for name, field, color in HIDDEN:
         axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
     axes.set(title="seconds per epoch, slowest rank", xlabel="epoch", ylabel="s")
     # The first epoch compiles kernels; drawn whole, it would flatten all others.
-    warm = max((sum(getattr(e, field) for _, field, _ in _PHASES) for e in epochs[1:]), default=0.0)
+    warm = max((sum(getattr(e, field) for _, field, _ in PHASES) for e in epochs[1:]), default=0.0)
     if bottom and bottom[0] > 2 * warm > 0:
         axes.set_ylim(0, 1.6 * warm)
         axes.set_xlabel(f"epoch (the first, {bottom[0]:.2g} s, goes beyond the picture)")
@@ -70,9 +72,9 @@ def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
 def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     numbers = [e.epoch for e in epochs]
     inside = [e.bytes_inside / 1e6 for e in epochs]
-    axes.bar(numbers, inside, color=_INSIDE, label="inside a server")
+    axes.bar(numbers, inside, color=INSIDE, label="inside a server")
     outside = [e.bytes_outside / 1e6 for e in epochs]
-    axes.bar(numbers, outside, bottom=inside, color=_OUTSIDE, label="between servers")
+    axes.bar(numbers, outside, bottom=inside, color=OUTSIDE, label="between servers")
     axes.set(title="payload per epoch, all ranks", xlabel="epoch", ylabel="MB")
     axes.set_ylim(0, 1.4 * max((e.bytes_inside + e.bytes_outside for e in epochs), default=1) / 1e6 or 1)
     axes.legend(fontsize=8, loc="upper right")

@@ -1,4 +1,4 @@
-"""The tables that the command line prints."""
+"""The tables that the command line prints, and those of Markdown files."""
 
 from __future__ import annotations
 
@@ -95,3 +95,21 @@ def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
     for part, values in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(part), *(str(value) for value in values))
     return table
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of Markdown, one line per row; ``|`` and line ends in cells are escaped.
+
+    Raises:
+        ValueError: a row has another number of cells than ``head``.
+    """
+    lines = [_markdown_line(head), "|" + "---|" * len(head)]
+    for row in rows:
+        if len(row) != len(head):
+            raise ValueError(f"row {list(row)} has {len(row)} cells, the head has {len(head)}")
+        lines.append(_markdown_line(row))
+    return "\n".join(lines)
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

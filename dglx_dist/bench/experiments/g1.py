@@ -9,12 +9,12 @@ EXPERIMENT = Experiment(
     title="shared preloading beside full-graph training, reddit-like (602 features)",
     suites=("papers",),
     claim=Claim(
-        paper="GraNNDis (PACT 2024) and its artifact",
+        paper="GraNNDis (PACT 2024), README of its artifact",
         says=(
             "reddit, 100 epochs: 449 s full-graph, 87.6 s with preloading (5.13x), 75.2 s with expansion-"
             "aware sampling (5.98x)"
         ),
-        setting="its artifact's README: 2 servers of 4 A6000, 10 Gbit/s Ethernet",
+        setting="2 servers of 4 A6000, 10 Gbit/s Ethernet",
     ),
     prediction=(
         "3 to 5x at phi 0.94 over the plain baseline; over the baseline with cached layer-0 rows 1.15x, and"

@@ -9,12 +9,12 @@ EXPERIMENT = Experiment(
     title="shared preloading and its sampling beside full-graph training, arxiv-like (128 features)",
     suites=("papers",),
     claim=Claim(
-        paper="GraNNDis (PACT 2024) and its artifact",
+        paper="GraNNDis (PACT 2024), README of its artifact",
         says=(
             "arxiv, 100 epochs: 15.4 s full-graph, 8.6 s with preloading (1.79x), 11.7 s with expansion-"
             "aware sampling (1.32x)"
         ),
-        setting="its artifact's README: 2 servers of 4 A6000, 10 Gbit/s Ethernet",
+        setting="2 servers of 4 A6000, 10 Gbit/s Ethernet",
     ),
     prediction=(
         "1.6 to 1.8x and 1.3 to 1.6x at phi 0.64 with 1.12 times the compute; 1.4x with cached layer-0 rows"

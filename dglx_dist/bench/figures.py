@@ -1,0 +1,158 @@
+"""Measurements -> the figures of a report: medians with their spread, by variant and by ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dglx_dist.bench.links import Link, link_of
+from dglx_dist.bench.records import Measurement, Outcome, Ratio, Variant
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EpochRecord
+
+PHASES = ("wait_s", "compute_s", "exchange_s")
+"""Of the training loop, one after another."""
+HIDDEN = ("sample_s", "fetch_s")
+"""On the loader's threads, beside the training loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A median and its interquartile range."""
+
+    median: float
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        """Say whether ``value`` lies in the interquartile range."""
+        return self.low <= value <= self.high
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return median and quartiles (linear interpolation) of at least one value."""
+    low, median, high = (float(value) for value in np.percentile(values, [25, 50, 75]))
+    return Spread(median=median, low=low, high=high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantFigures:
+    """What a variant's repetitions come to; seconds and bytes are of one epoch."""
+
+    variant: Variant
+    link: Link
+    repetitions: int
+    seconds: Spread
+    phases: Mapping[str, Spread]
+    """By the names in PHASES and HIDDEN."""
+    samples_per_second: Spread
+    bytes_inside: float
+    bytes_outside: float
+    bytes_wire: float | None
+    """Outside, by the cards; None where no card counted."""
+    peak_bytes: int
+    """The largest of all repetitions."""
+
+    @property
+    def wire_over_ledger(self) -> float | None:
+        """Bytes by the cards over payload by the ledger; None without either."""
+        if self.bytes_wire is None or self.bytes_outside <= 0:
+            return None
+        return self.bytes_wire / self.bytes_outside
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioFigures:
+    """A ratio as measured."""
+
+    ratio: Ratio
+    value: Spread | None
+    """None: a variant has no measurement, or the lower one is 0. Median: quotient of the two medians.
+    Quartiles: of the quotients of single repetitions, which ran one after the other, so that a drift of
+    the machine cancels."""
+    simulated: str
+    """What of its two variants is simulated; empty: nothing."""
+    limited: bool
+    """Whether the links between servers of both variants were limited as asked."""
+
+
+def variant_figures(outcome: Outcome) -> tuple[VariantFigures, ...]:
+    """Return the figures of each variant that has a measurement, in the plan's order."""
+    if outcome.plan is None:
+        return ()
+    measured = [(variant, _of(variant.name, outcome)) for variant in outcome.plan.variants]
+    return tuple(_figures(variant, of, link_of(outcome, variant)) for variant, of in measured if of)
+
+
+def ratio_figures(outcome: Outcome) -> tuple[RatioFigures, ...]:
+    """Return each ratio of the plan, in its order.
+
+    Raises:
+        ConfigError: a ratio names a variant that the plan lacks.
+    """
+    if outcome.plan is None:
+        return ()
+    variants = {variant.name: variant for variant in outcome.plan.variants}
+    return tuple(_ratio(ratio, variants, outcome) for ratio in outcome.plan.ratios)
+
+
+def _of(name: str, outcome: Outcome) -> list[Measurement]:
+    return [one for one in outcome.measurements if one.variant == name and one.epochs]
+
+
+def _figures(variant: Variant, measured: Sequence[Measurement], link: Link) -> VariantFigures:
+    phases = {name: spread([_mean(one, name) for one in measured]) for name in (*PHASES, *HIDDEN)}
+    wire = [
+        one.bytes_outside_wire / len(one.epochs) for one in measured if one.bytes_outside_wire is not None
+    ]
+    return VariantFigures(
+        variant=variant,
+        link=link,
+        repetitions=len(measured),
+        seconds=spread([one.seconds for one in measured]),
+        phases=phases,
+        samples_per_second=spread([_mean(one, "samples_per_second") for one in measured]),
+        bytes_inside=float(np.median([_mean(one, "bytes_inside") for one in measured])),
+        bytes_outside=float(np.median([_mean(one, "bytes_outside") for one in measured])),
+        bytes_wire=float(np.median(wire)) if wire else None,
+        peak_bytes=max(one.peak_bytes for one in measured),
+    )
+
+
+def _mean(measurement: Measurement, name: str) -> float:
+    """Return the mean over the measured epochs of one field of EpochRecord."""
+    epochs: Sequence[EpochRecord] = measurement.epochs
+    return sum(float(getattr(epoch, name)) for epoch in epochs) / len(epochs)
+
+
+def _ratio(ratio: Ratio, variants: Mapping[str, Variant], outcome: Outcome) -> RatioFigures:
+    unknown = {ratio.over, ratio.under} - set(variants)
+    if unknown:
+        raise ConfigError(
+            f"{outcome.experiment}: ratio {ratio.name!r} names {sorted(unknown)}; "
+            f"the plan's variants are {list(variants)}"
+        )
+    over, under = ({one.repetition: one for one in _of(name, outcome)} for name in (ratio.over, ratio.under))
+    words = [variants[name].simulated for name in (ratio.over, ratio.under)]
+    return RatioFigures(
+        ratio=ratio,
+        value=_quotient(_by_repetition(ratio, over), _by_repetition(ratio, under)),
+        simulated="; ".join(dict.fromkeys(text for text in words if text)),
+        limited=all(link_of(outcome, variants[name]).limited for name in (ratio.over, ratio.under)),
+    )
+
+
+def _by_repetition(ratio: Ratio, measured: Mapping[int, Measurement]) -> dict[int, float]:
+    return {number: _mean(one, ratio.quantity) for number, one in measured.items()}
+
+
+def _quotient(over: Mapping[int, float], under: Mapping[int, float]) -> Spread | None:
+    if not over or not under or float(np.median([*under.values()])) <= 0:
+        return None
+    value = float(np.median([*over.values()])) / float(np.median([*under.values()]))
+    both = sorted(set(over) & set(under))
+    around = spread([over[number] / under[number] for number in both if under[number] > 0] or [value])
+    # The quotient of medians is no quotient of one repetition, so few of these may lie to one side of it.
+    return Spread(median=value, low=min(around.low, value), high=max(around.high, value))

@@ -1,0 +1,188 @@
+"""One experiment's part of a Markdown report: what was claimed, foretold, done and measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dglx_dist.bench.figures import (
+    HIDDEN,
+    PHASES,
+    RatioFigures,
+    Spread,
+    VariantFigures,
+    ratio_figures,
+    variant_figures,
+)
+from dglx_dist.bench.records import Experiment, Outcome
+from dglx_dist.bench.verdict import bounds_in_words, judge, judge_experiment
+from dglx_dist.report.table import markdown_table
+from dglx_dist.report.units import plural, readable_bytes, readable_seconds
+
+_VARIANT_HEAD = (
+    "variant", "link between servers", "s per epoch (IQR)", "wait", "compute", "exchange",
+    "sample (threads)", "fetch (threads)", "MB inside", "MB outside", "wire MB (x ledger)", "peak of a rank",
+)  # fmt: skip
+_RATIO_HEAD = ("ratio", "predicted", "measured (IQR)", "reproduced when", "verdict")
+_QUANTITIES = {
+    "seconds": "seconds per epoch",
+    "bytes_outside": "payload between servers",
+    "samples_per_second": "samples per second",
+}
+
+OVERVIEW_HEAD = ("id", "what is claimed", "paper", "predicted", "measured (IQR)", "verdict")
+
+
+def overview_row(experiment: Experiment, outcome: Outcome | None) -> tuple[str, ...]:
+    """Return the cells under OVERVIEW_HEAD; ``outcome`` None: there is no result."""
+    ratios = () if outcome is None else ratio_figures(outcome)
+    return (
+        experiment.id,
+        experiment.claim.says,
+        f"{experiment.claim.paper}: {experiment.claim.setting}",
+        experiment.prediction,
+        "; ".join(f"{one.ratio.name}: {ratio_in_words(one)}" for one in ratios) or "-",
+        str(judge_experiment(experiment, outcome)),
+    )
+
+
+def section(experiment: Experiment, outcome: Outcome | None, pictures: Sequence[str] = ()) -> str:
+    """Return the section of an experiment, headed by ``##``.
+
+    Args:
+        experiment: What it is.
+        outcome: What became of it; None: there is no result.
+        pictures: Paths as the page should link them.
+    """
+    verdict = judge_experiment(experiment, outcome)
+    told = {
+        "Claim": f"{experiment.claim.says} ({experiment.claim.paper}).",
+        "Setting there": f"{experiment.claim.setting}.",
+        "Predicted here": experiment.prediction,
+        "How": experiment.how,
+        "Verdict": f"**{verdict}**: {verdict.why}.",
+    }
+    parts = [f"## {experiment.id}: {experiment.title}"]
+    parts.append("\n".join(f"- {name}: {text}" for name, text in told.items() if text))
+    if outcome is not None and outcome.plan is not None and outcome.measurements:
+        parts += _measured(outcome)
+    parts += [f"![{experiment.id}]({picture})" for picture in pictures]
+    if outcome is not None:
+        parts += _circumstances(outcome)
+    return "\n\n".join(part for part in parts if part)
+
+
+def ratio_in_words(figures: RatioFigures) -> str:
+    """Write e.g. "2.10 (2.05 to 2.15)", with "simulated" where it is; "-" when it could not be formed."""
+    if figures.value is None:
+        return "-"
+    return _marked(_spread(figures.value, "{:.2f}".format), figures.simulated)
+
+
+def not_reproduced(pairs: Sequence[tuple[Experiment, Outcome | None]]) -> list[str]:
+    """Return one sentence for each experiment that does not support its claim here."""
+    sentences = []
+    for experiment, outcome in pairs:
+        verdict = judge_experiment(experiment, outcome)
+        if verdict.word != "reproduced" or verdict.simulated:
+            sentences.append(f"**{experiment.id}**, {experiment.title}: {verdict}; {verdict.why}.")
+    return sentences
+
+
+def flat(values: Mapping[str, Any]) -> str:
+    """Write JSON values in one line: each name before its value, nested ones in brackets."""
+    return "; ".join(f"{name} {_plain(value)}" for name, value in values.items())
+
+
+def _measured(outcome: Outcome) -> list[str]:
+    assert outcome.plan is not None
+    variants = variant_figures(outcome)
+    counts = sorted({one.repetitions for one in variants})
+    repetitions = plural(counts[0], "repetition") if len(counts) == 1 else f"{counts} repetitions"
+    parts = [
+        f"Medians of {repetitions} run in turn, seconds of the slowest rank, bytes of all ranks per epoch:",
+        markdown_table(_VARIANT_HEAD, [_variant_cells(one) for one in variants]),
+    ]
+    if outcome.plan.ratios:
+        parts.append(markdown_table(_RATIO_HEAD, [_ratio_cells(one) for one in ratio_figures(outcome)]))
+    simulated = {one.name: one.simulated for one in outcome.plan.variants if one.simulated}
+    parts += [f"Simulated in {name}: {text}." for name, text in simulated.items()]
+    if outcome.plan.facts:
+        parts.append("What the prediction rests on: " + flat(outcome.plan.facts) + ".")
+    return parts
+
+
+def _variant_cells(figures: VariantFigures) -> tuple[str, ...]:
+    mark = figures.variant.simulated
+    name = f"{figures.variant.name} (simulated)" if mark else figures.variant.name
+    shape = figures.variant.shape
+    ranks = f"{plural(shape.servers, 'server')} of {plural(shape.ranks_per_server, 'rank')}"
+    wire = "-" if figures.bytes_wire is None else _megabytes(figures.bytes_wire)
+    if figures.wire_over_ledger is not None:
+        wire += f" ({figures.wire_over_ledger:.2f})"
+    return (
+        name,
+        f"{ranks}, {figures.link.words}",
+        _marked(_spread(figures.seconds, readable_seconds), mark),
+        *(_marked(readable_seconds(figures.phases[phase].median), mark) for phase in PHASES),
+        *(_marked(readable_seconds(figures.phases[phase].median), mark) for phase in HIDDEN),
+        _megabytes(figures.bytes_inside),
+        _megabytes(figures.bytes_outside),
+        wire,
+        readable_bytes(figures.peak_bytes) if figures.peak_bytes else "-",
+    )
+
+
+def _ratio_cells(figures: RatioFigures) -> tuple[str, ...]:
+    ratio = figures.ratio
+    verdict = judge(figures)
+    return (
+        f"{ratio.name}: {_QUANTITIES[ratio.quantity]}, {ratio.over} / {ratio.under}",
+        "-" if ratio.predicted is None else f"{ratio.predicted:g}",
+        ratio_in_words(figures),
+        bounds_in_words(ratio.low, ratio.high),
+        f"{verdict}: {verdict.why}",
+    )
+
+
+def _circumstances(outcome: Outcome) -> list[str]:
+    lines = []
+    missing = sorted({str(one.get("missing")) for one in _mappings(outcome.network) if one.get("missing")})
+    lines += [f"- Links were not limited: {text}." for text in missing]
+    if outcome.machine:
+        lines.append(f"- Machine: {flat(outcome.machine)}.")
+    if outcome.network:
+        lines.append(f"- Network: {flat(outcome.network)}.")
+    if outcome.date:
+        lines.append(f"- Date: {outcome.date}.")
+    command = f"    {outcome.command}" if outcome.command else ""
+    return ["\n".join(lines), command]
+
+
+def _mappings(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [value for value in values.values() if isinstance(value, Mapping)]
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str | int):
+        return str(value)
+    if isinstance(value, Mapping):
+        return "(" + ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items()) + ")"
+    if isinstance(value, Sequence):
+        return ", ".join(_plain(inner) for inner in value)
+    return json.dumps(value)
+
+
+def _spread(value: Spread, form: Any) -> str:
+    return f"{form(value.median)} ({form(value.low)} to {form(value.high)})"
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f}"
+
+
+def _marked(text: str, simulated: str) -> str:
+    return f"{text} simulated" if simulated else text
