@@ -86,10 +86,10 @@ def find_rate(
     """
     if not 0 < phi < 1:
         raise ConfigError(f"phi={phi} must lie between 0 and 1, e.g. 0.65: a share of the time")
-    if not 0 < tolerance < 1 or max_tries < 1:
-        raise ConfigError(
-            f"tolerance={tolerance} must lie between 0 and 1, max_tries={max_tries} be at least 1"
-        )
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance={tolerance} must lie between 0 and 1, e.g. 0.03")
+    if max_tries < 1:
+        raise ConfigError(f"max_tries={max_tries} must be at least 1")
     free = measure(None)
     if not 0 < free.seconds < math.inf:
         raise ConfigError(f"the command took {free.seconds} s without limits: there is no time to measure")

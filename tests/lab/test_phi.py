@@ -115,7 +115,7 @@ def test_a_share_lies_between_0_and_1(phi: float) -> None:
 def test_other_arguments_must_make_sense() -> None:
     with pytest.raises(ConfigError, match="tolerance=0"):
         find_rate(added, 0.5, tolerance=0)
-    with pytest.raises(ConfigError, match="max_tries be at least 1"):
+    with pytest.raises(ConfigError, match="max_tries=0 must be at least 1"):
         find_rate(added, 0.5, max_tries=0)
 
 
