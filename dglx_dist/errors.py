@@ -40,4 +40,4 @@ class JobError(DglxError):
 
 
 class LabError(DglxError):
-    """An emulated server could not be made, entered or taken down; the message says what the host answered."""
+    """An emulated server could not be made, entered or taken down; the message has the host's answer."""

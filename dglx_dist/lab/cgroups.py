@@ -101,7 +101,7 @@ def _own_groups() -> dict[str, str]:
     groups = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        groups.update({controller: path for controller in controllers.split(",")})
+        groups.update(dict.fromkeys(controllers.split(","), path))
     return groups
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from dglx_dist.errors import LabError
-from dglx_dist.lab.processes import Process, find, parent
+from dglx_dist.lab.pids import Process, find, parent
 
 _START_S = 30.0
 _END_S = 10.0

@@ -12,7 +12,7 @@ from dglx_dist.lab import cgroups, cleaning, links, state
 from dglx_dist.lab.base import Card, Lab, LabSpec
 from dglx_dist.lab.budget import CpuShare, deal_out, held_by, usable_cores
 from dglx_dist.lab.holder import Holder
-from dglx_dist.lab.processes import find
+from dglx_dist.lab.pids import find
 from dglx_dist.lab.rates import Rate
 from dglx_dist.lab.server import NAMESPACES, SETUP, NamespaceServer, ServerFacts, cgroup_name
 from dglx_dist.lab.state import LabState
@@ -142,7 +142,7 @@ def _raise_servers(noted: LabState, shares: Sequence[CpuShare], holders: list[Ho
             cores=share.cores,
             cpu_share=share.share,
             cpu_held_by=held_by(share, quota=group is not None),
-            cgroup=group and str(group),
+            cgroup=None if group is None else str(group),
         )
         noted = replace(noted, servers=(*noted.servers, facts))
         state.note(noted)

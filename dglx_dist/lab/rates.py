@@ -10,7 +10,7 @@ from dglx_dist.errors import ConfigError
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 _LEAST = 8_000
 _LEAST_BURST_BYTES = 256 * 1024
-"""Segments leave a virtual card in bundles of up to 64 KiB; a smaller bucket would tear them and cost processor time."""
+"""Segments leave a virtual card in bundles of up to 64 KiB; a smaller bucket would tear them."""
 _BURST_S = 2e-3
 """A bucket that lasts as long as the kernel may be late in refilling it."""
 _LATENCY = "50ms"

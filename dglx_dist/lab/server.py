@@ -10,7 +10,7 @@ from dglx_dist.lab.base import Card, Server
 from dglx_dist.lab.budget import HeldBy
 from dglx_dist.lab.counters import read_card
 from dglx_dist.lab.links import CARD
-from dglx_dist.lab.processes import Process
+from dglx_dist.lab.pids import Process
 
 NAMESPACES = ("--net", "--mount", "--ipc")
 SETUP = (
@@ -20,7 +20,7 @@ SETUP = (
     ("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm"),
     ("ip", "link", "set", "lo", "up"),
 )
-# Joins the group first, as the namespaces hide it; keeps the folder, which entering a mount namespace forgets.
+# Keeps the folder, which entering a mount namespace forgets.
 # $1: the group or nothing, $2: first process of the server.
 _ENTER = """\
 if [ -n "$1" ]; then echo 0 > "$1/cgroup.procs" || exit 125; fi

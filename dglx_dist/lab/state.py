@@ -1,4 +1,4 @@
-"""The notes of all labs of this machine: one JSON file each, by which other processes find and remove them."""
+"""The notes of all labs of this machine: a JSON file each, by which other processes find and remove them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.processes import Process
+from dglx_dist.lab.pids import Process
 from dglx_dist.lab.rates import Rate
 from dglx_dist.lab.server import ServerFacts
 
@@ -175,6 +175,15 @@ def list_labs() -> list[LabState]:
         except ConfigError:
             continue  # taken down since the folder was listed
     return found
+
+
+def describe_life(found: LabState) -> str:
+    """Say in a few words whether a lab is up, and until when."""
+    if not found.alive:
+        return "dead: the next `dglx lab up` or `down --all` removes it"
+    if not found.complete:
+        return f"being made by process {found.owner.pid}"
+    return "up" if found.held == "detached" else f"up while process {found.owner.pid} runs"
 
 
 def _path(name: str) -> Path:
