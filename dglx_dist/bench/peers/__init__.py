@@ -1,1 +1,1 @@
-"""Other systems on the same data: programs of their own processes, never imported by the package."""
+"""Other systems, measured beside this package: stock DistDGL, and PyG's NeighborLoader under DDP."""

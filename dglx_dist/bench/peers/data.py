@@ -1,0 +1,106 @@
+"""The graph of a workload, cut once and written in the format of each system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dglx_dist.bench import data
+from dglx_dist.bench.peers.workload import Workload
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.partition import PartitionOptions
+from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.storage.reader import StoredDataset, open_dataset
+
+_ARRAYS = ("edge_index", FEATURE, LABEL, "train_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Where one partition lies."""
+
+    ours: Path
+    dgl: Path | None = None
+    """DGL's JSON file; None: not asked for."""
+    arrays: Path | None = None
+    """Folder of whole NumPy arrays, see :func:`write_arrays`; None: not asked for."""
+
+
+def prepare(
+    workload: Workload, parts: int, work: Path, *, dgl: bool = False, arrays: bool = False
+) -> Written:
+    """Write the graph of ``workload`` cut into ``parts``, in our format and others; what is there is taken.
+
+    Args:
+        workload: Whose graph.
+        parts: One per server.
+        work: Where datasets lie.
+        dgl: Whether to write DGL's format, with the very same parts and new ids.
+        arrays: Whether to write whole arrays, uncut.
+
+    Raises:
+        ConfigError: graph and parts do not fit.
+        StorageError: ``work`` cannot be written.
+    """
+    config = SyntheticConfig(
+        nodes=workload.nodes,
+        degree=workload.degree,
+        features=workload.features,
+        classes=workload.classes,
+        train_rate=workload.train_rate,
+        seed=workload.seed,
+    )
+    cut = PartitionPlan(num_parts=parts, seed=workload.seed, options=PartitionOptions(balance=("train",)))
+    ours = data.prepare(config, {"peers": cut}, work)["peers"]
+    key = data.recipe_key(config, cut)
+    dgl_folder, array_folder = work / f"dgl-{key}", work / f"arrays-{key}"
+    graph = None
+    if dgl and not dgl_folder.is_dir():
+        graph = generate(config)
+        _write_dgl(graph, open_dataset(ours), dgl_folder)
+    if arrays and not array_folder.is_dir():
+        write_arrays(graph or generate(config), array_folder)
+    return Written(
+        ours=ours,
+        dgl=next(dgl_folder.glob("*.json")) if dgl else None,
+        arrays=array_folder if arrays else None,
+    )
+
+
+def assignment_of(dataset: StoredDataset) -> Assignment:
+    """Return the owner of every node of a homogeneous ``dataset``, by the ids of its source."""
+    manifest = dataset.manifest
+    part_of = np.empty(manifest.num_nodes(NODE_TYPE), dtype=np.int32)
+    for part in range(manifest.num_parts):
+        part_of[dataset.part(part).original_node_ids(NODE_TYPE)] = part
+    return Assignment(
+        num_parts=manifest.num_parts, part_of={NODE_TYPE: part_of}, method=manifest.method, seed=manifest.seed
+    )
+
+
+def write_arrays(graph: RawGraph, folder: Path) -> None:
+    """Write edge_index (2, E) int64, feat (N, F), label (N,) int64 and train_mask (N,) bool as ``.npy``."""
+    ((source, destination),) = graph.edges.values()
+    columns = graph.node_data[NODE_TYPE]
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        np.save(partial / "edge_index.npy", np.stack([source, destination]).astype(np.int64))
+        for name in _ARRAYS[1:]:
+            np.save(partial / f"{name}.npy", np.asarray(columns[name]))
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_dgl(graph: RawGraph, dataset: StoredDataset, folder: Path) -> None:
+    # Only here: writing DGL's files needs DGL.
+    from dglx_dist.storage.dgl_format import write_dgl_format
+
+    write_dgl_format(graph, assignment_of(dataset), folder)
