@@ -159,7 +159,7 @@ def start(
 
     Raises:
         ConfigError: the command cannot be started so, or ``ranks_per_server`` is below 1.
-        PeerError: no port was free.
+        LabError: no port was free.
     """
     if ranks_per_server < 1:
         raise ConfigError(f"ranks_per_server={ranks_per_server}: each server has at least one rank")

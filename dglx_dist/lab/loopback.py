@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -10,6 +9,8 @@ from typing import Literal, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.lab.base import Card, Lab, LabSpec, Server
+from dglx_dist.lab.budget import CpuShare, HeldBy, deal_out, held_by, usable_cores
+from dglx_dist.lab.label import label
 from dglx_dist.lab.rates import Rate
 
 
@@ -17,15 +18,13 @@ from dglx_dist.lab.rates import Rate
 class LoopbackServer(Server):
     """Processes that torchrun takes for a machine of their own."""
 
-    def __init__(self, number: int, cores: tuple[int, ...], cpu_share: float) -> None:
+    def __init__(self, number: int, share: CpuShare) -> None:
         self.number = number
         self.address = "127.0.0.1"
         self.device = None
-        self.cores = cores
-        self.cpu_share = cpu_share
-        self.cpu_held_by: Literal["affinity", "quota", "affinity and quota", "nothing"] = (
-            "affinity" if shutil.which("taskset") else "nothing"
-        )
+        self.cores = share.cores
+        self.cpu_share = share.share
+        self.cpu_held_by: HeldBy = held_by(share, quota=False) if shutil.which("taskset") else "nothing"
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """Return ``command``, kept on this server's cores where ``taskset`` is installed."""
@@ -38,11 +37,14 @@ class LoopbackServer(Server):
 class LoopbackLab(Lab):
     """Servers on 127.0.0.1, in one network, one process table and one ``/dev/shm``.
 
-    Rates in ``spec`` are not held; :meth:`describe` and :attr:`label` say so.
+    Rates in ``spec`` are not held; :meth:`describe` says so.
 
     Args:
         spec: What was asked for.
         missing: Why it is not a lab of namespaces; None: it was asked for.
+
+    Raises:
+        ConfigError: there are not as many cores as asked for.
     """
 
     def __init__(self, spec: LabSpec, missing: str | None = None) -> None:
@@ -51,13 +53,9 @@ class LoopbackLab(Lab):
         self.kind: Literal["namespaces", "loopback"] = "loopback"
         self.missing = missing
         self.servers: tuple[Server, ...] = tuple(
-            LoopbackServer(number, cores, share) for number, (cores, share) in enumerate(_shares(spec))
+            LoopbackServer(number, share)
+            for number, share in enumerate(deal_out(usable_cores(), spec.servers, spec.cpus))
         )
-
-    @property
-    def label(self) -> str:
-        """What to write beside every figure."""
-        return f"loopback, links not limited: {self.missing or 'asked for'}"
 
     def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
         """Do nothing for no rates.
@@ -81,7 +79,7 @@ class LoopbackLab(Lab):
         return {
             "name": self.name,
             "kind": self.kind,
-            "label": self.label,
+            "label": label(self),
             "servers": len(self.servers),
             "external": None,
             "internal": None,
@@ -92,19 +90,9 @@ class LoopbackLab(Lab):
             },
             "cores": [list(server.cores) for server in self.servers],
             "cpu_share": [server.cpu_share for server in self.servers],
-            "cpu_held_by": self.servers[0].cpu_held_by,
+            "cpu_held_by": sorted({server.cpu_held_by for server in self.servers}),
             "missing": self.missing,
         }
 
     def close(self) -> None:
         """Do nothing: commands end themselves."""
-
-
-def _shares(spec: LabSpec) -> list[tuple[tuple[int, ...], float]]:
-    cores = sorted(os.sched_getaffinity(0))
-    share = spec.cpus or len(cores) / spec.servers
-    width = min(max(round(share), 1), len(cores))
-    return [
-        (tuple(cores[(number * width + step) % len(cores)] for step in range(width)), share)
-        for number in range(spec.servers)
-    ]

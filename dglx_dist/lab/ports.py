@@ -7,7 +7,7 @@ import random
 import socket
 from collections.abc import Callable
 
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import LabError
 
 # Below the ports that Linux gives to outgoing connections and to whoever asks for any port.
 _FIRST, _LAST, _TRIES = 20_000, 32_000, 200
@@ -36,7 +36,7 @@ def claim_port(where: str, *, is_free: Callable[[int], bool]) -> Port:
         is_free: Whether nobody listens at that port there.
 
     Raises:
-        PeerError: none was found.
+        LabError: none was found.
     """
     # Seeded by nothing: two labs that start at once shall not look at the same ports in the same order.
     for number in random.SystemRandom().sample(range(_FIRST, _LAST), _TRIES):
@@ -49,7 +49,7 @@ def claim_port(where: str, *, is_free: Callable[[int], bool]) -> Port:
         if is_free(number):
             return Port(number, claim)
         claim.close()
-    raise PeerError(
+    raise LabError(
         f"no free port between {_FIRST} and {_LAST} after {_TRIES} tries; end other programs of user "
         f"{os.getuid()} that listen there"
     )

@@ -1,0 +1,232 @@
+"""``dglx lab run``."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dglx_dist.cli.report_command import show, warn
+from dglx_dist.errors import ConfigError
+from dglx_dist.lab.base import Card, LabSpec
+from dglx_dist.lab.command import torchrun_arguments
+from dglx_dist.lab.label import label
+from dglx_dist.lab.launch import run
+from dglx_dist.lab.opening import attach, open_lab
+from dglx_dist.lab.outcome import LabOutcome, find_outcome, write
+from dglx_dist.lab.rates import Rate
+from dglx_dist.report.units import plural, readable_bytes, readable_seconds
+
+INTERRUPTED = 128 + signal.SIGINT
+_EMULATED, _RESULTS = "What is emulated", "Results"
+
+
+def lab_run(  # noqa: PLR0913  # one argument per option
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...",
+            help="`dglx train ...`, `python script.py ...`, `python -m module ...`, `script.py ...` or "
+            "`-m module ...`; its options are its own.",
+        ),
+    ],
+    servers: Annotated[
+        int | None, typer.Option(rich_help_panel=_EMULATED, help="Emulated servers. Default: 2.")
+    ] = None,
+    ranks_per_server: Annotated[
+        int, typer.Option(rich_help_panel=_EMULATED, help="Processes that torchrun starts on each.")
+    ] = 1,
+    external: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            rich_help_panel=_EMULATED,
+            help="Most that each server sends, and most that it receives, e.g. 100mbit, 2.5gbit. Default: "
+            "not limited.",
+        ),
+    ] = None,
+    internal: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            rich_help_panel=_EMULATED,
+            help="The same for sockets between the ranks of one server. Default: not limited.",
+        ),
+    ] = None,
+    cpus: Annotated[
+        float | None,
+        typer.Option(
+            metavar="CORES",
+            rich_help_panel=_EMULATED,
+            help="Cores of each server, may be a fraction. Default: this machine's, divided.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--lab",
+            "--name",
+            rich_help_panel=_EMULATED,
+            help="Use the lab of this name that `dglx lab up` made, as it is, and leave it up.",
+        ),
+    ] = None,
+    loopback: Annotated[
+        bool,
+        typer.Option(
+            "--loopback",
+            rich_help_panel=_EMULATED,
+            help="Emulate nothing: servers are torchrun nodes of this machine. Needs no root.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=_RESULTS,
+            help="Write lab.json, the output of each server, and what each rank counted.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="S", rich_help_panel=_RESULTS, help="End COMMAND after so many seconds."),
+    ] = None,
+) -> None:
+    """Run COMMAND on emulated servers with slow links, started by torchrun on each, and count what they sent.
+
+    Train on two servers, 100 Mbit/s between them, after `dglx partition ... --parts 2 --out data/demo`:
+
+        dglx lab run --servers 2 --external 100mbit -- dglx train data/demo --epochs 5
+
+    Any script that torchrun can start, four servers of half a core each:
+
+        dglx lab run --servers 4 --external 1gbit --cpus 0.5 -- python train.py --strategy data_parallel
+
+    A command that fails ends on all servers; the rank that failed first is told last, and its exit code is
+    that of this command. Ctrl-C ends everything. Servers live in network namespaces, which need Linux, root
+    and the programs ip and tc; where something is missing this says what, and runs on plain loopback, where
+    no link is limited and the results say so.
+    """
+    # What can be found wrong before any server is made.
+    torchrun_arguments(command)
+    given = {"--servers": servers, "--external": external, "--internal": internal, "--cpus": cpus}
+    _refuse_beside_name(name, {**given, "--loopback": loopback})
+    spec = _spec(servers, external, internal, cpus)
+    signal.signal(signal.SIGTERM, _end)
+    with ExitStack() as closing:
+        lab = closing.enter_context(open_lab(spec, force_loopback=loopback) if name is None else attach(name))
+        if lab.kind == "loopback" and not loopback:
+            warn(f"nothing is emulated, COMMAND runs on plain loopback, because of: {lab.missing}")
+        _say(f"{plural(len(lab.servers), 'server')} of {plural(ranks_per_server, 'rank')}; {label(lab)}")
+        trace = closing.enter_context(_trace_folder(out))
+        try:
+            done = run(
+                lab,
+                command,
+                ranks_per_server=ranks_per_server,
+                trace=trace,
+                log_folder=out,
+                timeout_s=timeout,
+            )
+        except KeyboardInterrupt:
+            _say("interrupted; COMMAND has ended on all servers", style="red")
+            raise typer.Exit(INTERRUPTED) from None
+        outcome = find_outcome(lab, command, ranks_per_server, done)
+    _report(outcome, out)
+    if done.failure is not None:
+        _say(done.failure, style="red")
+    raise typer.Exit(done.exit_code)
+
+
+def _spec(servers: int | None, external: str | None, internal: str | None, cpus: float | None) -> LabSpec:
+    return LabSpec(
+        servers=2 if servers is None else servers,
+        external=None if external is None else Rate.parse(external),
+        internal=None if internal is None else Rate.parse(internal),
+        cpus=cpus,
+    )
+
+
+def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:
+    beside = [option for option, value in given.items() if value not in (None, False)]
+    if name is not None and beside:
+        raise ConfigError(
+            f"--lab {name} uses a lab that is up as it is: leave out {', '.join(beside)}, or take it down "
+            f"with `dglx lab down {name}` and make another"
+        )
+
+
+@contextmanager
+def _trace_folder(out: Path | None) -> Iterator[Path]:
+    """Yield an empty folder for what the ranks count: below ``out``, else one that is removed."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="dglx-lab-trace-") as temporary:
+            yield Path(temporary)
+        return
+    folder = out / "trace"
+    # Files of an earlier command would be taken for further sessions of this one.
+    for earlier in folder.glob("rank-*"):
+        earlier.unlink()
+    yield folder
+
+
+def _report(outcome: LabOutcome, out: Path | None) -> None:
+    show(outcome_table(outcome))
+    if outcome.trace_missing is not None:
+        warn(f"the ledger of the ranks cannot be read: {outcome.trace_missing}")
+    if out is not None:
+        Console(highlight=False, soft_wrap=True, markup=False).print(f"written to {write(outcome, out)}")
+
+
+def outcome_table(outcome: LabOutcome) -> Table:
+    """Return one row per server: what its card and the ranks' ledger counted, and whether both agree."""
+    epoch = outcome.epoch_seconds
+    took = f"{readable_seconds(outcome.run.seconds)} s"
+    if epoch is not None:
+        took += f", {readable_seconds(epoch)} s per epoch (median)"
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"{outcome.label}: {took}",
+        title_justify="left",
+        caption=_LEGEND if outcome.witnesses else None,
+        caption_justify="left",
+    )
+    for column in ("server", "card sent", "card received", "ledger sent", "ledger received", "ratio", ""):
+        table.add_column(column, justify="left" if column in ("server", "") else "right", no_wrap=True)
+    for one in outcome.witnesses:
+        ratio = "" if one.ratio is None else f"{one.ratio:.3f}"
+        server = "all" if one.server is None else str(one.server)
+        table.add_row(server, *_both(one.card), *_both(one.ledger), ratio, one.verdict)
+    if not outcome.witnesses:
+        for number, (sent, received) in outcome.trace.ledger_outside_by_server().items():
+            ledger = _both(Card(sent=sent, received=received))
+            table.add_row(str(number), "", "", *ledger, "", "no card on loopback")
+    return table
+
+
+_LEGEND = (
+    "bytes between servers; card: with headers, starting up and keeping in touch; ledger: what dglx_dist "
+    "counted; ratio: card / ledger"
+)
+
+
+def _both(card: Card) -> tuple[str, str]:
+    return readable_bytes(card.sent), readable_bytes(card.received)
+
+
+def _say(text: str, style: str = "") -> None:
+    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    # Whoever ends this command means everything that it started: leaving the blocks ends that.
+    raise SystemExit(128 + number)
