@@ -22,7 +22,7 @@ GRACE_S = 3.0
 """After the first failure: how long to wait for a rank that failed before, and whose report is on its way."""
 LEAVE_S = 5.0
 """How long ranks may take to leave when asked to, before they are ended."""
-LOG_LINES = 15
+LOG_LINES = 25
 
 
 class Started(Protocol):
@@ -124,8 +124,7 @@ class Crew:
             if missing and now > deadline:
                 raise JobError(
                     f"{_ranks(missing)} did not finish job {number} ({job.kind}) in {timeout_s:g} s; "
-                    f"{'the others did' if reports else 'neither did any other'}. A larger time-out helps "
-                    f"where the machine is slow{self._log_of(missing[0])}"
+                    f"{'the others did' if reports else 'nobody did'}{self._log_of(missing[0])}"
                 )
             time.sleep(POLL_S)
         return [reports[rank] for rank in range(self.world_size)]

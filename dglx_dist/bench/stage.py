@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, final
 from dglx_dist.bench.crew import Crew
 from dglx_dist.bench.records import Job, Shape
 from dglx_dist.lab.base import Lab, LabSpec
-from dglx_dist.lab.loopback import LoopbackLab
+from dglx_dist.lab.opening import open_lab
 from dglx_dist.lab.rates import Rate
 
 JOB_TIMEOUT_S = 900.0
@@ -92,7 +92,7 @@ def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
         sets = {}
         for number, shape in enumerate(shapes):
             spec = LabSpec(servers=shape.servers, external=None, internal=shape.internal, cpus=shape.cpus)
-            lab = closing.enter_context(LoopbackLab(spec))
+            lab = closing.enter_context(open_lab(spec))
             crew = Crew(lab, shape.ranks_per_server, folder / f"crew-{number}")
             sets[shape] = _Set(lab, closing.enter_context(crew))
         yield LabStage(sets)

@@ -7,6 +7,7 @@ kernels, caches of files and the luck of the launch. Every job opens and closes 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
 import sys
@@ -74,6 +75,8 @@ def wait_for_job(folder: Path, number: int, *, silent_s: float = SILENT_S) -> tu
 def _do(job: Job, context: JobContext) -> None:
     """Do one job and report on it, also when it fails."""
     _start_afresh()
+    # Who hangs says where, just before the crew gives up and shows the end of its log.
+    faulthandler.dump_traceback_later(max(context.timeout_s - 1.0, context.timeout_s / 2))
     try:
         result = find_job(job.kind)(job.params, context)
         messages.write_result(context.folder, context.number, context.rank, result)
@@ -87,6 +90,8 @@ def _do(job: Job, context: JobContext) -> None:
         messages.write_failure(context.folder, context.number, failure)
         _leave_session(error)
         raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _leave_session(error: BaseException) -> None:

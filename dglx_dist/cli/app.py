@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dglx_dist.cli.bench_command import bench
 from dglx_dist.cli.inspect_command import inspect
 from dglx_dist.cli.lab_command import lab_app
 from dglx_dist.cli.partition_command import partition
@@ -50,3 +51,4 @@ app.command(no_args_is_help=True)(inspect)
 app.command(no_args_is_help=True)(train)
 app.command(no_args_is_help=True)(report)
 app.add_typer(lab_app)
+app.command(no_args_is_help=True)(bench)
