@@ -15,8 +15,11 @@ def main() -> None:
 
     Exit codes: 0; 2 for what the user can put right (one message, no traceback); 1 for everything else.
     """
-    debug = "--debug" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("--debug", LAUNCHED)]
+    # What follows -- is another command's, or no option.
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    own, others = sys.argv[1:end], sys.argv[end:]
+    debug = "--debug" in own
+    arguments = [argument for argument in own if argument not in ("--debug", LAUNCHED)] + others
     from dglx_dist.cli.app import app
 
     try:

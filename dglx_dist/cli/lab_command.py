@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dglx_dist.cli.lab_run_command import lab_run
 from dglx_dist.cli.report_command import show, warn
 
 lab_app = typer.Typer(
@@ -36,6 +37,10 @@ the cores, and a card that is joined to a bridge. Needs root and the packages ip
 )
 def lab() -> None:
     """Emulate servers with slow links between them on this machine, and run commands on them."""
+
+
+# Options after the first word of COMMAND are COMMAND's, also without --.
+lab_app.command("run", no_args_is_help=True, context_settings={"allow_interspersed_args": False})(lab_run)
 
 
 @lab_app.command()

@@ -34,7 +34,7 @@ def lab_run(  # noqa: PLR0913  # one argument per option
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="COMMAND...",
+            metavar="COMMAND",
             help="`dglx train ...`, `python script.py ...`, `python -m module ...`, `script.py ...` or "
             "`-m module ...`; its options are its own.",
         ),

@@ -34,7 +34,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     command = [
         *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
         *("--standalone", "--nproc-per-node", str(ranks)),
-        *("-m", "dglx_dist.cli", *arguments, LAUNCHED),
+        *("-m", "dglx_dist.cli", LAUNCHED, *arguments),
     ]
     environment = rank_environment(ranks, ranks_per_server=_ranks_per_server(ranks, servers))
     process = subprocess.Popen(command, env=environment)

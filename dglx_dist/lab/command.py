@@ -49,7 +49,7 @@ def _dglx(arguments: list[str]) -> list[str]:
         raise ConfigError(
             f"`dglx {name}` runs in one process and needs no lab; run it by itself, and `dglx train` here"
         )
-    return _without_ranks(["-m", "dglx_dist.cli", *arguments, _LAUNCHED])
+    return _without_ranks(["-m", "dglx_dist.cli", _LAUNCHED, *arguments])
 
 
 def _python(command: Sequence[str], arguments: list[str]) -> list[str]:
