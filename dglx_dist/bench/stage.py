@@ -7,11 +7,11 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from dglx_dist.bench.crew import Crew
+from dglx_dist.bench.peers import launch
 from dglx_dist.bench.records import Job, Shape
 from dglx_dist.lab.base import Lab, LabSpec
 from dglx_dist.lab.opening import open_lab
@@ -48,10 +48,24 @@ class Stage(ABC):
 OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]]
 
 
-@dataclass(frozen=True)
+@final
 class _Set:
-    lab: Lab
-    crew: Crew
+    """A lab, its crew as soon as a job wants one, and what launches programs in its place."""
+
+    def __init__(self, lab: Lab, shape: Shape, folder: Path, closing: ExitStack) -> None:
+        self.lab = lab
+        self._shape, self._folder, self._closing = shape, folder, closing
+        self._crew: Crew | None = None
+        self._launches = launch.Launches(lab, shape.ranks_per_server, folder / "launches")
+
+    def do(self, job: Job) -> list[dict[str, Any]]:
+        """Have ``job`` done by the crew or, for the kind "program", by processes of its own."""
+        if job.kind == launch.KIND:
+            return self._launches.do(job, JOB_TIMEOUT_S)
+        if self._crew is None:
+            crew = Crew(self.lab, self._shape.ranks_per_server, self._folder / "crew")
+            self._crew = self._closing.enter_context(crew)
+        return self._crew.do(job, JOB_TIMEOUT_S)
 
 
 @final
@@ -66,7 +80,7 @@ class LabStage(Stage):
         used = self._sets[shape]
         if self.limits(shape):
             used.lab.set_rates(rate, shape.internal)
-        return used.crew.do(job, JOB_TIMEOUT_S)
+        return used.do(job)
 
     def describe(self, shape: Shape) -> dict[str, Any]:
         """See :meth:`Stage.describe`."""
@@ -93,6 +107,5 @@ def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
         for number, shape in enumerate(shapes):
             spec = LabSpec(servers=shape.servers, external=None, internal=shape.internal, cpus=shape.cpus)
             lab = closing.enter_context(open_lab(spec))
-            crew = Crew(lab, shape.ranks_per_server, folder / f"crew-{number}")
-            sets[shape] = _Set(lab, closing.enter_context(crew))
+            sets[shape] = _Set(lab, shape, folder / f"shape-{number}", closing)
         yield LabStage(sets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -124,10 +124,10 @@ def run_once(
         timeout_s: Seconds after which all of it is ended.
 
     Returns:
-        (W,) reports by rank, as the job "train" makes them: "epochs" (EpochRecords over all ranks),
-        "bytes_outside_wire" (all cards, measured epochs; None without cards), "peak_bytes" (of the rank),
-        "accuracy" (empty), "extra": server_peak_bytes, the mapping of phases, versions, and per epoch the
-        rank's seconds by part of its loop and its counts.
+        (W,) reports by rank, as the job "train" makes them. "peak_bytes" is a rank's share of the memory of
+        its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
+        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the mapping of
+        parts to phases, the versions, the sum of the seeds of each rank in the first measured epoch.
 
     Raises:
         ConfigError: the lab cannot host the system.
@@ -280,19 +280,22 @@ def _reports(
     extra = {
         "system": launch.system,
         "allocator": launch.allocator,
-        "server_peak_bytes": server_peak,
         "phases": phases.told(launch.system),
         "versions": versions(),
+        "rank_peak_bytes": max(rank["peak_bytes"] for rank in found),
+        "parts_s": _means(rows, "parts", max),
+        "counts": _means(rows, "counts", sum),
+        "seed_sum_of_rank": [rank["epochs"][launch.warmup]["counts"].get("seed_sum") for rank in found],
     }
     return [
         {
             "epochs": [asdict(epoch) for epoch in epochs],
             "bytes_outside_wire": _total(wire),
-            "peak_bytes": rank["peak_bytes"],
+            "peak_bytes": server_peak // ranks_per_server if server_peak else rank["peak_bytes"],
             "accuracy": [],
-            "extra": {**extra, "per_epoch": _per_epoch([row[number] for row in rows])},
+            "extra": extra,
         }
-        for number, rank in enumerate(found)
+        for rank in found
     ]
 
 
@@ -301,14 +304,12 @@ def _total(values: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _per_epoch(epochs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means over the measured epochs: seconds of each part of the loop, and counts."""
-    names = {name for epoch in epochs for name in epoch["parts"]}
-    counts = {name for epoch in epochs for name in epoch["counts"]}
+def _means(
+    rows: Sequence[Sequence[Mapping[str, Any]]], group: str, over: Callable[[Iterable[float]], float]
+) -> dict[str, float]:
+    """Return means over epochs of what ``over`` makes of the ranks' values; ``rows`` are [epoch][rank]."""
+    names = sorted({name for row in rows for rank in row for name in rank[group]})
     return {
-        **{
-            f"{name}_s": sum(e["parts"].get(name, 0.0) for e in epochs) / len(epochs)
-            for name in sorted(names)
-        },
-        **{name: sum(e["counts"].get(name, 0.0) for e in epochs) / len(epochs) for name in sorted(counts)},
+        name: sum(over(rank[group].get(name, 0.0) for rank in row) for row in rows) / len(rows)
+        for name in names
     }
