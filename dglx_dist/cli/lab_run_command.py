@@ -192,12 +192,13 @@ def outcome_table(outcome: LabOutcome) -> Table:
     took = f"{readable_seconds(outcome.run.seconds)} s"
     if epoch is not None:
         took += f", {readable_seconds(epoch)} s per epoch (median)"
+    counted = bool(outcome.trace.sessions)
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         title=f"{outcome.label}: {took}",
         title_justify="left",
-        caption=_LEGEND if outcome.witnesses else None,
+        caption=_LEGEND if counted else _NO_LEDGER,
         caption_justify="left",
     )
     for column in ("server", "card sent", "card received", "ledger sent", "ledger received", "ratio", ""):
@@ -205,11 +206,11 @@ def outcome_table(outcome: LabOutcome) -> Table:
     for one in outcome.witnesses:
         ratio = "" if one.ratio is None else f"{one.ratio:.3f}"
         server = "all" if one.server is None else str(one.server)
-        table.add_row(server, *_both(one.card), *_both(one.ledger), ratio, one.verdict)
+        ledger = (*_both(one.ledger), ratio, one.verdict) if counted else ()
+        table.add_row(server, *_both(one.card), *ledger)
     if not outcome.witnesses:
         for number, (sent, received) in outcome.trace.ledger_outside_by_server().items():
-            ledger = _both(Card(sent=sent, received=received))
-            table.add_row(str(number), "", "", *ledger, "", "no card on loopback")
+            table.add_row(str(number), "", "", *_both(Card(sent=sent, received=received)), "", "no card here")
     return table
 
 
@@ -217,6 +218,7 @@ _LEGEND = (
     "bytes between servers; card: with headers, starting up and keeping in touch; ledger: what dglx_dist "
     "counted; ratio: card / ledger"
 )
+_NO_LEDGER = "there is no ledger: COMMAND opened no session of dglx_dist, or its ranks did not end well"
 
 
 def _both(card: Card) -> tuple[str, str]:
