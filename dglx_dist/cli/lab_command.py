@@ -28,7 +28,7 @@ lab_app = typer.Typer(
 **The same, for several commands**
 
     dglx lab up slow --servers 2 --external 100mbit\n
-    dglx lab run --lab slow -- dglx train data/demo --epochs 2\n
+    dglx lab run --name slow -- dglx train data/demo --epochs 2\n
     dglx lab down slow
 
 A server is a set of Linux namespaces: its own network, process numbers, mounts and `/dev/shm`, its share of
@@ -87,7 +87,7 @@ def up(
     first, last = made.servers[0], made.servers[-1]
     share = f"{first.cpu_share:g} cores each, held by {first.cpu_held_by}"
     _say(f"{name}: {servers} servers, {first.address} to {last.address}, {share}")
-    _say(f"run on it: dglx lab run --lab {name} -- COMMAND; take it down: dglx lab down {name}")
+    _say(f"run on it: dglx lab run --name {name} -- COMMAND; take it down: dglx lab down {name}")
 
 
 @lab_app.command()

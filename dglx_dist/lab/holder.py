@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import shlex
 import subprocess
 import time
+import weakref
 from collections.abc import Sequence
 from typing import IO
 
@@ -53,6 +55,8 @@ class Holder:
             # Ctrl-C is for the process that owns the lab; it takes the servers down in order.
             start_new_session=True,
         )
+        # A child made by fork would keep the pipe, and with it all of this, beyond the end of this process.
+        os.register_at_fork(after_in_child=_Forget(self))
         try:
             self.init = self._wait_until_ready(what)
             self.outer = find(parent(self.init.pid))
@@ -72,9 +76,13 @@ class Holder:
         self._let_go()
         wait_until_ended((self.init, self.outer))
 
-    def _let_go(self) -> None:
+    def forget(self) -> None:
+        """Close this process's end of the pipe and no more."""
         if self._pipe.stdin is not None:
             self._pipe.stdin.close()
+
+    def _let_go(self) -> None:
+        self.forget()
         if self._pipe.poll() is None:
             try:
                 self._pipe.wait(timeout=_END_S)
@@ -93,6 +101,18 @@ class Holder:
         if not found:
             raise LabError(f"{what} could not be made: {' '.join(said.split()) or 'no answer'}")
         return find(int(found[1]))
+
+
+class _Forget:
+    """Makes a holder forget its pipe, if it is there still: hooks of fork stay for good, it need not."""
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = weakref.ref(holder)
+
+    def __call__(self) -> None:
+        holder = self._holder()
+        if holder is not None:
+            holder.forget()
 
 
 def wait_until_ended(processes: Sequence[Process]) -> None:

@@ -22,7 +22,7 @@ def address_of(server: int) -> str:
         ConfigError: there are not so many.
     """
     if server >= MOST_SERVERS:
-        raise ConfigError(f"server {server}: a lab has at most {MOST_SERVERS} servers")
+        raise ConfigError(f"{server + 1} servers: a lab has at most {MOST_SERVERS}")
     return f"10.77.0.{server + 1}"
 
 

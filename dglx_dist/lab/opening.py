@@ -7,6 +7,7 @@ from dglx_dist.lab import state
 from dglx_dist.lab.base import Lab, LabSpec
 from dglx_dist.lab.cleaning import clean_stale
 from dglx_dist.lab.host import what_is_missing
+from dglx_dist.lab.loopback import LoopbackLab
 from dglx_dist.lab.namespaces import NamespaceLab, make
 
 
@@ -22,16 +23,14 @@ def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = F
 
     Returns:
         Servers in namespaces; on a machine that cannot make them, or with ``force_loopback``, plain loopback,
-        whose ``missing`` says why.
+        whose ``missing`` says what it lacks.
 
     Raises:
         ConfigError: the name is taken, or there are not as many cores as asked for.
         LabError: the machine refused something that it can do otherwise; nothing stays.
     """
-    missing = "asked for plain loopback" if force_loopback else what_is_missing()
-    if missing:
-        from dglx_dist.lab.loopback import LoopbackLab
-
+    missing = None if force_loopback else what_is_missing()
+    if force_loopback or missing:
         return LoopbackLab(spec, missing=missing)
     clean_stale()
     return make(spec, name if name is not None else state.random_name(), held="process")
@@ -61,5 +60,7 @@ def attach(name: str) -> NamespaceLab:
     """
     noted = state.read(name)
     if not noted.complete or not all(process.alive() for process in noted.processes):
-        raise ConfigError(f"the lab {name!r} is not up (any more); remove it with `dglx lab down {name}`")
+        raise ConfigError(
+            f"the lab {name!r} is not up any more, or not yet; remove it with `dglx lab down {name}`"
+        )
     return NamespaceLab(noted)
