@@ -52,6 +52,7 @@ class Crew:
 
     def __init__(self, lab: Lab, ranks_per_server: int, folder: Path, *, start: Start | None = None) -> None:
         self.world_size = len(lab.servers) * ranks_per_server
+        self._ranks_per_server = ranks_per_server
         self._folder = folder
         self._number = 0
         self._broken = ""
@@ -170,8 +171,8 @@ class Crew:
 
     def _log_of(self, rank: int) -> str:
         """Return the end of what ``rank`` wrote, else of what its launcher did."""
-        logs = [messages.log_path(self._folder, rank), *sorted((self._folder / "launch").rglob("*.log"))]
-        for log in logs:
+        launcher = self._folder / "launch" / f"server-{rank // self._ranks_per_server}.log"
+        for log in (messages.log_path(self._folder, rank), launcher):
             lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
             if lines:
                 return "\n" + "\n".join(f"  {log.name}: {line}" for line in lines[-LOG_LINES:])
@@ -182,7 +183,7 @@ def start_under_torchrun(lab: Lab, command: list[str], ranks_per_server: int, lo
     """Start ``command`` on every server of ``lab``, see ``lab.launch``."""
     from dglx_dist.lab.launch import start
 
-    return start(lab, command, ranks_per_server=ranks_per_server, log_folder=logs)
+    return start(lab, command, ranks_per_server=ranks_per_server, log_folder=logs, show=False)
 
 
 def _ranks(numbers: list[int]) -> str:

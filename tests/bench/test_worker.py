@@ -1,0 +1,29 @@
+import os
+import time
+from pathlib import Path
+
+from dglx_dist.bench import alive, messages
+from dglx_dist.bench.records import Job
+from dglx_dist.bench.worker import wait_for_job
+
+
+def test_a_rank_takes_the_job_that_is_there(tmp_path: Path) -> None:
+    messages.write_job(tmp_path, 3, Job(kind="echo"), 5.0)
+    assert wait_for_job(tmp_path, 3) == (Job(kind="echo"), 5.0)
+
+
+def test_a_rank_leaves_when_its_driver_is_gone(tmp_path: Path) -> None:
+    os.close(alive.hold(tmp_path / messages.DRIVER))
+    assert wait_for_job(tmp_path, 0) is None
+
+
+def test_a_rank_leaves_when_the_folder_is_gone(tmp_path: Path) -> None:
+    assert wait_for_job(tmp_path / "removed", 0) is None
+
+
+def test_a_rank_leaves_a_driver_that_lives_and_is_silent(tmp_path: Path) -> None:
+    held = alive.hold(tmp_path / messages.DRIVER)
+    before = time.monotonic()
+    assert wait_for_job(tmp_path, 0, silent_s=0.5) is None
+    assert time.monotonic() - before > 0.5
+    os.close(held)
