@@ -127,8 +127,10 @@ class Experiment:
     """It is absent while the package lacks one of them."""
     build: Callable[[BenchPlan], ExperimentPlan] | None = None
     """Makes or finds its datasets and says what to run; None: not written yet, reported as absent."""
+    note: str = ""
+    """What the result depends on, and what it does not show."""
     needs: tuple[str, ...] = ()
-    """Importable modules besides the package's own; absent without them."""
+    """Importable modules besides the package's own, "a|b" for either; absent without them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,9 @@ from dglx_dist.strategies.registry import STRATEGIES
 
 EXPERIMENTS: Mapping[str, str] = MappingProxyType(
     {
+        "D1": "dglx_dist.bench.experiments.d1:EXPERIMENT",
+        "D2": "dglx_dist.bench.experiments.d2:EXPERIMENT",
+        "D3": "dglx_dist.bench.experiments.d3:EXPERIMENT",
         "P1": "dglx_dist.bench.experiments.p1:EXPERIMENT",
         "P2": "dglx_dist.bench.experiments.p2:EXPERIMENT",
         "P4": "dglx_dist.bench.experiments.p4:EXPERIMENT",
@@ -30,6 +33,10 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
         "Y3": "dglx_dist.bench.experiments.y3:EXPERIMENT",
         "Y4": "dglx_dist.bench.experiments.y4:EXPERIMENT",
         "Y5": "dglx_dist.bench.experiments.y5:EXPERIMENT",
+        "PEER1": "dglx_dist.bench.experiments.peer_small:EXPERIMENT",
+        "PEER2": "dglx_dist.bench.experiments.peer_large:EXPERIMENT",
+        "PEER3": "dglx_dist.bench.experiments.peer_embedding:EXPERIMENT",
+        "PEER4": "dglx_dist.bench.experiments.peer_pyg:EXPERIMENT",
     }
 )
 """Id to "module:name", in the order in which they run and are listed."""
@@ -77,7 +84,9 @@ def why_absent(experiment: Experiment) -> str:
         return f"this release has no strategy {' or '.join(lacking)}"
     if experiment.build is None:
         return "how it is measured is not written yet"
-    missing = [name for name in experiment.needs if find_spec(name) is None]
+    missing = [
+        name.replace("|", " or ") for name in experiment.needs if not any(map(find_spec, name.split("|")))
+    ]
     if missing:
         return f"not installed here: {', '.join(missing)}"
     return ""

@@ -17,7 +17,9 @@ and closes its own session, and raises what went wrong."""
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {
+        "calibrate": "dglx_dist.bench.jobs.calibrate:run",
         "echo": "dglx_dist.bench.jobs.echo:run",
+        "survey": "dglx_dist.bench.jobs.survey:run",
         "train": "dglx_dist.bench.jobs.train:run",
     }
 )

@@ -1,6 +1,6 @@
 """The job ``train``: what a user's script does, under any strategy, with everything measured.
 
-Reports of the ranks agree but for ``peak_bytes``: ``epochs`` (for ``results.read_epoch``), ``bytes_outside_wire``, ``peak_bytes``, ``accuracy`` and ``extra``, as in ``bench.records.Measurement``.
+Reports are what ``bench.reports`` reads; those of the ranks agree but for ``peak_bytes``.
 """
 
 from __future__ import annotations

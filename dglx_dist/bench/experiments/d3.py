@@ -1,0 +1,149 @@
+"""D3: weak scaling of data-parallel training, with compute that is slept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dglx_dist.bench import data
+from dglx_dist.bench.predict import calibrated, survey, weak_scaling
+from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Job, Ratio, Shape, Variant
+from dglx_dist.datasets.synthetic import SyntheticConfig
+from dglx_dist.lab.rates import Rate
+from dglx_dist.run.prepare import PartitionPlan
+
+_SERVERS = (1, 2, 4)
+_RATE = Rate.parse("1gbit")
+_SIMULATED = "forward and backward are slept for as long as one free core takes; the rest is real"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large, by suite."""
+
+    nodes: int
+    degree: float = 25.0
+    train_rate: float = 0.04
+    hidden: int = 256
+    batch_size: int = 128
+    epochs: int = 1
+
+
+SIZES: Mapping[str, Size] = {
+    "quick": Size(nodes=100_000),
+    "papers": Size(nodes=400_000, batch_size=250, epochs=2),
+}
+
+
+def build(plan: BenchPlan) -> ExperimentPlan:
+    """Cut one graph for 1, 2 and 4 servers and measure what a batch costs on one core."""
+    return plan_of(plan, SIZES.get(plan.suite, SIZES["quick"]))
+
+
+def plan_of(plan: BenchPlan, size: Size) -> ExperimentPlan:
+    """Return the experiment at ``size``; makes datasets, counts bytes and calibrates, which takes seconds."""
+    graph = SyntheticConfig(
+        nodes=size.nodes,
+        degree=size.degree,
+        homophily=0.95,
+        locality=0.98,
+        train_rate=size.train_rate,
+        seed=plan.seed + 1,
+    )
+    cuts = {_name(count): PartitionPlan(num_parts=count, method="metis") for count in _SERVERS}
+    folders = data.prepare(graph, cuts, plan.work)
+    jobs = {name: _params(str(folder), size, plan.seed) for name, folder in folders.items()}
+    found = {_name(count): survey(jobs[_name(count)], count) for count in _SERVERS}
+    cost = calibrated(jobs[_name(1)])
+    edges = {name: one.edges // (one.steps * len(one.seeds_per_server)) for name, one in found.items()}
+    step_s = {
+        name: cost.forward.seconds(count) + cost.backward.seconds(count) for name, count in edges.items()
+    }
+    expected = {name: weak_scaling(step_s[name], one, _RATE) for name, one in found.items()}
+    # The same for each, so that what is real is not slower on more servers because they share the cores.
+    cpus = len(os.sched_getaffinity(0)) / max(_SERVERS)
+    return ExperimentPlan(
+        variants=tuple(
+            Variant(
+                name=_name(count),
+                shape=Shape(servers=count, cpus=cpus),
+                job=Job(
+                    kind="train",
+                    params=jobs[_name(count)] | {"simulated": cost.to_json()},
+                    warm={"warmup": 0, "epochs": 1},
+                ),
+                rate=_RATE,
+                simulated=_SIMULATED,
+            )
+            for count in _SERVERS
+        ),
+        ratios=tuple(
+            Ratio(
+                name=f"samples per second, {_name(count)} / {_name(1)}",
+                over=_name(count),
+                under=_name(1),
+                quantity="samples_per_second",
+                predicted=expected[_name(count)] / expected[_name(1)],
+                low=0.75 * count,
+            )
+            for count in _SERVERS[1:]
+        ),
+        facts={
+            "datasets": {name: data.facts(folder) for name, folder in folders.items()},
+            "simulated": _SIMULATED,
+            "calibrated cost, seconds by edges of a batch": cost.to_json(),
+            "compute slept for a step, s": {name: round(seconds, 4) for name, seconds in step_s.items()},
+            "payload bytes of a step and server": {
+                name: one.payload_bytes // (one.steps * len(one.seeds_per_server))
+                for name, one in found.items()
+            },
+            "steps of an epoch": {name: one.steps for name, one in found.items()},
+        },
+    )
+
+
+def _name(servers: int) -> str:
+    return f"{servers} server" + ("s" if servers > 1 else "")
+
+
+def _params(folder: str, size: Size, seed: int) -> dict[str, Any]:
+    return {
+        "data": folder,
+        "hidden": size.hidden,
+        "fanouts": [15, 10, 5],
+        "batch_size": size.batch_size,
+        "epochs": size.epochs,
+        "seed": seed,
+    }
+
+
+EXPERIMENT = Experiment(
+    id="D3",
+    title="weak scaling of data parallel over 1, 2 and 4 servers (simulated compute)",
+    suites=("quick", "papers"),
+    claim=Claim(
+        paper="DistDGL (2020)",
+        says="scales linearly to 8 and 16 machines; 13 s per epoch of ogbn-papers100M on 16",
+        setting="machines of 96 vCPUs, 100 Gbit/s, GraphSAGE 3 x 256, batch of 2000 per trainer",
+    ),
+    prediction=(
+        "A step takes its compute, or its pulls where they take longer, and then the gradients, which wait "
+        "for backward to end: W c / (max(c, pulls / rate) + gradients / rate) times one server's samples "
+        "per second, with bytes counted beforehand (in the facts below); at least 0.75 W."
+    ),
+    how=(
+        "1, 2 and 4 servers of one rank with the same batch per rank, links of 1 Gbit/s, METIS for each "
+        "number of servers, and as many cores per server as 4 of them have. Sampling, pulls, gradients and "
+        "optimiser are real. Forward and backward of GraphSAGE 3 x 256 are simulated: a rank sleeps for as "
+        "long as one free core of this machine takes for as many edges, measured just before."
+    ),
+    build=build,
+    note=(
+        "Simulated compute: two cores cannot compute for four servers. What is measured is how far "
+        "sampling, pulls and gradients of more servers lengthen a step; accuracy is not, for nothing is "
+        "learned. Slept gradients are there all at once when backward ends, so that their exchange "
+        "overlaps with none of it, which real ones partly do."
+    ),
+)
