@@ -126,8 +126,8 @@ def run_once(
     Returns:
         (W,) reports by rank, as the job "train" makes them. "peak_bytes" is a rank's share of the memory of
         its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
-        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the mapping of
-        parts to phases, the versions, the sum of the seeds of each rank in the first measured epoch.
+        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the mapping
+        of parts to phases, the versions, the sum of each rank's seeds in the first measured epoch.
 
     Raises:
         ConfigError: the lab cannot host the system.

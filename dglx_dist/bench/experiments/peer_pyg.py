@@ -1,0 +1,59 @@
+"""PyG's NeighborLoader under DistributedDataParallel beside data_parallel, on one server."""
+
+from __future__ import annotations
+
+from dglx_dist.bench.peers.data import prepare
+from dglx_dist.bench.peers.variants import HOW, facts, launch_of, variant
+from dglx_dist.bench.peers.workload import Workload
+from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio, Shape
+
+WORKLOAD = Workload(nodes=200_000, hidden=256, fanouts=(15, 10, 5))
+ONE_SERVER = Shape(servers=1, ranks_per_server=2)
+
+
+def build(plan: BenchPlan) -> ExperimentPlan:
+    """Write the graph whole for both; compare on 2 ranks of one server."""
+    written = prepare(WORKLOAD, 1, plan.work, arrays=True)
+    variants = {
+        "PyG": launch_of("pyg", WORKLOAD, written),
+        "PyG, 1 worker": launch_of("pyg", WORKLOAD, written, options={"workers": 1}),
+        "PyG, tuned": launch_of("pyg", WORKLOAD, written, allocator="tuned"),
+        "ours": launch_of("ours", WORKLOAD, written),
+        "ours, tuned": launch_of("ours", WORKLOAD, written, allocator="tuned"),
+    }
+    return ExperimentPlan(
+        variants=tuple(variant(name, launch, shape=ONE_SERVER) for name, launch in variants.items()),
+        ratios=(
+            Ratio(name="time, ours over PyG", over="ours", under="PyG", predicted=0.7, high=1.0),
+            Ratio(name="time, ours over PyG with a worker", over="ours", under="PyG, 1 worker",
+                  predicted=0.7, high=1.0),
+            Ratio(name="time, both with a tuned allocator", over="ours, tuned", under="PyG, tuned",
+                  predicted=0.8, high=1.0),
+        ),
+        facts=facts(written, ("pyg", "ours")),
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    id="PEER4",
+    title="PyG's NeighborLoader and DistributedDataParallel beside data_parallel",
+    suites=("peers",),
+    claim=Claim(
+        paper="PyG's examples of training on several ranks; its package for several servers is deprecated",
+        says="what PyG's users have today: the whole graph with its features in every process",
+        setting="GraphSAGE 3 x 256, fan-out 15,10,5, on 200,000 nodes and 5 M edges; 2 ranks of one server",
+    ),
+    prediction=(
+        "Estimated, not measured before: 0.7 of PyG's time as its users find it, 0.8 with the allocator of "
+        "both told to keep memory, for the loader runs ahead of training and the arithmetic is the same. "
+        "Memory: PyG's ranks each hold graph, features and the sampler's columns; ours map one copy for all "
+        "ranks."
+    ),
+    how=HOW + (
+        " PyG reads the same graph whole from NumPy arrays, cuts layers to the nodes that they still need "
+        "where its sampler tells them (trim_to_layer, with pyg-lib), and cuts its training nodes itself; it "
+        "is shown without and with a worker process that samples ahead."
+    ),
+    needs=("torch_geometric", "pyg_lib|torch_sparse"),
+    build=build,
+)  # fmt: skip
