@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,6 +97,33 @@ def ratio_figures(outcome: Outcome) -> tuple[RatioFigures, ...]:
         return ()
     variants = {variant.name: variant for variant in outcome.plan.variants}
     return tuple(_ratio(ratio, variants, outcome) for ratio in outcome.plan.ratios)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeToAccuracy:
+    """When variants came to the same accuracy."""
+
+    accuracy: float
+    """The best that all of them reach, as a fraction."""
+    seconds: Mapping[str, float]
+    """Of training until then, by variant; the median where several curves were drawn."""
+
+
+def time_to_accuracy(outcome: Outcome) -> TimeToAccuracy | None:
+    """Return None unless two variants at least have curves."""
+    curves: dict[str, list[tuple[tuple[float, float], ...]]] = {}
+    for one in outcome.measurements:
+        known = tuple((at, share) for at, share in one.accuracy if not math.isnan(share))
+        if known:
+            curves.setdefault(one.variant, []).append(known)
+    if len(curves) < 2:
+        return None
+    best = min(max(share for _, share in curve) for of in curves.values() for curve in of)
+    seconds = {
+        name: float(np.median([min(at for at, share in curve if share >= best) for curve in of]))
+        for name, of in curves.items()
+    }
+    return TimeToAccuracy(accuracy=best, seconds=seconds)
 
 
 def _of(name: str, outcome: Outcome) -> list[Measurement]:

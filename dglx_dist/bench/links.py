@@ -28,7 +28,7 @@ class Link:
     def words(self) -> str:
         """Rate and phi as a reader wants them, e.g. "96mbit, phi 0.65"."""
         if not self.limited:
-            return "links not limited (plain loopback)"
+            return "not limited (plain loopback)" if self.kind == "loopback" else "not noted"
         rate = self.rate or "no limit"
         return rate if self.phi is None else f"{rate}, phi {self.phi:.2f}"
 
@@ -37,11 +37,11 @@ def link_of(outcome: Outcome, variant: Variant) -> Link:
     """Return the link of ``variant`` in ``outcome``."""
     found: Mapping[str, Any] = outcome.network.get(variant.name) or {}
     kind = str(found.get("kind", ""))
-    wanted = "" if variant.rate is None or isinstance(variant.rate, MatchedPhi) else str(variant.rate)
+    fixed = None if isinstance(variant.rate, MatchedPhi) else variant.rate
     phi = found.get("phi")
     return Link(
         kind=kind,
-        rate=str(found.get("external") or wanted),
+        rate=str(found.get("external", fixed) or ""),
         phi=None if phi is None else float(phi),
         limited=kind == "namespaces" or variant.shape.servers == 1,
         missing=str(found.get("missing") or ""),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dglx_dist.bench.circumstances import flat
 from dglx_dist.bench.markdown import pictures_of, read_pairs
 from dglx_dist.bench.records import Experiment, Outcome
-from dglx_dist.bench.sections import OVERVIEW_HEAD, flat, not_reproduced, overview_row, section
+from dglx_dist.bench.sections import OVERVIEW_HEAD, not_reproduced, overview_row, section
 from dglx_dist.bench.suites import everything
 from dglx_dist.errors import StorageError
 from dglx_dist.report.table import markdown_table

@@ -81,10 +81,10 @@ def _save(path: Path, titles: tuple[str, str], bars: int, painter: Callable[[Any
     FigureCanvasAgg(figure)
     title, subtitle = titles
     across = int(width * 12)
-    figure.suptitle(textwrap.fill(title, across), fontsize=11)
+    figure.suptitle(textwrap.fill(title, across), fontsize=11, x=0.01, ha="left")
     axes = figure.subplots()
     painter(axes)
-    axes.set_title(textwrap.fill(subtitle, int(across * 1.1)), fontsize=8.5, color="#444444")
+    axes.set_title(textwrap.fill(subtitle, across), fontsize=8.5, color="#444444", loc="left")
     figure.savefig(path, dpi=110)
     return path
 

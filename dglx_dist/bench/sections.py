@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from dglx_dist.bench.circumstances import circumstances, flat
 from dglx_dist.bench.figures import (
     HIDDEN,
     PHASES,
@@ -13,12 +13,13 @@ from dglx_dist.bench.figures import (
     Spread,
     VariantFigures,
     ratio_figures,
+    time_to_accuracy,
     variant_figures,
 )
 from dglx_dist.bench.records import Experiment, Outcome
 from dglx_dist.bench.verdict import bounds_in_words, judge, judge_experiment
 from dglx_dist.report.table import markdown_table
-from dglx_dist.report.units import plural, readable_bytes, readable_seconds
+from dglx_dist.report.units import plural, readable_bytes, readable_percent, readable_seconds
 
 _VARIANT_HEAD = (
     "variant", "link between servers", "s per epoch (IQR)", "wait", "compute", "exchange",
@@ -43,7 +44,7 @@ def overview_row(experiment: Experiment, outcome: Outcome | None) -> tuple[str, 
         f"{experiment.claim.paper}: {experiment.claim.setting}",
         experiment.prediction,
         "; ".join(f"{one.ratio.name}: {ratio_in_words(one)}" for one in ratios) or "-",
-        str(judge_experiment(experiment, outcome)),
+        _with_label(str(judge_experiment(experiment, outcome)), outcome),
     )
 
 
@@ -61,7 +62,7 @@ def section(experiment: Experiment, outcome: Outcome | None, pictures: Sequence[
         "Setting there": f"{experiment.claim.setting}.",
         "Predicted here": experiment.prediction,
         "How": experiment.how,
-        "Verdict": f"**{verdict}**: {verdict.why}.",
+        "Verdict": f"**{_with_label(str(verdict), outcome)}**: {verdict.why}.",
     }
     parts = [f"## {experiment.id}: {experiment.title}"]
     parts.append("\n".join(f"- {name}: {text}" for name, text in told.items() if text))
@@ -69,7 +70,7 @@ def section(experiment: Experiment, outcome: Outcome | None, pictures: Sequence[
         parts += _measured(outcome)
     parts += [f"![{experiment.id}]({picture})" for picture in pictures]
     if outcome is not None:
-        parts += _circumstances(outcome)
+        parts += circumstances(outcome)
     return "\n\n".join(part for part in parts if part)
 
 
@@ -90,9 +91,20 @@ def not_reproduced(pairs: Sequence[tuple[Experiment, Outcome | None]]) -> list[s
     return sentences
 
 
-def flat(values: Mapping[str, Any]) -> str:
-    """Write JSON values in one line: each name before its value, nested ones in brackets."""
-    return "; ".join(f"{name} {_plain(value)}" for name, value in values.items())
+def accuracy_in_words(outcome: Outcome) -> str:
+    """Say when each variant came to the best accuracy that all of them reach; empty without two curves."""
+    times = time_to_accuracy(outcome)
+    if times is None:
+        return ""
+    assert outcome.plan is not None
+    simulated = {one.name: one.simulated for one in outcome.plan.variants}
+    each = (f"{name} {_marked(f'{value:.3g} s', simulated[name])}" for name, value in times.seconds.items())
+    reached = readable_percent(times.accuracy)
+    return f"Time to a validation accuracy of {reached}, which all reach: {', '.join(each)}."
+
+
+def _with_label(text: str, outcome: Outcome | None) -> str:
+    return f"{text}; {outcome.label}" if outcome is not None and outcome.label else text
 
 
 def _measured(outcome: Outcome) -> list[str]:
@@ -108,6 +120,7 @@ def _measured(outcome: Outcome) -> list[str]:
         parts.append(markdown_table(_RATIO_HEAD, [_ratio_cells(one) for one in ratio_figures(outcome)]))
     simulated = {one.name: one.simulated for one in outcome.plan.variants if one.simulated}
     parts += [f"Simulated in {name}: {text}." for name, text in simulated.items()]
+    parts += [accuracy_in_words(outcome)]
     if outcome.plan.facts:
         parts.append("What the prediction rests on: " + flat(outcome.plan.facts) + ".")
     return parts
@@ -144,36 +157,6 @@ def _ratio_cells(figures: RatioFigures) -> tuple[str, ...]:
         bounds_in_words(ratio.low, ratio.high),
         f"{verdict}: {verdict.why}",
     )
-
-
-def _circumstances(outcome: Outcome) -> list[str]:
-    lines = []
-    missing = sorted({str(one.get("missing")) for one in _mappings(outcome.network) if one.get("missing")})
-    lines += [f"- Links were not limited: {text}." for text in missing]
-    if outcome.machine:
-        lines.append(f"- Machine: {flat(outcome.machine)}.")
-    if outcome.network:
-        lines.append(f"- Network: {flat(outcome.network)}.")
-    if outcome.date:
-        lines.append(f"- Date: {outcome.date}.")
-    command = f"    {outcome.command}" if outcome.command else ""
-    return ["\n".join(lines), command]
-
-
-def _mappings(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [value for value in values.values() if isinstance(value, Mapping)]
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, str | int):
-        return str(value)
-    if isinstance(value, Mapping):
-        return "(" + ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items()) + ")"
-    if isinstance(value, Sequence):
-        return ", ".join(_plain(inner) for inner in value)
-    return json.dumps(value)
 
 
 def _spread(value: Spread, form: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dglx_dist.bench.figures import RatioFigures, ratio_figures
@@ -71,7 +71,8 @@ def bounds_in_words(low: float | None, high: float | None) -> str:
 def judge_experiment(experiment: Experiment, outcome: Outcome | None) -> Verdict:
     """Judge an experiment by all its ratios; without an outcome, say why there is none."""
     if outcome is None:
-        lacking = why_absent(experiment)
+        # What is installed where a page is made says nothing about the experiment.
+        lacking = why_absent(replace(experiment, needs=()))
         if lacking:
             return Verdict(word="absent", why=lacking)
         return Verdict(word="not measured yet", why="there is no result of it")

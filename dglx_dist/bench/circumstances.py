@@ -1,0 +1,71 @@
+"""Under which circumstances an experiment was measured, in lines of Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dglx_dist.bench.records import Outcome
+
+_OF_ONE_LAB = ("name", "external", "phi", "calibration")
+"""Of ``Lab.describe()`` and what the driver adds: not the same for variants that share a shape."""
+
+
+def circumstances(outcome: Outcome) -> list[str]:
+    """Return paragraphs: label, machine, servers, calibration, date; then the command."""
+    lines = [f"- {outcome.label[:1].upper()}{outcome.label[1:]}."] if outcome.label else []
+    if outcome.machine:
+        lines.append(f"- Machine: {flat(outcome.machine)}.")
+    lines += [f"- Servers ({', '.join(names)}): {words}." for words, names in _servers(outcome).items()]
+    lines += [f"- {words}." for words in _calibrations(outcome)]
+    if outcome.date:
+        lines.append(f"- Date: {outcome.date}.")
+    command = f"    {outcome.command}" if outcome.command else ""
+    return [part for part in ("\n".join(lines), command) if part]
+
+
+def flat(values: Mapping[str, Any]) -> str:
+    """Write JSON values in one line: each name before its value, nested ones in brackets."""
+    return "; ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in values.items())
+
+
+def _servers(outcome: Outcome) -> dict[str, list[str]]:
+    """Return description -> the variants whose servers it describes."""
+    found: dict[str, list[str]] = {}
+    for name, values in _networks(outcome).items():
+        known = {key: value for key, value in values.items() if key not in _OF_ONE_LAB}
+        words = flat({key: value for key, value in known.items() if value not in (None, {}, [], "")})
+        found.setdefault(words, []).append(name)
+    return found
+
+
+def _calibrations(outcome: Outcome) -> list[str]:
+    """Return a sentence for each rate that was sought."""
+    notes = [one["calibration"] for one in _networks(outcome).values() if one.get("calibration")]
+    sentences = []
+    for note in notes:
+        text = (
+            f"Matched phi: at {note['rate']} the network costs {note['baseline']} {note['phi']:.2f} of its "
+            f"time ({note['seconds_at_rate']:.3g} s per epoch, {note['seconds_free']:.3g} s with free links)"
+        )
+        if not note.get("within_tolerance", True):
+            text += f"; {note['wanted']:g} was wanted and not reached"
+        sentences.append(text)
+    return list(dict.fromkeys(sentences))
+
+
+def _networks(outcome: Outcome) -> dict[str, Mapping[str, Any]]:
+    return {name: one for name, one in outcome.network.items() if isinstance(one, Mapping)}
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str | int):
+        return str(value)
+    if isinstance(value, Mapping):
+        return "(" + ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items()) + ")"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_plain(inner) for inner in value) + "]"
+    return json.dumps(value)
