@@ -7,12 +7,14 @@ import re
 import select
 import shlex
 import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Sequence
 from typing import IO
 
 from dglx_dist.errors import LabError
+from dglx_dist.lab import hold
 from dglx_dist.lab.pids import Process, find, parent
 
 _START_S = 30.0
@@ -20,10 +22,6 @@ _END_S = 10.0
 # The shell is the first process of its own process namespace and must say which number it has outside;
 # /proc is still the one of outside here.
 _WHO = "read outside rest < /proc/self/stat"
-# Nobody waits for orphans, which come to the first process: ignored children leave no zombies.
-_READY = "exec 2>/dev/null\ntrap '' CHLD\necho ready $outside\nexec >/dev/null"
-_STAY = "stay"
-_WAIT = f'read word && [ "$word" = {_STAY} ] && exec sleep infinity </dev/null'
 
 
 class Holder:
@@ -45,7 +43,8 @@ class Holder:
     def __init__(
         self, what: str, namespaces: Sequence[str], setup: Sequence[Sequence[str]], *, detached: bool
     ) -> None:
-        lines = [_WHO, *(shlex.join(command) for command in setup), _READY, _WAIT]
+        wait = f'exec {shlex.join([sys.executable, "-I", "-S", hold.__file__])} "$outside"'
+        lines = [_WHO, *(shlex.join(command) for command in setup), wait]
         enter = ["unshare", *namespaces, "--pid", "--fork", "--kill-child", "sh", "-ec", "\n".join(lines)]
         self._pipe = subprocess.Popen(
             ["setsid", "--fork", *enter] if detached else enter,
@@ -67,7 +66,7 @@ class Holder:
     def stay(self) -> None:
         """Let it outlive this process; only killing ``init`` ends it then."""
         if self._pipe.stdin is not None:
-            self._pipe.stdin.write(f"{_STAY}\n".encode())
+            self._pipe.stdin.write(hold.STAY)
         self._let_go()
 
     def close(self) -> None:
