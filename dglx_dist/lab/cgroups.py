@@ -23,12 +23,13 @@ def make(name: str, share: float) -> Path | None:
     """
     for parent in _parents():
         folder = parent / name
+        _hand_down_cpu(parent)
         try:
             folder.mkdir()
         except OSError:
             continue
         try:
-            _set_quota(folder, share)
+            set_quota(folder, share)
         except OSError:
             # The controller is not handed down to here, or the group above has less.
             folder.rmdir()
@@ -71,42 +72,50 @@ def remove(folder: Path) -> None:
             return
 
 
-def _set_quota(folder: Path, share: float) -> None:
+def set_quota(folder: Path, share: float) -> None:
+    """Hold the group in ``folder`` to ``share`` cores' worth of time.
+
+    Raises:
+        OSError: the kernel does not, or not for this group.
+    """
     period = max(_PERIOD_US, round(_LEAST_QUOTA_US / share))
     quota = max(_LEAST_QUOTA_US, round(period * share))
     if (folder / "cpu.cfs_quota_us").exists():
         (folder / "cpu.cfs_period_us").write_text(str(period))
         (folder / "cpu.cfs_quota_us").write_text(str(quota))
-    else:
+    elif (folder / "cpu.max").exists():
         (folder / "cpu.max").write_text(f"{quota} {period}")
+    else:
+        raise FileNotFoundError(f"no controller of processor time in {folder}")
 
 
-def _parents() -> list[Path]:
-    """Return folders below which a group may be made: this process's own group, then the topmost one."""
-    own = _own_groups()
+def parents(mounts: str, own: str) -> list[Path]:
+    """Return folders below which a group may be made: this process's own group, then the topmost one.
+
+    Args:
+        mounts: As in ``/proc/self/mounts``.
+        own: As in ``/proc/self/cgroup``.
+    """
+    paths: dict[str, str] = {}
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
     found: list[Path] = []
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in mounts.splitlines():
         _, point, kind, options = line.split()[:4]
-        mount = Path(point)
         if kind == "cgroup2":
-            _hand_down_cpu(mount)
-            found += [mount / own.get("", "").lstrip("/"), mount]
+            found += [Path(point, paths.get("", "")), Path(point)]
         elif kind == "cgroup" and "cpu" in options.split(","):
-            found += [mount / own.get("cpu", "").lstrip("/"), mount]
+            found += [Path(point, paths.get("cpu", "")), Path(point)]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 
 
-def _own_groups() -> dict[str, str]:
-    """Return the path of this process's group by controller; "" for version 2."""
-    groups = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        groups.update(dict.fromkeys(controllers.split(","), path))
-    return groups
+def _parents() -> list[Path]:
+    return parents(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
 
 
-def _hand_down_cpu(mount: Path) -> None:
+def _hand_down_cpu(parent: Path) -> None:
     # Version 2 gives children a controller only once their parent hands it down; init systems usually do.
     with contextlib.suppress(OSError):
-        if "cpu" not in (mount / "cgroup.subtree_control").read_text().split():
-            (mount / "cgroup.subtree_control").write_text("+cpu")
+        if "cpu" not in (parent / "cgroup.subtree_control").read_text().split():
+            (parent / "cgroup.subtree_control").write_text("+cpu")
