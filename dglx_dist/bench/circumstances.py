@@ -30,6 +30,18 @@ def flat(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in values.items())
 
 
+def facts_in_lines(facts: Mapping[str, Any]) -> str:
+    """Write JSON values as a list; one of names to values gets a line for each name, indented."""
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, Mapping) and any(isinstance(inner, Mapping) for inner in value.values()):
+            lines.append(f"- {name}:")
+            lines += [f"  - {inner}: {_bare(of)}" for inner, of in value.items()]
+        else:
+            lines.append(f"- {name}: {_bare(value)}")
+    return "\n".join(lines)
+
+
 def _servers(outcome: Outcome) -> dict[str, list[str]]:
     """Return description -> the variants whose servers it describes."""
     found: dict[str, list[str]] = {}
@@ -59,13 +71,18 @@ def _networks(outcome: Outcome) -> dict[str, Mapping[str, Any]]:
     return {name: one for name, one in outcome.network.items() if isinstance(one, Mapping)}
 
 
+def _bare(value: object) -> str:
+    return _plain(value)[1:-1] if isinstance(value, Mapping) else _plain(value)
+
+
 def _plain(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, str | int):
+    if isinstance(value, str | int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, Mapping):
-        return "(" + ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items()) + ")"
+        within = ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
+        return f"({within})"
     if isinstance(value, Sequence):
         return "[" + ", ".join(_plain(inner) for inner in value) + "]"
     return json.dumps(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dglx_dist.bench.circumstances import circumstances, flat
+from dglx_dist.bench.circumstances import circumstances, facts_in_lines
 from dglx_dist.bench.figures import (
     HIDDEN,
     PHASES,
@@ -25,7 +25,7 @@ _VARIANT_HEAD = (
     "variant", "link between servers", "s per epoch (IQR)", "wait", "compute", "exchange",
     "sample (threads)", "fetch (threads)", "MB inside", "MB outside", "wire MB (x ledger)", "peak of a rank",
 )  # fmt: skip
-_RATIO_HEAD = ("ratio", "predicted", "measured (IQR)", "reproduced when", "verdict")
+_RATIO_HEAD = ("ratio", "of", "predicted", "measured (IQR)", "reproduced when", "verdict")
 _QUANTITIES = {
     "seconds": "seconds per epoch",
     "bytes_outside": "payload between servers",
@@ -63,6 +63,7 @@ def section(experiment: Experiment, outcome: Outcome | None, pictures: Sequence[
         "Predicted here": experiment.prediction,
         "How": experiment.how,
         "Verdict": f"**{_with_label(str(verdict), outcome)}**: {verdict.why}.",
+        "Note": experiment.note,
     }
     parts = [f"## {experiment.id}: {experiment.title}"]
     parts.append("\n".join(f"- {name}: {text}" for name, text in told.items() if text))
@@ -122,7 +123,7 @@ def _measured(outcome: Outcome) -> list[str]:
     parts += [f"Simulated in {name}: {text}." for name, text in simulated.items()]
     parts += [accuracy_in_words(outcome)]
     if outcome.plan.facts:
-        parts.append("What the prediction rests on: " + flat(outcome.plan.facts) + ".")
+        parts += ["What the prediction rests on:", facts_in_lines(outcome.plan.facts)]
     return parts
 
 
@@ -151,8 +152,9 @@ def _ratio_cells(figures: RatioFigures) -> tuple[str, ...]:
     ratio = figures.ratio
     verdict = judge(figures)
     return (
-        f"{ratio.name}: {_QUANTITIES[ratio.quantity]}, {ratio.over} / {ratio.under}",
-        "-" if ratio.predicted is None else f"{ratio.predicted:g}",
+        ratio.name,
+        f"{_QUANTITIES[ratio.quantity]}: {ratio.over} / {ratio.under}",
+        "-" if ratio.predicted is None else f"{ratio.predicted:.2f}",
         ratio_in_words(figures),
         bounds_in_words(ratio.low, ratio.high),
         f"{verdict}: {verdict.why}",
