@@ -34,6 +34,17 @@ check_machine() {
     fi
 }
 
+hint_at_lab() {
+    local tool
+    for tool in ip tc unshare nsenter taskset setsid; do
+        if ! command -v "$tool" >/dev/null && [ "$(uname -s)" = Linux ]; then
+            echo "setup.sh: no $tool here; only emulated servers (dglx lab) need it; install iproute2 and util-linux" \
+                "(Debian, Ubuntu: apt-get install iproute2 util-linux)" >&2
+            return
+        fi
+    done
+}
+
 install_torch() {
     local pin
     pin=$(grep '^torch==' constraints.txt)
@@ -62,6 +73,7 @@ main() {
         die "the dependencies could not be installed; the message above says which one and why"
     .venv/bin/python -c 'import dgl, dglx_dist' ||
         die "dgl does not load; when the message above names libgomp.so.1: apt-get install libgomp1 (or dnf install libgomp)"
+    hint_at_lab
     echo "$now  $PWD" >"$stamp"
     echo "ready: .venv/bin/dglx --help"
 }
