@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -23,6 +24,8 @@ from dglx_dist.bench.steps import Steps, Tell
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.lab.phi import Calibration, Measured, find_rate
 from dglx_dist.lab.rates import Rate
+
+log = logging.getLogger(__name__)
 
 FEWEST = 5
 """Repetitions without which a median says little."""
@@ -61,9 +64,12 @@ def run(
         running.build()
         with open_stage(running.shapes) as stage:
             running.measure(stage)
-    except (DglxError, OSError, ValueError, RuntimeError) as error:
-        known = isinstance(error, DglxError)
-        return running.write("failed", str(error) if known else f"{type(error).__name__}: {error}")
+    except DglxError as error:
+        return running.write("failed", str(error))
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+        # A mistake in one experiment shall not cost the results of the next.
+        log.exception("%s failed", experiment.id)
+        return running.write("failed", f"{type(error).__name__}: {error}")
     return running.write("measured")
 
 

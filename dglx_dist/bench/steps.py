@@ -26,6 +26,8 @@ class Step:
 
 Tell: TypeAlias = Callable[[Step], None]
 
+_RECENT = 4
+
 
 @final
 class Steps:
@@ -40,8 +42,8 @@ class Steps:
         self._experiment = experiment
         self._tell = tell
         self._total = 0
-        self._done = 0
-        self._seconds = 0.0
+        self._seconds: list[float] = []
+        """Of each job that has ended."""
         self._started: float | None = None
 
     def expect(self, jobs: int) -> None:
@@ -52,32 +54,27 @@ class Steps:
         """Tell what is done now; the job before, if any, has ended."""
         self.end()
         self._started = time.monotonic()
-        left = self._seconds / self._done * (self._total - self._done) if self._done else None
-        self._tell(
-            Step(
-                experiment=self._experiment,
-                doing=doing,
-                done=self._done,
-                total=self._total,
-                seconds_left=left,
-            )
-        )
+        # The first jobs start processes and compile; the last ones are like those that come.
+        recent = self._seconds[-_RECENT:]
+        left = sum(recent) / len(recent) * (self._total - len(self._seconds)) if recent else None
+        self._say(doing, left)
 
     def end(self) -> None:
         """Count the job that runs, if any, as ended."""
         if self._started is not None:
-            self._seconds += time.monotonic() - self._started
-            self._done += 1
+            self._seconds.append(time.monotonic() - self._started)
             self._started = None
 
     def say(self, doing: str) -> None:
         """Tell what is done now and is no job, such as making datasets."""
-        self._tell(
-            Step(
-                experiment=self._experiment,
-                doing=doing,
-                done=self._done,
-                total=self._total,
-                seconds_left=None,
-            )
+        self._say(doing, None)
+
+    def _say(self, doing: str, seconds_left: float | None) -> None:
+        step = Step(
+            experiment=self._experiment,
+            doing=doing,
+            done=len(self._seconds),
+            total=self._total,
+            seconds_left=seconds_left,
         )
+        self._tell(step)

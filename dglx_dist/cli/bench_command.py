@@ -149,7 +149,6 @@ class Telling:
         self._task = self._bar.add_task("", total=1, left="")
 
     def __enter__(self) -> Telling:
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,8 +158,14 @@ class Telling:
         """Show what is done now, how far it is, and how long the rest may take."""
         left = "" if step.seconds_left is None else f"about {readable_minutes(step.seconds_left)} left"
         text = f"{step.experiment}: {step.doing}"
+        if not step.total:
+            # Making datasets has a bar of its own, and there can be one at a time.
+            self._bar.stop()
+            self.line(text)
+            return
         if self._bar.disable:
             self.line(f"{text} ({step.done} of {step.total} jobs{', ' if left else ''}{left})")
+        self._bar.start()
         self._bar.update(
             self._task, description=text, completed=step.done, total=max(step.total, 1), left=left
         )

@@ -1,0 +1,89 @@
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.bench import results
+from dglx_dist.bench.records import Measurement, Outcome
+from dglx_dist.errors import StorageError
+from tests.bench.outcomes import epoch, outcome_of, plan_of
+
+OUTCOME = outcome_of(plan_of("a", "b"))
+
+
+def test_the_outcome_of_these_tests_has_no_field_at_its_default() -> None:
+    plain = Outcome(experiment="", status="measured")
+    assert [
+        one.name for one in fields(Outcome) if getattr(OUTCOME, one.name) == getattr(plain, one.name)
+    ] == []
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    path = results.write(tmp_path / "new", OUTCOME)
+    assert path == tmp_path / "new" / "T1.json"
+    assert results.read(tmp_path / "new") == (OUTCOME,)
+    assert [one.name for one in path.parent.iterdir()] == ["T1.json"]
+
+
+def test_an_outcome_without_a_plan_is_read_back(tmp_path: Path) -> None:
+    absent = Outcome(experiment="P1", status="absent", reason="no such strategy")
+    results.write(tmp_path, absent)
+    assert results.read(tmp_path) == (absent,)
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_file_and_no_number_again(tmp_path: Path) -> None:
+    odd = Measurement(variant="a", repetition=0, epochs=(epoch(loss=math.nan, train_accuracy=math.nan),))
+    path = results.write(tmp_path, replace(OUTCOME, measurements=(odd,)))
+    assert "NaN" not in path.read_text()
+    (read,) = results.read(tmp_path)
+    assert math.isnan(read.measurements[0].epochs[0].loss)
+    assert math.isnan(read.measurements[0].epochs[0].train_accuracy)
+
+
+def test_a_later_result_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    results.write(tmp_path, OUTCOME)
+    results.write(tmp_path, replace(OUTCOME, status="measured"))
+    (read,) = results.read(tmp_path)
+    assert read.status == "measured"
+
+
+def test_other_files_are_left_alone_and_results_come_by_id(tmp_path: Path) -> None:
+    for name in ("Y1", "D1"):
+        results.write(tmp_path, replace(OUTCOME, experiment=name))
+    (tmp_path / "other.json").write_text('{"format": "something else"}')
+    (tmp_path / "list.json").write_text("[]")
+    assert [one.experiment for one in results.read(tmp_path)] == ["D1", "Y1"]
+
+
+@pytest.mark.parametrize("cut", [10, -200])
+def test_a_result_cut_short_is_named(tmp_path: Path, cut: int) -> None:
+    path = results.write(tmp_path, OUTCOME)
+    path.write_text(path.read_text()[:cut])
+    with pytest.raises(StorageError, match=r"T1\.json is damaged"):
+        results.read(tmp_path)
+
+
+def test_a_result_that_lacks_a_field_is_named(tmp_path: Path) -> None:
+    path = results.write(tmp_path, OUTCOME)
+    value = json.loads(path.read_text())
+    del value["measurements"][0]["epochs"][0]["seconds"]
+    path.write_text(json.dumps(value))
+    with pytest.raises(StorageError, match=r"T1\.json is damaged .*seconds"):
+        results.read(tmp_path)
+
+
+def test_a_result_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = results.write(tmp_path, OUTCOME)
+    path.write_text(path.read_text().replace('"version": 1,', '"version": 99,', 1))
+    with pytest.raises(StorageError, match="has version 99, this release reads 1"):
+        results.read(tmp_path)
+
+
+def test_no_folder_and_one_that_cannot_be_made_are_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="there is no folder"):
+        results.read(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="choose another folder with --out"):
+        results.write(tmp_path / "file", OUTCOME)
