@@ -53,6 +53,7 @@ class Holder:
             stderr=subprocess.STDOUT,
             # Ctrl-C is for the process that owns the lab; it takes the servers down in order.
             start_new_session=True,
+            cwd="/",  # it may outlive the folder of its maker
         )
         # A child made by fork would keep the pipe, and with it all of this, beyond the end of this process.
         os.register_at_fork(after_in_child=_Forget(self))
