@@ -5,7 +5,7 @@ import pytest
 from dglx_dist.bench.figures import Spread, ratio_figures, spread, time_to_accuracy, variant_figures
 from dglx_dist.bench.records import Ratio
 from dglx_dist.errors import ConfigError
-from tests.bench.outcomes import measurements, outcome, with_curves
+from tests.bench.measured import measurements, outcome, with_curves
 
 
 def test_a_spread_is_median_and_quartiles() -> None:

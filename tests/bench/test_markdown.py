@@ -10,7 +10,7 @@ from dglx_dist.bench.markdown import render, write
 from dglx_dist.bench.records import Outcome
 from dglx_dist.bench.suites import find
 from dglx_dist.errors import DglxError, StorageError
-from tests.bench.outcomes import EXPERIMENT, outcome, scaling, with_curves
+from tests.bench.measured import EXPERIMENT, outcome, scaling, with_curves
 
 
 def tables(page: str) -> list[list[list[str]]]:

@@ -8,7 +8,7 @@ from dglx_dist.bench import results
 from dglx_dist.bench.performance import read_notes, render
 from dglx_dist.bench.suites import EXPERIMENTS
 from dglx_dist.errors import StorageError
-from tests.bench.outcomes import outcome
+from tests.bench.measured import outcome
 
 DOCS = Path(__file__).parents[2] / "docs"
 OF_THE_PAPERS = (

@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from dglx_dist.bench import plots, results
 from dglx_dist.bench.figures import variant_figures
 from dglx_dist.bench.records import Outcome
-from tests.bench.outcomes import EXPERIMENT, outcome, scaling, with_curves
+from tests.bench.measured import EXPERIMENT, outcome, scaling, with_curves
 
 
 def names(folder: Path) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 from dglx_dist.bench.figures import ratio_figures
 from dglx_dist.bench.records import ExperimentPlan, Outcome, Ratio
 from dglx_dist.bench.verdict import Verdict, bounds_in_words, judge, judge_experiment
-from tests.bench.outcomes import EXPERIMENT, measurements, outcome, scaling
+from tests.bench.measured import EXPERIMENT, measurements, outcome, scaling
 
 
 def ratio(low: float | None, high: float | None = None) -> Ratio:
