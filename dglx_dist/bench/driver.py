@@ -55,6 +55,7 @@ def run(
     Raises:
         StorageError: results cannot be written.
     """
+    results.make_folder(plan.out)
     reason = suites.why_absent(experiment)
     if reason:
         return _written(plan, _outcome(experiment, plan, status="absent", reason=reason))

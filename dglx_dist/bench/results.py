@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -43,15 +45,23 @@ def write(folder: Path, outcome: Outcome) -> Path:
     path = result_path(folder, outcome.experiment)
     value = _plain({"format": FORMAT, "version": VERSION, **asdict(outcome)})
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _named(path):
         folder.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; choose another folder with --out"
-        ) from error
     return path
+
+
+def make_folder(folder: Path) -> None:
+    """Make ``folder`` and see that files can be written to it, before anybody waits for what goes there.
+
+    Raises:
+        StorageError: they cannot.
+    """
+    with _named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def read(folder: Path) -> tuple[Outcome, ...]:
@@ -86,6 +96,16 @@ def read_one(path: Path) -> Outcome | None:
         f"{path} has version {value['version']}, this release reads {VERSION}; measure again, or use the "
         "release that wrote it"
     )
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}; choose another folder with --out"
+        ) from error
 
 
 def _outcome(value: Mapping[str, Any]) -> Outcome:

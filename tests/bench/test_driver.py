@@ -1,0 +1,207 @@
+"""The driver with a stage that plays the servers; what real ones do is in test_stage.py."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.bench import driver, results
+from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, Outcome, Ratio, Shape, Variant
+from dglx_dist.bench.stage import Stage
+from dglx_dist.bench.steps import Step
+from dglx_dist.errors import ConfigError, JobError
+from dglx_dist.lab.rates import Rate
+from tests.bench.outcomes import TWO, epoch, experiment_of, plan_of
+
+MEGABIT = 10**6
+
+
+class Played(Stage):
+    """Servers on which an epoch takes 1 s, and 1 s more for each MB that goes out at 8 Mbit/s."""
+
+    def __init__(self, *, limited: bool = True, fails_at: int | None = None) -> None:
+        self.done: list[tuple[str, str]] = []
+        self.shapes: list[Shape] = []
+        self.closed = False
+        self._limited, self._fails_at = limited, fails_at
+
+    @contextmanager
+    def open(self, shapes: Sequence[Shape]) -> Iterator[Stage]:
+        self.shapes = list(shapes)
+        try:
+            yield self
+        finally:
+            self.closed = True
+
+    def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
+        if len(self.done) == self._fails_at:
+            raise JobError("rank 1 died")
+        self.done.append((job.params["as"], "free" if rate is None else str(rate)))
+        # 4 MB over the cards of two servers in each epoch, each 2 MB.
+        seconds = 1.0 + (0.0 if rate is None else 16e6 / rate.bits_per_s)
+        report = {"epochs": [asdict(epoch(0, seconds))], "bytes_outside_wire": 4_000_000}
+        return [report | ({"accuracy": [[1.0, 0.5]]} if "curve" in job.params else {})] * 2
+
+    def describe(self, shape: Shape) -> dict[str, Any]:
+        return {"kind": "namespaces" if self._limited else "loopback", "external": None}
+
+    def limits(self, shape: Shape) -> bool:
+        return self._limited
+
+
+def bench(folder: Path, repetitions: int = 5) -> BenchPlan:
+    return BenchPlan(suite="quick", out=folder, work=folder / "work", repetitions=repetitions)
+
+
+def run(plan: ExperimentPlan | None, stage: Played, folder: Path, repetitions: int = 5) -> Outcome:
+    return driver.run(experiment_of(plan), bench(folder, repetitions), lambda _: None, open_stage=stage.open)
+
+
+def test_what_is_compared_takes_turns_at_the_rate_that_gives_the_phi(tmp_path: Path) -> None:
+    stage = Played()
+    outcome = run(plan_of("a", "b", "c"), stage, tmp_path)
+    assert outcome.status == "measured"
+    assert stage.shapes == [TWO]
+    assert stage.closed
+    # phi 0.5: as long on the wire as without it, 16e6 bit in 1 s. The first guess is exact here.
+    warm_up, calibration, measured = stage.done[:3], stage.done[3:5], stage.done[5:]
+    assert warm_up == [("a", "free"), ("b", "free"), ("c", "free")]
+    assert calibration == [("a", "free"), ("a", "16mbit")]
+    assert "".join(name for name, _ in measured) == "abc" + "bca" + "cab" + "abc" + "bca"
+    assert {rate for _, rate in measured} == {"16mbit"}
+    assert [(one.variant, one.repetition) for one in outcome.measurements[:4]] == [
+        ("a", 0), ("b", 0), ("c", 0), ("b", 1),
+    ]  # fmt: skip
+    assert outcome.measurements[0].seconds == 2.0
+    assert outcome.network["b"]["external"] == "16mbit"
+    assert outcome.network["b"]["phi"] == 0.5
+    assert outcome.network["b"]["calibration"]["baseline"] == "a"
+
+
+def test_what_is_returned_is_what_is_written(tmp_path: Path) -> None:
+    outcome = run(plan_of("a", "b"), Played(), tmp_path)
+    assert results.read(tmp_path) == (outcome,)
+    assert outcome.label == ""
+    assert outcome.command == "dglx bench --only T1 --repetitions 5 --out DIR"
+
+
+def test_few_repetitions_are_labelled(tmp_path: Path) -> None:
+    assert run(plan_of("a", "b"), Played(), tmp_path, repetitions=4).label == driver.QUICK_LOOK
+
+
+def test_each_variant_has_its_own_servers_and_rate(tmp_path: Path) -> None:
+    one, two = (
+        Variant(name=name, shape=shape, rate=rate, job=Job(kind="echo", params={"as": name}))
+        for name, shape, rate in (("one", Shape(servers=1), None), ("two", TWO, Rate(100 * MEGABIT)))
+    )
+    stage = Played()
+    outcome = run(ExperimentPlan(variants=(one, two)), stage, tmp_path, repetitions=1)
+    assert stage.shapes == [Shape(servers=1), TWO]
+    assert stage.done[2:] == [("one", "free"), ("two", "100mbit")]
+    assert (outcome.network["one"]["external"], outcome.network["two"]["external"]) == (None, "100mbit")
+
+
+def test_warming_up_uses_what_the_job_says_for_it(tmp_path: Path) -> None:
+    plan = plan_of("a", "b")
+    cheap = replace(plan.variants[0], job=Job(kind="echo", params={"as": "a"}, warm={"as": "a, once"}))
+    stage = Played()
+    run(replace(plan, variants=(cheap, plan.variants[1])), stage, tmp_path, repetitions=1)
+    assert [name for name, _ in stage.done[:3]] == ["a, once", "b", "a"]
+
+
+def test_curves_are_drawn_last_and_are_no_repetitions(tmp_path: Path) -> None:
+    curve = Job(kind="echo", params={"as": "curve of b", "curve": True})
+    plan = plan_of("a", "b")
+    drawn = replace(plan.variants[1], curve=curve)
+    stage = Played()
+    outcome = run(replace(plan, variants=(plan.variants[0], drawn)), stage, tmp_path)
+    assert stage.done[-1] == ("curve of b", "16mbit")
+    assert outcome.measurements[-1].accuracy == ((1.0, 0.5),)
+    assert outcome.measurements[-1].epochs == ()
+    assert sum(bool(one.epochs) for one in outcome.measurements) == 10
+
+
+def test_on_plain_loopback_no_rate_is_asked_for_and_none_is_noted(tmp_path: Path) -> None:
+    stage = Played(limited=False)
+    outcome = run(plan_of("a", "b"), stage, tmp_path)
+    assert outcome.status == "measured"
+    assert {rate for _, rate in stage.done} == {"free"}
+    assert len(stage.done) == 2 + 10
+    assert outcome.network["a"] == {"kind": "loopback", "external": None}
+
+
+def test_a_failure_keeps_what_was_measured_before(tmp_path: Path) -> None:
+    # 2 to warm up, 2 to calibrate, 2 repetitions of 2, and the first of the third.
+    stage = Played(fails_at=2 + 2 + 4 + 1)
+    outcome = run(plan_of("a", "b"), stage, tmp_path)
+    assert (outcome.status, outcome.reason) == ("failed", "rank 1 died")
+    assert len(outcome.measurements) == 5
+    assert stage.closed
+    assert results.read(tmp_path) == (outcome,)
+
+
+def test_an_interrupt_leaves_the_whole_repetitions_in_the_file(tmp_path: Path) -> None:
+    stage = Played()
+
+    def interrupt(step: Step) -> None:
+        if step.doing.startswith("repetition 3"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        driver.run(experiment_of(plan_of("a", "b")), bench(tmp_path), interrupt, open_stage=stage.open)
+    assert stage.closed
+    (kept,) = results.read(tmp_path)
+    assert (kept.status, kept.reason) == ("failed", "stopped after repetition 2 of 5")
+    assert len(kept.measurements) == 4
+
+
+def test_what_cannot_run_here_is_absent_and_written(tmp_path: Path) -> None:
+    stage = Played()
+    outcome = run(None, stage, tmp_path)
+    assert (outcome.status, outcome.measurements) == ("absent", ())
+    assert "not written yet" in outcome.reason
+    assert stage.shapes == []
+    assert results.read(tmp_path) == (outcome,)
+
+
+def test_what_an_experiment_does_wrong_is_its_failure_alone(tmp_path: Path) -> None:
+    def build(_: BenchPlan) -> ExperimentPlan:
+        raise KeyError("edge cut")
+
+    broken = replace(experiment_of(plan_of("a", "b")), build=build)
+    outcome = driver.run(broken, bench(tmp_path), lambda _: None, open_stage=Played().open)
+    assert (outcome.status, outcome.reason) == ("failed", "KeyError: 'edge cut'")
+
+
+def test_results_that_cannot_be_written_are_told_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    stage = Played()
+    with pytest.raises(driver.DglxError, match="--out"):
+        run(plan_of("a", "b"), stage, tmp_path / "file")
+    assert stage.done == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (ExperimentPlan(variants=()), "at least one"),
+        (plan_of("a", "a"), "each with its own name"),
+        (
+            replace(plan_of("a", "b"), ratios=(Ratio(name="r", over="a", under="c"),)),
+            "no variant is called c",
+        ),
+        (replace(plan_of("a", "b"), variants=plan_of("a", "b").variants[1:], ratios=()), "is called a"),
+    ],
+)
+def test_plans_that_contradict_themselves_are_refused(plan: ExperimentPlan, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        driver.check_plan("T1", plan)
+
+
+def test_the_order_moves_on_by_one() -> None:
+    variants = plan_of("a", "b", "c").variants
+    turns = ["".join(one.name for one in driver.in_turn(variants, number)) for number in range(4)]
+    assert turns == ["abc", "bca", "cab", "abc"]
