@@ -130,7 +130,7 @@ def run_once(
         of parts to phases, the versions, the sum of each rank's seeds in the first measured epoch.
 
     Raises:
-        ConfigError: the lab cannot host the system.
+        ConfigError: the lab cannot host the system, or its data is not there.
         JobError: it failed or took too long; the message has the end of its output.
     """
     if launch.system == "stock" and lab.kind != "namespaces":
@@ -138,6 +138,8 @@ def run_once(
             "stock DistDGL needs servers with a network and a /dev/shm of their own, and this lab is plain "
             f"loopback: {lab.missing or 'asked for'}"
         )
+    if not Path(launch.data).exists():
+        raise ConfigError(f"{launch.data} does not exist; make it with bench.peers.data.prepare")
     folder.mkdir(parents=True)
     world_size = len(lab.servers) * ranks_per_server
     watch = MemoryWatch()

@@ -1,0 +1,182 @@
+"""Peers: stock DistDGL and ours on one partition, and what is said of a peer that is not installed."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.bench import driver, suites
+from dglx_dist.bench.experiments import peer_embedding, peer_large, peer_pyg, peer_small
+from dglx_dist.bench.peers import phases
+from dglx_dist.bench.peers.data import Written, assignment_of, prepare
+from dglx_dist.bench.peers.launch import KIND, Launch, Launches, run_once
+from dglx_dist.bench.peers.variants import launch_of, variant
+from dglx_dist.bench.peers.workload import Workload
+from dglx_dist.bench.records import BenchPlan, Job
+from dglx_dist.errors import ConfigError, JobError, UnknownNameError
+from dglx_dist.lab.base import LabSpec
+from dglx_dist.lab.loopback import LoopbackLab
+from dglx_dist.lab.opening import open_lab
+from dglx_dist.storage.reader import open_dataset
+
+TINY = Workload(nodes=4000, degree=10, features=8, classes=5, batch_size=100, fanouts=(5, 5))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return prepare(TINY, 2, tmp_path_factory.mktemp("work"), dgl=True, arrays=True)
+
+
+def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
+    needs_lab: None, written: Written, tmp_path: Path
+) -> None:
+    launches = {system: launch_of(system, TINY, written, epochs=1, warmup=0) for system in ("stock", "ours")}
+    with open_lab(LabSpec(servers=2)) as lab:
+        crew = Launches(lab, 1, tmp_path)
+        stock, ours = (crew.do(Job(kind=KIND, params=launch.params()), 120.0) for launch in launches.values())
+    assert len(stock) == len(ours) == 2
+    # Ids in both formats are the same, so equal sums of the seeds' ids are equal shares.
+    assert stock[0]["extra"]["seed_sum_of_rank"] == ours[0]["extra"]["seed_sum_of_rank"]
+    (theirs,), (mine,) = stock[0]["epochs"], ours[0]["epochs"]
+    assert theirs["num_samples"] == mine["num_samples"] == 400
+    # Other draws of the same neighbourhoods, from the same weights.
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=0.1)
+    counts = [report[0]["extra"]["counts"] for report in (stock, ours)]
+    assert counts[1]["input_rows"] == pytest.approx(counts[0]["input_rows"], rel=0.1)
+    # What we count goes over the wire, and headers and acknowledgements are all that we do not count.
+    assert mine["bytes_outside"] < ours[0]["bytes_outside_wire"] < 1.3 * mine["bytes_outside"]
+    # Nobody counts for stock DGL but the cards.
+    assert theirs["bytes_outside"] == stock[0]["bytes_outside_wire"] > 0
+    # A server of stock DGL is more than its trainer.
+    assert stock[0]["peak_bytes"] > stock[0]["extra"]["rank_peak_bytes"]
+
+
+def test_stock_needs_emulated_servers(written: Written, tmp_path: Path) -> None:
+    with (
+        LoopbackLab(LabSpec(servers=2), missing="no tool of that name") as lab,
+        pytest.raises(ConfigError, match="no tool of that name"),
+    ):
+        run_once(lab, launch_of("stock", TINY, written), tmp_path / "stock")
+    assert not (tmp_path / "stock").exists()
+
+
+def test_a_graph_server_that_fails_ends_the_launch_and_is_told(needs_lab: None, tmp_path: Path) -> None:
+    config = tmp_path / "empty.json"
+    config.write_text("{}")
+    launch = Launch(system="stock", workload=TINY, data=str(config))
+    with (
+        open_lab(LabSpec(servers=1)) as lab,
+        pytest.raises(JobError, match=r"(?s)graph server of server 0 ended.*graph-server-0\.log: .*Error"),
+    ):
+        run_once(lab, launch, tmp_path / "stock", timeout_s=60.0)
+
+
+def test_data_that_is_not_there_starts_nothing(tmp_path: Path) -> None:
+    launch = Launch(system="ours", workload=TINY, data=str(tmp_path / "nothing"))
+    with LoopbackLab(LabSpec(servers=1)) as lab, pytest.raises(ConfigError, match="nothing"):
+        run_once(lab, launch, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_both_formats_have_the_same_parts(written: Written) -> None:
+    assert written.dgl is not None
+    ours = open_dataset(written.ours)
+    theirs = json.loads(written.dgl.read_text())
+    bounds = [
+        list(pair) for pair in zip(*(ours.manifest.node_offsets["_N"][i:] for i in (0, 1)), strict=False)
+    ]
+    assert theirs["node_map"]["_N"] == bounds
+    part_of = assignment_of(ours).part_of["_N"]
+    assert [int((part_of == part).sum()) for part in (0, 1)] == [last - first for first, last in bounds]
+
+
+def test_what_is_written_is_found_again(written: Written) -> None:
+    marker = written.ours.parent / "marker"
+    before = sorted(path.name for path in written.ours.parent.iterdir() if path != marker)
+    assert prepare(TINY, 2, written.ours.parent, dgl=True, arrays=True) == written
+    assert sorted(path.name for path in written.ours.parent.iterdir()) == before
+
+
+def test_parts_become_phases() -> None:
+    rows = [
+        {
+            "epoch": 1,
+            "seconds": 10.0 + rank,
+            "parts": {"sample": 1.0, "pull": 2.0 + rank, "forward": 3.0, "backward": 4.0, "update": 0.5},
+            "counts": {"targets": 10.0, "loss_sum": 5.0, "correct": 2.0 * rank},
+        }
+        for rank in range(2)
+    ]
+    record = phases.as_record("stock", rows, wire=77)
+    assert (record.sample_s, record.fetch_s, record.wait_s, record.compute_s) == (1.0, 3.0, 4.0, 7.5)
+    assert (record.seconds, record.loss, record.train_accuracy, record.num_samples) == (11.0, 0.5, 0.1, 20)
+    assert (record.bytes_outside, record.bytes_inside) == (77, 0)
+
+
+def test_our_exchange_is_not_counted_as_compute_too() -> None:
+    row = {
+        "epoch": 0,
+        "seconds": 9.0,
+        "parts": {"wait": 1.0, "forward": 2.0, "backward": 5.0, "exchange": 4.0, "loader fetch": 3.0},
+        "counts": {"targets": 1.0, "ledger inside": 3.0, "ledger outside": 5.0},
+    }
+    record = phases.as_record("ours", [row], wire=99)
+    assert (record.compute_s, record.exchange_s, record.wait_s, record.fetch_s) == (3.0, 4.0, 1.0, 3.0)
+    assert (record.bytes_outside, record.bytes_inside) == (5, 3)
+
+
+@pytest.mark.parametrize("system", phases.MAPPINGS)
+def test_a_launch_survives_its_job(system: str) -> None:
+    launch = Launch(system=system, workload=TINY, data="x")
+    assert Launch.from_params(json.loads(json.dumps(launch.params()))) == launch
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"system": "stok"}, "stock"),
+        ({"allocator": "fast"}, "unset, glibc, tuned"),
+        ({"epochs": 0}, "at least one epoch"),
+    ],
+)
+def test_a_launch_that_makes_no_sense_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises((ConfigError, UnknownNameError), match=message):
+        Launch(**{"system": "ours", "workload": TINY, "data": "x", **settings})  # type: ignore[arg-type]
+
+
+def test_a_workload_of_another_release_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no depth"):
+        Workload.from_json({"nodes": 5, "depth": 2})
+
+
+def test_a_format_that_was_not_written_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="pyg is not written"):
+        launch_of("pyg", TINY, Written(ours=Path("x")))
+
+
+def test_the_warm_up_is_one_epoch() -> None:
+    job = variant("a", Launch(system="ours", workload=TINY, data="x")).job
+    warm = Launch.from_params({**job.params, **job.warm})
+    assert (warm.warmup, warm.epochs) == (0, 1)
+
+
+def test_pyg_that_is_not_installed_is_reported_as_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = ("torch_geometric", "pyg_lib", "torch_sparse")
+    monkeypatch.setattr(suites, "find_spec", lambda name: None if name in lacking else find_spec(name))
+    plan = BenchPlan(suite="peers", out=tmp_path / "out", work=tmp_path / "work")
+    outcome = driver.run(peer_pyg.EXPERIMENT, plan, lambda step: None)
+    assert outcome.status == "absent"
+    assert outcome.reason == "not installed here: torch_geometric, pyg_lib or torch_sparse"
+    # One sampler of the two is enough.
+    monkeypatch.setattr(suites, "find_spec", lambda name: None if name == "pyg_lib" else find_spec("json"))
+    assert suites.why_absent(peer_pyg.EXPERIMENT) == ""
+
+
+def test_the_suite_has_the_peers() -> None:
+    ours = (peer_small, peer_large, peer_embedding, peer_pyg)
+    assert [one.id for one in suites.suite("peers")] == [module.EXPERIMENT.id for module in ours]
