@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -28,24 +27,44 @@ def main(arguments: Sequence[str]) -> int:
     grace_s, command = float(arguments[0]), arguments[1:]
     # Ranks are in sessions of their own: what their launcher leaves behind becomes a child of this process.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ending = Ending(grace_s)
+    # Before the command starts: whoever sees its first line may ask for its end at once.
+    signal.signal(signal.SIGTERM, lambda *_: ending.begin())
+    signal.signal(signal.SIGINT, lambda *_: ending.begin())
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         return 127
-
-    def end(signal_number: int = 0, frame: FrameType | None = None) -> None:
-        process.terminate()
-        timer = threading.Timer(grace_s, process.kill)
-        timer.daemon = True
-        timer.start()
-
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
-    threading.Thread(target=_call_at_end_of_input, args=(end,), daemon=True).start()
+    ending.of(process)
+    threading.Thread(target=_call_at_end_of_input, args=(ending.begin,), daemon=True).start()
     code = process.wait()
     kill_descendants()
     return code if code >= 0 else 128 - code
+
+
+class Ending:
+    """Ends a process, also when that was asked for before there was one."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = False
+
+    def of(self, process: subprocess.Popen[bytes]) -> None:
+        """Say which process."""
+        self._process = process
+        if self._asked:
+            self.begin()
+
+    def begin(self) -> None:
+        """Send SIGTERM now and SIGKILL after the grace."""
+        self._asked = True
+        if self._process is not None:
+            self._process.terminate()
+            timer = threading.Timer(self._grace_s, self._process.kill)
+            timer.daemon = True
+            timer.start()
 
 
 def kill_descendants() -> None:
