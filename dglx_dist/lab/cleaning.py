@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.lab import cgroups, state
 from dglx_dist.lab.holder import wait_until_ended
@@ -67,10 +69,17 @@ def remove(found: LabState) -> None:
         for process in found.processes:
             process.kill()
         wait_until_ended(found.processes)
-    for server in range(found.spec.servers):
-        for folder in cgroups.find(cgroup_name(found.name, server)):
-            cgroups.remove(folder)
+    for folder in _groups_of(found):
+        cgroups.remove(folder)
     state.forget(found.name)
+
+
+def _groups_of(found: LabState) -> set[Path]:
+    """Return its control groups, also one that was made and not noted any more."""
+    names = [cgroup_name(found.name, server) for server in range(found.spec.servers)]
+    noted = {Path(server.cgroup) for server in found.servers if server.cgroup is not None}
+    groups = {folder for folder in noted if folder.name in names}
+    return groups.union(*(cgroups.find(name) for name in names))
 
 
 def _remove_groups_called(name: str) -> None:

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from os import getpid
 from typing import Literal, final
 
+from dglx_dist.errors import LabError
 from dglx_dist.lab import cgroups, cleaning, links, state
 from dglx_dist.lab.base import Card, Lab, LabSpec
 from dglx_dist.lab.budget import CpuShare, deal_out, held_by, usable_cores
@@ -46,6 +47,8 @@ class NamespaceLab(Lab):
         Raises:
             LabError: the lab is down.
         """
+        if not all(server.alive() for server in self.servers):
+            raise LabError(f"the lab {self.name!r} was taken down meanwhile")
         self._noted = replace(self._noted, spec=replace(self.spec, external=external, internal=internal))
         state.note(self._noted)
         self.spec = self._noted.spec
@@ -78,7 +81,8 @@ class NamespaceLab(Lab):
         holders, self._holders = self._holders, ()
         for holder in holders:
             holder.close()
-        if holders:
+        # Taken down by another process, the name may be another lab's by now.
+        if holders and state.noted_still(self._noted):
             cleaning.remove(self._noted)
 
 
@@ -129,8 +133,10 @@ def _raise_servers(noted: LabState, shares: Sequence[CpuShare], holders: list[Ho
     holders.append(switch)
     noted = replace(noted, switch=(switch.init, switch.outer))
     state.note(noted)
+    # A lab made inside a server takes no notes for its own whose process numbers it cannot see.
+    setup = [*SETUP, ["mount", "-t", "tmpfs", "tmpfs", str(state.folder())]]
     for number, share in enumerate(shares):
-        holder = Holder(f"server {number}", NAMESPACES, SETUP, detached=detached)
+        holder = Holder(f"server {number}", NAMESPACES, setup, detached=detached)
         holders.append(holder)
         links.connect(number, init=holder.init.pid, switch=switch.init.pid)
         group = cgroups.make(cgroup_name(noted.name, number), share.share) if share.needs_quota else None

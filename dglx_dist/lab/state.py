@@ -152,6 +152,14 @@ def read(name: str) -> LabState:
         ) from error
 
 
+def noted_still(noted: LabState) -> bool:
+    """Whether the notes under this name are of this lab, and not gone or another's."""
+    try:
+        return read(noted.name).switch == noted.switch
+    except (ConfigError, LabError):
+        return False
+
+
 def names() -> list[str]:
     """Return the names of all labs that have notes, ascending."""
     return sorted(path.stem for path in folder().glob("*.json") if _NAME.fullmatch(path.stem))

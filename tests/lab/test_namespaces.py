@@ -308,6 +308,22 @@ def test_down_ends_what_runs_inside(lab_name: str) -> None:
     assert _traces_of(lab_name) == []
 
 
+def test_closing_leaves_another_lab_that_got_the_name(lab_name: str) -> None:
+    first = open_lab(LabSpec(servers=1, cpus=0.3), name=lab_name)
+    cleaning.down(lab_name)
+    with open_lab(LabSpec(servers=1, cpus=0.3), name=lab_name) as second:
+        first.close()
+        assert lab_name in state.names()
+        assert second.cards()[0].received >= 0
+        with pytest.raises(LabError, match="taken down"):
+            first.set_rates(SLOW, None)
+
+
+def test_a_lab_inside_a_server_sees_no_lab_outside(pair: NamespaceLab) -> None:
+    assert pair.name in state.names()
+    assert output(pair.servers[0], "ls", str(state.folder())) == ""
+
+
 def test_orphans_leave_no_zombies(pair: NamespaceLab) -> None:
     """A process whose parent has ended goes to the first one of its server, which must not collect it."""
     output(pair.servers[0], "sh", "-c", "(sleep 0.01 &) ; sleep 0.2")
