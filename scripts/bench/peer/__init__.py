@@ -1,1 +1,0 @@
-"""The parts of ``scripts/bench/distdgl.py``: emulated machines, the cases, the ranks of each system."""
