@@ -41,3 +41,7 @@ class JobError(DglxError):
 
 class LabError(DglxError):
     """An emulated server could not be made, entered or taken down; the message has the host's answer."""
+
+
+class CommandError(DglxError):
+    """A command on the servers of a lab failed; the message says who was first, and ends with its output."""

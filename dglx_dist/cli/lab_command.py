@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dglx_dist.cli.lab_calibrate_command import lab_calibrate
 from dglx_dist.cli.lab_run_command import lab_run
 from dglx_dist.cli.report_command import show, warn
 
@@ -41,6 +42,9 @@ def lab() -> None:
 
 # Options after the first word of COMMAND are COMMAND's, also without --.
 lab_app.command("run", no_args_is_help=True, context_settings={"allow_interspersed_args": False})(lab_run)
+lab_app.command("calibrate", no_args_is_help=True, context_settings={"allow_interspersed_args": False})(
+    lab_calibrate
+)
 
 
 @lab_app.command()

@@ -84,12 +84,7 @@ def find_rate(
     Raises:
         ConfigError: ``phi`` or another argument is out of range, or the work does not communicate.
     """
-    if not 0 < phi < 1:
-        raise ConfigError(f"phi={phi} must lie between 0 and 1, e.g. 0.65: a share of the time")
-    if not 0 < tolerance < 1:
-        raise ConfigError(f"tolerance={tolerance} must lie between 0 and 1, e.g. 0.03")
-    if max_tries < 1:
-        raise ConfigError(f"max_tries={max_tries} must be at least 1")
+    check_arguments(phi, tolerance, max_tries)
     free = measure(None)
     if not 0 < free.seconds < math.inf:
         raise ConfigError(f"the command took {free.seconds} s without limits: there is no time to measure")
@@ -119,6 +114,16 @@ def find_rate(
         bytes_per_server=free.bytes_per_server,
         tries=tuple(tries),
     )
+
+
+def check_arguments(phi: float, tolerance: float, max_tries: int) -> None:
+    """Raise ConfigError where :func:`find_rate` would refuse them, before anything is measured."""
+    if not 0 < phi < 1:
+        raise ConfigError(f"phi={phi} must lie between 0 and 1, e.g. 0.65: a share of the time")
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance={tolerance} must lie between 0 and 1, e.g. 0.03")
+    if max_tries < 1:
+        raise ConfigError(f"max_tries={max_tries} must be at least 1")
 
 
 def _next_rate(tries: Sequence[Try], free: Measured, phi: float) -> Rate:

@@ -1,0 +1,134 @@
+"""``dglx lab calibrate``."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dglx_dist.cli.report_command import show, warn
+from dglx_dist.errors import LabError
+from dglx_dist.lab import host
+from dglx_dist.lab.base import LabSpec
+from dglx_dist.lab.calibrate import CalibrationPlan, CommandMeasure, write
+from dglx_dist.lab.command import torchrun_arguments
+from dglx_dist.lab.opening import open_lab
+from dglx_dist.lab.phi import Calibration, check_arguments, find_rate
+from dglx_dist.lab.rates import Rate
+from dglx_dist.report.units import readable_seconds
+
+INTERRUPTED = 128 + signal.SIGINT
+_EMULATED, _SEARCH = "What is emulated", "Search"
+
+
+def lab_calibrate(  # noqa: PLR0913  # one argument per option
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="As for `dglx lab run`; it must train two epochs or more."),
+    ],
+    phi: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_SEARCH, help="Wanted share of its time that the network costs COMMAND, 0 to 1."
+        ),
+    ] = 0.65,
+    tolerance: Annotated[
+        float, typer.Option(rich_help_panel=_SEARCH, help="Good enough when phi is no further off.")
+    ] = 0.03,
+    tries: Annotated[
+        int, typer.Option(rich_help_panel=_SEARCH, help="Most rates that are tried; the nearest counts.")
+    ] = 6,
+    servers: Annotated[int, typer.Option(rich_help_panel=_EMULATED, help="Emulated servers.")] = 2,
+    ranks_per_server: Annotated[
+        int, typer.Option(rich_help_panel=_EMULATED, help="Processes that torchrun starts on each.")
+    ] = 1,
+    internal: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            rich_help_panel=_EMULATED,
+            help="Most that the ranks of one server send each other by sockets. Default: not limited.",
+        ),
+    ] = None,
+    cpus: Annotated[
+        float | None,
+        typer.Option(
+            metavar="CORES",
+            rich_help_panel=_EMULATED,
+            help="Cores of each server, may be a fraction. Default: this machine's, divided.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write calibration.json, and the output of every run."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Give up when one run takes so many seconds.")
+    ] = None,
+) -> None:
+    """Find the rate between servers at which the network takes a wanted share of COMMAND's time.
+
+    Machines differ in how fast they compute, so equal rates compare nothing; equal shares do. phi = 1 -
+    seconds of an epoch without limits / seconds at the rate. COMMAND is run once without limits, then at one
+    rate after another; the first epoch of each run does not count.
+
+        dglx lab calibrate --servers 2 --phi 0.65 -- dglx train data/demo --epochs 4 --eval-every 0
+
+    The rate it ends with is what `--external` of `dglx lab run` takes. Needs emulated servers: Linux, root,
+    ip and tc.
+    """
+    # What can be found wrong before any server is made.
+    torchrun_arguments(command)
+    check_arguments(phi, tolerance, tries)
+    missing = host.what_is_missing()
+    if missing:
+        raise LabError(f"a rate can only be found where links can be limited: {missing}")
+    plan = CalibrationPlan(command=command, ranks_per_server=ranks_per_server, timeout_s=timeout)
+    spec = LabSpec(servers=servers, internal=None if internal is None else Rate.parse(internal), cpus=cpus)
+    signal.signal(signal.SIGTERM, _end)
+    with ExitStack() as closing:
+        lab = closing.enter_context(open_lab(spec))
+        folder = out or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="dglx-calibrate-")))
+        try:
+            measure = CommandMeasure(lab, plan, folder, _say)
+            found = find_rate(measure, phi, tolerance=tolerance, max_tries=tries)
+        except KeyboardInterrupt:
+            _say("interrupted; COMMAND has ended on all servers")
+            raise typer.Exit(INTERRUPTED) from None
+        written = None if out is None else write(out, found, lab, plan)
+    show(tries_table(found))
+    if not found.within_tolerance:
+        warn(
+            f"phi {found.phi:.2f} is the nearest to {phi:g} of {len(found.tries)} tries; more epochs per run "
+            "make it less noisy, --tries allows more rates"
+        )
+    _say(f"use --external {found.rate}" + ("" if written is None else f"; written to {written}"))
+
+
+def tries_table(found: Calibration) -> Table:
+    """Return one row per rate that was tried, after the one without a limit."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("rate", "seconds per epoch", "phi", ""):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table.add_row("not limited", readable_seconds(found.seconds_free), "", "")
+    for one in found.tries:
+        chosen = "use this" if one.rate == found.rate else ""
+        table.add_row(str(one.rate), readable_seconds(one.seconds), f"{one.phi:.3f}", chosen)
+    return table
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    # Whoever ends this command means everything that it started: leaving the blocks ends that.
+    raise SystemExit(128 + number)
