@@ -1,0 +1,70 @@
+"""Real servers and ranks, brought up and ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.bench.records import Job, Shape
+from dglx_dist.bench.stage import open_stage
+from dglx_dist.lab.rates import Rate
+
+ECHO = Job(kind="echo")
+PROGRAM = """
+import signal
+from dglx_dist.bench.records import Job, Shape
+from dglx_dist.bench.stage import open_stage
+from dglx_dist.cli.bench_command import _interrupt
+
+signal.signal(signal.SIGTERM, _interrupt)
+shape = Shape(servers=1)
+with open_stage([shape]) as stage:
+    stage.do(shape, Job(kind="echo"), None)
+    print("ready", flush=True)
+    stage.do(shape, Job(kind="echo", params={"silent_on": 0}), None)
+"""
+
+
+def processes_that_name(text: str) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if text in words and int(process.name) != os.getpid():
+            found.append(int(process.name))
+    return found
+
+
+def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
+    one, two = Shape(servers=1), Shape(servers=2)
+    with open_stage([one, two]) as stage:
+        assert [report["server"] for report in stage.do(two, ECHO, Rate.parse("100mbit"))] == [0, 1]
+        assert [report["server"] for report in stage.do(one, ECHO, None)] == [0]
+        described = stage.describe(two)
+        assert described["servers"] == 2
+        assert stage.limits(two) == (described["kind"] == "namespaces")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_bench_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        assert len(processes_that_name(str(tmp_path))) >= 1
+        driver.send_signal(number)
+        driver.wait(timeout=60)
+    deadline = time.monotonic() + 60
+    while processes_that_name(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_that_name(str(tmp_path)) == []
+    if number == signal.SIGTERM:
+        assert list(tmp_path.iterdir()) == []
