@@ -13,13 +13,19 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.lab.rates import Rate
 
 
-def survey(params: Mapping[str, Any], servers: int) -> Survey:
-    """Count what the job ``train`` with ``params`` will move on ``servers`` servers of one rank.
+def survey(jobs: Mapping[str, Mapping[str, Any]], servers: Mapping[str, int] | int) -> dict[str, Survey]:
+    """Count what runs of the job ``train`` will move, in one process for all.
+
+    Args:
+        jobs: Name to the job's parameters.
+        servers: How many it will run on, one rank on each; by name where they differ.
 
     Raises:
         JobError: the process that counts failed.
     """
-    return Survey(**do_alone(Job(kind="survey", params={"train": dict(params), "servers": servers})))
+    by_name = dict.fromkeys(jobs, servers) if isinstance(servers, int) else servers
+    asked = {name: {"train": dict(job), "servers": by_name[name]} for name, job in jobs.items()}
+    return {name: Survey(**one) for name, one in do_alone(Job(kind="survey", params=asked)).items()}
 
 
 def calibrated(params: Mapping[str, Any]) -> ComputeCost:

@@ -38,11 +38,11 @@ class Size:
     hidden: int = 64
     batch_size: int = 64
     epochs: int = 1
-    curve_epochs: int = 6
+    curve_epochs: int = 5
 
 
 SIZES: Mapping[str, Size] = {
-    "quick": Size(nodes=100_000),
+    "quick": Size(nodes=100_000, train_rate=0.01536),
     "papers": Size(nodes=400_000, hidden=256, batch_size=250, train_rate=0.02, epochs=2, curve_epochs=10),
 }
 
@@ -65,7 +65,7 @@ def plan_of(plan: BenchPlan, size: Size) -> ExperimentPlan:
     cuts = {name: PartitionPlan(num_parts=_SERVERS, method=name) for name in ("random", "metis")}
     folders = data.prepare(graph, cuts, plan.work)
     jobs = {name: _params(str(folder), size, plan.seed) for name, folder in folders.items()}
-    found = {name: survey(params, _SERVERS) for name, params in jobs.items()}
+    found = survey(jobs, _SERVERS)
     bytes_ratio = found["metis"].payload_bytes / found["random"].payload_bytes
     variants = []
     for name, params in jobs.items():

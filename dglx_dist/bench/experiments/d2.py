@@ -40,7 +40,7 @@ class Size:
 
 
 SIZES: Mapping[str, Size] = {
-    "quick": Size(nodes=100_000),
+    "quick": Size(nodes=100_000, train_rate=0.01536),
     "papers": Size(nodes=400_000, hidden=256, batch_size=250, epochs=2, with_unskewed=True),
 }
 
@@ -72,7 +72,7 @@ def plan_of(plan: BenchPlan, size: Size) -> ExperimentPlan:
         for name, folder in data.prepare(replace(skewed, skew=0.0), _CUTS, plan.work).items():
             jobs[f"{name}, spread"] = _params(str(folder), size, plan.seed) | {"seeds": "own"}
             folders[f"{name}, spread"] = folder
-    found = {name: survey(params, _SERVERS) for name, params in jobs.items()}
+    found = survey(jobs, _SERVERS)
     return ExperimentPlan(
         variants=tuple(_variant(name, params) for name, params in jobs.items()),
         ratios=_ratios(found, size),

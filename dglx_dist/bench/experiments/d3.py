@@ -32,7 +32,7 @@ class Size:
 
 
 SIZES: Mapping[str, Size] = {
-    "quick": Size(nodes=100_000),
+    "quick": Size(nodes=100_000, train_rate=0.03072),
     "papers": Size(nodes=400_000, batch_size=250, epochs=2),
 }
 
@@ -55,7 +55,7 @@ def plan_of(plan: BenchPlan, size: Size) -> ExperimentPlan:
     cuts = {_name(count): PartitionPlan(num_parts=count, method="metis") for count in _SERVERS}
     folders = data.prepare(graph, cuts, plan.work)
     jobs = {name: _params(str(folder), size, plan.seed) for name, folder in folders.items()}
-    found = {_name(count): survey(jobs[_name(count)], count) for count in _SERVERS}
+    found = survey(jobs, {_name(count): count for count in _SERVERS})
     cost = calibrated(jobs[_name(1)])
     edges = {name: one.edges // (one.steps * len(one.seeds_per_server)) for name, one in found.items()}
     step_s = {

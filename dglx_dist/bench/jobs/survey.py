@@ -59,16 +59,21 @@ class Survey:
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Return the fields of :class:`Survey`; one process runs it.
+    """Return the fields of a :class:`Survey` by name of a run; one process counts them all.
 
     Args:
-        params: ``train``: those of the job ``train``; ``servers``: on how many it will run, one rank on each.
+        params: Name to ``train``: parameters of the job ``train``; and ``servers``: on how many it will run,
+            one rank on each.
         context: Of the only rank.
 
     Raises:
         ConfigError: a parameter is unknown or out of range.
-        StorageError: the dataset is missing or damaged.
+        StorageError: a dataset is missing or damaged.
     """
+    return {name: asdict(_survey(one, context)) for name, one in params.items()}
+
+
+def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
     told, servers = read_params(params["train"]), int(params["servers"])
     with init(timeout=context.timeout_s, seed=told.seed) as session:
         g = DistGraph(told.data, session=session)
@@ -77,7 +82,7 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
             count.rank(told, server)
         found = count.total(told)
         g.close()
-    return asdict(found)
+    return found
 
 
 class _Count:

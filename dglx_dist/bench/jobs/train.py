@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
@@ -152,7 +152,9 @@ def _evaluate(
 ) -> None:
     """Add (seconds of training so far, validation accuracy) to ``curve`` when asked to; collective."""
     if told.accuracy:
-        accuracy = evaluate(training.step.model, training.g, [_VALIDATION])[_VALIDATION]
+        # Each rank's nodes at once: what several batches of them need is then pulled once, not by each.
+        g = training.g
+        accuracy = evaluate(training.step.model, g, [_VALIDATION], batch_size=g.num_nodes())[_VALIDATION]
         curve.append((record.seconds + (curve[-1][0] if curve else 0.0), accuracy))
 
 
@@ -160,9 +162,15 @@ def _sent_by_cards(before: int | None, context: JobContext, session: Session) ->
     """Return what the cards of all servers have sent since; None where there are none. Collective."""
     now = context.card_sent()
     mine = -1 if now is None or before is None else now - before
-    rows = gather_int64([context.server, mine], session)
-    # Ranks of one server read the same card.
-    by_server = {int(server): int(sent) for server, sent in rows}
+    return sum_by_server(gather_int64([context.server, mine], session).tolist())
+
+
+def sum_by_server(rows: Iterable[tuple[int, int]]) -> int | None:
+    """Return the sum of (server, bytes) over servers; None when one is below 0, which is not known.
+
+    Ranks of one server read the same card, so one of them counts.
+    """
+    by_server = dict(rows)
     return None if min(by_server.values()) < 0 else sum(by_server.values())
 
 

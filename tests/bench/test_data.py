@@ -1,0 +1,87 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.bench import data
+from dglx_dist.errors import StorageError
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.storage.layout import MANIFEST
+from dglx_dist.storage.reader import open_dataset
+from tests.bench.graphs import HALVES, SMALL
+
+
+def test_a_dataset_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
+    manifest = open_dataset(first).manifest
+    assert (manifest.num_parts, manifest.num_nodes("_N")) == (2, 600)
+    monkeypatch.setattr(data, "generate", lambda _: pytest.fail("it was drawn again"))
+    assert data.prepare(SMALL, {"another name": HALVES}, tmp_path) == {"another name": first}
+
+
+def test_another_recipe_has_another_key() -> None:
+    keys = {
+        data.recipe_key(SMALL, HALVES),
+        data.recipe_key(replace(SMALL, seed=4), HALVES),
+        data.recipe_key(SMALL, replace(HALVES, num_parts=3)),
+        data.recipe_key(SMALL, replace(HALVES, method="metis")),
+        data.recipe_key(SMALL, replace(HALVES, seed=1)),
+    }
+    assert len(keys) == 5
+
+
+def test_two_cuts_are_of_one_graph(tmp_path: Path) -> None:
+    found = data.prepare(SMALL, {"two": HALVES, "one": replace(HALVES, num_parts=1)}, tmp_path)
+    two, one = (open_dataset(found[name]) for name in ("two", "one"))
+    features = {
+        int(original): tuple(row)
+        for part in (two.part(0), two.part(1))
+        for original, row in zip(part.original_node_ids("_N"), part.node_data("_N", "feat"), strict=True)
+    }
+    part = one.part(0)
+    for original, row in zip(part.original_node_ids("_N"), part.node_data("_N", "feat"), strict=True):
+        assert features[int(original)] == tuple(row)
+
+
+def test_what_a_killed_run_left_is_not_taken(tmp_path: Path) -> None:
+    folder = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
+    # A writer that dies leaves its folder under another name, and never one of this name without manifest.
+    whole = {path.relative_to(folder) for path in folder.rglob("*")}
+    folder.rename(folder.with_name(folder.name + ".123-abcd.partial"))
+    again = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
+    assert again == folder
+    assert {path.relative_to(folder) for path in folder.rglob("*")} == whole
+
+
+def test_a_dataset_that_was_cut_short_is_told(tmp_path: Path) -> None:
+    folder = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
+    largest = max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    largest.write_bytes(largest.read_bytes()[:-64])
+    with pytest.raises(StorageError, match=largest.name):
+        data.prepare(SMALL, {"halves": HALVES}, tmp_path)
+
+
+def test_who_loses_the_race_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def beaten(raw: object, folder: Path, cut: PartitionPlan) -> None:
+        partition_to_disk(raw, folder, cut)  # type: ignore[arg-type]
+        raise StorageError("there already")
+
+    monkeypatch.setattr(data, "partition_to_disk", beaten)
+    folder = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
+    assert (folder / MANIFEST).is_file()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises((StorageError, OSError)):
+        data.prepare(SMALL, {"halves": HALVES}, tmp_path / "file")
+
+
+def test_facts_are_those_of_the_manifest(tmp_path: Path) -> None:
+    found = data.facts(data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"])
+    assert (found["nodes"], found["parts"], found["partitioned_by"]) == (600, 2, "random")
+    cut = found["edge_cut"]
+    assert isinstance(cut, float)
+    assert 0.4 < cut < 0.6

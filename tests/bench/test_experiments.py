@@ -1,0 +1,121 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.bench import predict, suites
+from dglx_dist.bench.driver import check_plan
+from dglx_dist.bench.experiments import d1, d2, d3
+from dglx_dist.bench.jobs.registry import KINDS
+from dglx_dist.bench.jobs.survey import Survey
+from dglx_dist.bench.jobs.train_params import read_params
+from dglx_dist.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
+from dglx_dist.bench.simulate import ComputeCost, Line
+from dglx_dist.errors import ConfigError
+from dglx_dist.lab.rates import Rate
+
+COST = ComputeCost(forward=Line(base_s=0.0, per_edge_s=1e-6), backward=Line(base_s=0.0, per_edge_s=1e-6))
+
+
+def bench_plan(tmp_path: Path) -> BenchPlan:
+    return BenchPlan(suite="quick", out=tmp_path / "out", work=tmp_path / "work")
+
+
+def check(name: str, plan: ExperimentPlan) -> None:
+    """What every experiment that is built must keep."""
+    check_plan(name, plan)
+    for variant in plan.variants:
+        for job in filter(None, (variant.job, variant.curve)):
+            assert job.kind in KINDS
+            told = read_params({**job.params, **job.warm})
+            assert Path(told.data).is_dir()
+            assert bool(variant.simulated) == (told.cost is not None)
+    assert plan.ratios
+    assert plan.facts
+
+
+@pytest.fixture
+def small_d1(tmp_path: Path) -> ExperimentPlan:
+    return d1.plan_of(bench_plan(tmp_path), d1.Size(nodes=1200, degree=8, hidden=8, batch_size=8))
+
+
+def test_d1_predicts_from_counted_bytes(small_d1: ExperimentPlan) -> None:
+    check("D1", small_d1)
+    by_name = {ratio.name: ratio for ratio in small_d1.ratios}
+    bytes_of = small_d1.facts["payload bytes of an epoch"]
+    assert by_name["bytes, random / metis"].predicted == pytest.approx(bytes_of["random"] / bytes_of["metis"])
+    matched = by_name["random / metis at phi 0.65"]
+    assert matched.low == 1.5
+    assert matched.predicted == pytest.approx(1 / (0.35 + 0.65 * bytes_of["metis"] / bytes_of["random"]))
+    share = small_d1.facts["remote share of input rows"]
+    assert share["metis"] < share["random"] == pytest.approx(0.75, abs=0.03)
+
+
+def test_d1_measures_both_at_the_rate_that_suits_random(small_d1: ExperimentPlan) -> None:
+    rates = {variant.name: variant.rate for variant in small_d1.variants}
+    assert rates["random"] == rates["metis"] == MatchedPhi(phi=0.65, baseline="random")
+    assert rates["random, 1gbit"] == rates["metis, 1gbit"] == Rate.parse("1gbit")
+    assert {variant.name for variant in small_d1.variants if variant.curve} == {"random", "metis"}
+
+
+def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
+    plan = d2.plan_of(bench_plan(tmp_path), d2.Size(nodes=4000, degree=8, hidden=8, batch_size=8))
+    check("D2", plan)
+    seeds = plan.facts["max / mean seeds of a server"]
+    assert seeds["metis"] > 1.7
+    assert seeds["metis + constraints"] < 1.2
+    assert seeds["metis, even shares"] == 1.0
+    assert plan.ratios[0].predicted == pytest.approx(seeds["metis"] / seeds["metis + constraints"], rel=0.01)
+
+
+def test_d3_gives_every_server_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(d3, "calibrated", lambda _: COST)
+    plan = d3.plan_of(bench_plan(tmp_path), d3.Size(nodes=1200, degree=8, hidden=8, batch_size=8))
+    check("D3", plan)
+    assert [variant.shape.servers for variant in plan.variants] == [1, 2, 4]
+    assert len({variant.shape.cpus for variant in plan.variants}) == 1
+    assert all("slept" in variant.simulated for variant in plan.variants)
+    assert [ratio.quantity for ratio in plan.ratios] == ["samples_per_second"] * 2
+    for count, ratio in zip((2, 4), plan.ratios, strict=True):
+        assert ratio.predicted is not None
+        assert 0 < ratio.predicted <= count
+
+
+def test_every_experiment_that_can_run_is_in_a_suite_that_runs() -> None:
+    ids = [one.id for one in suites.everything()]
+    assert len(set(ids)) == len(ids)
+    assert {"D1", "D2", "D3"} <= {one.id for one in suites.suite("quick")}
+    for one in suites.everything():
+        assert one.build is not None or suites.why_absent(one)
+
+
+def found(**changed: Any) -> Survey:
+    fields = {
+        "steps": 10, "input_rows": 0, "remote_rows": 0, "edges": 0, "seeds_per_server": [5, 5],
+        "feature_bytes": 0, "sampling_bytes": 0, "label_bytes": 0, "gradient_bytes": 0,
+    }  # fmt: skip
+    return Survey(**{**fields, **changed})
+
+
+def test_the_closed_form() -> None:
+    assert predict.speedup_added(0.65, 1.0) == predict.speedup_added(0.0, 0.2) == 1.0
+    assert predict.speedup_added(0.8, 0.25) == pytest.approx(2.5)
+    assert predict.speedup_hidden(0.8, 0.25) == pytest.approx(4.0)
+    assert predict.speedup_hidden(0.8, 0.1) == pytest.approx(5.0)
+    with pytest.raises(ConfigError, match="phi=1"):
+        predict.speedup_added(1.0, 0.5)
+
+
+def test_weak_scaling_by_hand() -> None:
+    rate = Rate.parse("8mbit")  # a megabyte per second
+    # Two servers, ten steps: 0.1 MB of pulls per step and server hide behind 0.2 s of compute.
+    assert predict.weak_scaling(0.2, found(feature_bytes=2_000_000), rate) == pytest.approx(2.0)
+    # 0.4 s of them do not.
+    assert predict.weak_scaling(0.2, found(feature_bytes=8_000_000), rate) == pytest.approx(1.0)
+    # Gradients always come on top: 0.2 s of them.
+    assert predict.weak_scaling(0.2, found(gradient_bytes=4_000_000), rate) == pytest.approx(1.0)
+
+
+def test_max_over_mean_of_seeds() -> None:
+    assert found(seeds_per_server=[9, 1, 1, 1]).seeds_max_over_mean == pytest.approx(3.0)
+    assert found(seeds_per_server=[4, 4]).seeds_max_over_mean == 1.0

@@ -1,0 +1,110 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dglx_dist.bench.simulate import ComputeCost, Line, SleepingModel, calibrate
+from dglx_dist.errors import ConfigError
+
+COST = ComputeCost(forward=Line(base_s=0.5, per_edge_s=0.01), backward=Line(base_s=0.25, per_edge_s=0.02))
+
+
+class Block:
+    """As much of a block as is looked at."""
+
+    def __init__(self, edges: int, targets: int) -> None:
+        self._edges, self._targets = edges, targets
+        self.srcdata = {"feat": torch.ones(4, 3)}
+        self.dstdata = {"label": torch.zeros(targets, dtype=torch.int64)}
+
+    def num_edges(self) -> int:
+        return self._edges
+
+    def num_dst_nodes(self) -> int:
+        return self._targets
+
+
+class Linear(nn.Module):
+    """Uses the clock as the batch's size tells."""
+
+    def __init__(self, clock: "Clock") -> None:
+        super().__init__()
+        self.layer, self._clock = nn.Linear(3, 2), clock
+
+    def forward(self, blocks: list[Block], h: torch.Tensor) -> torch.Tensor:
+        self._clock.now += 1.0 + 0.1 * sum(block.num_edges() for block in blocks)
+        return self.layer(h)[: blocks[-1].num_dst_nodes()]
+
+
+class Clock:
+    """A clock that stands still unless somebody moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_forward_and_backward_sleep_as_calibrated() -> None:
+    slept: list[float] = []
+    model = SleepingModel(nn.Linear(3, 2), COST, classes=5, sleep=slept.append)
+    scores = model([Block(30, 7), Block(10, 4)], torch.ones(9, 3))
+    assert scores.shape == (4, 5)
+    assert slept == [0.5 + 0.01 * 40]
+    nn.functional.cross_entropy(scores, torch.zeros(4, dtype=torch.int64)).backward()
+    assert slept == [0.5 + 0.01 * 40, 0.25 + 0.02 * 40]
+
+
+def test_a_batch_without_edges_costs_nothing() -> None:
+    slept: list[float] = []
+    SleepingModel(nn.Linear(3, 2), COST, classes=5, sleep=slept.append)([Block(0, 0)], torch.ones(0, 3))
+    assert slept == [0.0]
+
+
+def test_every_parameter_gets_a_zero_gradient_of_its_size_and_the_optimizer_leaves_it() -> None:
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = SleepingModel(inner, COST, classes=2, sleep=lambda _: None)
+    before = [parameter.detach().clone() for parameter in inner.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scores = model([Block(3, 2)], torch.ones(3, 3))
+    nn.functional.cross_entropy(scores, torch.tensor([0, 1])).backward()
+    for parameter in inner.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+        assert not parameter.grad.any()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, inner.parameters(), strict=True))
+    assert [name for name, _ in model.named_parameters()] == [
+        f"module.{name}" for name, _ in inner.named_parameters()
+    ]
+
+
+def test_calibration_finds_the_line() -> None:
+    clock = Clock()
+    cost = calibrate(Linear(clock), [[Block(edges, 2)] for edges in (10, 20, 40)], clock=clock)
+    assert cost.forward.base_s == pytest.approx(1.0)
+    assert cost.forward.per_edge_s == pytest.approx(0.1)
+    assert cost.backward == Line(base_s=0.0, per_edge_s=0.0)
+
+
+def test_calibration_leaves_no_gradients() -> None:
+    clock = Clock()
+    model = Linear(clock)
+    calibrate(model, [[Block(1, 2)], [Block(2, 2)]], clock=clock)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_one_size_of_batch_tells_no_cost_per_edge() -> None:
+    with pytest.raises(ConfigError, match="at least two sizes"):
+        calibrate(Linear(Clock()), [[Block(7, 1)], [Block(7, 2)]])
+
+
+def test_costs_travel_as_json_and_nonsense_is_refused() -> None:
+    assert ComputeCost.from_json(COST.to_json()) == COST
+    with pytest.raises(ConfigError, match="is no cost of compute"):
+        ComputeCost.from_json({"forward": {"base_s": 1.0, "per_edge_s": 1.0}})
+    for wrong in (-1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="cannot be slept"):
+            Line(base_s=wrong, per_edge_s=0.0)

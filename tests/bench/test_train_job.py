@@ -1,0 +1,144 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.bench import data
+from dglx_dist.bench.jobs import survey, train
+from dglx_dist.bench.jobs.train_params import read_params
+from dglx_dist.bench.records import Job, Shape, Variant
+from dglx_dist.bench.reports import KEYS, read_measurement
+from dglx_dist.errors import ConfigError, UnknownNameError
+from tests.bench.graphs import HALVES, SMALL, context, params_of
+from tests.helpers.ranks import run_ranks
+
+COST = {"forward": {"base_s": 0.0, "per_edge_s": 0.0}, "backward": {"base_s": 0.0, "per_edge_s": 0.0}}
+
+
+def run_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """On every rank: the reports of several jobs, one after another in the same process."""
+    return [train.run(params, context()) for params in jobs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return data.prepare(SMALL, {"halves": HALVES}, tmp_path_factory.mktemp("data"))["halves"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[list[dict[str, Any]]]:
+    jobs = [
+        params_of(folder),
+        params_of(folder),
+        params_of(folder, simulated=COST),
+        params_of(folder, seeds="own", structure="replicated", epochs=2),
+        params_of(folder, accuracy=True, warmup=0, epochs=3),
+    ]
+    return run_ranks(run_all, 2, args=(jobs,), ranks_per_server=1)
+
+
+def payload(report: dict[str, Any], *phases: str) -> int:
+    return sum(report["extra"]["bytes_outside_by_phase"].get(phase, 0) for phase in phases)
+
+
+def counted(folder: Path, **changed: Any) -> survey.Survey:
+    (found,) = run_ranks(surveyed, 1, args=(params_of(folder, **changed),))
+    return survey.Survey(**found)
+
+
+def surveyed(params: dict[str, Any]) -> Any:
+    return survey.run({"one": {"train": params, "servers": 2}}, context())["one"]
+
+
+def test_bytes_are_what_one_process_counts_from_the_same_draws(
+    folder: Path, two_ranks: list[list[dict[str, Any]]]
+) -> None:
+    expected, report = counted(folder), two_ranks[0][0]
+    assert expected.remote_rows > 0
+    assert payload(report, "features") == expected.feature_bytes == expected.remote_rows * (8 + 12 * 4)
+    assert payload(report, "sampling") == expected.sampling_bytes
+    assert payload(report, "labels") == expected.label_bytes
+    assert payload(report, "gradients") == expected.gradient_bytes
+    assert report["extra"]["remote_rows"] == expected.remote_rows
+    assert report["extra"]["seeds_per_server"] == expected.seeds_per_server == [60, 60]
+    assert report["extra"]["steps"] == expected.steps == 4
+    assert report["extra"]["edges"] == expected.edges
+
+
+def test_own_seeds_on_a_replicated_structure_move_no_structure(
+    folder: Path, two_ranks: list[list[dict[str, Any]]]
+) -> None:
+    report = two_ranks[0][3]
+    assert payload(report, "sampling", "labels") == 0
+    expected = counted(folder, seeds="own", structure="replicated")
+    assert (expected.sampling_bytes, expected.label_bytes) == (0, 0)
+    # Two epochs of as many seeds.
+    assert report["extra"]["seeds_per_server"] == [2 * seeds for seeds in expected.seeds_per_server]
+    assert len(report["epochs"]) == 2
+
+
+def test_the_same_job_gives_the_same_loss_and_bytes(two_ranks: list[list[dict[str, Any]]]) -> None:
+    first, second = two_ranks[0][:2]
+    assert first["epochs"][0]["loss"] == second["epochs"][0]["loss"]
+    assert first["epochs"][0]["num_samples"] == second["epochs"][0]["num_samples"] == 120
+    assert payload(first, "features", "sampling") == payload(second, "features", "sampling")
+
+
+def test_slept_compute_moves_the_bytes_of_real_compute(two_ranks: list[list[dict[str, Any]]]) -> None:
+    real, slept = two_ranks[0][0], two_ranks[0][2]
+    for phase in ("features", "sampling", "labels", "gradients"):
+        assert payload(real, phase) == payload(slept, phase)
+    # What it learned is nothing, and is not shown as a loss.
+    assert slept["epochs"][0]["loss"] is None
+    assert slept["epochs"][0]["train_accuracy"] is None
+
+
+def test_reports_of_the_ranks_agree_and_can_be_read(two_ranks: list[list[dict[str, Any]]]) -> None:
+    for one, other in zip(*two_ranks, strict=True):
+        assert set(one) == set(KEYS)
+        assert one["bytes_outside_wire"] is None  # plain loopback counts nothing of its own
+        assert {key: one[key] for key in KEYS if key != "peak_bytes"} == {
+            key: other[key] for key in KEYS if key != "peak_bytes"
+        }
+        variant = Variant(name="a", shape=Shape(servers=2), job=Job(kind="train"))
+        measurement = read_measurement(variant, 0, [one, other])
+        assert measurement.seconds > 0
+        assert measurement.peak_bytes > 10**7
+
+
+def test_a_curve_has_a_point_for_each_epoch(two_ranks: list[list[dict[str, Any]]]) -> None:
+    report = two_ranks[0][4]
+    seconds = [epoch["seconds"] for epoch in report["epochs"]]
+    assert [at for at, _ in report["accuracy"]] == pytest.approx(
+        [sum(seconds[: count + 1]) for count in range(3)]
+    )
+    assert all(0 <= accuracy <= 1 for _, accuracy in report["accuracy"])
+    assert two_ranks[0][0]["accuracy"] == []
+
+
+def test_one_process_moves_nothing(folder: Path) -> None:
+    ((report,),) = run_ranks(run_all, 1, args=([params_of(folder)],))
+    assert report["extra"]["remote_share"] == 0.0
+    assert report["epochs"][0]["bytes_outside"] == 0
+    assert report["extra"]["seeds_max_over_mean"] == 1.0
+
+
+def test_cards_of_servers_are_added_once() -> None:
+    rows = [(0, 100), (0, 100), (1, 50)]
+    assert train.sum_by_server(rows) == 150
+    assert train.sum_by_server([(0, 100), (1, -1)]) is None
+
+
+def test_wrong_parameters_are_told() -> None:
+    for params, told in (
+        ({"data": "d", "fanout": [3]}, "did you mean 'fanouts'"),
+        ({}, "needs the parameter data"),
+        ({"data": "d", "epochs": 0}, "epochs=0"),
+        ({"data": "d", "fanouts": []}, "one number for each layer"),
+        ({"data": "d", "seeds": "all"}, "even or own"),
+        ({"data": "d", "accuracy": True, "simulated": COST}, "learns nothing"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            read_params(params)
+    with pytest.raises(UnknownNameError, match="sage"):
+        read_params({"data": "d", "model": "sagee"})
