@@ -12,42 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from dgl.dataloading import NeighborSampler
+from starter import graph_parser, on_graph
 
 from dglx_dist.cluster.collectives import barrier, gather_json
-from dglx_dist.cluster.launch_env import torchrun_command
 from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import launched_by_torchrun
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.partition.options import PartitionOptions
-from dglx_dist.partition.registry import PARTITIONERS
 from dglx_dist.sampling import DataLoader
-from dglx_dist.storage.writer import write_dataset
 
 FANOUTS, BATCH = [25, 10], 1000
 ALPHAS = (0.05, 0.1, 0.2, 0.5, 1.0)
 HEAD = ("policy", "alpha", "MB cached", "hits", "foretold", "MB sent", "epoch s")
 
 Row = dict[str, Any]
-
-
-def write(folder: Path, options: argparse.Namespace) -> None:
-    """Generate, cut, write."""
-    graph = generate(
-        SyntheticConfig(nodes=options.nodes, degree=options.degree, features=options.features, seed=0)
-    )
-    assignment = PARTITIONERS.get("metis")(PartitionOptions()).assign(graph, options.servers, 0)
-    write_dataset(graph, assignment, folder)
 
 
 def epochs(g: DistGraph, loader: Any, policy: str, alpha: float, count: int) -> Row:
@@ -110,26 +92,11 @@ def markdown(rows: list[Row]) -> str:
 
 def main() -> int:
     """Start the ranks of this script, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=200_000)
-    parser.add_argument("--degree", type=float, default=25.0)
-    parser.add_argument("--features", type=int, default=100)
+    parser = graph_parser(__doc__)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3, help="counted ones, for each row of the table")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    parser.add_argument("--folder", type=Path, help="a partitioned dataset, in place of the generated graph")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*CPU affinity.*")
-    if launched_by_torchrun():
-        measure(options)
-        return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.folder or Path(scratch) / "graph"
-        if options.folder is None:
-            write(folder, options)
-        arguments = [__file__, *sys.argv[1:], "--folder", str(folder)]
-        command, environment = torchrun_command(arguments, options.servers, options.servers)
-        return subprocess.run(command, env=environment, check=False).returncode
+    return on_graph(lambda: measure(options), options.servers, options)
 
 
 if __name__ == "__main__":

@@ -13,50 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
+from starter import graph_parser, median_seconds, on_graph
 
 from dglx_dist.cluster.collectives import barrier
-from dglx_dist.cluster.launch_env import torchrun_command
 from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import launched_by_torchrun
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.graph import DistGraph, node_split
 from dglx_dist.graph.row_cache import RowCache
 from dglx_dist.graph.slot_table import SlotTable, fill_table, table_sizes
-from dglx_dist.partition.options import PartitionOptions
-from dglx_dist.partition.registry import PARTITIONERS
 from dglx_dist.records import Array
 from dglx_dist.sampling import DataLoader
-from dglx_dist.storage.writer import write_dataset
 
 FANOUTS, BATCH = [25, 10], 1000
-
-
-def write(folder: Path, nodes: int, degree: float, features: int) -> None:
-    """Generate, cut in two, write."""
-    graph = generate(SyntheticConfig(nodes=nodes, degree=degree, features=features, seed=0))
-    assignment = PARTITIONERS.get("metis")(PartitionOptions()).assign(graph, 2, 0)
-    write_dataset(graph, assignment, folder)
-
-
-def median_seconds(work: Callable[[], object], rounds: int) -> float:
-    """The median of ``rounds`` calls, after two to warm up."""
-    seconds = []
-    for _ in range(rounds + 2):
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[2:])
 
 
 def private_cache(g: DistGraph, key: str, ids: Array) -> RowCache:
@@ -152,26 +124,12 @@ def table(rows: list[dict[str, float]]) -> str:
 
 def main() -> int:
     """Start two ranks of this script, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=200_000)
-    parser.add_argument("--degree", type=float, default=25.0)
-    parser.add_argument("--features", type=int, default=100)
+    parser = graph_parser(__doc__)
     parser.add_argument("--rows", type=int, default=60_000, help="of one pull of one kind")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=24, help="batches of each kind, at least")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    parser.add_argument("--folder", type=Path, help="a dataset of two parts, in place of the generated graph")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*CPU affinity.*")
-    if launched_by_torchrun():
-        measure(options)
-        return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.folder or Path(scratch) / "graph"
-        if options.folder is None:
-            write(folder, options.nodes, options.degree, options.features)
-        command, environment = torchrun_command([__file__, *sys.argv[1:], "--folder", str(folder)], 2, 2)
-        return subprocess.run(command, env=environment, check=False).returncode
+    return on_graph(lambda: measure(options), 2, options)
 
 
 if __name__ == "__main__":

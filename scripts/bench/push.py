@@ -11,39 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
-import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
+from starter import median_seconds, on_ranks, parser
 
 from dglx_dist.cluster.collectives import barrier
-from dglx_dist.cluster.launch_env import torchrun_command
 from dglx_dist.cluster.session import Session, start_session
-from dglx_dist.cluster.topology import launched_by_torchrun
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.placement import Placement
-from dglx_dist.graph.push import MAX_MESSAGE_BYTES
+from dglx_dist.graph.rows import MAX_MESSAGE_BYTES
 from dglx_dist.graph.shared_rows import shared_rows
 from dglx_dist.records import Array, ColumnInfo
 
 ROWS_PER_SERVER = 400_000
-
-
-def median_seconds(work: Callable[[], object], rounds: int) -> float:
-    """The median of ``rounds`` calls, after two to warm up."""
-    seconds = []
-    for _ in range(rounds + 2):
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[2:])
 
 
 def open_store(session: Session, columns: int) -> KVStore:
@@ -117,18 +101,12 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Start two ranks of this script, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rows", type=int, default=100_000, help="of one push")
-    parser.add_argument("--columns", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*CPU affinity.*")
-    if launched_by_torchrun():
-        measure(options)
-        return 0
-    command, environment = torchrun_command([__file__, *sys.argv[1:]], 2, 2)
-    return subprocess.run(command, env=environment, check=False).returncode
+    options_of = parser(__doc__)
+    options_of.add_argument("--rows", type=int, default=100_000, help="of one push")
+    options_of.add_argument("--columns", type=int, default=64)
+    options_of.add_argument("--rounds", type=int, default=9)
+    options = options_of.parse_args()
+    return on_ranks(lambda: measure(options), 2, sys.argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""What the scripts that measure on ranks of their own share: options, a graph in parts, and the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from dglx_dist.cluster.launch_env import torchrun_command
+from dglx_dist.cluster.topology import launched_by_torchrun
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.partition.options import PartitionOptions
+from dglx_dist.partition.registry import PARTITIONERS
+from dglx_dist.storage.writer import write_dataset
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that all have."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument("--json", type=Path, help="write the figures to this file too")
+    return made
+
+
+def graph_parser(description: str | None) -> argparse.ArgumentParser:
+    """The same, and those of :func:`on_graph`."""
+    made = parser(description)
+    made.add_argument("--nodes", type=int, default=200_000)
+    made.add_argument("--degree", type=float, default=25.0)
+    made.add_argument("--features", type=int, default=100)
+    made.add_argument("--folder", type=Path, help="a dataset in parts, in place of the generated graph")
+    return made
+
+
+def on_ranks(measure: Callable[[], None], servers: int, arguments: list[str]) -> int:
+    """Start the calling script again on so many servers of one rank; in these, call ``measure``.
+
+    Args:
+        measure: What each rank does.
+        servers: How many.
+        arguments: The script and its options.
+
+    Returns:
+        The exit code.
+    """
+    warnings.filterwarnings("ignore", message=".*CPU affinity.*")
+    if launched_by_torchrun():
+        measure()
+        return 0
+    command, environment = torchrun_command(arguments, servers, servers)
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def on_graph(measure: Callable[[], None], servers: int, options: argparse.Namespace) -> int:
+    """The same on a graph: that of ``--folder``, else the built-in one cut by metis, a part per server."""
+    if options.folder is not None:
+        return on_ranks(measure, servers, sys.argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "graph"
+        config = SyntheticConfig(
+            nodes=options.nodes, degree=options.degree, features=options.features, seed=0
+        )
+        graph = generate(config)
+        assignment = PARTITIONERS.get("metis")(PartitionOptions()).assign(graph, servers, 0)
+        write_dataset(graph, assignment, folder)
+        return on_ranks(measure, servers, [*sys.argv, "--folder", str(folder)])
+
+
+def median_seconds(work: Callable[[], object], rounds: int) -> float:
+    """The median of ``rounds`` calls, after two to warm up."""
+    seconds = []
+    for _ in range(rounds + 2):
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[2:])
