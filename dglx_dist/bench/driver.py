@@ -226,10 +226,16 @@ def _outcome(experiment: Experiment, bench: BenchPlan, **fields: Any) -> Outcome
         experiment=experiment.id,
         machine=machine.describe(),
         label=QUICK_LOOK if few else "",
-        command=f"dglx bench --only {experiment.id} --repetitions {bench.repetitions} --out DIR",
+        command=repeats(experiment, bench),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **fields,
     )
+
+
+def repeats(experiment: Experiment, bench: BenchPlan) -> str:
+    """Return the command that does the same again."""
+    told = ["--suite", bench.suite, "--only", experiment.id, "--repetitions", str(bench.repetitions)]
+    return " ".join(["dglx bench", *told, *(["--seed", str(bench.seed)] if bench.seed else []), "--out DIR"])
 
 
 def _written(plan: BenchPlan, outcome: Outcome) -> Outcome:

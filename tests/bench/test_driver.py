@@ -85,7 +85,7 @@ def test_what_is_returned_is_what_is_written(tmp_path: Path) -> None:
     outcome = run(plan_of("a", "b"), Played(), tmp_path)
     assert results.read(tmp_path) == (outcome,)
     assert outcome.label == ""
-    assert outcome.command == "dglx bench --only T1 --repetitions 5 --out DIR"
+    assert outcome.command == "dglx bench --suite quick --only T1 --repetitions 5 --out DIR"
 
 
 def test_few_repetitions_are_labelled(tmp_path: Path) -> None:
