@@ -28,8 +28,8 @@ def lab(needs_lab: None) -> Iterator[Lab]:
 def _rates(lab: Lab, streams: list[tuple[int, int]], total: float) -> list[float]:
     """Mbit/s of ``streams``, that should have ``total`` together.
 
-    Measured again when they have not: other processes may have kept them from the cores for a moment, which no
-    limit that fails to hold would do three times.
+    Measured again when they have not: other processes may have kept them from the cores for a moment, and no
+    limit that fails to hold would hold at the second try.
     """
     found: list[float] = []
     for _ in range(3):
