@@ -73,9 +73,12 @@ def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) 
     )
 
 
-def told(system: str) -> dict[str, str]:
-    """Return the mapping of ``system`` in words, for results."""
-    return {part: " and ".join(names) for part, names in MAPPINGS[system].items()}
+def told(system: str) -> str:
+    """Return the mapping of ``system`` in words, for results: "parts -> columns of a report; ..."."""
+    by_columns: dict[str, list[str]] = {}
+    for part, names in MAPPINGS[system].items():
+        by_columns.setdefault(" and ".join(name.removesuffix("_s") for name in names), []).append(part)
+    return "; ".join(f"{', '.join(parts)} -> {columns}" for columns, parts in by_columns.items())
 
 
 def _times(system: str, parts: Mapping[str, float]) -> dict[str, float]:

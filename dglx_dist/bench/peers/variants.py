@@ -15,16 +15,16 @@ from dglx_dist.bench.records import Job, Shape, Variant
 from dglx_dist.errors import ConfigError
 from dglx_dist.lab.rates import Rate
 
-TWO_SERVERS = Shape(servers=2)
+TWO_SERVERS = Shape(servers=2, cpus=1.0)
 GIGABIT = Rate.parse("1gbit")
 
 HOW = (
     "Both systems are launched anew for every repetition, with processes of their own, on the same emulated "
     "servers: same model on unchanged dgl.nn, same initial weights, fan-outs, batch size and optimiser; each "
     "rank has the same training nodes in every epoch. One epoch warms up and two are measured, between "
-    "barriers. One thread for each process, and one core for each server, graph server included. Bytes of "
-    "peers are the cards'; memory is that of a server's processes together, shared pages once, divided by "
-    "its ranks."
+    "barriers. One thread for each process, and one core for each trainer and what else its server runs. "
+    "Bytes of peers are the cards'; memory is that of a server's processes together, shared pages once, "
+    "divided by its ranks."
 )
 
 

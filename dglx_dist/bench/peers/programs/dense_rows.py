@@ -65,6 +65,9 @@ class Trainer:
                     optimizer.step()
             note_batch(clock, loss, scores, labels)
             note_blocks(clock, input_nodes, seeds, blocks)
+        times = self.loader.times(reset=True)
+        clock.add("loader sample", times.sample_s)
+        clock.add("loader fetch", times.fetch_s)
 
 
 def main() -> None:
