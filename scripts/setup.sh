@@ -36,7 +36,7 @@ check_machine() {
 
 hint_at_lab() {
     local tool
-    for tool in ip tc unshare nsenter taskset setsid; do
+    for tool in ip tc unshare nsenter taskset; do
         if ! command -v "$tool" >/dev/null && [ "$(uname -s)" = Linux ]; then
             echo "setup.sh: no $tool here; only emulated servers (dglx lab) need it; install iproute2 and util-linux" \
                 "(Debian, Ubuntu: apt-get install iproute2 util-linux)" >&2

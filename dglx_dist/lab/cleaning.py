@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dglx_dist.errors import ConfigError, LabError
@@ -33,8 +34,11 @@ def down(name: str) -> None:
 
     Raises:
         ConfigError: there is no lab of this name.
-        LabError: a process or a control group did not go.
+        LabError: it is another user's, or a process or a control group did not go.
     """
+    state.check_name(name)
+    if name in state.names() and not os.access(state.folder(), os.W_OK):
+        raise LabError(f"the lab {name!r} is root's: sudo dglx lab down {name}")
     try:
         found = state.read(name)
     except LabError:
@@ -48,7 +52,7 @@ def down_all() -> list[str]:
     """Take all labs down, damaged notes included; return their names.
 
     Raises:
-        LabError: a process or a control group did not go.
+        LabError: one is another user's, or a process or a control group did not go.
     """
     names = state.names()
     for name in names:

@@ -15,7 +15,7 @@ from typing import IO
 
 from dglx_dist.errors import LabError
 from dglx_dist.lab import hold
-from dglx_dist.lab.pids import Process, find, parent
+from dglx_dist.lab.pids import Process, find
 
 _START_S = 30.0
 _END_S = 10.0
@@ -34,23 +34,21 @@ class Holder:
         what: Whom it holds, for messages.
         namespaces: Options of ``unshare``, e.g. ``--net``; a process namespace is always among them.
         setup: Commands to run inside first.
-        detached: Make it able to ``stay``.
 
     Raises:
         LabError: the namespaces were refused or a command failed.
     """
 
-    def __init__(
-        self, what: str, namespaces: Sequence[str], setup: Sequence[Sequence[str]], *, detached: bool
-    ) -> None:
+    def __init__(self, what: str, namespaces: Sequence[str], setup: Sequence[Sequence[str]]) -> None:
         wait = f'exec {shlex.join([sys.executable, "-I", "-S", hold.__file__])} "$outside"'
         lines = [_WHO, *(shlex.join(command) for command in setup), wait]
         enter = ["unshare", *namespaces, "--pid", "--fork", "--kill-child", "sh", "-ec", "\n".join(lines)]
         self._pipe = subprocess.Popen(
-            ["setsid", "--fork", *enter] if detached else enter,
+            enter,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            bufsize=0,
             # Ctrl-C is for the process that owns the lab; it takes the servers down in order.
             start_new_session=True,
             cwd="/",  # it may outlive the folder of its maker
@@ -59,16 +57,26 @@ class Holder:
         os.register_at_fork(after_in_child=_Forget(self))
         try:
             self.init = self._wait_until_ready(what)
-            self.outer = find(parent(self.init.pid))
+            self.outer = find(self._pipe.pid)
         except BaseException:
             self._let_go()
             raise
 
     def stay(self) -> None:
-        """Let it outlive this process; only killing ``init`` ends it then."""
-        if self._pipe.stdin is not None:
+        """Let it outlive this process; only killing ``init`` ends it then.
+
+        Raises:
+            LabError: it has ended.
+        """
+        if self._pipe.stdin is None or self._pipe.stdout is None:
+            raise LabError("a holder without pipes cannot be told to stay")
+        try:
             self._pipe.stdin.write(hold.STAY)
-        self._let_go()
+        except BrokenPipeError as error:
+            raise LabError(f"process {self.init.pid}, which holds a server, has ended already") from error
+        finally:
+            self.forget()
+        self._pipe.stdout.close()
 
     def close(self) -> None:
         """End all that runs inside; returns when it has ended."""
@@ -135,7 +143,7 @@ def _read_until_ready(stream: IO[bytes]) -> str:
         readable, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0))
         if not readable:
             return f"{said.decode(errors='replace')} no answer within {_START_S:.0f} s"
-        piece = stream.read1()  # type: ignore[attr-defined]  # Popen's pipes are buffered readers
+        piece = stream.read(4096)  # not buffered: what there is
         if not piece:
             break
         said += piece

@@ -8,7 +8,7 @@ import subprocess
 
 _PACKAGES = {
     "iproute2": ("ip", "tc"),
-    "util-linux": ("unshare", "nsenter", "mount", "taskset", "setsid"),
+    "util-linux": ("unshare", "nsenter", "mount", "taskset"),
 }
 _NAMESPACES = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child")
 _TIMEOUT_S = 30.0

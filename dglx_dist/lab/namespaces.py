@@ -128,15 +128,14 @@ def make(spec: LabSpec, name: str, *, held: Literal["process", "detached"]) -> N
 
 
 def _raise_servers(noted: LabState, shares: Sequence[CpuShare], holders: list[Holder]) -> LabState:
-    detached = noted.held == "detached"
-    switch = Holder("the bridge", ["--net"], links.bridge_setup(), detached=detached)
+    switch = Holder("the bridge", ["--net"], links.bridge_setup())
     holders.append(switch)
     noted = replace(noted, switch=(switch.init, switch.outer))
     state.note(noted)
     # A lab made inside a server takes no notes for its own whose process numbers it cannot see.
     setup = [*SETUP, ["mount", "-t", "tmpfs", "tmpfs", str(state.folder())]]
     for number, share in enumerate(shares):
-        holder = Holder(f"server {number}", NAMESPACES, setup, detached=detached)
+        holder = Holder(f"server {number}", NAMESPACES, setup)
         holders.append(holder)
         links.connect(number, init=holder.init.pid, switch=switch.init.pid)
         group = cgroups.make(cgroup_name(noted.name, number), share.share) if share.needs_quota else None

@@ -41,11 +41,6 @@ def find(pid: int) -> Process:
     return Process(pid=pid, started=started)
 
 
-def parent(pid: int) -> int:
-    """Return the number of the parent of process ``pid``."""
-    return int(_fields(pid)[1])
-
-
 def _look(pid: int) -> int | None:
     try:
         fields = _fields(pid)

@@ -188,7 +188,7 @@ def list_labs() -> list[LabState]:
 def describe_life(found: LabState) -> str:
     """Say in a few words whether a lab is up, and until when."""
     if not found.alive:
-        return "dead: the next `dglx lab up` or `down --all` removes it"
+        return "dead, `down --all` removes it"
     if not found.complete:
         return f"being made by process {found.owner.pid}"
     return "up" if found.held == "detached" else f"up while process {found.owner.pid} runs"

@@ -9,6 +9,9 @@ import pytest
 
 from dglx_dist.lab import cleaning, state
 from dglx_dist.lab.host import what_is_missing
+from dglx_dist.lab.namespaces import NamespaceLab
+from dglx_dist.lab.rates import Rate
+from tests.lab.servers import lab_of
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,11 @@ def lab_name() -> Iterator[str]:
     yield name
     if name in state.names():
         cleaning.down(name)
+
+
+@pytest.fixture(scope="module")
+def pair(needs_lab: None) -> Iterator[NamespaceLab]:
+    """Two servers, for tests that leave them as they are."""
+    lab = lab_of(2, external=Rate.parse("20mbit"))
+    yield lab
+    lab.close()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,17 @@ import pytest
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.lab import cgroups, cleaning, links, namespaces, state
 from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.counters import read_card
 from dglx_dist.lab.holder import wait_until_ended
 from dglx_dist.lab.links import CARD
 from dglx_dist.lab.namespaces import NamespaceLab
 from dglx_dist.lab.opening import attach, open_lab, up
 from dglx_dist.lab.rates import Rate
 from dglx_dist.lab.server import NamespaceServer, cgroup_name
+from tests.lab.servers import LIMIT_S, lab_of, output, python, reaches
 
 SLOW, FAST = Rate.parse("20mbit"), Rate.parse("300mbit")
-LIMIT_S = 60
 
 pytestmark = pytest.mark.usefixtures("needs_lab")
-
-
-def lab_of(servers: int, **more: Any) -> NamespaceLab:
-    lab = open_lab(LabSpec(servers=servers, **more))
-    assert isinstance(lab, NamespaceLab)
-    return lab
-
-
-def output(server: NamespaceServer, *command: str, **more: Any) -> str:
-    """Run ``command`` on ``server``; it must succeed."""
-    done = subprocess.run(
-        server.inside(command), capture_output=True, text=True, timeout=LIMIT_S, check=False, **more
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def python(server: NamespaceServer, code: str) -> str:
-    return output(server, sys.executable, "-I", "-S", "-c", code)
 
 
 def rate_of(pid: int, device: str) -> int | None:
@@ -59,23 +38,6 @@ def rate_of(pid: int, device: str) -> int | None:
 
 def switch_of(lab: NamespaceLab) -> int:
     return state.read(lab.name).switch[0].pid
-
-
-def reaches(server: NamespaceServer, address: str) -> bool:
-    """Whether a connection to a port that nobody holds is refused by ``address``, rather than lost."""
-    code = (
-        "import socket\ntry:\n    socket.create_connection(('%s', 9), timeout=2)\n"
-        "except ConnectionRefusedError:\n    print('there')\nexcept OSError as error:\n    print(error)"
-    )
-    return python(server, code % address) == "there"
-
-
-@pytest.fixture(scope="module")
-def pair(needs_lab: None) -> Iterator[NamespaceLab]:
-    """Two servers, for tests that leave them as they are."""
-    with lab_of(2, external=SLOW) as lab:
-        assert isinstance(lab, NamespaceLab)
-        yield lab
 
 
 def test_servers_reach_each_other_and_nobody_else(pair: NamespaceLab) -> None:
@@ -96,27 +58,6 @@ def test_two_labs_at_once_do_not_see_each_other(pair: NamespaceLab) -> None:
         cards = pair.cards()
         assert reaches(other.servers[0], "10.77.0.2")
         assert pair.cards()[1].received - cards[1].received < 1000
-
-
-def test_shared_memory_and_processes_are_private(pair: NamespaceLab) -> None:
-    first, second = pair.servers
-    mark = f"dglx-test-{pair.name}"
-    output(first, "touch", f"/dev/shm/{mark}")
-    assert output(first, "ls", "/dev/shm") == mark
-    assert output(second, "ls", "/dev/shm") == ""
-    assert not Path("/dev/shm", mark).exists()
-    numbers = [int(name) for name in output(first, "ls", "/proc").split() if name.isdigit()]
-    assert 1 in numbers
-    assert len(numbers) <= 3
-
-
-def test_a_command_starts_in_the_folder_of_its_caller(pair: NamespaceLab, tmp_path: Path) -> None:
-    assert output(pair.servers[0], "pwd", cwd=tmp_path) == str(tmp_path)
-    assert output(pair.servers[0], "echo", "a b", "$HOME; 'c'", "") == "a b $HOME; 'c'"
-
-
-def test_the_exit_code_of_a_command_comes_back(pair: NamespaceLab) -> None:
-    assert subprocess.run(pair.servers[0].inside(["sh", "-c", "exit 7"]), check=False).returncode == 7
 
 
 def test_both_ends_of_a_cable_are_limited(pair: NamespaceLab) -> None:
@@ -155,30 +96,6 @@ def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
     assert 208_400 <= after[0].sent - before[0].sent < 208_400 + 4000
     assert 208_400 <= after[1].received - before[1].received < 208_400 + 4000
     assert after[1].sent - before[1].sent < 10_000
-
-
-def test_a_rank_reads_its_own_card(pair: NamespaceLab) -> None:
-    code = f"import sys; sys.path[:] = {sys.path!r}\n"
-    code += f"from dglx_dist.lab.counters import read_card; print(read_card('{CARD}').sent)"
-    sent = int(python(pair.servers[0], code))
-    assert sent <= pair.cards()[0].sent < sent + 10_000
-    with pytest.raises(LabError, match="no network device 'nonesuch' here"):
-        read_card("nonesuch")
-
-
-def test_processes_are_held_to_their_cores_and_quota() -> None:
-    """A quarter of one core for each of two servers: 2.5 ms in every 10."""
-    with lab_of(2, cpus=0.25) as lab:
-        for server in lab.servers:
-            inside = python(server, "import os; print(*sorted(os.sched_getaffinity(0)))")
-            assert [int(core) for core in inside.split()] == list(server.cores)
-            assert len(server.cores) == 1
-            if server.facts.cgroup is None:
-                assert server.cpu_held_by == "affinity"
-                continue
-            assert server.cpu_held_by == "affinity and quota"
-            assert cgroups.quota_of(Path(server.facts.cgroup)) == pytest.approx(0.25)
-            assert cgroup_name(lab.name, server.number) in output(server, "cat", "/proc/self/cgroup")
 
 
 def _traces_of(name: str) -> list[str]:
@@ -322,21 +239,3 @@ def test_closing_leaves_another_lab_that_got_the_name(lab_name: str) -> None:
 def test_a_lab_inside_a_server_sees_no_lab_outside(pair: NamespaceLab) -> None:
     assert pair.name in state.names()
     assert output(pair.servers[0], "ls", str(state.folder())) == ""
-
-
-def test_orphans_leave_no_zombies(pair: NamespaceLab) -> None:
-    """A process whose parent has ended goes to the first one of its server, which must not collect it."""
-    output(pair.servers[0], "sh", "-c", "(sleep 0.01 &) ; sleep 0.2")
-    assert pair.servers[0].alive()
-    states = [
-        Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
-        for name in _children(pair.servers[0].facts.init.pid)
-    ]
-    assert "Z" not in states
-
-
-def _children(pid: int) -> list[str]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    if not children.exists():
-        pytest.skip("this kernel does not list children")
-    return children.read_text().split()

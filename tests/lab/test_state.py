@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,12 @@ from typing import Any
 import pytest
 
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import cleaning, state
+from dglx_dist.lab import state
 from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.pids import Process, find
 from dglx_dist.lab.rates import Rate
 from dglx_dist.lab.server import ServerFacts
-from dglx_dist.lab.state import LabState
+from tests.lab.notes import NOBODY, noted
 
-NOBODY = Process(pid=2**22 - 1, started=1)
 SERVER = ServerFacts(
     number=0,
     address="10.77.0.1",
@@ -31,19 +27,6 @@ SERVER = ServerFacts(
     cpu_held_by="affinity and quota",
     cgroup="/sys/fs/cgroup/cpu/dglx-lab-a-0",
 )
-
-
-def noted(name: str, **more: Any) -> LabState:
-    """Notes of a lab of this process, without a server."""
-    values: dict[str, Any] = {
-        "spec": LabSpec(servers=1),
-        "held": "process",
-        "owner": find(os.getpid()),
-        "boot": state.boot_id(),
-        "created": "2026-01-01T00:00:00+00:00",
-        **more,
-    }
-    return LabState(name=name, **values)
 
 
 def test_is_read_as_it_was_written(own_notes: Path) -> None:
@@ -117,9 +100,6 @@ def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_no
     for ask in (lambda: state.read("a"), state.list_labs):
         with pytest.raises(LabError, match=rf"{path} is damaged.*down --all"):
             ask()
-    assert cleaning.clean_stale() == []
-    assert cleaning.down_all() == ["a"]
-    assert state.list_labs() == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00\x01"])
@@ -128,47 +108,6 @@ def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
     (own_notes / "a.json").write_text(text)
     with pytest.raises(LabError, match="damaged"):
         state.read("a")
-    cleaning.down("a")
-    assert state.names() == []
-
-
-def test_a_lab_lives_with_its_owner(own_notes: Path) -> None:
-    mine, dead = noted("mine", complete=True), noted("dead", owner=NOBODY, complete=True)
-    assert mine.alive
-    assert not dead.alive
-    assert not replace(mine, boot="another").alive
-    for one in (mine, dead):
-        state.reserve(one)
-    assert cleaning.clean_stale() == ["dead"]
-    assert [one.name for one in state.list_labs()] == ["mine"]
-
-
-def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
-    """Its owner has ended; the process that holds it is a child of this test."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        holder = find(child.pid)
-        up = noted("up", owner=NOBODY, held="detached", complete=True, switch=(holder,))
-        half_made = replace(up, name="half-made", complete=False, switch=())
-        assert up.alive
-        assert state.describe_life(up) == "up"
-        assert not half_made.alive
-        for one in (up, half_made):
-            state.reserve(one)
-        assert cleaning.clean_stale() == ["half-made"]
-        assert child.poll() is None
-        cleaning.down("up")
-        assert child.wait(timeout=30) != 0
-    assert state.names() == []
-
-
-def test_a_process_that_got_the_number_of_a_holder_is_left_alone(own_notes: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        earlier = replace(find(child.pid), started=1)
-        state.reserve(noted("a", owner=NOBODY, switch=(earlier,)))
-        cleaning.down("a")
-        assert state.names() == []
-        assert child.poll() is None
-        child.communicate(b"\n", timeout=30)
 
 
 def test_says_whether_it_lives() -> None:

@@ -1,0 +1,42 @@
+"""What ip and tc are told, and what they answer."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.lab import links
+from dglx_dist.lab.rates import Rate
+
+
+def test_addresses_are_one_after_another() -> None:
+    assert [links.address_of(server) for server in (0, 1, 249)] == ["10.77.0.1", "10.77.0.2", "10.77.0.250"]
+    with pytest.raises(ConfigError, match="251 servers: a lab has at most 250"):
+        links.address_of(250)
+
+
+def test_a_limit_replaces_another_and_can_be_none() -> None:
+    common = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
+    assert links.limit("eth0", None) == [*common, "noqueue"]
+    assert links.limit("eth0", Rate(10**6)) == [*common, *Rate(10**6).tbf()]
+
+
+def test_a_failure_is_told_with_command_and_answer() -> None:
+    with pytest.raises(LabError, match=r"sh -c 'echo no such thing >&2; exit 3': no such thing"):
+        links.run(["sh", "-c", "echo no such thing >&2; exit 3"])
+    with pytest.raises(LabError, match=r"false: exit code 1"):
+        links.run(["false"])
+
+
+def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_TIMEOUT_S", 0.1)
+    with pytest.raises(LabError, match="no end of this within 0 s: sleep 60"):
+        links.run(["sleep", "60"])
+
+
+def test_the_first_failure_ends_the_commands(needs_lab: None) -> None:
+    with pytest.raises(LabError, match="nonesuch"):
+        links.run_inside(os.getpid(), [["true"], ["cat", "/nonesuch"], ["echo", "not reached"]])
+    assert links.run_inside(os.getpid(), [["echo", "a b"], ["echo", "$HOME"]]) == "a b\n$HOME\n"
