@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dglx_dist.bench.records import Outcome
+from dglx_dist.report.units import readable_bytes
 
 _OF_ONE_LAB = ("name", "external", "phi", "calibration")
 """Of ``Lab.describe()`` and what the driver adds: not the same for variants that share a shape."""
@@ -27,7 +28,14 @@ def circumstances(outcome: Outcome) -> list[str]:
 
 def flat(values: Mapping[str, Any]) -> str:
     """Write JSON values in one line: each name before its value, nested ones in brackets."""
-    return "; ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in values.items())
+    return "; ".join(_named(name, value) for name, value in values.items())
+
+
+def _named(name: str, value: object) -> str:
+    words = name.replace("_", " ")
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{words.removesuffix(' bytes')} {readable_bytes(value)}"
+    return f"{words} {_plain(value)}"
 
 
 def facts_in_lines(facts: Mapping[str, Any]) -> str:
@@ -72,10 +80,12 @@ def _networks(outcome: Outcome) -> dict[str, Mapping[str, Any]]:
 
 
 def _bare(value: object) -> str:
-    return _plain(value)[1:-1] if isinstance(value, Mapping) else _plain(value)
+    return _plain(value)[1:-1] if isinstance(value, Mapping) and value else _plain(value)
 
 
 def _plain(value: object) -> str:
+    if value is None or value in ("", [], {}):
+        return "none"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str | int) and not isinstance(value, bool):

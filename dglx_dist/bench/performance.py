@@ -19,9 +19,9 @@ _HEAD = """<!-- Put together by scripts/bench/performance.py from docs/results: 
 
 # Performance: what was measured, and the command that repeats it
 
-First the claims of the papers, experiment by experiment, also those that are absent or not reproduced; then
-the figures of the package's own parts. No speed is tested by the test suite. How experiments are run and
-judged stands in [bench.md](bench.md)."""
+First the claims of papers and the comparisons with other packages, also those that are absent or not
+reproduced; then the figures of the package's own parts. No speed is tested by the test suite. How experiments
+are run and judged stands in [bench.md](bench.md)."""
 
 
 def render(results_folder: Path, notes_folder: Path) -> str:
@@ -41,7 +41,7 @@ def render(results_folder: Path, notes_folder: Path) -> str:
         _HEAD,
         "## The machine of the experiments",
         _machines(list(measured.values())),
-        "## Claims of the papers",
+        "## Claims of papers, and other packages",
         markdown_table((*OVERVIEW_HEAD, "command"), [_row(*pair) for pair in pairs]),
         "## What is not reproduced, in simulation only, or not measured",
         "\n".join(f"- {sentence}" for sentence in not_reproduced(pairs)) or "Every claim is reproduced.",

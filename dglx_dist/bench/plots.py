@@ -43,7 +43,7 @@ def draw_experiment(experiment: Experiment, outcome: Outcome, folder: Path) -> t
     variants = variant_figures(outcome)
     if not variants:
         return ()
-    titles = _titles(experiment, variants)
+    titles = _titles(experiment, outcome, variants)
     painters: dict[str, Callable[[Any], None]] = {
         "phases": lambda axes: _draw_phases(axes, variants),
         "bytes": lambda axes: _draw_bytes(axes, variants),
@@ -66,13 +66,16 @@ def is_scaling(outcome: Outcome) -> bool:
     return any(ratio.quantity == "samples_per_second" for ratio in outcome.plan.ratios)
 
 
-def _titles(experiment: Experiment, variants: Sequence[VariantFigures]) -> tuple[str, str]:
-    """Return title and subtitle."""
+def _titles(experiment: Experiment, outcome: Outcome, variants: Sequence[VariantFigures]) -> tuple[str, str]:
+    """Return title and subtitle: what is simulated and how little was measured; links, rates and phi."""
     simulated = " (simulated)" if any(one.variant.simulated for one in variants) else ""
-    links = [f"{one.variant.name}: {one.link.words}" for one in variants]
-    same = {one.link.words for one in variants}
-    subtitle = f"links between servers: {same.pop()}" if len(same) == 1 else "links: " + "; ".join(links)
-    return f"{experiment.id}: {experiment.title}{simulated}", subtitle
+    links: dict[str, list[str]] = {}
+    for one in variants:
+        links.setdefault(one.link.words, []).append(one.variant.name)
+    each = [f"{words} ({' | '.join(names)})" for words, names in links.items()]
+    subtitle = "links between servers: " + ("; ".join(each) if len(links) > 1 else "".join(links))
+    label = f" [{outcome.label}]" if outcome.label else ""
+    return f"{experiment.id}: {experiment.title}{simulated}{label}", subtitle
 
 
 def _save(path: Path, titles: tuple[str, str], bars: int, painter: Callable[[Any], None]) -> Path:
@@ -92,6 +95,7 @@ def _save(path: Path, titles: tuple[str, str], bars: int, painter: Callable[[Any
 def _draw_phases(axes: Any, variants: Sequence[VariantFigures]) -> None:
     """Stack the phases of the training loop; beside them, narrower, those of the loader's threads."""
     places = range(len(variants))
+    stacks = [sum(one.phases[field].median for _, field, _ in PHASES) for one in variants]
     for offset, width, kinds, hatch in ((-0.16, 0.42, PHASES, None), (0.26, 0.24, HIDDEN, "//")):
         bottom = [0.0] * len(variants)
         at = [place + offset for place in places]
@@ -108,10 +112,15 @@ def _draw_phases(axes: Any, variants: Sequence[VariantFigures]) -> None:
         [place - 0.16 for place in places], medians, yerr=[below, above],
         fmt="D", markersize=4, color="black", capsize=6, label="whole epoch, median and IQR",
     )  # fmt: skip
-    for place, one in zip(places, variants, strict=True):
+    # A phase is that of its slowest rank, so that a stack may be higher than its epoch.
+    tops = [max(top, one.seconds.high) for top, one in zip(stacks, variants, strict=True)]
+    for place, top, one in zip(places, tops, variants, strict=True):
         text = f"{one.seconds.median:.3g} s" + (" sim." if one.variant.simulated else "")
-        axes.annotate(text, (place - 0.16, one.seconds.high), (0, 6), textcoords="offset points", ha="center")
+        axes.annotate(text, (place - 0.16, top), (0, 6), textcoords="offset points", ha="center")
     axes.set(ylabel="seconds per epoch, slowest rank")
+    axes.set_xlabel(
+        "each phase is that of its slowest rank, so a stack may be higher than its epoch", fontsize=8
+    )
     _name_bars(axes, variants)
 
 

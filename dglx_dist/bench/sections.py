@@ -112,9 +112,10 @@ def _measured(outcome: Outcome) -> list[str]:
     assert outcome.plan is not None
     variants = variant_figures(outcome)
     counts = sorted({one.repetitions for one in variants})
-    repetitions = plural(counts[0], "repetition") if len(counts) == 1 else f"{counts} repetitions"
+    several = f"Medians of {' to '.join(str(count) for count in counts)} repetitions run in turn"
+    what = "One repetition" if counts == [1] else several
     parts = [
-        f"Medians of {repetitions} run in turn, seconds of the slowest rank, bytes of all ranks per epoch:",
+        f"{what}; seconds per epoch, each phase of its slowest rank; bytes per epoch of all ranks:",
         markdown_table(_VARIANT_HEAD, [_variant_cells(one) for one in variants]),
     ]
     if outcome.plan.ratios:

@@ -7,7 +7,7 @@ from matplotlib.image import imread
 
 from dglx_dist.bench import plots, results
 from dglx_dist.bench.figures import variant_figures
-from dglx_dist.bench.records import Outcome
+from dglx_dist.bench.records import Experiment, Outcome
 from tests.bench.measured import EXPERIMENT, outcome, scaling, with_curves
 
 
@@ -46,14 +46,23 @@ def test_a_folder_of_results_gets_all_pictures(tmp_path: Path) -> None:
     assert names(tmp_path) == ["P1-bytes.png", "P1-phases.png", "P1.json", "P2.json"]
 
 
+def titles(experiment: Experiment, given: Outcome) -> tuple[str, str]:
+    return plots._titles(experiment, given, variant_figures(given))
+
+
 def test_titles_say_what_is_simulated_and_how_the_links_were() -> None:
-    title, subtitle = plots._titles(EXPERIMENT, variant_figures(outcome()))
-    assert title == "D1: random or metis"
-    assert subtitle == "links between servers: 96mbit, phi 0.65"
-    experiment, given = scaling()
-    assert plots._titles(experiment, variant_figures(given))[0].endswith("(simulated)")
-    loopback = variant_figures(outcome(kind="loopback"))
-    assert plots._titles(EXPERIMENT, loopback)[1] == "links between servers: not limited (plain loopback)"
+    assert titles(EXPERIMENT, outcome()) == ("D1: random or metis", "links between servers: 96mbit, phi 0.65")
+    assert titles(*scaling())[0].endswith("(simulated)")
+    assert titles(EXPERIMENT, replace(outcome(), label="quick look"))[0].endswith("[quick look]")
+    loopback = titles(EXPERIMENT, outcome(kind="loopback"))[1]
+    assert loopback == "links between servers: not limited (plain loopback)"
+
+
+def test_links_that_differ_are_named_with_their_variants() -> None:
+    given = outcome()
+    network = {**given.network, "metis": {"kind": "namespaces", "external": "1gbit"}}
+    subtitle = titles(EXPERIMENT, replace(given, network=network))[1]
+    assert subtitle == "links between servers: 96mbit, phi 0.65 (random); 1gbit (metis)"
 
 
 def test_bars_are_the_medians_of_the_phases() -> None:
