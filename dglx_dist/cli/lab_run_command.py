@@ -115,8 +115,7 @@ def lab_run(  # noqa: PLR0913  # one argument per option
     and the programs ip and tc; where something is missing this says what, and runs on plain loopback, where
     no link is limited and the results say so.
     """
-    # What can be found wrong before any server is made.
-    torchrun_arguments(command)
+    _check(command, ranks_per_server, timeout)
     given = {"--servers": servers, "--external": external, "--internal": internal, "--cpus": cpus}
     _refuse_beside_name(name, {**given, "--loopback": loopback})
     spec = _spec(servers, external, internal, cpus)
@@ -153,6 +152,15 @@ def _spec(servers: int | None, external: str | None, internal: str | None, cpus:
         internal=None if internal is None else Rate.parse(internal),
         cpus=cpus,
     )
+
+
+def _check(command: list[str], ranks_per_server: int, timeout: float | None) -> None:
+    """Find what is wrong before any server is made."""
+    torchrun_arguments(command)
+    if ranks_per_server < 1:
+        raise ConfigError(f"--ranks-per-server {ranks_per_server} must be at least 1")
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise ConfigError(f"--timeout {timeout:g} must be a number of seconds above 0")
 
 
 def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:

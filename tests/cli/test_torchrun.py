@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from dglx_dist.cli.torchrun import describe, exit_code, first_failure
+from dglx_dist.cli.torchrun import describe, exit_code, first_failure, write_failure
 
 
 def failed(folder: Path, rank: int, message: str, second: int, code: int = 2) -> ProcessFailure:
@@ -53,3 +53,16 @@ def test_a_peer_error_alone_is_told(tmp_path: Path) -> None:
 def test_a_rank_that_left_no_message_is_named_with_its_code() -> None:
     silent = ProcessFailure(local_rank=0, pid=100, exitcode=3, error_file="none")
     assert "rank 4 (process 100) ended with exit code 3" in describe(4, silent)
+
+
+def test_a_failure_that_is_written_down_can_be_compared_with_those_of_other_launchers(tmp_path: Path) -> None:
+    file = tmp_path / "failure.json"
+    write_failure(file, 3, failed(tmp_path, 3, "PeerError: rank 1 is gone", 17, code=4))
+    assert json.loads(file.read_text()) == {
+        "rank": 3,
+        "message": "rank 3 failed: PeerError: rank 1 is gone",
+        "exit_code": 4,
+        "lost_a_peer": True,
+        "second": 17,
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3.json", "failure.json"]

@@ -1,0 +1,62 @@
+"""What is put together of a command that has ended, from a lab and traces made by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.lab.base import Card, LabSpec
+from dglx_dist.lab.launch import LabRun
+from dglx_dist.lab.loopback import LoopbackLab
+from dglx_dist.lab.outcome import FILE, find_outcome, write
+
+
+def ended(folder: Path | None, cards: tuple[Card, ...] = (), after: tuple[Card, ...] = ()) -> LabRun:
+    return LabRun(
+        exit_code=3,
+        seconds=1.5,
+        cards_before=cards,
+        cards_after=after,
+        trace_folder=folder,
+        failure="server 1",
+    )
+
+
+@pytest.fixture
+def lab() -> LoopbackLab:
+    return LoopbackLab(LabSpec(servers=2), "no root")
+
+
+def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackLab, tmp_path: Path) -> None:
+    before = (Card(sent=1, received=2), Card(sent=3, received=4))
+    after = (Card(sent=11, received=22), Card(sent=33, received=44))
+    outcome = find_outcome(lab, ["a.py"], 1, ended(tmp_path, before, after))
+    said = json.loads(json.dumps(outcome.to_json()))
+    assert said["cards_after"] == [{"sent": 11, "received": 22}, {"sent": 33, "received": 44}]
+    assert [one["card"] for one in said["servers"]] == [
+        {"sent": 10, "received": 20},
+        {"sent": 30, "received": 40},
+    ]
+    assert said["sum"]["card"] == {"sent": 40, "received": 60}
+    assert said["sum"]["ratio"] is None
+    assert outcome.epoch_seconds is None
+
+
+def test_what_was_run_where_and_how_it_ended_is_in_the_file(lab: LoopbackLab, tmp_path: Path) -> None:
+    outcome = find_outcome(lab, ["dglx", "train", "x"], 2, ended(None))
+    target = write(outcome, tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [FILE]
+    said = json.loads(target.read_text())
+    assert said["label"] == "loopback, links not limited: no root"
+    assert said["lab"]["kind"] == "loopback"
+    assert (said["command"], said["ranks_per_server"]) == (["dglx", "train", "x"], 2)
+    assert (said["exit_code"], said["failure"], said["seconds"]) == (3, "server 1", 1.5)
+    assert (said["servers"], said["sum"], said["ledger_outside"]) == ([], None, {})
+
+
+def test_a_trace_that_is_not_whole_is_told_and_not_raised(lab: LoopbackLab, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text("{")
+    outcome = find_outcome(lab, ["a.py"], 1, ended(tmp_path))
+    assert outcome.trace.sessions == ()
+    assert outcome.trace_missing is not None
+    assert "rank-0.json" in outcome.trace_missing
