@@ -1,5 +1,7 @@
+import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -111,3 +113,23 @@ def test_ranks_without_items_take_part_with_none() -> None:
         [([], 0, 3), ([], 0, 2), ([], 0, 1)],
         [([8], 1, 3), ([], 0, 2), ([], 0, 1)],
     ]
+
+
+def test_whole_passes_are_noted_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes of the first loader, one of the second; not the one left early, nor the rest of one."""
+    monkeypatch.setenv("DGLX_TRACE", str(tmp_path))
+    with start_session() as session:
+        first, second = echoes(session, [5, 6, 7, 1, 2]), echoes(session, [1])
+        list(first)
+        next(iter(first))
+        state = first.state_dict()
+        for _ in second:
+            time.sleep(0.02)
+        list(first)
+        first.load_state_dict(state)
+        list(first)
+    passes = json.loads((tmp_path / "rank-0.json").read_text())["passes"]
+    assert [(done["loader"], done["steps"]) for done in passes] == [(0, 3), (1, 1), (0, 3)]
+    assert all(0 <= done["wait_s"] <= done["seconds"] for done in passes)
+    assert passes[1]["seconds"] >= 0.02
+    assert passes[1]["wait_s"] <= passes[1]["seconds"] - 0.02

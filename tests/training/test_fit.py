@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,12 @@ def _fit(g: DistGraph, config: dict[str, Any], dropout: float) -> tuple[dict[str
 
 
 def run(
-    folder: Path, ranks: int, *configs: dict[str, Any], dropout: float = 0.5
+    folder: Path, ranks: int, *configs: dict[str, Any], dropout: float = 0.5, trace: Path | None = None
 ) -> list[list[tuple[Any, list[Any]]]]:
     """What each rank has of each configuration, one after the other in the same processes."""
-    return run_ranks(_fits, ranks, args=(str(folder), list(configs), dropout), ranks_per_server=1)
+    environment = {} if trace is None else {"DGLX_TRACE": str(trace)}
+    arguments = (str(folder), list(configs), dropout)
+    return run_ranks(_fits, ranks, args=arguments, ranks_per_server=1, environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +91,11 @@ def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, rank
     assert sorted(p.name[:12] for p in tmp_path.iterdir()) == ["epoch-000001", "epoch-000002", "epoch-000004"]
 
 
-def test_records_are_sums_over_ranks(folder: Path) -> None:
-    results = [result for [(result, _)] in run(folder, 2, {"epochs": 2}, dropout=0.0)]
+def test_records_are_sums_over_ranks(folder: Path, tmp_path: Path) -> None:
+    results = [result for [(result, _)] in run(folder, 2, {"epochs": 2}, dropout=0.0, trace=tmp_path)]
     assert results[0] == results[1]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank-{rank}.json").read_text())["epochs"] == results[rank]["epochs"]
     for record in results[0]["epochs"]:
         assert record["num_samples"] == 167
         assert record["val_accuracy"] is not None
