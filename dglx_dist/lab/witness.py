@@ -1,10 +1,11 @@
 """The network cards as second witness of the byte ledger.
 
 Compared are all bytes of a server's card, both directions together, with all payload that the ledger has
-between this server and others. The card also has headers (with the bundles in which packets leave a virtual
-card 0.2 to 1 % of large messages, up to 5 % of many small ones), acknowledgements, which go the other way than
-the bytes they are for and are why directions are not compared alone, what was sent again, and what ranks need
-to meet, to keep in touch and to end: some hundred kB, which is why little traffic is not judged at all.
+between this server and others. The card also has headers (0.2 to 1 % where messages are large, as packets
+leave a virtual card in bundles, up to 5 % where they are small and many); acknowledgements, which go the
+other way than the bytes they are for and are why directions are not compared alone; what was sent again; and
+what ranks need to meet, to keep in touch and to end: some hundred kB, which is why little traffic is not
+judged at all.
 
 An all-reduce is counted as a ring, which is what gloo does. A broadcast is counted as a copy from its source
 to each other rank, while gloo hands copies on along a tree: the sum over all servers is the same, but where
