@@ -116,6 +116,11 @@ class Crew:
         while len(reports) < self.world_size:
             failures = self._collect(number, reports)
             if failures:
+                if all(failure.lost_a_peer for failure in failures):
+                    # At once: the launcher soon ends those that are alive now.
+                    self._raise_for_dead(
+                        number, job, [rank for rank in range(self.world_size) if rank not in reports]
+                    )
                 raise self._failed(number, job, self._first(number, failures))
             missing = [rank for rank in range(self.world_size) if rank not in reports]
             now = time.monotonic()

@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from dglx_dist.bench import alive, messages
@@ -37,7 +38,7 @@ def main(folder: Path) -> int:
         The exit code: 0 after the last job; 1 when the driver is gone or silent.
 
     Raises:
-        BaseException: what a job raised, once it is reported; no other job could be trusted after it.
+        SystemExit: a job raised something, which has been reported; no other job could be trusted after it.
     """
     rank = read_topology().rank
     _write_to(messages.log_path(folder, rank))
@@ -81,6 +82,8 @@ def _do(job: Job, context: JobContext) -> None:
         result = find_job(job.kind)(job.params, context)
         messages.write_result(context.folder, context.number, context.rank, result)
     except BaseException as error:
+        # In the log before the report: who reads the one shows the other.
+        traceback.print_exc()
         failure = Failure(
             rank=context.rank,
             text=f"{type(error).__name__}: {error}",
@@ -89,7 +92,7 @@ def _do(job: Job, context: JobContext) -> None:
         )
         messages.write_failure(context.folder, context.number, failure)
         _leave_session(error)
-        raise
+        raise SystemExit(1) from error
     finally:
         faulthandler.cancel_dump_traceback_later()
 

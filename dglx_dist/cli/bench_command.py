@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from dglx_dist.cli.launch import INTERRUPTED
 from dglx_dist.cli.options import names
 from dglx_dist.cli.report_command import show, warn
 from dglx_dist.errors import ConfigError
@@ -84,7 +85,13 @@ def bench(
         seed=seed,
     )
     signal.signal(signal.SIGTERM, _interrupt)
-    outcomes = measure(chosen, plan)
+    try:
+        outcomes = measure(chosen, plan)
+    except KeyboardInterrupt:
+        warn(
+            f"interrupted; what was measured is in {out}, and `dglx bench --report {out}` makes a page of it"
+        )
+        raise typer.Exit(INTERRUPTED) from None
     write_pages(out)
     show(outcome_table(chosen, outcomes))
     if any(one.status == "failed" for one in outcomes):

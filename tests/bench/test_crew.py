@@ -1,5 +1,6 @@
 """Real ranks, two on plain loopback, that do the job "echo"."""
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,14 @@ class Absent:
         self.stopped = True
 
 
+def ends(folder: Path, rank: int) -> bool:
+    """Wait for the end of a rank, which need not be the very moment at which its crew is closed."""
+    deadline = time.monotonic() + 30
+    while not alive.has_ended(messages.alive_path(folder, rank)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive.has_ended(messages.alive_path(folder, rank))
+
+
 def crew_without_ranks(lab: Lab, folder: Path, per_server: int = 1) -> tuple[Crew, Absent]:
     absent = Absent()
     return Crew(lab, per_server, folder, start=lambda *_: absent), absent
@@ -54,7 +63,7 @@ def test_the_same_ranks_do_job_after_job_until_the_crew_is_closed(lab: Lab, tmp_
         assert [report["number"] for report in second] == [1, 1]
         crew.close()
         for rank in range(2):
-            assert alive.has_ended(messages.alive_path(tmp_path / "crew", rank))
+            assert ends(tmp_path / "crew", rank)
 
 
 def test_an_error_on_one_rank_is_told_with_its_log_and_ends_the_crew(lab: Lab, tmp_path: Path) -> None:
@@ -66,7 +75,7 @@ def test_an_error_on_one_rank_is_told_with_its_log_and_ends_the_crew(lab: Lab, t
         assert "rank-1.log" in str(failed.value)
         with pytest.raises(JobError, match="takes no job after one that failed"):
             crew.do(ECHO, 120.0)
-        assert alive.has_ended(messages.alive_path(tmp_path / "crew", 0))
+        assert ends(tmp_path / "crew", 0)
 
 
 def test_a_killed_rank_is_named_long_before_the_time_is_up(lab: Lab, tmp_path: Path) -> None:
@@ -96,6 +105,16 @@ def test_the_failure_that_others_follow_from_is_told(lab: Lab, tmp_path: Path) -
     with pytest.raises(JobError, match=r"rank 1 failed in job 0 .* MemoryError"):
         crew.do(ECHO, 5.0)
     assert absent.stopped
+
+
+def test_a_rank_that_died_is_named_before_one_that_lost_it(lab: Lab, tmp_path: Path) -> None:
+    crew, _ = crew_without_ranks(lab, tmp_path)
+    os.close(alive.hold(alive_path := messages.alive_path(tmp_path, 1)))
+    assert alive_path.is_file()
+    lost = Failure(rank=0, text="PeerError: a rank is gone", at_ns=10, lost_a_peer=True)
+    messages.write_failure(tmp_path, 0, lost)
+    with pytest.raises(JobError, match=r"rank 1 died in job 0"):
+        crew.do(ECHO, 5.0)
 
 
 def test_ranks_that_never_report_are_all_named(lab: Lab, tmp_path: Path) -> None:

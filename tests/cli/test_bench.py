@@ -56,6 +56,18 @@ def test_a_failure_does_not_stop_the_next_and_ends_with_1(
     assert {one.experiment for one in results.read(tmp_path)} == {"D1", "D2"}
 
 
+def test_an_interrupt_says_where_the_results_so_far_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "run", run)
+    shown = bench("--only", "D1,D2", "--out", str(tmp_path))
+    assert shown.exit_code == 130
+    assert f"dglx bench --report {tmp_path}" in shown.stderr
+
+
 def test_earlier_results_are_reported_anew(tmp_path: Path) -> None:
     results.write(tmp_path, Outcome(experiment="P1", status="absent", reason="it is a test"))
     shown = bench("--report", str(tmp_path))
