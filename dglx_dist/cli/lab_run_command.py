@@ -73,7 +73,6 @@ def lab_run(  # noqa: PLR0913  # one argument per option
     name: Annotated[
         str | None,
         typer.Option(
-            "--lab",
             "--name",
             rich_help_panel=_EMULATED,
             help="Use the lab of this name that `dglx lab up` made, as it is, and leave it up.",
@@ -167,7 +166,7 @@ def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:
     beside = [option for option, value in given.items() if value not in (None, False)]
     if name is not None and beside:
         raise ConfigError(
-            f"--lab {name} uses a lab that is up as it is: leave out {', '.join(beside)}, or take it down "
+            f"--name {name} uses a lab that is up as it is: leave out {', '.join(beside)}, or take it down "
             f"with `dglx lab down {name}` and make another"
         )
 

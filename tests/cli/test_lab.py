@@ -126,8 +126,8 @@ def test_the_rank_that_failed_is_told_last_and_its_code_is_the_commands(tmp_path
         (["--servers", "0", "--", "-m", "x"], "servers=0"),
         (["--ranks-per-server", "0", "--", "-m", "x"], "--ranks-per-server 0"),
         (
-            ["--lab", "a", "--servers", "2", "--", "-m", "x"],
-            "--lab a uses a lab that is up as it is: leave out",
+            ["--name", "a", "--servers", "2", "--", "-m", "x"],
+            "--name a uses a lab that is up as it is: leave out",
         ),
         (["--timeout", "0", "--", "-m", "x"], "--timeout 0"),
     ],
