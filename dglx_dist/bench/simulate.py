@@ -38,6 +38,10 @@ class Line:
                 "at least 0"
             )
 
+    def scaled(self, factor: float) -> Line:
+        """Return the line of a core that takes ``factor`` times as long."""
+        return Line(base_s=factor * self.base_s, per_edge_s=factor * self.per_edge_s)
+
     def seconds(self, edges: int) -> float:
         """Return the seconds of a batch of ``edges``; none without an edge, as a rank without seeds has."""
         return self.base_s + self.per_edge_s * edges if edges else 0.0
@@ -49,6 +53,10 @@ class ComputeCost:
 
     forward: Line
     backward: Line
+
+    def scaled(self, factor: float) -> ComputeCost:
+        """Return the cost on a core that takes ``factor`` times as long."""
+        return ComputeCost(forward=self.forward.scaled(factor), backward=self.backward.scaled(factor))
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """Return JSON values, for the parameters of a job."""
@@ -74,9 +82,9 @@ def calibrate(
     batches: Sequence[Sequence[Any]],
     *,
     repetitions: int = 3,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.process_time,
 ) -> ComputeCost:
-    """Measure forward and backward of ``model`` on ``batches``; one process, on a core that is else idle.
+    """Measure forward and backward of ``model`` on ``batches``; one process with one thread.
 
     Each is run once to warm up and then ``repetitions`` times; a line is laid through the medians.
 
@@ -84,7 +92,7 @@ def calibrate(
         model: Called as ``model(blocks, features)``; gradients are left cleared.
         batches: Blocks with features and labels attached, of at least two sizes.
         repetitions: At least 1.
-        clock: Seconds.
+        clock: Seconds; the process's own time, so that what else runs on the machine is not counted.
 
     Raises:
         ConfigError: there are not two batches of different size.

@@ -101,6 +101,11 @@ def test_one_size_of_batch_tells_no_cost_per_edge() -> None:
         calibrate(Linear(Clock()), [[Block(7, 1)], [Block(7, 2)]])
 
 
+def test_a_slower_core_takes_that_much_longer() -> None:
+    assert COST.scaled(2.0).forward.seconds(40) == 2 * COST.forward.seconds(40)
+    assert COST.scaled(2.0).backward.seconds(40) == 2 * COST.backward.seconds(40)
+
+
 def test_costs_travel_as_json_and_nonsense_is_refused() -> None:
     assert ComputeCost.from_json(COST.to_json()) == COST
     with pytest.raises(ConfigError, match="is no cost of compute"):

@@ -116,6 +116,13 @@ def test_a_curve_has_a_point_for_each_epoch(two_ranks: list[list[dict[str, Any]]
     assert two_ranks[0][0]["accuracy"] == []
 
 
+def test_steps_can_be_limited(folder: Path) -> None:
+    ((report,),) = run_ranks(run_all, 1, args=([params_of(folder, max_steps=2)],))
+    assert report["extra"]["steps"] == 2
+    assert report["epochs"][0]["num_samples"] == 2 * 16
+    assert counted(folder, max_steps=2).seeds_per_server == [32, 32]
+
+
 def test_one_process_moves_nothing(folder: Path) -> None:
     ((report,),) = run_ranks(run_all, 1, args=([params_of(folder)],))
     assert report["extra"]["remote_share"] == 0.0

@@ -104,6 +104,7 @@ class _Count:
         marked = marked_ids(g.ndata["train_mask"], g.num_nodes())
         even = told.seeds == "even"
         seeds = split_ids(marked, self._bounds, _topology(server, self._servers), force_even=even)
+        seeds = seeds[: told.max_seeds]
         self._seeds.append(len(seeds))
         sampler = dgl.dataloading.NeighborSampler(list(told.fanouts))
         loader = DataLoader(g, seeds, sampler, batch_size=told.batch_size, shuffle=True, num_threads=0)

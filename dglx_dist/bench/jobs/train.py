@@ -78,6 +78,7 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
     """Do what a user's script does before its loop; collective."""
     classes = int(g.num_classes(NODE_TYPE) or 0)
     nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=told.seeds == "even")
+    nodes = nodes[: told.max_seeds]
     sampler = dgl.dataloading.NeighborSampler(
         list(told.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
     )

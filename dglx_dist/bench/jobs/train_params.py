@@ -43,6 +43,8 @@ class TrainParams:
     seed: int = 0
     seeds: Literal["even", "own"] = "even"
     """Whether ranks train on even shares of the training nodes, or each server on those that it owns."""
+    max_steps: int | None = None
+    """Most steps of an epoch, by leaving out what a rank has more of seeds; None: all."""
     structure: Literal["auto", "replicated", "partitioned"] = "partitioned"
     loader: Mapping[str, Any] = field(default_factory=dict)
     """More for the loader, such as ``depth`` and ``num_threads``."""
@@ -59,6 +61,7 @@ class TrainParams:
             ("batch_size", self.batch_size < 1, "at least 1"),
             ("epochs", self.epochs < 1, "at least 1"),
             ("warmup", self.warmup < 0, "at least 0"),
+            ("max_steps", self.max_steps is not None and self.max_steps < 1, "at least 1, or left out"),
             ("lr", not 0 < self.lr < math.inf, "above 0"),
             ("seeds", self.seeds not in ("even", "own"), "even or own"),
             (
@@ -69,6 +72,11 @@ class TrainParams:
         ):
             if wrong:
                 raise ConfigError(f"{name}={getattr(self, name)!r} of a training job must be {allowed}")
+
+    @property
+    def max_seeds(self) -> int | None:
+        """Most seeds of a rank; None: all."""
+        return None if self.max_steps is None else self.max_steps * self.batch_size
 
     @property
     def cost(self) -> ComputeCost | None:
