@@ -211,7 +211,7 @@ def outcome_table(outcome: LabOutcome) -> Table:
     for column in ("server", "card sent", "card received", "ledger sent", "ledger received", "ratio", ""):
         table.add_column(column, justify="left" if column in ("server", "") else "right", no_wrap=True)
     for one in outcome.witnesses:
-        ratio = "" if one.ratio is None else f"{one.ratio:.3f}"
+        ratio = "" if one.ratio is None or one.verdict.startswith("too") else f"{one.ratio:.3f}"
         server = "all" if one.server is None else str(one.server)
         ledger = (*_both(one.ledger), ratio, one.verdict) if counted else ()
         table.add_row(server, *_both(one.card), *ledger)
