@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dglx_dist.bench.peers.data import prepare
-from dglx_dist.bench.peers.variants import HOW, facts, launch_of, variant
+from dglx_dist.bench.peers.variants import facts, launch_of, variant
 from dglx_dist.bench.peers.workload import Workload
 from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio, Shape
 
@@ -49,10 +49,16 @@ EXPERIMENT = Experiment(
         "Memory: PyG's ranks each hold graph, features and the sampler's columns; ours map one copy for all "
         "ranks."
     ),
-    how=HOW + (
-        " PyG reads the same graph whole from NumPy arrays, cuts layers to the nodes that they still need "
-        "where its sampler tells them (trim_to_layer, with pyg-lib), and cuts its training nodes itself; it "
-        "is shown without and with a worker process that samples ahead."
+    how=(
+        "Both systems are launched anew for every repetition, on one server with a core for each of its 2 "
+        "ranks. PyG reads the same graph whole from NumPy arrays and cuts its training nodes itself; same "
+        "widths, fan-outs, batch size and optimiser, but PyG's own layers and first weights. It draws a "
+        "node's neighbours once for a batch and uses them in every layer, where DGL draws for each layer, so "
+        "that its batches have fewer edges (counted in the result), and it cuts layers to the nodes that "
+        "they still need where its sampler tells them (trim_to_layer, with pyg-lib). It is shown without and "
+        "with a worker process that samples ahead. One epoch warms up and two are measured, between "
+        "barriers. Memory is that of the server's processes together, shared pages once, divided by its "
+        "ranks."
     ),
     needs=("torch_geometric", "pyg_lib|torch_sparse"),
     build=build,

@@ -37,7 +37,7 @@ class Sage(nn.Module):
         """Map the rows of ``batch`` to scores of all its nodes that are left; the seeds come first."""
         h, edges = batch.x, batch.edge_index
         for number, layer in enumerate(self.layers):
-            if batch.num_sampled_nodes is not None:
+            if "num_sampled_nodes" in batch:
                 # Leaves out nodes whose rows this layer need not make any more.
                 h, edges, _ = pyg_utils.trim_to_layer(
                     number, batch.num_sampled_nodes, batch.num_sampled_edges, h, edges
