@@ -57,7 +57,8 @@ def plan_of(plan: BenchPlan, size: Size) -> ExperimentPlan:
         degree=size.degree,
         homophily=0.95,
         locality=0.98,
-        communities=20,
+        classes=4,
+        communities=12,
         train_rate=size.train_rate,
         skew=0.9,
         seed=plan.seed + 1,
@@ -102,7 +103,7 @@ def _ratios(found: Mapping[str, Survey], size: Size) -> tuple[Ratio, ...]:
                 under=under,
                 # The slowest server sets the pace, and its time goes with its seeds.
                 predicted=found[over].seeds_max_over_mean / found[under].seeds_max_over_mean,
-                low=1.3 if not suffix else None,
+                low=1.5 if not suffix else None,
             )
         )
     return tuple(ratios)
@@ -141,22 +142,24 @@ EXPERIMENT = Experiment(
         setting="ogbn-products and ogbn-papers100M, 4 machines of 96 vCPUs, 100 Gbit/s",
     ),
     prediction=(
-        "Each server trains on its own training nodes, so an epoch lasts as long as the server with most of "
-        "them: the ratio is that of max / mean seeds, known from the partition (in the facts below), about "
-        "1.8x here, less what the higher edge cut costs. With even shares near 1.0x: what is uneven is then "
-        "trained on elsewhere, for more remote rows. Where training nodes are spread evenly 1.0 to 1.1x "
-        "(paper 1.04x)."
+        "Each server trains on its own training nodes, so an epoch lasts as long as the server with most "
+        "of them: at most the ratio of max / mean seeds, known from the partition (in the facts below), "
+        "about 3.5x, less what the higher edge cut costs, and above 1.5x. With even shares near 1.0x: what "
+        "is uneven is then trained on elsewhere, for more remote rows. Where training nodes are spread "
+        "evenly 1.0 to 1.1x (paper 1.04x)."
     ),
     how=(
         "4 servers of one rank, each with a quarter of this machine's cores, links of 1 Gbit/s. A "
         "clustered graph of mean in-degree 25 and 100 float32 features, 90 % of whose training nodes lie "
-        "in 2 of its 20 communities; cut by METIS, and by METIS with balanced nodes, in-edges and training "
+        "in one of its 12 communities; cut by METIS, and by METIS with balanced nodes, in-edges and training "
         "nodes. GraphSAGE of 3 layers, fan-out 15,10,5. Servers train on the training nodes they own, and "
         "again on even shares. The papers suite adds the same graph with training nodes spread evenly."
     ),
     build=build,
     note=(
-        "The gain comes only where shares follow the partition, and where a server cannot borrow the cores "
-        "of one that waits: without a limit on each server's cores, waiting costs nothing on one machine."
+        "It depends on how much of the training set lies together: here more than a part holds, as the "
+        "papers with labels of ogbn-papers100M are of one field. The gain comes only where shares follow "
+        "the partition, and where a server cannot borrow the cores of one that waits: without a limit on "
+        "each server's cores, waiting costs nothing on one machine."
     ),
 )
