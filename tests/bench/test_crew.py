@@ -68,8 +68,10 @@ def test_the_same_ranks_do_job_after_job_until_the_crew_is_closed(lab: Lab, tmp_
 
 def test_an_error_on_one_rank_is_told_with_its_log_and_ends_the_crew(lab: Lab, tmp_path: Path) -> None:
     with Crew(lab, 1, tmp_path / "crew") as crew:
+        # Both are there before one fails: the other might else be ended before it has a sign of life.
+        crew.do(ECHO, 120.0)
         with pytest.raises(
-            JobError, match=r"rank 1 failed in job 0 \(echo\): ConfigError: .*told to fail"
+            JobError, match=r"rank 1 failed in job 1 \(echo\): ConfigError: .*told to fail"
         ) as failed:
             crew.do(Job(kind="echo", params={"fails_on": 1}), 120.0)
         assert "rank-1.log" in str(failed.value)
