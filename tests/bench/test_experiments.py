@@ -70,8 +70,13 @@ def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
 
 def test_d3_gives_every_server_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(d3, "calibrated", lambda _: COST)
-    plan = d3.plan_of(bench_plan(tmp_path), d3.Size(nodes=1200, degree=8, hidden=8, batch_size=8))
+    size = d3.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)
+    plan = d3.plan_of(bench_plan(tmp_path), size)
     check("D3", plan)
+    assert set(plan.facts["steps of an epoch"].values()) == {8}
+    edges = plan.facts["edges of a batch"].values()
+    # Of work that differs no scaling can be told: one server's larger batches would make it above linear.
+    assert max(edges) < 1.1 * min(edges)
     assert [variant.shape.servers for variant in plan.variants] == [1, 2, 4]
     assert len({variant.shape.cpus for variant in plan.variants}) == 1
     assert all("slept" in variant.simulated for variant in plan.variants)
