@@ -10,6 +10,7 @@ from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.lab.rates import Rate
 
 CARD = "eth0"
+LOOPBACK = "lo"
 BRIDGE = "bridge"
 MOST_SERVERS = 250
 _TIMEOUT_S = 30.0
@@ -61,7 +62,8 @@ def connect(server: int, *, init: int, switch: int) -> None:
 
 def limit(device: str, rate: Rate | None) -> list[str]:
     """Return the command that holds what ``device`` sends to ``rate``, from now on; None: no limit."""
-    return ["tc", "qdisc", "replace", "dev", device, "root", *(rate.tbf() if rate else ["noqueue"])]
+    held = ["noqueue"] if rate is None else rate.tbf(may_tear=device != LOOPBACK)
+    return ["tc", "qdisc", "replace", "dev", device, "root", *held]
 
 
 def run_inside(pid: int, commands: Sequence[Sequence[str]]) -> str:

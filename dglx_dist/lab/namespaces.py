@@ -160,5 +160,5 @@ def _apply_rates(noted: LabState) -> None:
     ports = [links.limit(links.port_of(server.number), spec.external) for server in noted.servers]
     links.run_inside(noted.switch[0].pid, ports)
     for server in noted.servers:
-        commands = [links.limit(links.CARD, spec.external), links.limit("lo", spec.internal)]
+        commands = [links.limit(links.CARD, spec.external), links.limit(links.LOOPBACK, spec.internal)]
         links.run_inside(server.init.pid, commands)

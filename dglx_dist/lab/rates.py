@@ -9,10 +9,16 @@ from dglx_dist.errors import ConfigError
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 _LEAST = 8_000
-_LEAST_BURST_BYTES = 256 * 1024
-"""Segments leave a virtual card in bundles of up to 64 KiB; a smaller bucket would tear them."""
-_BURST_S = 2e-3
-"""A bucket that lasts as long as the kernel may be late in refilling it."""
+_USUAL_BURST_BYTES = 256 * 1024
+_USUAL_S = 20e-3
+"""A rate at which the usual bucket would last longer gets a smaller one, so that rates hold for short too."""
+_BUNDLE_BYTES = 72 * 1024
+"""Segments leave a virtual card in bundles of up to 64 KiB and their headers; a smaller bucket tears them."""
+_TORN_BITS_PER_S = 5_000_000
+"""Below it one bundle lasts a tenth of a second and more: it is torn, each segment with headers of its own."""
+_LEAST_BURST_BYTES = 16 * 1024
+_LATE_S = 2e-3
+"""The kernel may be so late in refilling a bucket; fast links need one that lasts as long."""
 _LATENCY = "50ms"
 
 
@@ -37,14 +43,32 @@ class Rate:
             )
         return cls(bits)
 
-    def tbf(self) -> list[str]:
+    def tbf(self, *, may_tear: bool) -> list[str]:
         """Return the words after ``tc qdisc replace dev DEVICE root`` that hold a device to this rate.
 
         A token bucket: up to ``burst`` bytes leave at once after a pause, all others at the rate; a packet
         that would wait longer than 50 ms is dropped, as a switch does.
+
+        Args:
+            may_tear: Whether packets of the device are small by themselves; one that is larger than the
+                bucket, as on a loopback device, would never leave.
         """
-        burst = max(_LEAST_BURST_BYTES, round(self.bits_per_s / 8 * _BURST_S))
-        return ["tbf", "rate", f"{self.bits_per_s}bit", "burst", str(burst), "latency", _LATENCY]
+        return [
+            "tbf",
+            "rate",
+            f"{self.bits_per_s}bit",
+            "burst",
+            str(self._burst(may_tear)),
+            "latency",
+            _LATENCY,
+        ]
+
+    def _burst(self, may_tear: bool) -> int:
+        if may_tear and self.bits_per_s < _TORN_BITS_PER_S:
+            return _LEAST_BURST_BYTES
+        bytes_per_s = self.bits_per_s / 8
+        usual = min(max(round(bytes_per_s * _USUAL_S), _BUNDLE_BYTES), _USUAL_BURST_BYTES)
+        return max(usual, round(bytes_per_s * _LATE_S))
 
     def __str__(self) -> str:
         for unit, size in _UNITS.items():

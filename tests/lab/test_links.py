@@ -20,7 +20,8 @@ def test_addresses_are_one_after_another() -> None:
 def test_a_limit_replaces_another_and_can_be_none() -> None:
     common = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
     assert links.limit("eth0", None) == [*common, "noqueue"]
-    assert links.limit("eth0", Rate(10**6)) == [*common, *Rate(10**6).tbf()]
+    assert links.limit("lo", Rate(10**6))[6:] == Rate(10**6).tbf(may_tear=False)
+    assert links.limit("eth0", Rate(10**6)) == [*common, *Rate(10**6).tbf(may_tear=True)]
 
 
 def test_a_failure_is_told_with_command_and_answer() -> None:

@@ -40,7 +40,7 @@ def _rates(lab: Lab, streams: list[tuple[int, int]], total: float) -> list[float
     return found
 
 
-@pytest.mark.parametrize("mbit", [40, 200])
+@pytest.mark.parametrize("mbit", [1, 40, 200])
 def test_one_stream_has_the_rate(lab: Lab, mbit: int) -> None:
     lab.set_rates(Rate.parse(f"{mbit}mbit"), None)
     assert _rates(lab, [(0, 1)], mbit) == [pytest.approx(mbit, rel=TOLERANCE)]
@@ -59,6 +59,12 @@ def test_two_senders_share_what_one_may_receive(lab: Lab) -> None:
 def test_two_receivers_share_what_one_may_send(lab: Lab) -> None:
     lab.set_rates(Rate.parse("100mbit"), None)
     assert sum(_rates(lab, [(0, 1), (0, 2)], 100)) == pytest.approx(100, rel=TOLERANCE)
+
+
+def test_a_loopback_of_large_packets_goes_on_at_a_low_rate(lab: Lab) -> None:
+    """One packet of 64 KiB is more than the smallest bucket of a card."""
+    lab.set_rates(None, Rate.parse("4mbit"))
+    assert probe.measure(lab, 0, 0, seconds=0.5).bytes_per_s > 0
 
 
 def test_inside_a_server_another_rate_holds(lab: Lab) -> None:

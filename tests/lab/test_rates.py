@@ -35,9 +35,20 @@ def test_refuses_others_with_an_example(text: str) -> None:
         Rate.parse(text)
 
 
-def test_bucket_is_256_kib_until_two_milliseconds_are_more() -> None:
-    """256 KiB are 2 ms at 1.05 Gbit/s; at 10 Gbit/s 2 ms are 2.5 MB."""
-    shape = "tbf rate {}bit burst {} latency 50ms"
-    assert " ".join(Rate.parse("100mbit").tbf()) == shape.format(10**8, 262144)
-    assert " ".join(Rate.parse("1gbit").tbf()) == shape.format(10**9, 262144)
-    assert " ".join(Rate.parse("10gbit").tbf()) == shape.format(10**10, 2_500_000)
+@pytest.mark.parametrize(
+    ("rate", "burst"),
+    [
+        ("10gbit", 2_500_000),  # 2 ms
+        ("1gbit", 262_144),
+        ("60mbit", 150_000),  # 20 ms
+        ("5mbit", 73_728),  # one bundle of segments
+        ("1mbit", 16_384),
+    ],
+)
+def test_a_bucket_lasts_20_milliseconds_where_segments_allow_it(rate: str, burst: int) -> None:
+    words = ["tbf", "rate", f"{Rate.parse(rate).bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
+    assert Rate.parse(rate).tbf(may_tear=True) == words
+
+
+def test_a_packet_of_64_kib_fits_where_it_cannot_be_torn() -> None:
+    assert "73728" in Rate.parse("1mbit").tbf(may_tear=False)
