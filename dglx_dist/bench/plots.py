@@ -95,7 +95,6 @@ def _save(path: Path, titles: tuple[str, str], bars: int, painter: Callable[[Any
 def _draw_phases(axes: Any, variants: Sequence[VariantFigures]) -> None:
     """Stack the phases of the training loop; beside them, narrower, those of the loader's threads."""
     places = range(len(variants))
-    stacks = [sum(one.phases[field].median for _, field, _ in PHASES) for one in variants]
     for offset, width, kinds, hatch in ((-0.16, 0.42, PHASES, None), (0.26, 0.24, HIDDEN, "//")):
         bottom = [0.0] * len(variants)
         at = [place + offset for place in places]
@@ -112,15 +111,11 @@ def _draw_phases(axes: Any, variants: Sequence[VariantFigures]) -> None:
         [place - 0.16 for place in places], medians, yerr=[below, above],
         fmt="D", markersize=4, color="black", capsize=6, label="whole epoch, median and IQR",
     )  # fmt: skip
-    # A phase is that of its slowest rank, so that a stack may be higher than its epoch.
-    tops = [max(top, one.seconds.high) for top, one in zip(stacks, variants, strict=True)]
-    for place, top, one in zip(places, tops, variants, strict=True):
+    for place, one in zip(places, variants, strict=True):
         text = f"{one.seconds.median:.3g} s" + (" sim." if one.variant.simulated else "")
-        axes.annotate(text, (place - 0.16, top), (0, 6), textcoords="offset points", ha="center")
-    axes.set(ylabel="seconds per epoch, slowest rank")
-    axes.set_xlabel(
-        "each phase is that of its slowest rank, so a stack may be higher than its epoch", fontsize=8
-    )
+        axes.annotate(text, (place - 0.16, one.seconds.high), (0, 6), textcoords="offset points", ha="center")
+    axes.set(ylabel="seconds per epoch")
+    axes.set_xlabel("phases are means over ranks; loader's threads work beside the training loop", fontsize=8)
     _name_bars(axes, variants)
 
 

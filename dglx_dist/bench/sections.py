@@ -115,7 +115,8 @@ def _measured(outcome: Outcome) -> list[str]:
     several = f"Medians of {' to '.join(str(count) for count in counts)} repetitions run in turn"
     what = "One repetition" if counts == [1] else several
     parts = [
-        f"{what}; seconds per epoch, each phase of its slowest rank; bytes per epoch of all ranks:",
+        f"{what}; seconds per epoch, phases as means over ranks (wait, compute and exchange are its parts, "
+        "sample and fetch run on threads beside them); bytes per epoch of all ranks:",
         markdown_table(_VARIANT_HEAD, [_variant_cells(one) for one in variants]),
     ]
     if outcome.plan.ratios:

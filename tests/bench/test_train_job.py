@@ -116,6 +116,14 @@ def test_a_curve_has_a_point_for_each_epoch(two_ranks: list[list[dict[str, Any]]
     assert two_ranks[0][0]["accuracy"] == []
 
 
+def test_phases_of_the_loop_come_to_the_epoch(two_ranks: list[list[dict[str, Any]]]) -> None:
+    for report in two_ranks[0]:
+        for told in report["epochs"]:
+            phases = told["wait_s"] + told["compute_s"] + told["exchange_s"]
+            assert phases == pytest.approx(told["seconds"])
+            assert min(told["wait_s"], told["compute_s"], told["exchange_s"]) > 0
+
+
 def test_steps_can_be_limited(folder: Path) -> None:
     ((report,),) = run_ranks(run_all, 1, args=([params_of(folder, max_steps=2)],))
     assert report["extra"]["steps"] == 2

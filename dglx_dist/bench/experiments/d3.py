@@ -56,8 +56,8 @@ def plan_of(plan: BenchPlan, size: Size) -> ExperimentPlan:
         train_rate=size.train_rate,
         seed=plan.seed + 1,
     )
-    # One cut for all: a rank's share then begins with the training nodes of one part of 4. From the whole of a
-    # graph that is not cut, as many seeds reach more nodes and edges, and one server would have more to do.
+    # One cut for all: a rank's share then begins with the training nodes of one part of 4. From all over the
+    # graph as many seeds reach more nodes and edges, and one server would have more to do.
     cut = {"metis": PartitionPlan(num_parts=max(_SERVERS), method="metis")}
     folder = data.prepare(graph, cut, plan.work)["metis"]
     jobs = {_name(count): _params(str(folder), size, plan.seed) for count in _SERVERS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from dglx_dist.records import EpochRecord
@@ -46,14 +47,15 @@ _TIMES = ("sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s")
 def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) -> EpochRecord:
     """Put the (W,) rows that the ranks of ``system`` reported of one epoch together.
 
-    Times are the slowest rank's, counts and bytes are sums. ``bytes_outside`` is what our ledger counted, or,
-    of a system that counts nothing itself, ``wire``: what all cards sent, headers included (0 if unknown).
+    ``seconds`` are the slowest rank's. Phases are means over ranks, so that those of the loop come to no more
+    than it. Counts and bytes are sums; ``bytes_outside`` is what our ledger counted, or, of a system that
+    counts nothing itself, ``wire``: what all cards sent, headers included (0 if unknown).
     """
     times = [_times(system, row["parts"]) for row in rows]
     # A model's exchange is within its backward: what is told apart is not counted twice.
     for row, found in zip(rows, times, strict=True):
         found["compute_s"] = max(found["compute_s"] - row["parts"].get("exchange", 0.0), 0.0)
-    slowest = {name: max(found[name] for found in times) for name in _TIMES}
+    mean = {name: fmean(found[name] for found in times) for name in _TIMES}
     counts = {name: sum(row["counts"].get(name, 0.0) for row in rows) for name in _names(rows)}
     targets = max(counts.get("targets", 0.0), 1.0)
     return EpochRecord(
@@ -63,11 +65,11 @@ def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) 
         val_accuracy=None,
         seconds=max(row["seconds"] for row in rows),
         num_samples=int(counts.get("targets", 0.0)),
-        sample_s=slowest["sample_s"],
-        fetch_s=slowest["fetch_s"],
-        wait_s=slowest["wait_s"],
-        compute_s=slowest["compute_s"],
-        exchange_s=slowest["exchange_s"],
+        sample_s=mean["sample_s"],
+        fetch_s=mean["fetch_s"],
+        wait_s=mean["wait_s"],
+        compute_s=mean["compute_s"],
+        exchange_s=mean["exchange_s"],
         bytes_inside=int(counts.get("ledger inside", 0.0)),
         bytes_outside=int(counts["ledger outside"]) if "ledger outside" in counts else wire or 0,
     )
