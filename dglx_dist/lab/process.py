@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,9 @@ from pathlib import Path
 
 from dglx_dist.lab import guard
 from dglx_dist.lab.base import Server
+from dglx_dist.lab.holder import wait_until_ended
 from dglx_dist.lab.output import LogFile, Relay, Screen
+from dglx_dist.lab.pids import Process, find
 
 GRACE_S = 8.0
 """What a launcher has for ending its ranks before all of them are killed."""
@@ -61,15 +61,15 @@ class Launcher:
         self._failure_file = failure_file
         self._told_to_end = False
         self._log = None if log is None else LogFile(log)
-        # Server 0 keeps the terminal, where there is one; a file wants what it writes too.
-        self._direct = server.number == 0 and screen is not None and log is None
-        kept = None if self._direct else subprocess.PIPE
+        # Server 0 keeps the terminal, where there is one; a log wants what it writes too. Anywhere else its
+        # lines go through the screen as the others' do, which would otherwise come in the middle of them.
+        keeps = server.number == 0 and screen is not None and log is None
         self._process = subprocess.Popen(
             server.inside([sys.executable, "-I", "-S", guard.__file__, str(GRACE_S), *command]),
             env=dict(environment),
             stdin=subprocess.PIPE,
-            stdout=kept,
-            stderr=kept,
+            stdout=None if keeps and sys.stdout.isatty() else subprocess.PIPE,
+            stderr=None if keeps and sys.stderr.isatty() else subprocess.PIPE,
             # Ctrl-C is for this process, which ends the command in order.
             start_new_session=True,
         )
@@ -87,16 +87,29 @@ class Launcher:
             self._process.stdin.close()
 
     def wait_for_end(self) -> None:
-        """Wait after :meth:`end`; what does not end is killed."""
+        """Wait after :meth:`end`; what does not end is killed.
+
+        Raises:
+            LabError: as :meth:`abandon`.
+        """
         try:
             self._process.wait(GRACE_S + 5.0)
         except subprocess.TimeoutExpired:
             self.abandon()
 
     def abandon(self) -> None:
-        """Kill what still is in this server's session, at once, and close the files."""
+        """Kill all that this launcher started, at once, and close the files.
+
+        Raises:
+            LabError: a process has not ended 10 s later; the message names it.
+        """
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            # Ranks are in sessions of their own: with the guard alone they would lose who ends them.
+            pids = [self._process.pid, *guard.descendants(self._process.pid)]
+            left = [process for process in map(_look, pids) if process is not None]
+            for process in left:
+                process.kill()
+            wait_until_ended(left)
             self._process.wait()
         self.close()
 
@@ -136,3 +149,10 @@ class Launcher:
         prefix = f"server {number} | " if number else ""
         pipes = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         return [Relay(pipe, screen, stream, prefix, self._log) for pipe, stream in pipes if pipe is not None]
+
+
+def _look(pid: int) -> Process | None:
+    try:
+        return find(pid)
+    except ProcessLookupError:
+        return None

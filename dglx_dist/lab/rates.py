@@ -15,7 +15,7 @@ _USUAL_S = 20e-3
 _BUNDLE_BYTES = 72 * 1024
 """Segments leave a virtual card in bundles of up to 64 KiB and their headers; a smaller bucket tears them."""
 _TORN_BITS_PER_S = 5_000_000
-"""Below it one bundle lasts a tenth of a second and more: it is torn, each segment with headers of its own."""
+"""Below it one bundle lasts a tenth of a second and more: it is torn, and each segment has its headers."""
 _LEAST_BURST_BYTES = 16 * 1024
 _LATE_S = 2e-3
 """The kernel may be so late in refilling a bucket; fast links need one that lasts as long."""

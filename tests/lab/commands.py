@@ -8,8 +8,10 @@ from pathlib import Path
 WHO = """\
 import os, sys
 names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
-print("who", *(os.environ[name] for name in names), sorted(os.sched_getaffinity(0)), *sys.argv[1:])
-print("error of", os.environ["RANK"], file=sys.stderr)
+words = ("who", *(os.environ[name] for name in names), str(sorted(os.sched_getaffinity(0))), *sys.argv[1:])
+# In one piece: output is not buffered, and another rank writes to the same pipe.
+sys.stdout.write(" ".join(words) + "\\n")
+sys.stderr.write(f"error of {os.environ['RANK']}\\n")
 """
 # The last rank fails at once, the others would go on for ever.
 FAILS = """\

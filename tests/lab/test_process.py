@@ -1,17 +1,22 @@
 """Launchers of servers with shells in the place of torchrun, on plain loopback."""
 
 import json
+import os
 import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
+from dglx_dist.lab import guard, process
 from dglx_dist.lab.base import LabSpec, Server
 from dglx_dist.lab.loopback import LoopbackLab
 from dglx_dist.lab.output import Screen
 from dglx_dist.lab.process import Failure, Launcher
-from tests.lab.commands import wait_until_gone
+from tests.lab.commands import processes_with, wait_until_gone
 
 ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin"}
 
@@ -45,13 +50,21 @@ def test_output_is_shown_behind_the_name_of_the_server_and_kept(
     assert sorted((tmp_path / "1.log").read_text().split()) == ["err", "out", "sh"]
 
 
-def test_server_0_has_the_terminal_itself(
-    servers: Sequence[Server], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_server_0_has_the_terminal_itself_and_only_that(
+    servers: Sequence[Server],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = launcher(servers[0], "echo direct", tmp_path, screen=Screen())
+    class Quiet(Screen):
+        def write(self, stream: TextIO, text: str) -> None:
+            pass
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    one = launcher(servers[0], "echo direct; echo relayed >&2", tmp_path, screen=Quiet())
     one.wait_for_end()
     one.close()
-    assert capfd.readouterr().out == "direct\n"
+    assert capfd.readouterr() == ("direct\n", "")
 
 
 def test_what_the_launcher_wrote_down_is_its_failure(servers: Sequence[Server], tmp_path: Path) -> None:
@@ -92,6 +105,27 @@ def test_an_abandoned_one_leaves_nothing(servers: Sequence[Server], tmp_path: Pa
     one.abandon()
     one.abandon()
     assert wait_until_gone(str(tmp_path)) == []
+
+
+def test_ranks_in_sessions_of_their_own_end_with_a_guard_that_does_not_answer(
+    servers: Sequence[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "GRACE_S", -4.9)
+    rank = f"trap '' TERM; echo up > {tmp_path}/up; while true; do sleep 0.1; done"
+    one = launcher(servers[1], f'setsid sh -c "{rank}" & wait', tmp_path)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.01)
+    (found,) = [pid for pid in guard.descendants(os.getpid()) if _is_guard_of(pid, tmp_path)]
+    os.kill(found, signal.SIGSTOP)
+    one.end()
+    one.wait_for_end()
+    # Not a moment later: whoever waited may use the cores, or the port, again.
+    assert processes_with(str(tmp_path)) == []
+
+
+def _is_guard_of(pid: int, folder: Path) -> bool:
+    line = Path(f"/proc/{pid}/cmdline").read_text()
+    return guard.__file__ in line and str(folder) in line
 
 
 def test_a_cause_comes_before_what_it_caused() -> None:
