@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import dglx_dist
+from dglx_dist.bench.messages import read_json, write_json
 from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import StorageError
 from dglx_dist.progress import progress
@@ -56,7 +58,7 @@ def recipe_key(graph: SyntheticConfig, cut: PartitionPlan) -> str:
 
 
 def facts(folder: Path) -> dict[str, object]:
-    """Return what a report shows of a dataset, JSON values.
+    """Return what a report shows of a dataset, JSON values, and what making it took when it was made here.
 
     Raises:
         StorageError: there is no dataset, or it is damaged.
@@ -70,12 +72,19 @@ def facts(folder: Path) -> dict[str, object]:
         "parts": manifest.num_parts,
         "partitioned_by": manifest.method,
         **{name: quality[name] for name in kept if name in quality},
+        **(read_json(_cost_path(folder)) or {}),
     }
 
 
+def _cost_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.cost.json")
+
+
 def _cut(raw: RawGraph, folder: Path, cut: PartitionPlan) -> None:
+    begin = time.perf_counter()
     try:
         partition_to_disk(raw, folder, cut)
+        write_json(_cost_path(folder), {"seconds_to_cut_and_write": time.perf_counter() - begin})
     except StorageError:
         # Another process that made the same one was quicker.
         if not (folder / MANIFEST).is_file():

@@ -85,3 +85,12 @@ def test_facts_are_those_of_the_manifest(tmp_path: Path) -> None:
     cut = found["edge_cut"]
     assert isinstance(cut, float)
     assert 0.4 < cut < 0.6
+
+
+def test_what_a_cut_took_is_told_also_when_it_is_found_again(tmp_path: Path) -> None:
+    costs = [
+        data.facts(data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"])["seconds_to_cut_and_write"]
+        for _ in range(2)
+    ]
+    assert isinstance(costs[0], float)
+    assert costs[0] == costs[1] > 0
