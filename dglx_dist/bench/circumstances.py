@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dglx_dist.bench.figures import variant_figures
 from dglx_dist.bench.records import Outcome
 from dglx_dist.report.units import readable_bytes
 
@@ -61,14 +62,20 @@ def _servers(outcome: Outcome) -> dict[str, list[str]]:
 
 
 def _calibrations(outcome: Outcome) -> list[str]:
-    """Return a sentence for each rate that was sought."""
-    notes = [one["calibration"] for one in _networks(outcome).values() if one.get("calibration")]
+    """Return a sentence for each rate that was sought, with what became of the phi in the repetitions."""
+    networks = _networks(outcome)
+    notes = [one["calibration"] for one in networks.values() if one.get("calibration")]
+    seconds = {one.variant.name: one.seconds.median for one in variant_figures(outcome)}
     sentences = []
     for note in notes:
         text = (
             f"Matched phi: at {note['rate']} the network costs {note['baseline']} {note['phi']:.2f} of its "
             f"time ({note['seconds_at_rate']:.3g} s per epoch, {note['seconds_free']:.3g} s with free links)"
         )
+        baseline = note["baseline"]
+        if networks.get(baseline, {}).get("calibration") == note and baseline in seconds:
+            phi = 1 - note["seconds_free"] / seconds[baseline]
+            text += f"; by the median of the repetitions {phi:.2f}"
         if not note.get("within_tolerance", True):
             text += f"; {note['wanted']:g} was wanted and not reached"
         sentences.append(text)

@@ -77,6 +77,8 @@ class RatioFigures:
     """What of its two variants is simulated; empty: nothing."""
     limited: bool
     """Whether the links between servers of both variants were limited as asked."""
+    missed_phi: str
+    """What phi was wanted of its variants' links and not reached, in words; empty: none."""
 
 
 def variant_figures(outcome: Outcome) -> tuple[VariantFigures, ...]:
@@ -164,11 +166,16 @@ def _ratio(ratio: Ratio, variants: Mapping[str, Variant], outcome: Outcome) -> R
         )
     over, under = ({one.repetition: one for one in _of(name, outcome)} for name in (ratio.over, ratio.under))
     words = [variants[name].simulated for name in (ratio.over, ratio.under)]
+    links = [link_of(outcome, variants[name]) for name in (ratio.over, ratio.under)]
+    missed = [
+        f"phi is {link.phi:.2f}, not {link.missed_phi:g}" for link in links if link.missed_phi is not None
+    ]
     return RatioFigures(
         ratio=ratio,
         value=_quotient(_by_repetition(ratio, over), _by_repetition(ratio, under)),
         simulated="; ".join(dict.fromkeys(text for text in words if text)),
-        limited=all(link_of(outcome, variants[name]).limited for name in (ratio.over, ratio.under)),
+        limited=all(link.limited for link in links),
+        missed_phi="; ".join(dict.fromkeys(missed)),
     )
 
 

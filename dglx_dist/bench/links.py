@@ -19,6 +19,8 @@ class Link:
     """Between servers, e.g. "96mbit"; empty: not limited."""
     phi: float | None
     """Share of its time that the baseline spends on the network at this rate; None: not calibrated."""
+    missed_phi: float | None
+    """The share that was wanted where no rate gave it; None: none was wanted, or it was reached."""
     limited: bool
     """False on plain loopback with more than one server: then no claim about a network can be judged."""
     missing: str
@@ -39,10 +41,12 @@ def link_of(outcome: Outcome, variant: Variant) -> Link:
     kind = str(found.get("kind", ""))
     fixed = None if isinstance(variant.rate, MatchedPhi) else variant.rate
     phi = found.get("phi")
+    calibration: Mapping[str, Any] = found.get("calibration") or {}
     return Link(
         kind=kind,
         rate=str(found.get("external", fixed) or ""),
         phi=None if phi is None else float(phi),
+        missed_phi=None if calibration.get("within_tolerance", True) else float(calibration["wanted"]),
         limited=kind == "namespaces" or variant.shape.servers == 1,
         missing=str(found.get("missing") or ""),
     )

@@ -11,8 +11,8 @@ from dglx_dist.bench.records import Experiment, Outcome
 from dglx_dist.bench.suites import why_absent
 
 Word = Literal[
-    "reproduced", "not reproduced", "partly reproduced", "no bound", "links not limited", "absent", "failed",
-    "not measured yet",
+    "reproduced", "not reproduced", "partly reproduced", "no bound", "links not limited", "phi not matched",
+    "absent", "failed", "not measured yet",
 ]  # fmt: skip
 
 
@@ -43,6 +43,9 @@ def judge(figures: RatioFigures) -> Verdict:
     if not figures.limited:
         why = "the servers shared plain loopback, so nothing can be said about a network"
         return Verdict(word="links not limited", why=why, simulated=simulated)
+    if figures.missed_phi:
+        why = f"no rate was found at which it could be judged: {figures.missed_phi}"
+        return Verdict(word="phi not matched", why=why, simulated=simulated)
     if ratio.low is None and ratio.high is None:
         return Verdict(word="no bound", why="no value of it was named as the claim's", simulated=simulated)
     bounds = bounds_in_words(ratio.low, ratio.high)
@@ -89,7 +92,8 @@ def _together(verdicts: Sequence[tuple[str, Verdict]]) -> Verdict:
     words = {one.word for _, one in judged}
     same = {one.why for _, one in judged}
     why = same.pop() if len(same) == 1 else "; ".join(f"{name}: {one.why}" for name, one in judged)
-    if "links not limited" in words:
-        return Verdict(word="links not limited", why=why, simulated=simulated)
+    for unfit in ("links not limited", "phi not matched"):
+        if unfit in words:
+            return Verdict(word=unfit, why=why, simulated=simulated)
     word: Word = judged[0][1].word if len(words) == 1 else "partly reproduced"
     return Verdict(word=word, why=why, simulated=simulated)

@@ -61,6 +61,21 @@ def test_an_outcome_that_notes_no_network_is_not_judged() -> None:
     assert judge_experiment(EXPERIMENT, replace(outcome(), network={})).word == "links not limited"
 
 
+def test_a_claim_at_a_phi_that_was_not_reached_is_not_judged() -> None:
+    given = outcome(ratio=ratio(1.5))
+    calibration = {"wanted": 0.65, "within_tolerance": False}
+    network = {
+        name: {**values, "phi": 0.8, "calibration": calibration} for name, values in given.network.items()
+    }
+    found = judge_experiment(EXPERIMENT, replace(given, network=network))
+    assert found.word == "phi not matched"
+    assert "phi is 0.80, not 0.65" in found.why
+    reached = {
+        name: {**one, "calibration": {"within_tolerance": True}} for name, one in given.network.items()
+    }
+    assert judge_experiment(EXPERIMENT, replace(given, network=reached)).word == "reproduced"
+
+
 def test_one_server_has_no_link_to_limit() -> None:
     given = outcome()
     assert given.plan is not None
