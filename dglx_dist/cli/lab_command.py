@@ -89,7 +89,7 @@ def up(
     )
     made = opening.up(spec, name)
     first, last = made.servers[0], made.servers[-1]
-    share = f"{first.cpu_share:g} cores each, held by {first.cpu_held_by}"
+    share = f"{first.cpu_share:.3g} cores each, held by {first.cpu_held_by}"
     _say(f"{name}: {servers} servers, {first.address} to {last.address}, {share}")
     _say(f"run on it: dglx lab run --name {name} -- COMMAND; take it down: dglx lab down {name}")
 
@@ -140,7 +140,7 @@ def status() -> None:
             str(spec.servers),
             str(spec.external or "unlimited"),
             str(spec.internal or "unlimited"),
-            f"{first.cpu_share:g}" if first else "",
+            f"{first.cpu_share:.3g}" if first else "",
             first.cpu_held_by if first else "",
             state.describe_life(one),
             one.created,

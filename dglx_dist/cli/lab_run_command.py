@@ -187,7 +187,8 @@ def _trace_folder(out: Path | None) -> Iterator[Path]:
 
 def _report(outcome: LabOutcome, out: Path | None) -> None:
     show(outcome_table(outcome))
-    if outcome.trace_missing is not None:
+    # Of a command that failed it goes without saying: ranks that were ended leave no count.
+    if outcome.trace_missing is not None and outcome.run.failure is None:
         warn(f"the ledger of the ranks cannot be read: {outcome.trace_missing}")
     if out is not None:
         Console(highlight=False, soft_wrap=True, markup=False).print(f"written to {write(outcome, out)}")
@@ -198,7 +199,8 @@ def outcome_table(outcome: LabOutcome) -> Table:
     epoch = outcome.epoch_seconds
     took = f"{readable_seconds(outcome.run.seconds)} s"
     if epoch is not None:
-        took += f", {readable_seconds(epoch)} s per epoch (median)"
+        which = "median without the first" if len(outcome.trace.epoch_seconds()) > 1 else "the only one"
+        took += f", {readable_seconds(epoch)} s per epoch ({which})"
     counted = bool(outcome.trace.sessions)
     table = Table(
         box=box.SIMPLE_HEAD,

@@ -38,9 +38,9 @@ class LabOutcome:
 
     @property
     def epoch_seconds(self) -> float | None:
-        """Median over the epochs; None when the ranks noted none."""
+        """Median over the epochs without the first, which warms up; of a single one itself, of none None."""
         seconds = self.trace.epoch_seconds()
-        return median(seconds) if seconds else None
+        return median(seconds[1:] or seconds) if seconds else None
 
     def to_json(self) -> dict[str, object]:
         """Return JSON values."""

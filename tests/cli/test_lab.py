@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.cli.app import app
+from dglx_dist.cluster.trace import UNFINISHED
 from dglx_dist.errors import ConfigError
 from dglx_dist.lab.host import what_is_missing
 from tests.lab.commands import FAILS, WAITS, script, wait_until_gone
@@ -115,6 +116,17 @@ def test_the_rank_that_failed_is_told_last_and_its_code_is_the_commands(tmp_path
     assert "ended with exit code 7" in last
     assert "loopback, links not limited: asked for" in done.stderr
     assert wait_until_gone(path) == []
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, True), (7, False)])
+def test_counts_that_are_missing_are_told_of_a_command_that_ended_well(
+    code: int, told: bool, tmp_path: Path
+) -> None:
+    unfinished = f"open(os.environ['DGLX_TRACE'] + '/rank-0.json{UNFINISHED}', 'w').close()"
+    path = script(tmp_path, f"import os, sys\n{unfinished}\nsys.exit({code})\n")
+    done = dglx("lab", "run", "--loopback", "--servers", "1", "--", path)
+    assert done.returncode == code
+    assert ("rank-0.json was never written" in done.stderr) is told
 
 
 @pytest.mark.parametrize(

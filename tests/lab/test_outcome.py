@@ -1,6 +1,7 @@
 """What is put together of a command that has ended, from a lab and traces made by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from dglx_dist.lab.base import Card, LabSpec
 from dglx_dist.lab.launch import LabRun
 from dglx_dist.lab.loopback import LoopbackLab
 from dglx_dist.lab.outcome import FILE, find_outcome, write
+from dglx_dist.lab.traces import Trace
+from tests.lab.traces import epoch, rank_trace
 
 
 def ended(folder: Path | None, cards: tuple[Card, ...] = (), after: tuple[Card, ...] = ()) -> LabRun:
@@ -52,6 +55,19 @@ def test_what_was_run_where_and_how_it_ended_is_in_the_file(lab: LoopbackLab, tm
     assert (said["command"], said["ranks_per_server"]) == (["dglx", "train", "x"], 2)
     assert (said["exit_code"], said["failure"], said["seconds"]) == (3, "server 1", 1.5)
     assert (said["servers"], said["sum"], said["ledger_outside"]) == ([], None, {})
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [((), None), ((9.0,), 9.0), ((9.0, 1.0, 3.0), 2.0)])
+def test_the_first_epoch_compiles_and_does_not_count(
+    lab: LoopbackLab, seconds: tuple[float, ...], shown: float | None
+) -> None:
+    epochs = [epoch(number, one) for number, one in enumerate(seconds)]
+    outcome = replace(
+        find_outcome(lab, ["a.py"], 1, ended(None)),
+        trace=Trace(sessions=((rank_trace(0, [0], epochs=epochs),),)),
+    )
+    assert outcome.epoch_seconds == shown
+    assert outcome.to_json()["epoch_seconds"] == list(seconds)
 
 
 def test_a_trace_that_is_not_whole_is_told_and_not_raised(lab: LoopbackLab, tmp_path: Path) -> None:
