@@ -10,7 +10,7 @@ _PACKAGES = {
     "iproute2": ("ip", "tc"),
     "util-linux": ("unshare", "nsenter", "mount", "taskset"),
 }
-_NAMESPACES = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child")
+_NAMESPACES = ("unshare", "--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
 _TIMEOUT_S = 30.0
 _STEPS = (
     (
@@ -20,6 +20,10 @@ _STEPS = (
     (
         "mount --make-rprivate / && mount -t proc proc /proc",
         "mounts are refused; a container needs --privileged",
+    ),
+    (
+        "echo server > /proc/sys/kernel/hostname",
+        "a host name of its own is refused; a container needs --privileged",
     ),
     ("mount -t tmpfs tmpfs /dev/shm", "a private /dev/shm is refused; a container needs --privileged"),
     ("ip link add veth0 type veth peer name veth1", "the kernel makes no virtual cards (module veth)"),

@@ -27,6 +27,11 @@ def address_of(server: int) -> str:
     return f"10.77.0.{server + 1}"
 
 
+def name_of(server: int) -> str:
+    """Return the host name of a server."""
+    return f"server-{server}"
+
+
 def bridge_setup() -> list[list[str]]:
     """Return the commands that make the bridge, inside the namespace of the switch."""
     return [["ip", "link", "add", BRIDGE, "type", "bridge"], ["ip", "link", "set", BRIDGE, "up"]]

@@ -15,7 +15,7 @@ from dglx_dist.lab.budget import CpuShare, deal_out, held_by, usable_cores
 from dglx_dist.lab.holder import Holder
 from dglx_dist.lab.pids import find
 from dglx_dist.lab.rates import Rate
-from dglx_dist.lab.server import NAMESPACES, SETUP, NamespaceServer, ServerFacts, cgroup_name
+from dglx_dist.lab.server import NAMESPACES, SETUP, NamespaceServer, ServerFacts, call_it, cgroup_name
 from dglx_dist.lab.state import LabState
 
 
@@ -134,8 +134,10 @@ def _raise_servers(noted: LabState, shares: Sequence[CpuShare], holders: list[Ho
     state.note(noted)
     # A lab made inside a server takes no notes for its own whose process numbers it cannot see.
     setup = [*SETUP, ["mount", "-t", "tmpfs", "tmpfs", str(state.folder())]]
+    addresses = {links.name_of(number): links.address_of(number) for number in range(len(shares))}
     for number, share in enumerate(shares):
-        holder = Holder(f"server {number}", NAMESPACES, setup)
+        named = [*setup, call_it(links.name_of(number), addresses)]
+        holder = Holder(f"server {number}", NAMESPACES, named)
         holders.append(holder)
         links.connect(number, init=holder.init.pid, switch=switch.init.pid)
         group = cgroups.make(cgroup_name(noted.name, number), share.share) if share.needs_quota else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -12,7 +12,7 @@ from dglx_dist.lab.counters import read_card
 from dglx_dist.lab.links import CARD
 from dglx_dist.lab.pids import Process
 
-NAMESPACES = ("--net", "--mount", "--ipc")
+NAMESPACES = ("--net", "--mount", "--ipc", "--uts")
 SETUP = (
     # Mounts below must not show outside.
     ("mount", "--make-rprivate", "/"),
@@ -20,12 +20,21 @@ SETUP = (
     ("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm"),
     ("ip", "link", "set", "lo", "up"),
 )
+# $1: the server's name, $2: the hosts that it knows. The mount keeps the file that has no name any more.
+_CALL = """\
+echo "$1" > /proc/sys/kernel/hostname
+if [ -e /etc/hosts ]; then
+    echo "$2" > /dev/shm/hosts
+    mount --bind /dev/shm/hosts /etc/hosts
+    rm /dev/shm/hosts
+fi
+"""
 # Keeps the folder, which entering a mount namespace forgets.
 # $1: the group or nothing, $2: first process of the server.
 _ENTER = """\
 if [ -n "$1" ]; then echo 0 > "$1/cgroup.procs" || exit 125; fi
 init=$2; shift 2
-exec nsenter -t "$init" -n -m -i -p -- sh -c 'cd "$0" && exec "$@"' "$(pwd -P)" "$@"
+exec nsenter -t "$init" -n -m -i -u -p -- sh -c 'cd "$0" && exec "$@"' "$(pwd -P)" "$@"
 """
 
 
@@ -80,6 +89,15 @@ class NamespaceServer(Server):
     def alive(self) -> bool:
         """Whether it is up still."""
         return self.facts.init.alive()
+
+
+def call_it(name: str, addresses: Mapping[str, str]) -> list[str]:
+    """Return the command that gives a server its name and those of ``addresses``, {name: address}; inside.
+
+    Programs find each other and themselves by name so: that of this machine has no address in there.
+    """
+    hosts = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in addresses.items())]
+    return ["sh", "-ec", _CALL, "call", name, "\n".join(hosts)]
 
 
 def cgroup_name(lab: str, server: int) -> str:

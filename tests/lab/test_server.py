@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,20 @@ def test_shared_memory_and_processes_are_private(pair: NamespaceLab) -> None:
     numbers = [int(name) for name in output(first, "ls", "/proc").split() if name.isdigit()]
     assert 1 in numbers
     assert len(numbers) <= 3
+
+
+def test_servers_have_names_that_all_of_them_know(pair: NamespaceLab) -> None:
+    ours = socket.gethostname()
+    code = (
+        "import socket; own = socket.gethostname(); print(own, socket.getfqdn(), socket.gethostbyname(own), "
+        "socket.gethostbyname('server-1'), socket.gethostbyaddr('10.77.0.1')[0], "
+        "socket.gethostbyname('localhost'))"
+    )
+    said = [python(server, code) for server in pair.servers]
+    assert said[0] == "server-0 server-0 10.77.0.1 10.77.0.2 server-0 127.0.0.1"
+    assert said[1] == "server-1 server-1 10.77.0.2 10.77.0.2 server-0 127.0.0.1"
+    assert socket.gethostname() == ours
+    assert "server-0" not in Path("/etc/hosts").read_text()
 
 
 def test_a_command_starts_in_the_folder_of_its_caller(pair: NamespaceLab, tmp_path: Path) -> None:
