@@ -65,10 +65,16 @@ def render(pairs: Pairs, pictures: dict[str, list[str]] | None = None) -> str:
         markdown_table(OVERVIEW_HEAD, [overview_row(*pair) for pair in pairs]),
         _LEGEND,
         "## What is not reproduced here, or in simulation only",
-        "\n".join(missing) or "Every experiment of this folder supports its claim.",
+        "\n".join(missing) or _all_support(pairs),
         *(
             section(experiment, outcome, (pictures or {}).get(experiment.id, ()))
             for experiment, outcome in pairs
         ),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _all_support(pairs: Pairs) -> str:
+    quick = [experiment.id for experiment, outcome in pairs if outcome is not None and outcome.label]
+    doubt = f", {', '.join(quick)} by a quick look only: repeat it before you rely on it" if quick else ""
+    return f"Every experiment of this folder supports its claim{doubt}."

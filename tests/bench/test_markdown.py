@@ -110,6 +110,8 @@ def test_a_quick_look_is_labelled() -> None:
     page = render([(EXPERIMENT, replace(outcome(), label="quick look, fewer than 5 repetitions"))])
     assert tables(page)[0][1][5] == "reproduced; quick look, fewer than 5 repetitions"
     assert "- Quick look, fewer than 5 repetitions." in page
+    assert "supports its claim, D1 by a quick look only: repeat it before you rely on it." in page
+    assert "supports its claim." in render([(EXPERIMENT, outcome())])
 
 
 def test_circumstances_command_facts_and_curves_are_there() -> None:
