@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,11 @@ def test_weak_scaling_by_hand() -> None:
 def test_max_over_mean_of_seeds() -> None:
     assert found(seeds_per_server=[9, 1, 1, 1]).seeds_max_over_mean == pytest.approx(3.0)
     assert found(seeds_per_server=[4, 4]).seeds_max_over_mean == 1.0
+
+
+def test_the_experiment_of_the_docs_can_be_copied(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    (code,) = re.findall(r"```python\n(\"\"\".*?)```", page, flags=re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(code, "x1.py", "exec"), found)
+    check("X1", found["EXPERIMENT"].build(bench_plan(tmp_path)))
