@@ -11,6 +11,8 @@ from typing import Literal
 from dglx_dist.errors import ConfigError
 from dglx_dist.lab.rates import Rate
 
+MOST_SERVERS = 250
+
 
 @dataclass(frozen=True, kw_only=True)
 class LabSpec:
@@ -27,6 +29,8 @@ class LabSpec:
     def __post_init__(self) -> None:
         if self.servers < 1:
             raise ConfigError(f"servers={self.servers}: a lab has at least one server")
+        if self.servers > MOST_SERVERS:
+            raise ConfigError(f"servers={self.servers}: a lab has at most {MOST_SERVERS}")
         if self.cpus is not None and not 0 < self.cpus < float("inf"):
             raise ConfigError(f"cpus={self.cpus}: give each server a number of cores above 0")
 
@@ -56,7 +60,11 @@ class Server(ABC):
 
     @abstractmethod
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return the command that runs ``command`` on this server, within its share of the cores."""
+        """Return the command that runs ``command`` on this server, within its share of the cores.
+
+        Raises:
+            LabError: the server is down.
+        """
 
 
 class Lab(ABC):

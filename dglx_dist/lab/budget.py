@@ -66,5 +66,10 @@ def deal_out(cores: tuple[int, ...], servers: int, cpus: float | None) -> tuple[
 
 
 def held_by(share: CpuShare, *, quota: bool) -> HeldBy:
-    """Say what keeps a server to its share: ``quota`` tells whether a control group does."""
-    return "affinity and quota" if quota else "affinity"
+    """Say what keeps a server to its share: ``quota`` tells whether a control group does.
+
+    Its processes keep to its cores in any case; where that is not enough and there is no quota, nothing does.
+    """
+    if quota:
+        return "affinity and quota"
+    return "nothing" if share.needs_quota else "affinity"

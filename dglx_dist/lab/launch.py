@@ -242,9 +242,12 @@ def server_environment(server: Server, ranks: int) -> dict[str, str]:
         )
     threads = max(int(min(len(server.cores), server.cpu_share)) // ranks, 1)
     card = server.device or "lo"
+    # Torch asks for the name of each address in its IPv6 form, which has none here, and would warn of it.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if server.device else {}
     return {
         # A rank's lines would otherwise come in large pieces, and not at all when it is killed.
         "PYTHONUNBUFFERED": "1",
+        **quiet,
         **rank_environment(ranks, environment={"OMP_NUM_THREADS": str(threads), **inherited}),
         "GLOO_SOCKET_IFNAME": card,
         "NCCL_SOCKET_IFNAME": card,

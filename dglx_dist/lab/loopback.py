@@ -24,11 +24,12 @@ class LoopbackServer(Server):
         self.device = None
         self.cores = share.cores
         self.cpu_share = share.share
-        self.cpu_held_by: HeldBy = held_by(share, quota=False) if shutil.which("taskset") else "nothing"
+        self._keeps_to_cores = shutil.which("taskset") is not None
+        self.cpu_held_by: HeldBy = held_by(share, quota=False) if self._keeps_to_cores else "nothing"
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """Return ``command``, kept on this server's cores where ``taskset`` is installed."""
-        if self.cpu_held_by == "nothing":
+        if not self._keeps_to_cores:
             return list(command)
         return ["taskset", "-c", ",".join(map(str, self.cores)), *command]
 

@@ -45,14 +45,15 @@ class NamespaceLab(Lab):
         """Limit all links anew, at once, also while commands run.
 
         Raises:
-            LabError: the lab is down.
+            LabError: the lab is down, or a rate was refused; some links may have the new one then.
         """
-        if not all(server.alive() for server in self.servers):
+        if not all(process.alive() for process in self._noted.processes):
             raise LabError(f"the lab {self.name!r} was taken down meanwhile")
-        self._noted = replace(self._noted, spec=replace(self.spec, external=external, internal=internal))
-        state.note(self._noted)
-        self.spec = self._noted.spec
-        _apply_rates(self._noted)
+        noted = replace(self._noted, spec=replace(self.spec, external=external, internal=internal))
+        _apply_rates(noted)
+        # Last: nobody shall read of a rate that was refused.
+        state.note(noted)
+        self._noted, self.spec = noted, noted.spec
 
     def cards(self) -> tuple[Card, ...]:
         """Read the (S,) cards.

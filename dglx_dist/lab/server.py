@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from dglx_dist.errors import LabError
 from dglx_dist.lab.base import Card, Server
 from dglx_dist.lab.budget import HeldBy
 from dglx_dist.lab.counters import read_card
@@ -77,18 +78,32 @@ class NamespaceServer(Server):
 
         It stays in the process group of who starts it: a signal to the group reaches the command too, one
         to the process that was started does not.
+
+        Raises:
+            LabError: the server is down.
         """
+        self._check_alive()
         cores = ",".join(map(str, self.cores))
         enter = ["taskset", "-c", cores, "sh", "-c", _ENTER, "enter"]
         return [*enter, self.facts.cgroup or "", str(self.facts.init.pid), *command]
 
     def card(self) -> Card:
-        """Read its card."""
+        """Read its card.
+
+        Raises:
+            LabError: the server is down.
+        """
+        self._check_alive()
         return read_card(CARD, pid=self.facts.init.pid)
 
     def alive(self) -> bool:
         """Whether it is up still."""
         return self.facts.init.alive()
+
+    def _check_alive(self) -> None:
+        # The number of its first process may be that of any other by now, even of one outside all servers.
+        if not self.alive():
+            raise LabError(f"server {self.number} is down; the lab was taken down meanwhile")
 
 
 def call_it(name: str, addresses: Mapping[str, str]) -> list[str]:

@@ -70,3 +70,5 @@ def test_says_what_holds_it() -> None:
     (whole,) = deal_out(TWO, 1, None)
     assert held_by(fraction, quota=True) == "affinity and quota"
     assert held_by(whole, quota=False) == "affinity"
+    # Half a core on a core of which nobody keeps the other half from it.
+    assert held_by(fraction, quota=False) == "nothing"

@@ -28,6 +28,11 @@ def test_commands_keep_to_the_cores_of_their_server() -> None:
     assert server.inside(["a"]) == ["taskset", "-c", cores, "a"]
 
 
+def test_half_a_core_is_kept_to_and_not_said_to_be_held() -> None:
+    server = LoopbackLab(LabSpec(servers=1, cpus=0.5)).servers[0]
+    assert (server.cpu_held_by, server.inside(["a"])[0]) == ("nothing", "taskset")
+
+
 def test_without_taskset_nothing_is_said_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     server = LoopbackLab(LabSpec(servers=1)).servers[0]

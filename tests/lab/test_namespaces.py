@@ -82,6 +82,15 @@ def test_rates_change_at_once_and_can_be_lifted() -> None:
         assert lab.describe()["internal"] == "20mbit"
 
 
+def test_a_rate_that_is_refused_is_not_said_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab_of(1, external=SLOW) as lab:
+        monkeypatch.setattr(links, "limit", lambda device, rate: ["false"])
+        with pytest.raises(LabError):
+            lab.set_rates(FAST, None)
+        assert lab.describe()["external"] == "20mbit"
+        assert state.read(lab.name).spec == lab.spec
+
+
 def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
     """60 datagrams of 1000 bytes fit in the bucket, each with 42 bytes of headers; little else is sent."""
     first, second = pair.servers

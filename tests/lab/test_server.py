@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dglx_dist.errors import LabError
 from dglx_dist.lab import cgroups
 from dglx_dist.lab.links import CARD
 from dglx_dist.lab.namespaces import NamespaceLab
-from dglx_dist.lab.server import cgroup_name
+from dglx_dist.lab.pids import Process
+from dglx_dist.lab.server import NamespaceServer, cgroup_name
 from tests.lab.servers import lab_of, output, python
 
 pytestmark = pytest.mark.usefixtures("needs_lab")
@@ -61,7 +65,7 @@ def test_processes_are_held_to_their_cores_and_quota() -> None:
             assert [int(core) for core in inside.split()] == list(server.cores)
             assert len(server.cores) == 1
             if server.facts.cgroup is None:
-                assert server.cpu_held_by == "affinity"
+                assert server.cpu_held_by == "nothing"
                 continue
             assert server.cpu_held_by == "affinity and quota"
             assert cgroups.quota_of(Path(server.facts.cgroup)) == pytest.approx(0.25)
@@ -73,6 +77,16 @@ def test_a_rank_reads_its_own_card(pair: NamespaceLab) -> None:
     code += f"from dglx_dist.lab.counters import read_card; print(read_card('{CARD}').sent)"
     sent = int(python(pair.servers[0], code))
     assert sent <= pair.cards()[0].sent < sent + 10_000
+
+
+def test_a_server_that_is_gone_is_not_taken_for_who_got_its_number(pair: NamespaceLab) -> None:
+    """Its first process has ended, and this one has the number now: its card is this machine's."""
+    facts = replace(pair.servers[0].facts, init=Process(pid=os.getpid(), started=1))
+    gone = NamespaceServer(facts)
+    with pytest.raises(LabError, match="server 0 is down; the lab was taken down meanwhile"):
+        gone.card()
+    with pytest.raises(LabError, match="server 0 is down"):
+        gone.inside(["true"])
 
 
 def test_orphans_leave_no_zombies(pair: NamespaceLab) -> None:
