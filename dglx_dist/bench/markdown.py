@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dglx_dist.bench import results
-from dglx_dist.bench.pages import write_page
 from dglx_dist.bench.plots import WHAT
 from dglx_dist.bench.records import Experiment, Outcome
 from dglx_dist.bench.sections import OVERVIEW_HEAD, not_reproduced, overview_row, section
@@ -31,7 +30,7 @@ def write(out: Path) -> Path:
     """
     pairs = read_pairs(out)
     pictures = {experiment.id: pictures_of(experiment, out) for experiment, _ in pairs}
-    return write_page(out / "README.md", render(pairs, pictures))
+    return results.write_text(out / "README.md", render(pairs, pictures))
 
 
 def read_pairs(out: Path) -> Pairs:

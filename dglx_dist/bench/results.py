@@ -44,10 +44,20 @@ def write(folder: Path, outcome: Outcome) -> Path:
     """
     path = result_path(folder, outcome.experiment)
     value = _plain({"format": FORMAT, "version": VERSION, **asdict(outcome)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with _named(path):
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    return write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write ``text`` to ``path``, in the place of what was there and at once; return ``path``.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with _named(path):
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     return path
 

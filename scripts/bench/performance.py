@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from dglx_dist.bench.pages import write_page
 from dglx_dist.bench.performance import render
+from dglx_dist.bench.results import write_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -26,7 +26,7 @@ def main() -> int:
     options = parser.parse_args()
     page = render(options.results, options.notes)
     if not options.check:
-        print(write_page(options.to, page))
+        print(write_text(options.to, page))
         return 0
     return 0 if options.to.is_file() and options.to.read_text(encoding="utf-8") == page else 1
 
