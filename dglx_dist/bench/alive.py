@@ -8,7 +8,32 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_PREFIX, _OWNER = "dglx-bench-", "owner.alive"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder that is removed afterwards; remove those of processes that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        # Another user's is not looked into.
+        with suppress(PermissionError):
+            if has_ended(left / _OWNER):
+                shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    try:
+        held = hold(folder / _OWNER)
+        try:
+            yield folder
+        finally:
+            os.close(held)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hold(path: Path) -> int:

@@ -1,15 +1,18 @@
-"""One job in a fresh process with one thread, in no lab: ``python -m dglx_dist.bench.alone FOLDER``."""
+"""One job in a process of its own, with one thread and in no lab: ``python -m dglx_dist.bench.alone``."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dglx_dist.bench import messages
+from dglx_dist.bench.alive import scratch_folder
 from dglx_dist.bench.jobs.context import JobContext, Place
 from dglx_dist.bench.jobs.registry import find_job
 from dglx_dist.bench.records import Job
@@ -17,18 +20,18 @@ from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.errors import JobError
 
 _LAST_LINES = 5
+_PR_SET_PDEATHSIG = 1
 
 
 def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
-    """Run ``job`` in a process of its own and return its report; the process ends in any case.
+    """Run ``job`` in a process of its own and return its report; the process ends with this one in any case.
 
     Raises:
         JobError: it failed or took longer than ``timeout_s``; the message has its last lines.
     """
-    with tempfile.TemporaryDirectory(prefix="dglx-bench-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         messages.write_job(folder, 0, job, timeout_s)
-        command = [sys.executable, "-m", "dglx_dist.bench.alone", name]
+        command = [sys.executable, "-m", "dglx_dist.bench.alone", str(folder), str(os.getpid())]
         try:
             subprocess.run(
                 command,
@@ -69,5 +72,13 @@ def main(folder: Path) -> int:
     return 0
 
 
+def _end_with(parent: int) -> None:
+    """End when ``parent``, which started this process, ends or has ended, even if it is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
 if __name__ == "__main__":
+    _end_with(int(sys.argv[2]))
     sys.exit(main(Path(sys.argv[1])))

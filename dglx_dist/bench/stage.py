@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
+from dglx_dist.bench.alive import scratch_folder
 from dglx_dist.bench.crew import Crew
 from dglx_dist.bench.peers import launch
 from dglx_dist.bench.records import Job, Shape
@@ -101,8 +100,7 @@ def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
     """
     with ExitStack() as closing:
         # Not in /dev/shm, of which each server has its own.
-        folder = Path(tempfile.mkdtemp(prefix="dglx-bench-"))
-        closing.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = closing.enter_context(scratch_folder())
         sets = {}
         for number, shape in enumerate(shapes):
             spec = LabSpec(servers=shape.servers, external=None, internal=shape.internal, cpus=shape.cpus)

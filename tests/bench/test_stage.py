@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,7 +53,9 @@ def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_a_bench_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+def test_nothing_outlives_a_bench_that_is_ended(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True
@@ -66,5 +69,12 @@ def test_nothing_outlives_a_bench_that_is_ended(number: signal.Signals, tmp_path
     while processes_that_name(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes_that_name(str(tmp_path)) == []
+    if number == signal.SIGKILL:
+        # What it could not remove is removed by the next one.
+        assert list(tmp_path.glob("dglx-bench-*"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with open_stage([]):
+            pass
+    assert list(tmp_path.glob("dglx-bench-*")) == []
     if number == signal.SIGTERM:
         assert list(tmp_path.iterdir()) == []
