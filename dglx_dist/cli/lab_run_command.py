@@ -17,9 +17,8 @@ from rich.table import Table
 
 from dglx_dist.cli.report_command import show, warn
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.base import Card, LabSpec
+from dglx_dist.lab.base import Card, LabSpec, label
 from dglx_dist.lab.command import torchrun_arguments
-from dglx_dist.lab.label import label
 from dglx_dist.lab.launch import run
 from dglx_dist.lab.opening import attach, open_lab
 from dglx_dist.lab.outcome import LabOutcome, find_outcome, write
@@ -199,8 +198,9 @@ def outcome_table(outcome: LabOutcome) -> Table:
     epoch = outcome.epoch_seconds
     took = f"{readable_seconds(outcome.run.seconds)} s"
     if epoch is not None:
-        which = "median without the first" if len(outcome.trace.epoch_seconds()) > 1 else "the only one"
-        took += f", {readable_seconds(epoch)} s per epoch ({which})"
+        several = len(outcome.trace.epoch_seconds()) > 1
+        which = "per epoch after the first" if several else "for the only epoch"
+        took += f", {readable_seconds(epoch)} s {which}"
     counted = bool(outcome.trace.sessions)
     table = Table(
         box=box.SIMPLE_HEAD,

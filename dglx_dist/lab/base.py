@@ -30,7 +30,7 @@ class LabSpec:
         if self.servers < 1:
             raise ConfigError(f"servers={self.servers}: a lab has at least one server")
         if self.servers > MOST_SERVERS:
-            raise ConfigError(f"servers={self.servers}: a lab has at most {MOST_SERVERS}")
+            raise ConfigError(f"{self.servers} servers: a lab has at most {MOST_SERVERS}")
         if self.cpus is not None and not 0 < self.cpus < float("inf"):
             raise ConfigError(f"cpus={self.cpus}: give each server a number of cores above 0")
 
@@ -104,3 +104,15 @@ class Lab(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def label(lab: Lab) -> str:
+    """Say what is emulated, in the few words that stand beside every figure.
+
+    E.g. "namespaces, 100mbit between servers" or "loopback, links not limited: WHY".
+    """
+    if lab.kind == "loopback":
+        return f"loopback, links not limited: {lab.missing or 'asked for'}"
+    external, internal = lab.spec.external, lab.spec.internal
+    between = "links not limited" if external is None else f"{external} between servers"
+    return f"namespaces, {between}" + ("" if internal is None else f", {internal} within")

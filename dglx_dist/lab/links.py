@@ -1,29 +1,24 @@
-"""Cards, bridge and rates of emulated servers: what ``ip`` and ``tc`` are told."""
+"""Cards, bridge and rates of emulated servers: what ``ip`` and ``tc`` are told, what the cards counted."""
 
 from __future__ import annotations
 
 import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
-from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.errors import LabError
+from dglx_dist.lab.base import Card
 from dglx_dist.lab.rates import Rate
 
 CARD = "eth0"
 LOOPBACK = "lo"
 BRIDGE = "bridge"
-MOST_SERVERS = 250
 _TIMEOUT_S = 30.0
 
 
 def address_of(server: int) -> str:
-    """Return the IPv4 address of a server; every lab has the same ones, as none sees another.
-
-    Raises:
-        ConfigError: there are not so many.
-    """
-    if server >= MOST_SERVERS:
-        raise ConfigError(f"{server + 1} servers: a lab has at most {MOST_SERVERS}")
+    """Return the IPv4 address of a server; every lab has the same ones, as none sees another."""
     return f"10.77.0.{server + 1}"
 
 
@@ -69,6 +64,31 @@ def limit(device: str, rate: Rate | None) -> list[str]:
     """Return the command that holds what ``device`` sends to ``rate``, from now on; None: no limit."""
     held = ["noqueue"] if rate is None else rate.tbf(may_tear=device != LOOPBACK)
     return ["tc", "qdisc", "replace", "dev", device, "root", *held]
+
+
+def read_card(device: str, *, pid: int | None = None) -> Card:
+    """Read the counters of ``device`` in the network namespace of process ``pid``.
+
+    Args:
+        device: e.g. "eth0".
+        pid: A process of the server; None: the calling one, which may be a rank inside it.
+
+    Raises:
+        LabError: the process has ended, or it has no such device.
+    """
+    process = "self" if pid is None else str(pid)
+    try:
+        lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
+    except OSError as error:
+        raise LabError(
+            f"the counters of {device} cannot be read, process {process} is gone ({error.strerror}); "
+            "the lab was taken down meanwhile"
+        ) from error
+    cards = {name.strip(): numbers.split() for name, _, numbers in (line.partition(":") for line in lines)}
+    if device not in cards:
+        there = ", ".join(name for name, numbers in cards.items() if numbers and numbers[0].isdigit())
+        raise LabError(f"there is no network device {device!r} here, only {there}")
+    return Card(sent=int(cards[device][8]), received=int(cards[device][0]))
 
 
 def run_inside(pid: int, commands: Sequence[Sequence[str]]) -> str:

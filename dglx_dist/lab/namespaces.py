@@ -99,7 +99,6 @@ def make(spec: LabSpec, name: str, *, held: Literal["process", "detached"]) -> N
         ConfigError: the name is taken, or there are not as many cores as asked for.
         LabError: the machine refused; with its answer.
     """
-    links.address_of(spec.servers - 1)
     shares = deal_out(usable_cores(), spec.servers, spec.cpus)
     noted = LabState(
         name=state.check_name(name),

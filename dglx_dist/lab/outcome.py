@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from dglx_dist.errors import StorageError
-from dglx_dist.lab.base import Lab
-from dglx_dist.lab.label import label
+from dglx_dist.lab.base import Lab, label
 from dglx_dist.lab.launch import LabRun
 from dglx_dist.lab.traces import Trace, read
 from dglx_dist.lab.witness import Witness, compare

@@ -9,8 +9,7 @@ from typing import final
 from dglx_dist.errors import LabError
 from dglx_dist.lab.base import Card, Server
 from dglx_dist.lab.budget import HeldBy
-from dglx_dist.lab.counters import read_card
-from dglx_dist.lab.links import CARD
+from dglx_dist.lab.links import CARD, read_card
 from dglx_dist.lab.pids import Process
 
 NAMESPACES = ("--net", "--mount", "--ipc", "--uts")

@@ -3,9 +3,8 @@ import json
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.base import LabSpec
+from dglx_dist.lab.base import LabSpec, label
 from dglx_dist.lab.budget import usable_cores
-from dglx_dist.lab.label import label
 from dglx_dist.lab.loopback import LoopbackLab
 from dglx_dist.lab.rates import Rate
 

@@ -74,7 +74,7 @@ def test_processes_are_held_to_their_cores_and_quota() -> None:
 
 def test_a_rank_reads_its_own_card(pair: NamespaceLab) -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}\n"
-    code += f"from dglx_dist.lab.counters import read_card; print(read_card('{CARD}').sent)"
+    code += f"from dglx_dist.lab.links import read_card; print(read_card('{CARD}').sent)"
     sent = int(python(pair.servers[0], code))
     assert sent <= pair.cards()[0].sent < sent + 10_000
 

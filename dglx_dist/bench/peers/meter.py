@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.bench.peers.workload import Workload
-from dglx_dist.lab.counters import read_card
+from dglx_dist.lab.links import read_card
 
 
 def read_arguments() -> argparse.Namespace:

@@ -1,7 +1,6 @@
 import pytest
 
-from dglx_dist.lab.base import Card, Lab, LabSpec
-from dglx_dist.lab.label import label
+from dglx_dist.lab.base import Card, Lab, LabSpec, label
 from dglx_dist.lab.loopback import LoopbackLab
 from dglx_dist.lab.rates import Rate
 
