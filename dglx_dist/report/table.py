@@ -34,8 +34,8 @@ def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
 
 
 _LEGEND = (
-    "seconds of the slowest rank: sample and fetch on the loader's threads, wait is what training waited "
-    "for them; bytes inside / outside the server, all ranks"
+    "seconds, each of its slowest rank: sample and fetch on the loader's threads, wait is what training "
+    "waited for them; bytes inside / outside the server, all ranks"
 )
 
 
