@@ -75,6 +75,7 @@ def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_pat
     assert "2 servers of 1 rank; namespaces, 200mbit between servers" in done.stderr
     assert "test_accuracy" in done.stdout
     assert done.stdout.count("agrees") == 3
+    assert "s per epoch after the first" in done.stdout
     said = json.loads((out / "lab.json").read_text())
     assert (said["lab"]["kind"], said["lab"]["external"], said["exit_code"]) == ("namespaces", "200mbit", 0)
     assert [abs(one["ratio"] - 1) < 0.08 for one in said["servers"]] == [True, True]
