@@ -10,7 +10,7 @@ from typing import Literal, final
 
 from dglx_dist.errors import LabError
 from dglx_dist.lab import cgroups, cleaning, links, state
-from dglx_dist.lab.base import Card, Lab, LabSpec
+from dglx_dist.lab.base import Card, Lab, LabSpec, label
 from dglx_dist.lab.budget import CpuShare, deal_out, held_by, usable_cores
 from dglx_dist.lab.holder import Holder
 from dglx_dist.lab.pids import find
@@ -68,6 +68,7 @@ class NamespaceLab(Lab):
         return {
             "kind": self.kind,
             "name": self.name,
+            "label": label(self),
             "servers": len(self.servers),
             "external": self.spec.external and str(self.spec.external),
             "internal": self.spec.internal and str(self.spec.internal),

@@ -79,6 +79,7 @@ def test_rates_change_at_once_and_can_be_lifted() -> None:
         lab.set_rates(None, SLOW)
         assert [rate_of(*device) for device in devices] == [None, None, SLOW.bits_per_s]
         assert lab.describe()["external"] is None
+        assert lab.describe()["label"] == "namespaces, links not limited, 20mbit within"
         assert lab.describe()["internal"] == "20mbit"
 
 
