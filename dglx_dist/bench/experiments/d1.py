@@ -139,7 +139,7 @@ EXPERIMENT = Experiment(
     ),
     prediction=(
         "With beta the bytes of METIS by those of random, counted beforehand from the same draws (in the "
-        "facts below): 1 / ((1 - phi) + phi beta) when nothing is overlapped, 1 / max(1 - phi, beta) when "
+        "report): 1 / ((1 - phi) + phi beta) when nothing is overlapped, 1 / max(1 - phi, beta) when "
         "all is; 1.5 to 2.5x at phi 0.65. At 1 Gbit/s less, as far as compute hides the network."
     ),
     how=(

@@ -143,7 +143,7 @@ EXPERIMENT = Experiment(
     ),
     prediction=(
         "Each server trains on its own training nodes, so an epoch lasts as long as the server with most "
-        "of them: at most the ratio of max / mean seeds, known from the partition (in the facts below), "
+        "of them: at most the ratio of max / mean seeds, known from the partition (in the report), "
         "about 3.5x, less what the higher edge cut costs, and above 1.5x. With even shares near 1.0x: what "
         "is uneven is then trained on elsewhere, for more remote rows. Where training nodes are spread "
         "evenly 1.0 to 1.1x (paper 1.04x)."

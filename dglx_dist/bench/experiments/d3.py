@@ -141,7 +141,7 @@ EXPERIMENT = Experiment(
     prediction=(
         "A step takes its compute, or its pulls where they take longer, and then the gradients, which "
         "wait for backward to end: W c / (max(c, pulls / rate) + gradients / rate) times one server's "
-        "samples per second, with bytes counted beforehand (in the facts below); at least 0.75 W."
+        "samples per second, with bytes counted beforehand (in the report); at least 0.75 W."
     ),
     how=(
         "1, 2 and 4 servers of one rank with the same batch and as many steps per rank, links of 1 "
