@@ -13,6 +13,7 @@ from dglx_dist.bench.records import (
     BenchPlan,
     Experiment,
     ExperimentPlan,
+    Job,
     MatchedPhi,
     Measurement,
     Outcome,
@@ -141,7 +142,7 @@ class _Running:
             status=status,
             reason=reason,
             network=self._network,
-            plan=self._plan,
+            plan=None if self._plan is None else without_paths(self._plan, str(self._bench.work)),
             measurements=tuple(self._measurements),
         )
         return _written(self._bench, outcome)
@@ -211,6 +212,26 @@ def check_plan(experiment: str, plan: ExperimentPlan) -> None:
         raise ConfigError(
             f"{experiment}: no variant is called {', '.join(unknown)} (there are: {', '.join(names)})"
         )
+
+
+def without_paths(plan: ExperimentPlan, work: str) -> ExperimentPlan:
+    """Return ``plan`` as it is kept: with the word WORK in place of the user's folder of datasets."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: kept(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [kept(inner) for inner in value]
+        return value.replace(work, "WORK") if isinstance(value, str) else value
+
+    def job(given: Job) -> Job:
+        return replace(given, params=kept(given.params), warm=kept(given.warm))
+
+    variants = (
+        replace(one, job=job(one.job), curve=None if one.curve is None else job(one.curve))
+        for one in plan.variants
+    )
+    return replace(plan, variants=tuple(variants), facts=kept(plan.facts))
 
 
 def _calibration_note(calibration: Calibration, variant: Variant) -> dict[str, Any]:

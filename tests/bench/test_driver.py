@@ -88,6 +88,17 @@ def test_what_is_returned_is_what_is_written(tmp_path: Path) -> None:
     assert outcome.command == "dglx bench --suite quick --only T1 --repetitions 5 --out DIR"
 
 
+def test_no_path_of_the_user_is_kept(tmp_path: Path) -> None:
+    data = str(tmp_path / "work" / "synthetic-1")
+    job = Job(kind="echo", params={"as": "a", "data": data, "all": [{"of": data}]}, warm={"data": data})
+    variant = Variant(name="a", shape=TWO, job=job, curve=job)
+    run(ExperimentPlan(variants=(variant,), facts={"from": data}), Played(), tmp_path)
+    assert str(tmp_path) not in results.result_path(tmp_path, "T1").read_text()
+    (outcome,) = results.read(tmp_path)
+    assert outcome.plan is not None
+    assert outcome.plan.variants[0].job.params["data"] == "WORK/synthetic-1"
+
+
 def test_few_repetitions_are_labelled(tmp_path: Path) -> None:
     assert run(plan_of("a", "b"), Played(), tmp_path, repetitions=4).label == driver.QUICK_LOOK
 
