@@ -35,9 +35,11 @@ def check(name: str, plan: ExperimentPlan) -> None:
     assert plan.facts
 
 
-@pytest.fixture
-def small_d1(tmp_path: Path) -> ExperimentPlan:
-    return d1.plan_of(bench_plan(tmp_path), d1.Size(nodes=1200, degree=8, hidden=8, batch_size=8))
+@pytest.fixture(scope="module")
+def small_d1(tmp_path_factory: pytest.TempPathFactory) -> ExperimentPlan:
+    return d1.plan_of(
+        bench_plan(tmp_path_factory.mktemp("d1")), d1.Size(nodes=1200, degree=8, hidden=8, batch_size=8)
+    )
 
 
 def test_d1_predicts_from_counted_bytes(small_d1: ExperimentPlan) -> None:
