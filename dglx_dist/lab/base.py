@@ -12,6 +12,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.lab.rates import Rate
 
 MOST_SERVERS = 250
+LEAST_CPUS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,8 @@ class LabSpec:
             raise ConfigError(f"servers={self.servers}: a lab has at least one server")
         if self.servers > MOST_SERVERS:
             raise ConfigError(f"{self.servers} servers: a lab has at most {MOST_SERVERS}")
-        if self.cpus is not None and not 0 < self.cpus < float("inf"):
-            raise ConfigError(f"cpus={self.cpus}: give each server a number of cores above 0")
+        if self.cpus is not None and not LEAST_CPUS <= self.cpus < float("inf"):
+            raise ConfigError(f"cpus={self.cpus}: give each server {LEAST_CPUS} cores or more")
 
 
 @dataclass(frozen=True, kw_only=True)

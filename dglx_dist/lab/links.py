@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,12 +109,23 @@ def run(command: Sequence[str]) -> str:
     Raises:
         LabError: it failed or took longer than 30 s; with what it answered.
     """
-    try:
-        done = subprocess.run(
-            list(command), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise LabError(f"no end of this within {_TIMEOUT_S:.0f} s: {shlex.join(command)}") from None
-    if done.returncode:
-        raise LabError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            said, complained = process.communicate(timeout=_TIMEOUT_S)
+        except BaseException as error:
+            # With all that it started: what hangs is a child of the shell.
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise LabError(f"no end of this within {_TIMEOUT_S:.0f} s: {shlex.join(command)}") from None
+            raise
+    if process.returncode:
+        raise LabError(f"{shlex.join(command)}: {complained.strip() or f'exit code {process.returncode}'}")
+    return said

@@ -29,6 +29,14 @@ class Process:
                 return  # it ended in between
 
 
+def command_line(pid: int) -> str:
+    """Return the command line of process ``pid``; empty where there is none, or it is just ending."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def find(pid: int) -> Process:
     """Return the process that now has number ``pid``.
 

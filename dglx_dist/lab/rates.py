@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from dglx_dist.errors import ConfigError
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
-_LEAST = 8_000
+_LEAST, _MOST = 8_000, 10**12
+"""More than the kernel counts is refused by tc, in words that name no remedy."""
 _USUAL_BURST_BYTES = 256 * 1024
 _USUAL_S = 20e-3
 """A rate at which the usual bucket would last longer gets a smaller one, so that rates hold for short too."""
@@ -33,15 +34,15 @@ class Rate:
         """Read e.g. "1gbit", "2.5gbit", "100mbit", "800kbit".
 
         Raises:
-            ConfigError: it is no rate, or below 8 kbit.
+            ConfigError: it is no rate, below 8 kbit or above 1000 gbit.
         """
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gbit|mbit|kbit|bit)\s*", text.lower())
-        bits = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-        if bits < _LEAST:
+        bits = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        if not _LEAST <= bits <= _MOST:
             raise ConfigError(
-                f"rate {text!r} must be a number and gbit, mbit or kbit, at least 8kbit; e.g. 100mbit"
+                f"rate {text!r} must be a number and gbit, mbit or kbit, from 8kbit to 1000gbit; e.g. 100mbit"
             )
-        return cls(bits)
+        return cls(int(bits))
 
     def tbf(self, *, may_tear: bool) -> list[str]:
         """Return the words after ``tc qdisc replace dev DEVICE root`` that hold a device to this rate.

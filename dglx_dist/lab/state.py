@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,14 +15,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.lab import hold
 from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.pids import Process
+from dglx_dist.lab.pids import Process, command_line
 from dglx_dist.lab.rates import Rate
 from dglx_dist.lab.server import ServerFacts
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")
 _FOLDER = "dglx-lab"
 _FORMAT = 1
+_MOST_BYTES = 1 << 20
+_HOLDER = str(Path(*Path(hold.__file__).parts[-3:]))
+"""Stands in the command line of every process that holds namespaces, of whatever installation."""
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+"""What comes of reading a file that anything may have been written to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +81,13 @@ def folder() -> Path:
     place = run / _FOLDER
     if not place.is_dir() and not (run.is_dir() and os.access(run, os.W_OK)):
         place = Path(tempfile.gettempdir()) / _FOLDER
-    if place.is_dir() and os.geteuid() == 0 and place.stat().st_uid != 0:
-        # The pids in there would be killed as root.
-        raise LabError(f"{place} belongs to user {place.stat().st_uid}, not to root; remove it first")
+    if os.path.lexists(place) and os.geteuid() == 0:
+        found = place.lstat()
+        # Processes that are named in there would be killed as root.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != 0 or found.st_mode & 0o022:
+            raise LabError(
+                f"{place} is no folder that only root can write to; remove it first: rm -r {place}"
+            )
     return place
 
 
@@ -105,8 +117,12 @@ def reserve(state: LabState) -> None:
 
     Raises:
         ConfigError: one of this name exists.
+        LabError: nothing can be written there.
     """
-    folder().mkdir(mode=0o755, exist_ok=True)
+    try:
+        folder().mkdir(mode=0o755, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from error
     fresh = _write_beside(state)
     try:
         # A link, unlike a rename, refuses to replace: of two who ask at once, one gets the name.
@@ -124,7 +140,7 @@ def note(state: LabState) -> None:
     """Replace the notes of a lab, in one step.
 
     Raises:
-        LabError: there are none: it was taken down meanwhile.
+        LabError: there are none, as it was taken down meanwhile, or nothing can be written there.
     """
     if not _path(state.name).exists():
         raise LabError(f"the lab {state.name!r} was taken down meanwhile by another process")
@@ -140,13 +156,11 @@ def read(name: str) -> LabState:
     """
     path = _path(check_name(name))
     try:
-        text = path.read_text()
+        return _from_json(name, json.loads(_text_of(path)))
     except FileNotFoundError:
         there = ", ".join(names()) or "none"
         raise ConfigError(f"there is no lab called {name!r}; up are: {there}") from None
-    try:
-        return _from_json(name, json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _DAMAGE as error:
         raise LabError(
             f"{path} is damaged ({error}); `dglx lab down {name}` or `dglx lab down --all` removes it"
         ) from error
@@ -162,12 +176,21 @@ def noted_still(noted: LabState) -> bool:
 
 def names() -> list[str]:
     """Return the names of all labs that have notes, ascending."""
-    return sorted(path.stem for path in folder().glob("*.json") if _NAME.fullmatch(path.stem))
+    found = [path for path in folder().glob("*.json") if not path.is_dir()]
+    return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
 
 
 def forget(name: str) -> None:
-    """Remove the notes of a lab, if there are any."""
-    _path(check_name(name)).unlink(missing_ok=True)
+    """Remove the notes of a lab, if there are any.
+
+    Raises:
+        LabError: a folder is in their place.
+    """
+    path = _path(check_name(name))
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        raise LabError(f"{path} is a folder, which no lab makes; remove it: rm -r {path}") from None
 
 
 def list_labs() -> list[LabState]:
@@ -198,14 +221,34 @@ def _path(name: str) -> Path:
     return folder() / f"{name}.json"
 
 
+def _text_of(path: Path) -> str:
+    # A pipe in its place would be waited for, and a large file read for long.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise ValueError(f"no plain file of at most {_MOST_BYTES} bytes")
+        return os.read(descriptor, _MOST_BYTES).decode()
+    finally:
+        os.close(descriptor)
+
+
 def _write_beside(state: LabState) -> Path:
     fresh = folder() / f".{state.name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         fresh.write_text(json.dumps(_to_json(state), indent=1) + "\n")
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise _unwritable(error) from error
     return fresh
+
+
+def _unwritable(error: OSError) -> LabError:
+    return LabError(
+        f"what is known of labs cannot be written to {folder()}: {error.strerror}; make room there, or make "
+        "it writable for root"
+    )
 
 
 def _to_json(state: LabState) -> dict[str, Any]:
@@ -238,7 +281,7 @@ def _from_json(name: str, values: Mapping[str, Any]) -> LabState:
         boot=str(values["boot"]),
         created=str(values["created"]),
         complete=values["complete"],
-        switch=tuple(_process(one) for one in values["switch"]),
+        switch=tuple(_holder(one) for one in values["switch"]),
         servers=tuple(_server(one) for one in values["servers"]),
     )
 
@@ -254,12 +297,21 @@ def _process(values: Mapping[str, Any]) -> Process:
     return process
 
 
+def _holder(values: Mapping[str, Any]) -> Process:
+    """Read a process that holds a lab: it will be entered and killed, so it must be one if it lives."""
+    process = _process(values)
+    line = command_line(process.pid)
+    if line and _HOLDER not in line and process.alive():
+        raise ValueError(f"process {process.pid} holds no lab")
+    return process
+
+
 def _server(values: Mapping[str, Any]) -> ServerFacts:
     return ServerFacts(
         number=int(values["number"]),
         address=str(values["address"]),
-        init=_process(values["init"]),
-        outer=_process(values["outer"]),
+        init=_holder(values["init"]),
+        outer=_holder(values["outer"]),
         cores=tuple(int(core) for core in values["cores"]),
         cpu_share=float(values["cpu_share"]),
         cpu_held_by=values["cpu_held_by"],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import cleaning, state
+from dglx_dist.lab import cleaning, hold, state
 from dglx_dist.lab.pids import find
 from tests.lab.notes import NOBODY, noted
 
@@ -29,7 +29,8 @@ def test_a_lab_lives_with_its_owner(own_notes: Path) -> None:
 
 def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
     """Its owner has ended; the process that holds it is a child of this test."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    waits = [sys.executable, "-c", "input()", hold.__file__]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE) as child:
         holder = find(child.pid)
         up = noted("up", owner=NOBODY, held="detached", complete=True, switch=(holder,))
         half_made = replace(up, name="half-made", complete=False, switch=())
@@ -49,6 +50,16 @@ def test_a_process_that_got_the_number_of_a_holder_is_left_alone(own_notes: Path
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         earlier = replace(find(child.pid), started=1)
         state.reserve(noted("a", owner=NOBODY, switch=(earlier,)))
+        cleaning.down("a")
+        assert state.names() == []
+        assert child.poll() is None
+        child.communicate(b"\n", timeout=30)
+
+
+def test_a_process_that_notes_name_without_its_being_a_holder_is_left_alone(own_notes: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        state.reserve(noted("a", owner=NOBODY, switch=(find(child.pid),)))
+        assert cleaning.clean_stale() == []
         cleaning.down("a")
         assert state.names() == []
         assert child.poll() is None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from pathlib import Path
 
 import pytest
 
-from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.errors import LabError
 from dglx_dist.lab import links
+from dglx_dist.lab.pids import find
 from dglx_dist.lab.rates import Rate
 
 
@@ -62,3 +65,22 @@ def test_an_unknown_device_is_told_with_those_there_are() -> None:
 def test_a_process_that_has_ended_has_no_card() -> None:
     with pytest.raises(LabError, match="process 4194303 is gone"):
         links.read_card("lo", pid=2**22 - 1)
+
+
+def test_what_hangs_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(links, "_TIMEOUT_S", 0.5)
+    noted = tmp_path / "pid"
+    with pytest.raises(LabError, match=r"no end of this within"):
+        links.run(["sh", "-c", f"sleep 600 & echo $! > {noted}; wait"])
+    child = int(noted.read_text())
+    deadline = time.monotonic() + 20
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(child)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return find(pid).alive()
+    except ProcessLookupError:
+        return False

@@ -28,7 +28,11 @@ def test_is_written_as_it_was_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "100", "100mb", "-1gbit", "1kbit", "0mbit", "1gbit 2gbit", "nan gbit"]
+    "text",
+    [
+        *("", "fast", "100", "100mb", "-1gbit", "1kbit", "0mbit", "1gbit 2gbit", "nan gbit", "1001gbit"),
+        "9" * 400 + "gbit",
+    ],
 )
 def test_refuses_others_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="100mbit"):

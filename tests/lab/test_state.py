@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.lab import state
 from dglx_dist.lab.base import LabSpec
+from dglx_dist.lab.pids import find
 from dglx_dist.lab.rates import Rate
 from dglx_dist.lab.server import ServerFacts
 from tests.lab.notes import NOBODY, noted
@@ -91,6 +93,8 @@ def _damage(values: dict[str, Any], key: str, value: Any) -> str:
         ("spec", {"servers": 0, "external": None, "internal": None, "cpus": None}),
         ("held", "nobody"),
         ("complete", "yes"),
+        ("spec", {"servers": 10**12, "external": None, "internal": None, "cpus": None}),
+        ("spec", {"servers": float("inf"), "external": None, "internal": None, "cpus": None}),
     ],
 )
 def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_notes: Path) -> None:
@@ -102,12 +106,85 @@ def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_no
             ask()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00\x01"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff", " " * 2**20 + "{}"],
+    ids=lambda text: repr(text[-3:]),
+)
 def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
     own_notes.mkdir()
-    (own_notes / "a.json").write_text(text)
+    (own_notes / "a.json").write_text(text, errors="surrogateescape")
     with pytest.raises(LabError, match="damaged"):
         state.read("a")
+
+
+def test_a_pipe_or_a_link_in_the_place_of_notes_is_not_waited_for(own_notes: Path, tmp_path: Path) -> None:
+    own_notes.mkdir()
+    os.mkfifo(own_notes / "a.json")
+    (own_notes / "b.json").symlink_to(tmp_path / "elsewhere")
+    for name in ("a", "b"):
+        with pytest.raises(LabError, match="damaged"):
+            state.read(name)
+        state.forget(name)
+    assert list(own_notes.iterdir()) == []
+
+
+def test_a_folder_in_the_place_of_notes_is_no_lab(own_notes: Path) -> None:
+    (own_notes / "a.json").mkdir(parents=True)
+    assert state.names() == []
+    with pytest.raises(LabError, match=r"is a folder.*rm -r"):
+        state.forget("a")
+
+
+@pytest.mark.parametrize("where", ["switch", "init", "outer"])
+def test_notes_that_name_another_process_as_theirs_are_damaged(where: str, own_notes: Path) -> None:
+    """Whatever a file says: what is no holder is neither entered nor killed."""
+    innocent = find(os.getpid())
+    if where == "switch":
+        state.reserve(noted("a", switch=(innocent,)))
+    else:
+        state.reserve(noted("a", servers=(replace(SERVER, **{where: innocent}),)))
+    with pytest.raises(LabError, match=f"process {innocent.pid} holds no lab"):
+        state.read("a")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_folder_that_others_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(state, "_FOLDER", "dglx-lab-of-a-test")
+    monkeypatch.setattr(state.tempfile, "gettempdir", lambda: str(tmp_path))
+    place = tmp_path / "dglx-lab-of-a-test"
+    assert state.folder() == place
+    place.mkdir()
+    assert state.folder() == place
+    place.chmod(0o777)
+    with pytest.raises(LabError, match="only root can write to; remove it"):
+        state.folder()
+    place.rmdir()
+    place.symlink_to("/etc")
+    with pytest.raises(LabError, match="only root can write to; remove it"):
+        state.folder()
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    own_notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.reserve(noted("a"))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    for write in (lambda: state.reserve(noted("b")), lambda: state.note(noted("a"))):
+        with pytest.raises(LabError, match=f"{own_notes}: No space left.*make room"):
+            write()
+    assert [path.name for path in own_notes.iterdir()] == ["a.json"]
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setattr(state, "folder", lambda: tmp_path / "file" / "notes")
+    with pytest.raises(LabError, match=r"file/notes: Not a directory"):
+        state.reserve(noted("b"))
 
 
 def test_says_whether_it_lives() -> None:
