@@ -66,7 +66,7 @@ def emulated() -> None:
 @pytest.mark.usefixtures("emulated")
 def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
-    assert dglx("partition", GRAPH, "--parts", "2", "--out", str(data)).returncode == 0
+    app(["partition", GRAPH, "--parts", "2", "--out", str(data)], standalone_mode=False)
     done = dglx(
         *("lab", "run", "--servers", "2", "--external", "200mbit", "--out", str(out), "--"),
         *("dglx", "train", str(data), "--epochs", "4", "--eval-every", "0", "--out", str(tmp_path / "run")),

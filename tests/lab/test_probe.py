@@ -33,7 +33,7 @@ def _rates(lab: Lab, streams: list[tuple[int, int]], total: float) -> list[float
     """
     found: list[float] = []
     for _ in range(3):
-        results = probe.measure_together(lab, streams, seconds=1.5)
+        results = probe.measure_together(lab, streams, seconds=1.0)
         found = [one.wire_bits_per_s / MBIT for one in results]
         if sum(found) == pytest.approx(total, rel=TOLERANCE):
             break
