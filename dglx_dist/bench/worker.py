@@ -24,7 +24,9 @@ from dglx_dist.cluster.session import current_session
 from dglx_dist.cluster.topology import read_topology
 from dglx_dist.errors import ConfigError, PeerError
 
-POLL_S = 0.01
+POLL_S, IDLE_POLL_S = 0.01, 0.1
+"""How often a rank looks for its next job, and how often after it has waited for LOOK_S: the ranks of another
+crew are then measured on the same cores."""
 LOOK_S = 1.0
 """How often a waiting rank asks whether its driver still lives."""
 SILENT_S = 3 * 3600.0
@@ -70,15 +72,15 @@ def wait_for_job(folder: Path, number: int, *, silent_s: float = SILENT_S) -> tu
             looked = now
             if now - start > silent_s or not folder.is_dir() or alive.has_ended(folder / messages.DRIVER):
                 return None
-        time.sleep(POLL_S)
+        time.sleep(POLL_S if now - start < LOOK_S else IDLE_POLL_S)
 
 
 def _do(job: Job, context: JobContext) -> None:
     """Do one job and report on it, also when it fails."""
-    _start_afresh()
     # Who hangs says where, just before the crew gives up and shows the end of its log.
     faulthandler.dump_traceback_later(max(context.timeout_s - 1.0, context.timeout_s / 2))
     try:
+        _start_afresh()
         result = find_job(job.kind)(job.params, context)
         messages.write_result(context.folder, context.number, context.rank, result)
     except BaseException as error:

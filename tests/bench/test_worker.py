@@ -2,7 +2,11 @@ import os
 import time
 from pathlib import Path
 
-from dglx_dist.bench import alive, messages
+import pytest
+
+from dglx_dist.bench import alive, messages, worker
+from dglx_dist.bench.jobs.context import JobContext, Place
+from dglx_dist.bench.messages import Failure
 from dglx_dist.bench.records import Job
 from dglx_dist.bench.worker import wait_for_job
 
@@ -27,3 +31,24 @@ def test_a_rank_leaves_a_driver_that_lives_and_is_silent(tmp_path: Path) -> None
     assert wait_for_job(tmp_path, 0, silent_s=0.5) is None
     assert time.monotonic() - before > 0.5
     os.close(held)
+
+
+def test_what_goes_wrong_before_the_job_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise PermissionError("clear_refs")
+
+    monkeypatch.setattr(worker, "_start_afresh", fails)
+    context = JobContext(
+        rank=0,
+        world_size=1,
+        ranks_per_server=1,
+        places=(Place(address="127.0.0.1", device=None),),
+        folder=tmp_path,
+        number=0,
+        timeout_s=60.0,
+    )
+    with pytest.raises(SystemExit):
+        worker._do(Job(kind="echo"), context)
+    found = messages.read_report(tmp_path, 0, 0)
+    assert isinstance(found, Failure)
+    assert found.text == "PermissionError: clear_refs"
