@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.bench import messages
-from dglx_dist.bench.alive import scratch_folder
 from dglx_dist.bench.jobs.context import JobContext, Place
 from dglx_dist.bench.jobs.registry import find_job
 from dglx_dist.bench.records import Job
 from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.errors import JobError
+from dglx_dist.lab.alive import scratch_folder
 
 _LAST_LINES = 5
 _PR_SET_PDEATHSIG = 1

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, final
 
-from dglx_dist.bench import alive, messages
+from dglx_dist.bench import messages
 from dglx_dist.bench.messages import Failure
 from dglx_dist.bench.records import Job
 from dglx_dist.errors import JobError
+from dglx_dist.lab import alive
 from dglx_dist.lab.base import Lab
 
 POLL_S = 0.02

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from dglx_dist.bench.alive import scratch_folder
 from dglx_dist.bench.crew import Crew
 from dglx_dist.bench.peers import launch
 from dglx_dist.bench.records import Job, Shape
+from dglx_dist.lab.alive import scratch_folder
 from dglx_dist.lab.base import Lab, LabSpec
 from dglx_dist.lab.opening import open_lab
 from dglx_dist.lab.rates import Rate

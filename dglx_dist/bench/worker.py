@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-from dglx_dist.bench import alive, messages
+from dglx_dist.bench import messages
 from dglx_dist.bench.jobs.context import JobContext, Place
 from dglx_dist.bench.jobs.registry import find_job
 from dglx_dist.bench.messages import Failure
@@ -23,6 +23,7 @@ from dglx_dist.bench.records import Job
 from dglx_dist.cluster.session import current_session
 from dglx_dist.cluster.topology import read_topology
 from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.lab import alive
 
 POLL_S, IDLE_POLL_S = 0.01, 0.1
 """How often a rank looks for its next job, and how often after it has waited for LOOK_S: the ranks of another

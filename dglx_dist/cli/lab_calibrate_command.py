@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -14,9 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dglx_dist.cli.lab_run_command import prepare
 from dglx_dist.cli.report_command import show, warn
 from dglx_dist.errors import LabError
 from dglx_dist.lab import host
+from dglx_dist.lab.alive import scratch_folder
 from dglx_dist.lab.base import LabSpec
 from dglx_dist.lab.calibrate import CalibrationPlan, CommandMeasure, write
 from dglx_dist.lab.command import torchrun_arguments
@@ -93,10 +94,12 @@ def lab_calibrate(  # noqa: PLR0913  # one argument per option
         raise LabError(f"a rate can only be found where links can be limited: {missing}")
     plan = CalibrationPlan(command=command, ranks_per_server=ranks_per_server, timeout_s=timeout)
     spec = LabSpec(servers=servers, internal=None if internal is None else Rate.parse(internal), cpus=cpus)
+    if out is not None:
+        prepare(out)
     signal.signal(signal.SIGTERM, _end)
     with ExitStack() as closing:
         lab = closing.enter_context(open_lab(spec))
-        folder = out or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="dglx-calibrate-")))
+        folder = out or closing.enter_context(scratch_folder())
         try:
             measure = CommandMeasure(lab, plan, folder, _say)
             found = find_rate(measure, phi, tolerance=tolerance, max_tries=tries)

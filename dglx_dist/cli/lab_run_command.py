@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.cli.report_command import show, warn
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.lab.alive import scratch_folder
 from dglx_dist.lab.base import Card, LabSpec, label
 from dglx_dist.lab.command import torchrun_arguments
 from dglx_dist.lab.launch import run
@@ -117,6 +118,8 @@ def lab_run(  # noqa: PLR0913  # one argument per option
     given = {"--servers": servers, "--external": external, "--internal": internal, "--cpus": cpus}
     _refuse_beside_name(name, {**given, "--loopback": loopback})
     spec = _spec(servers, external, internal, cpus)
+    if out is not None:
+        prepare(out)
     signal.signal(signal.SIGTERM, _end)
     with ExitStack() as closing:
         lab = closing.enter_context(open_lab(spec, force_loopback=loopback) if name is None else attach(name))
@@ -174,14 +177,29 @@ def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:
 def _trace_folder(out: Path | None) -> Iterator[Path]:
     """Yield an empty folder for what the ranks count: below ``out``, else one that is removed."""
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="dglx-lab-trace-") as temporary:
-            yield Path(temporary)
+        with scratch_folder() as temporary:
+            yield temporary / "trace"
         return
-    folder = out / "trace"
-    # Files of an earlier command would be taken for further sessions of this one.
-    for earlier in folder.glob("rank-*"):
-        earlier.unlink()
-    yield folder
+    yield out / "trace"
+
+
+def prepare(out: Path) -> None:
+    """Make ``out`` and what is below it, without the traces of an earlier command.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+    try:
+        (out / "trace").mkdir(parents=True, exist_ok=True)
+        # They would be taken for further sessions of this one.
+        for earlier in out.glob("trace/rank-*"):
+            earlier.unlink()
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {out}: {error.strerror}; choose another folder with --out"
+        ) from error
 
 
 def _report(outcome: LabOutcome, out: Path | None) -> None:

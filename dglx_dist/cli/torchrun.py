@@ -33,8 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     # The agent logs each rank that it ends; what a user wants to read is why.
     logging.disable(logging.ERROR)
     try:
-        # torchrun would make such a folder too, and leave it.
-        with tempfile.TemporaryDirectory(prefix="dglx-torchrun-") as logs:
+        # torchrun would make such a folder too, and leave it. Beside FILE, whoever removes that removes both.
+        beside = None if file is None else file.parent
+        with tempfile.TemporaryDirectory(prefix="dglx-torchrun-", dir=beside) as logs:
             parsed = run.parse_args(["--log-dir", logs, *arguments])  # type: ignore[no-untyped-call]
             run.run(parsed)  # type: ignore[no-untyped-call]  # torch leaves them bare
     except SignalException as stopped:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from types import TracebackType
 from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.cluster.topology import inherited_environment
 from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.lab.alive import scratch_folder
 from dglx_dist.lab.base import Card, Lab, Server
 from dglx_dist.lab.command import torchrun_arguments
 from dglx_dist.lab.output import Screen
@@ -169,7 +169,7 @@ def start(
         trace.mkdir(parents=True, exist_ok=True)
         extra["DGLX_TRACE"] = str(trace.absolute())
     with ExitStack() as undo:
-        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="dglx-lab-run-")))
+        folder = undo.enter_context(scratch_folder())
         port = _claim(lab)
         undo.callback(port.close)
         screen = Screen() if show else None

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.bench import alive, messages
+from dglx_dist.bench import messages
 from dglx_dist.bench.crew import Crew
 from dglx_dist.bench.messages import Failure
 from dglx_dist.bench.records import Job
 from dglx_dist.errors import JobError
+from dglx_dist.lab import alive
 from dglx_dist.lab.base import Lab, LabSpec
 from dglx_dist.lab.opening import open_lab
 

@@ -71,10 +71,10 @@ def test_nothing_outlives_a_bench_that_is_ended(
     assert processes_that_name(str(tmp_path)) == []
     if number == signal.SIGKILL:
         # What it could not remove is removed by the next one.
-        assert list(tmp_path.glob("dglx-bench-*"))
+        assert list(tmp_path.glob("dglx-scratch-*"))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         with open_stage([]):
             pass
-    assert list(tmp_path.glob("dglx-bench-*")) == []
+    assert list(tmp_path.glob("dglx-scratch-*")) == []
     if number == signal.SIGTERM:
         assert list(tmp_path.iterdir()) == []

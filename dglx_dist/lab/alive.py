@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PREFIX, _OWNER = "dglx-bench-", "owner.alive"
+_PREFIX, _OWNER = "dglx-scratch-", "owner.alive"
 
 
 @contextmanager
