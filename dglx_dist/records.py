@@ -133,7 +133,11 @@ class StepShare:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """What one epoch did, over all ranks: times are the slowest rank's, counts and bytes are sums."""
+    """What one epoch did, over all ranks: counts and bytes are sums, phases are means over the ranks.
+
+    ``wait_s``, ``compute_s`` and ``exchange_s`` add up to ``seconds``; what the loader's threads do beside
+    them does not.
+    """
 
     epoch: int
     loss: float
@@ -142,7 +146,7 @@ class EpochRecord:
     val_accuracy: float | None
     """None when this epoch was not evaluated."""
     seconds: float
-    """Wall clock of training, without evaluation."""
+    """Wall clock of training on the slowest rank, without evaluation."""
     num_samples: int
     sample_s: float
     """Sampling neighbours and building blocks, on the loader's threads."""

@@ -60,7 +60,7 @@ def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for name, field, color in HIDDEN:
         axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
-    axes.set(title="seconds per epoch, slowest rank", xlabel="epoch", ylabel="s")
+    axes.set(title="seconds per epoch", xlabel="epoch", ylabel="s")
     # The first epoch compiles kernels; drawn whole, it would flatten all others.
     warm = max((sum(getattr(e, field) for _, field, _ in PHASES) for e in epochs[1:]), default=0.0)
     if bottom and bottom[0] > 2 * warm > 0:

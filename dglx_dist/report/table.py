@@ -34,8 +34,8 @@ def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
 
 
 _LEGEND = (
-    "seconds, each of its slowest rank: sample and fetch on the loader's threads, wait is what training "
-    "waited for them; bytes inside / outside the server, all ranks"
+    "phases are means over ranks: sample and fetch on the loader's threads, wait is what training waited "
+    "for them; bytes inside / outside the server, all ranks"
 )
 
 

@@ -91,7 +91,6 @@ def train_epoch(
         "fetch_s": times.fetch_s,
         "wait_s": times.wait_s,
         "exchange_s": exchange_s,
-        "compute_s": max(0.0, seconds - times.wait_s - exchange_s),
     }
     return _over_ranks([row for row in gather_json(mine, session) if isinstance(row, dict)], epoch)
 
@@ -113,28 +112,33 @@ def _train_step(step: Step, batch: Any, sums: _Sums) -> None:
 
 
 def _over_ranks(ranks: Iterable[dict[str, Any]], epoch: int) -> EpochRecord:
-    """Sum counts and bytes, and take the slowest rank's times."""
+    """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ranks.
+
+    Ranks in lock-step wait and exchange at different times, so the longest of each phase would come to more
+    than the epoch. Compute is what is left of it.
+    """
     ranks = list(ranks)
 
     def total(name: str) -> Any:
         return sum(row[name] for row in ranks)
 
-    def slowest(name: str) -> float:
-        return max(row[name] for row in ranks)
+    def mean(name: str) -> float:
+        return float(total(name)) / len(ranks)
 
+    seconds = max(row["seconds"] for row in ranks)
     targets = total("targets")
     return EpochRecord(
         epoch=epoch,
         loss=total("loss") / targets if targets else math.nan,
         train_accuracy=total("correct") / targets if targets else math.nan,
         val_accuracy=None,
-        seconds=slowest("seconds"),
+        seconds=seconds,
         num_samples=targets,
-        sample_s=slowest("sample_s"),
-        fetch_s=slowest("fetch_s"),
-        wait_s=slowest("wait_s"),
-        compute_s=slowest("compute_s"),
-        exchange_s=slowest("exchange_s"),
+        sample_s=mean("sample_s"),
+        fetch_s=mean("fetch_s"),
+        wait_s=mean("wait_s"),
+        compute_s=max(0.0, seconds - mean("wait_s") - mean("exchange_s")),
+        exchange_s=mean("exchange_s"),
         bytes_inside=total("inside"),
         bytes_outside=total("outside"),
     )

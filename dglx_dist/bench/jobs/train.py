@@ -135,29 +135,9 @@ def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
     # So that a rank that was late does not lengthen what the others measure.
     training.g.barrier()
     record = train_epoch(training.step, training.loader, training.g.session, epoch, _nothing)
-    record = _adding_up(record, training)
     if told.simulated is None:
         return record
     return replace(record, loss=math.nan, train_accuracy=math.nan)
-
-
-def _adding_up(record: EpochRecord, training: _Training) -> EpochRecord:
-    """Return ``record`` with phases as means over ranks, of which those of the loop add up to it; collective.
-
-    Ranks in lock-step wait and exchange at different times, so that the longest of each phase would come to
-    more than the epoch. Compute is what is left of it.
-    """
-    times = training.loader.times()
-    mine = {
-        "sample_s": times.sample_s,
-        "fetch_s": times.fetch_s,
-        "wait_s": times.wait_s,
-        "exchange_s": training.step.model.exchange_seconds(),
-    }
-    rows = gather_int64([round(1e9 * seconds) for seconds in mine.values()], training.g.session)
-    mean = dict(zip(mine, (rows.mean(axis=0) / 1e9).tolist(), strict=True))
-    compute_s = max(record.seconds - mean["wait_s"] - mean["exchange_s"], 0.0)
-    return replace(record, **mean, compute_s=compute_s)
 
 
 def _json(record: EpochRecord) -> dict[str, Any]:
