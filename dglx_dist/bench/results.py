@@ -98,7 +98,7 @@ def read_one(path: Path) -> Outcome | None:
             return None
         if value["version"] == VERSION:
             return _outcome(value)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise StorageError(
             f"{path} is damaged ({type(error).__name__}: {error}); remove it, or measure again"
         ) from error
@@ -119,6 +119,9 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _outcome(value: Mapping[str, Any]) -> Outcome:
+    for key in ("machine", "network"):
+        if not isinstance(value.get(key, {}), Mapping):
+            raise TypeError(f"{key} is no record")
     plan = value["plan"]
     measurements = tuple(_measurement(one) for one in value["measurements"])
     return Outcome(

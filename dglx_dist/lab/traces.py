@@ -118,7 +118,7 @@ def _epoch_seconds(ranks: Sequence[RankTrace]) -> list[float]:
 def _read_rank(path: Path, rank: int) -> RankTrace:
     try:
         fields = Fields(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); run the command again") from error
     world_size = fields.integer("world_size", at_least=1)
     return RankTrace(

@@ -65,6 +65,20 @@ def test_a_result_cut_short_is_named(tmp_path: Path, cut: int) -> None:
         results.read(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["machine", "network"])
+def test_a_result_with_another_type_is_named(tmp_path: Path, key: str) -> None:
+    path = results.write(tmp_path, OUTCOME)
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: 7}))
+    with pytest.raises(StorageError, match=rf"T1\.json is damaged .*{key} is no record"):
+        results.read(tmp_path)
+
+
+def test_a_result_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "T1.json").write_text("[" * 100_000)
+    with pytest.raises(StorageError, match=r"T1\.json is damaged"):
+        results.read(tmp_path)
+
+
 def test_a_result_that_lacks_a_field_is_named(tmp_path: Path) -> None:
     path = results.write(tmp_path, OUTCOME)
     value = json.loads(path.read_text())

@@ -141,9 +141,9 @@ def test_damage_is_named(tmp_path: Path, values: dict[str, Any], message: str) -
         read(tmp_path)
 
 
-def test_half_a_file_is_named(tmp_path: Path) -> None:
-    _write(tmp_path, 0)
+@pytest.mark.parametrize("text", ['{"job": "half', "[" * 100_000], ids=["half", "deep"])
+def test_what_cannot_be_parsed_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rank-0.json"
-    path.write_bytes(path.read_bytes()[:50])
+    path.write_text(text)
     with pytest.raises(StorageError, match=r"rank-0\.json is damaged"):
         read(tmp_path)
