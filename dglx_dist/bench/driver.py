@@ -162,7 +162,7 @@ class _Running:
         found: dict[MatchedPhi, Calibration] = {}
         rates: dict[str, Rate | None] = {}
         for variant in self.variants:
-            rate, note = variant.rate, dict(stage.describe(variant.shape))
+            rate, calibrated = variant.rate, {}
             if not stage.limits(variant.shape):
                 rate = None
             if isinstance(rate, MatchedPhi):
@@ -170,9 +170,9 @@ class _Running:
                     found[rate] = self._calibrate(stage, by_name[rate.baseline], rate.phi)
                 calibration = found[rate]
                 rate = calibration.rate
-                note |= _calibration_note(calibration, variant)
+                calibrated = _calibration_note(calibration, variant)
             rates[variant.name] = rate
-            self._network[variant.name] = note | {"external": None if rate is None else str(rate)}
+            self._network[variant.name] = stage.describe(variant.shape, rate) | calibrated
         return rates
 
     def _calibrate(self, stage: Stage, baseline: Variant, phi: float) -> Calibration:

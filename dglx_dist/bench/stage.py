@@ -36,8 +36,8 @@ class Stage(ABC):
         """
 
     @abstractmethod
-    def describe(self, shape: Shape) -> dict[str, Any]:
-        """Return ``Lab.describe()`` of its servers."""
+    def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
+        """Return ``Lab.describe()`` of its servers with ``rate`` between them, which it sets."""
 
     @abstractmethod
     def limits(self, shape: Shape) -> bool:
@@ -76,18 +76,21 @@ class LabStage(Stage):
 
     def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
         """See :meth:`Stage.do`."""
-        used = self._sets[shape]
-        if self.limits(shape):
-            used.lab.set_rates(rate, shape.internal)
-        return used.do(job)
+        self._limit(shape, rate)
+        return self._sets[shape].do(job)
 
-    def describe(self, shape: Shape) -> dict[str, Any]:
+    def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
         """See :meth:`Stage.describe`."""
+        self._limit(shape, rate)
         return self._sets[shape].lab.describe()
 
     def limits(self, shape: Shape) -> bool:
         """See :meth:`Stage.limits`."""
         return self._sets[shape].lab.kind != "loopback"
+
+    def _limit(self, shape: Shape, rate: Rate | None) -> None:
+        if self.limits(shape):
+            self._sets[shape].lab.set_rates(rate, shape.internal)
 
 
 @contextmanager

@@ -45,8 +45,8 @@ class Played(Stage):
         report = {"epochs": [asdict(epoch(0, seconds))], "bytes_outside_wire": 4_000_000}
         return [report | ({"accuracy": [[1.0, 0.5]]} if "curve" in job.params else {})] * 2
 
-    def describe(self, shape: Shape) -> dict[str, Any]:
-        return {"kind": "namespaces" if self._limited else "loopback", "external": None}
+    def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
+        return {"kind": "namespaces" if self._limited else "loopback", "external": rate and str(rate)}
 
     def limits(self, shape: Shape) -> bool:
         return self._limited

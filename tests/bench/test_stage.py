@@ -47,8 +47,11 @@ def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
     with open_stage([one, two]) as stage:
         assert [report["server"] for report in stage.do(two, ECHO, Rate.parse("100mbit"))] == [0, 1]
         assert [report["server"] for report in stage.do(one, ECHO, None)] == [0]
-        described = stage.describe(two)
+        described = stage.describe(two, Rate.parse("50mbit"))
         assert described["servers"] == 2
+        if described["kind"] == "namespaces":
+            assert described["external"] == "50mbit"
+            assert "50mbit" in described["label"]
         assert stage.limits(two) == (described["kind"] == "namespaces")
 
 
