@@ -1,0 +1,81 @@
+"""A graph convolution written as stages, so that a strategy can cut it where it likes (P3, P-TAGS)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from dgl.heterograph import DGLBlock
+from torch import Tensor, nn
+
+Sums: TypeAlias = tuple[Tensor, ...]
+"""Tensors that are sums over the parts once all parts' have been added up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageInput:
+    """What one part sees of a block."""
+
+    block: DGLBlock
+    x: Tensor
+    """(L0, F_p) this part's columns of the source nodes' inputs; F_p may be 0."""
+    edges: Mapping[str, Tensor]
+    """Per-edge arguments of the convolution, such as weights: name to (E1, ...); the same on every part."""
+
+
+class Staged(nn.Module, ABC):
+    """One graph convolution as the stages of P3's P-TAGS interface (section 3.4).
+
+    Up to *sync* a stage is linear in the input columns, so each part may do it with its own columns and
+    its own rows of the weights, and the parts' results are added up:
+
+    * *partition*: :attr:`cut` names the weights that have one row (or column) per input column;
+    * *transform*: what a part does per source node, before edges;
+    * *scatter*: values that an edge needs in full, such as attention logits; summed over the parts;
+    * *gather*: what a part aggregates per destination node;
+    * *sync*: the sum over parts; a strategy does it, in one process there is nothing to do;
+    * *apply*: the rest, per destination node: bias, norm, activation. Sees full sums. (``apply`` itself is
+      taken by ``nn.Module``.)
+
+    Write a layer by filling in :attr:`cut`, :meth:`gather` and :meth:`apply_nodes`, and use it as any module:
+    ``layer(block, x)``. Bias, norm, activation and dropout of the result belong in :meth:`apply_nodes`: in an
+    earlier stage they would be added once per part.
+    """
+
+    cut: Mapping[str, int]
+    """Parameter name to the dimension that runs over the input columns."""
+
+    def transform(self, given: StageInput) -> Any:
+        """Return what :meth:`scatter` and :meth:`gather` start from; the input itself when not overridden."""
+        return given.x
+
+    def scatter(self, given: StageInput, transformed: Any) -> Sums:
+        """Return this part's share of what the edges need in full; nothing when not overridden."""
+        return ()
+
+    @abstractmethod
+    def gather(self, given: StageInput, transformed: Any, scattered: Sums) -> Sums:
+        """Return this part's share of the sums at the destinations, each (D1, ...).
+
+        Args:
+            given: The block, this part's columns, and the edges.
+            transformed: What :meth:`transform` returned.
+            scattered: What :meth:`scatter` returned, summed over the parts.
+        """
+
+    @abstractmethod
+    def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
+        """Return the layer's output from what :meth:`gather` returned, summed over the parts."""
+
+    def forward(self, block: DGLBlock, x: Tensor, **edges: Tensor) -> Tensor:
+        """Do all stages with all columns: (L0, F) to the layer's (D1, ...)."""
+        given = StageInput(block=block, x=x, edges=edges)
+        transformed = self.transform(given)
+        return self.apply_nodes(block, self.gather(given, transformed, self.scatter(given, transformed)))
+
+
+def add_up(parts: Sequence[Sums]) -> Sums:
+    """Return the sums over the parts, added in the order of the parts."""
+    return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
