@@ -21,9 +21,13 @@ def mean_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -
 def _reduce(block: DGLBlock, rows: Tensor, weight: Tensor | None, how: str) -> Tensor:
     if block.num_edges() == 0 or rows.numel() == 0:
         # DGL's kernels refuse rows without columns, and a block without edges keeps no result.
-        return rows[:1].sum(0, keepdim=True).expand(0, *rows.shape[1:]).new_zeros(
-            (block.num_dst_nodes(), *rows.shape[1:])
-        ) + 0 * rows.sum()
+        return (
+            rows[:1]
+            .sum(0, keepdim=True)
+            .expand(0, *rows.shape[1:])
+            .new_zeros((block.num_dst_nodes(), *rows.shape[1:]))
+            + 0 * rows.sum()
+        )
     with block.local_scope():
         block.srcdata["row"] = rows
         message = fn.copy_u("row", "message")

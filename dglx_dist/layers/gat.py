@@ -30,6 +30,8 @@ class GatStages(Staged):
             attention.
     """
 
+    shared = ("attn_l", "attn_r")
+
     def __init__(self, conv: GATConv) -> None:
         super().__init__()
         _check(conv)

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
+from dglx_dist.errors import ConfigError
+
 Sums: TypeAlias = tuple[Tensor, ...]
 """Tensors that are sums over the parts once all parts' have been added up."""
 
@@ -46,6 +48,10 @@ class Staged(nn.Module, ABC):
 
     cut: Mapping[str, int]
     """Parameter name to the dimension that runs over the input columns."""
+    shared: tuple[str, ...] = ()
+    """Names of the parameters that stages before *sync* use whole: their gradients are summed over the parts."""
+    edge_arguments: tuple[str, ...] = ("edge_weight",)
+    """Names of the tensors with a row per edge that :meth:`forward` takes."""
 
     def transform(self, given: StageInput) -> Any:
         """Return what :meth:`scatter` and :meth:`gather` start from; the input itself when not overridden."""
@@ -69,11 +75,54 @@ class Staged(nn.Module, ABC):
     def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
         """Return the layer's output from what :meth:`gather` returned, summed over the parts."""
 
-    def forward(self, block: DGLBlock, x: Tensor, **edges: Tensor) -> Tensor:
-        """Do all stages with all columns: (L0, F) to the layer's (D1, ...)."""
-        given = StageInput(block=block, x=x, edges=edges)
+    def forward(
+        self,
+        block: DGLBlock,
+        x: Tensor | tuple[Tensor, Tensor],
+        *edges: Tensor | None,
+        **named: Tensor | None,
+    ) -> Tensor:
+        """Do all stages with all columns: (L0, F) to the layer's (D1, ...).
+
+        Args:
+            block: The block.
+            x: Inputs of the sources, the destinations first, as in every block; of a pair, as DGL's
+                convolutions take it, the second must be those first rows.
+            edges: Per-edge arguments in the order of :attr:`edge_arguments`.
+            named: The same by name.
+
+        Raises:
+            ConfigError: an argument is not one of them, or the pair is of other rows.
+        """
+        given = StageInput(block=block, x=self.sources(block, x), edges=self.edges_by_name(edges, named))
         transformed = self.transform(given)
         return self.apply_nodes(block, self.gather(given, transformed, self.scatter(given, transformed)))
+
+    def sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Return the inputs of the sources from what a user calls a convolution with."""
+        if isinstance(x, Tensor):
+            return x
+        sources, targets = x
+        if targets.shape != sources[: block.num_dst_nodes()].shape:
+            raise ConfigError(
+                f"the pair of inputs has shapes {tuple(sources.shape)} and {tuple(targets.shape)}, but the block "
+                f"has {block.num_dst_nodes()} destinations, the first of its sources; pass h, or "
+                "(h, h[:block.num_dst_nodes()])"
+            )
+        return sources
+
+    def edges_by_name(
+        self, positional: Sequence[Tensor | None], named: Mapping[str, Tensor | None]
+    ) -> dict[str, Tensor]:
+        """Return the per-edge arguments that were given, by name."""
+        unknown = sorted(named.keys() - set(self.edge_arguments))
+        if unknown or len(positional) > len(self.edge_arguments):
+            raise ConfigError(
+                f"{type(self).__name__} takes {', '.join(self.edge_arguments) or 'nothing'} beside the block and "
+                f"its inputs, not {', '.join(unknown) or f'{len(positional)} arguments'}"
+            )
+        found = dict(zip(self.edge_arguments, positional, strict=False)) | dict(named)
+        return {name: values for name, values in found.items() if values is not None}
 
 
 def add_up(parts: Sequence[Sums]) -> Sums:
