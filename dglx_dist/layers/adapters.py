@@ -24,7 +24,7 @@ _ADAPTERS: Mapping[str, str] = MappingProxyType(
 
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "GATv2Conv": "its logits are nonlinear in the sum of both ends, so every edge needs all columns of both",
+        "GATv2Conv": "its logits are nonlinear in the sum of both ends, so an edge needs all columns of both",
         "EdgeConv": "it takes the largest of nonlinear messages",
         "PNAConv": "it takes the largest, the smallest and the spread of messages",
         "DotGatConv": "its logits are products of whole rows",

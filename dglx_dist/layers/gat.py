@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.aggregate import refuse_nodes_without_edges, sum_in_edges
-from dglx_dist.layers.staged import Staged, StageInput, Sums
+from dglx_dist.layers.staged import Staged, StageInput, Sums, refuse_dropout
 
 
 class GatStages(Staged):
@@ -35,6 +35,7 @@ class GatStages(Staged):
     def __init__(self, conv: GATConv) -> None:
         super().__init__()
         _check(conv)
+        refuse_dropout(conv, conv.feat_drop.p)
         self.fc, self.attn_l, self.attn_r = conv.fc, conv.attn_l, conv.attn_r
         self.leaky_relu, self.res_fc, self.bias = conv.leaky_relu, conv.res_fc, conv.bias
         self.activation = conv.activation

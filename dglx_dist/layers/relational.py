@@ -28,8 +28,8 @@ class RelationalStages(Staged):
         super().__init__()
         if conv.linear_r.regularizer == "bdd":
             raise ConfigError(
-                "RelGraphConv(regularizer='bdd') ties weights to blocks of input columns; use 'basis' or None "
-                "in the first layer, or strategy='data_parallel'"
+                "RelGraphConv(regularizer='bdd') ties weights to blocks of input columns; use 'basis' or "
+                "None in the first layer, or strategy='data_parallel'"
             )
         self.linear_r, self.dropout = conv.linear_r, conv.dropout
         self.cut = {"linear_r.W": 1}

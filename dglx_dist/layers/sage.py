@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.aggregate import mean_in_edges, sum_in_edges
-from dglx_dist.layers.staged import Staged, StageInput, Sums
+from dglx_dist.layers.staged import Staged, StageInput, Sums, refuse_dropout
 
 _SPLIT = ("mean", "gcn")
 
@@ -32,7 +32,8 @@ class SageStages(Staged):
                 f"SAGEConv with aggregator {self._aggregator!r} has a nonlinear step before its sum, so it "
                 f"cannot be split by input columns; use {' or '.join(_SPLIT)}, or strategy='data_parallel'"
             )
-        self.feat_drop, self.fc_neigh = conv.feat_drop, conv.fc_neigh
+        refuse_dropout(conv, conv.feat_drop.p)
+        self.fc_neigh = conv.fc_neigh
         self.activation, self.norm = conv.activation, conv.norm
         self.cut = {"fc_neigh.weight": 1}
         if self._aggregator == "mean":

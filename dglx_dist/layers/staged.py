@@ -49,7 +49,7 @@ class Staged(nn.Module, ABC):
     cut: Mapping[str, int]
     """Parameter name to the dimension that runs over the input columns."""
     shared: tuple[str, ...] = ()
-    """Names of the parameters that stages before *sync* use whole: their gradients are summed over the parts."""
+    """Names of the parameters that stages before *sync* use whole; gradients are summed over the parts."""
     edge_arguments: tuple[str, ...] = ("edge_weight",)
     """Names of the tensors with a row per edge that :meth:`forward` takes."""
 
@@ -105,8 +105,8 @@ class Staged(nn.Module, ABC):
         sources, targets = x
         if targets.shape != sources[: block.num_dst_nodes()].shape:
             raise ConfigError(
-                f"the pair of inputs has shapes {tuple(sources.shape)} and {tuple(targets.shape)}, but the block "
-                f"has {block.num_dst_nodes()} destinations, the first of its sources; pass h, or "
+                f"the pair of inputs has shapes {tuple(sources.shape)} and {tuple(targets.shape)}, but the "
+                f"block has {block.num_dst_nodes()} destinations, the first of its sources; pass h, or "
                 "(h, h[:block.num_dst_nodes()])"
             )
         return sources
@@ -118,8 +118,8 @@ class Staged(nn.Module, ABC):
         unknown = sorted(named.keys() - set(self.edge_arguments))
         if unknown or len(positional) > len(self.edge_arguments):
             raise ConfigError(
-                f"{type(self).__name__} takes {', '.join(self.edge_arguments) or 'nothing'} beside the block and "
-                f"its inputs, not {', '.join(unknown) or f'{len(positional)} arguments'}"
+                f"{type(self).__name__} takes {', '.join(self.edge_arguments) or 'nothing'} beside the block "
+                f"and its inputs, not {', '.join(unknown) or f'{len(positional)} arguments'}"
             )
         found = dict(zip(self.edge_arguments, positional, strict=False)) | dict(named)
         return {name: values for name, values in found.items() if values is not None}
@@ -128,3 +128,12 @@ class Staged(nn.Module, ABC):
 def add_up(parts: Sequence[Sums]) -> Sums:
     """Return the sums over the parts, added in the order of the parts."""
     return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
+
+
+def refuse_dropout(conv: nn.Module, probability: float) -> None:
+    """Raise ConfigError if ``conv`` drops its inputs: the parts would not drop what one process drops."""
+    if probability > 0:
+        raise ConfigError(
+            f"{type(conv).__name__} drops its inputs (feat_drop={probability}), and its parts would not drop the "
+            "same ones as one process; drop after the first layer, or use strategy='data_parallel'"
+        )

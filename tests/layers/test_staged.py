@@ -151,6 +151,8 @@ def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:
     [
         (SAGEConv(4, 3, "pool"), "aggregator 'pool'"),
         (SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
+        (SAGEConv(4, 3, "mean", feat_drop=0.5), "feat_drop=0.5"),
+        (GATConv(4, 3, 2, feat_drop=0.5), "feat_drop=0.5"),
         (GATv2Conv(4, 3, 2), "GATv2Conv cannot be cut .* nonlinear"),
         (GraphConv(4, 4, weight=False, bias=False), "weight=False"),
         (GINConv(nn.Linear(4, 3), "max"), "'max'"),
