@@ -134,6 +134,6 @@ def refuse_dropout(conv: nn.Module, probability: float) -> None:
     """Raise ConfigError if ``conv`` drops its inputs: the parts would not drop what one process drops."""
     if probability > 0:
         raise ConfigError(
-            f"{type(conv).__name__} drops its inputs (feat_drop={probability}), and its parts would not drop the "
-            "same ones as one process; drop after the first layer, or use strategy='data_parallel'"
+            f"{type(conv).__name__} drops its inputs (feat_drop={probability}), and its parts would not drop "
+            "the same ones as one process; drop after the first layer, or use strategy='data_parallel'"
         )
