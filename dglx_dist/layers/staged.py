@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,6 +25,10 @@ class StageInput:
     """(L0, F_p) this part's columns of the source nodes' inputs; F_p may be 0."""
     edges: Mapping[str, Tensor]
     """Per-edge arguments of the convolution, such as weights: name to (E1, ...); the same on every part."""
+
+
+RunParts: TypeAlias = Callable[["Staged", StageInput], Sums]
+"""A layer with one part's weights, and what this rank called it with, to the sums of all parts."""
 
 
 class Staged(nn.Module, ABC):
@@ -50,8 +54,16 @@ class Staged(nn.Module, ABC):
     """Parameter name to the dimension that runs over the input columns."""
     shared: tuple[str, ...] = ()
     """Names of the parameters that stages before *sync* use whole; gradients are summed over the parts."""
+    run_parts: RunParts | None = None
+    """What does the stages up to *sync* where other parts take part; None: this is all there is."""
     edge_arguments: tuple[str, ...] = ("edge_weight",)
     """Names of the tensors with a row per edge that :meth:`forward` takes."""
+
+    @property
+    def width(self) -> int:
+        """Input columns of the layer, or of the part that this is."""
+        name, dimension = next(iter(self.cut.items()))
+        return int(self.get_parameter(name).shape[dimension])
 
     def transform(self, given: StageInput) -> Any:
         """Return what :meth:`scatter` and :meth:`gather` start from; the input itself when not overridden."""
@@ -95,8 +107,14 @@ class Staged(nn.Module, ABC):
             ConfigError: an argument is not one of them, or the pair is of other rows.
         """
         given = StageInput(block=block, x=self.sources(block, x), edges=self.edges_by_name(edges, named))
+        return self.apply_nodes(block, self.sync(given))
+
+    def sync(self, given: StageInput) -> Sums:
+        """Return what :meth:`gather` gives, summed over all parts; a strategy replaces :attr:`run_parts`."""
+        if self.run_parts is not None:
+            return self.run_parts(self, given)
         transformed = self.transform(given)
-        return self.apply_nodes(block, self.gather(given, transformed, self.scatter(given, transformed)))
+        return self.gather(given, transformed, self.scatter(given, transformed))
 
     def sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Return the inputs of the sources from what a user calls a convolution with."""

@@ -59,14 +59,14 @@ class _SumToOwner(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, *_push(gradient, ctx.like, ctx.session, BACKWARD)
+        return None, None, *send_to_parts(gradient, ctx.like, ctx.session, BACKWARD)
 
 
 class _HandToParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, session: Session, own: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
         ctx.session, ctx.num_like = session, len(like)
-        return tuple(_push(own, list(like), session, FORWARD))
+        return tuple(send_to_parts(own, like, session, FORWARD))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -86,12 +86,21 @@ def _pull(shares: list[Tensor], session: Session, phase: str) -> Tensor:
     return total
 
 
-def _push(own: Tensor, like: list[Tensor], session: Session, phase: str) -> list[Tensor]:
-    """Send ``own`` to every part; return what all owners sent, in their order."""
-    topology = session.topology
+def send_to_parts(own: Tensor, like: Sequence[Tensor], session: Session, phase: str) -> list[Tensor]:
+    """Send ``own`` to every part; return what all owners sent, in their order; carries no gradient.
+
+    Args:
+        own: This owner's tensor.
+        like: W tensors with the shapes and dtypes that come from the owners.
+        session: The run.
+        phase: For the ledger.
+
+    Raises:
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
     received = [torch.empty_like(other) for other in like]
-    received[topology.rank] = own.detach().contiguous()
-    _swap([own] * topology.world_size, received, session, phase)
+    received[session.topology.rank] = own.detach().contiguous()
+    _swap([own] * session.topology.world_size, received, session, phase)
     return received
 
 
