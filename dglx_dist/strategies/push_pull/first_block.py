@@ -45,7 +45,9 @@ def share_blocks(block: DGLBlock, nodes: Tensor, session: Session) -> tuple[Owne
     indptr, indices, _ = block.adj_tensors("csc")
     sizes = gather_int64([len(nodes), block.num_dst_nodes(), block.num_edges()], session)
     packed = torch.cat([part.to(torch.int32) for part in (nodes, indptr, indices)])
-    like = [torch.empty(sources + targets + 1 + edges, dtype=torch.int32) for sources, targets, edges in sizes]
+    like = [
+        torch.empty(sources + targets + 1 + edges, dtype=torch.int32) for sources, targets, edges in sizes
+    ]
     received = send_to_parts(packed, like, session, STRUCTURE)
     return tuple(
         mine if owner == rank else _unpacked(one, *counts)
@@ -54,7 +56,7 @@ def share_blocks(block: DGLBlock, nodes: Tensor, session: Session) -> tuple[Owne
 
 
 def share_edges(values: Tensor, blocks: Sequence[OwnersBlock], session: Session) -> tuple[Tensor, ...]:
-    """Return every owner's tensor of values per edge, like ``values`` of this rank's own; all must call it."""
+    """Return every owner's values per edge, like ``values`` of this rank's own block; all must call it."""
     like = [values.new_empty((one.block.num_edges(), *values.shape[1:])) for one in blocks]
     own = blocks[session.topology.rank].block
     *_, edge_ids = own.adj_tensors("csc")

@@ -46,8 +46,8 @@ class FirstLayer:
         inputs: Sequence[OwnersInput] | None = getattr(given.block, "push_pull", None)
         if inputs is None:
             raise ConfigError(
-                "the first layer was given a block that does not come from dglx_dist.DataLoader, so the other "
-                "ranks do not know it; feed the model from the loader"
+                "the first layer was given a block that does not come from the strategy's loader, so the "
+                "other ranks do not know it; feed the model from dglx_dist.DataLoader"
             )
         edges = self._edges(given, inputs)
         everyone = [

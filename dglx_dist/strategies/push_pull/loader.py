@@ -6,10 +6,9 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
-import torch
+from torch import Tensor
 
 from dglx_dist.cluster.session import Session
-from dglx_dist.records import Array
 from dglx_dist.sampling.loader import Batch, DataLoader
 from dglx_dist.sampling.stepping import LoaderTimes
 from dglx_dist.strategies.push_pull.first_block import share_blocks
@@ -34,12 +33,12 @@ class PushPullLoader:
     """
 
     def __init__(
-        self, g: DistGraph, indices: Any, sampler: Any, slices: Mapping[str, Array], **loader_options: Any
+        self, g: DistGraph, indices: Any, sampler: Any, slices: Mapping[str, Tensor], **loader_options: Any
     ) -> None:
         without = copy.copy(sampler)
         without.prefetch_node_feats = []
         self._inner = DataLoader(g, indices, without, **loader_options)
-        self._slices = {name: torch.from_numpy(rows) for name, rows in slices.items()}
+        self._slices = dict(slices)
         self._session: Session = g.session
 
     def __len__(self) -> int:

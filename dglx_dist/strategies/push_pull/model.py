@@ -59,8 +59,12 @@ class PushPullModel(WrappedModel):
         prefix = f"{name}." if name else ""
         self._cut = {prefix + cut: dimension for cut, dimension in whole.cut.items()}
         shared = {prefix + other for other in whole.shared}
-        trained = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad and n not in self._cut]
-        after, before = ([pair for pair in trained if (pair[0] in shared) is early] for early in (False, True))
+        trained = [
+            (n, p) for n, p in self.module.named_parameters() if p.requires_grad and n not in self._cut
+        ]
+        after, before = (
+            [pair for pair in trained if (pair[0] in shared) is early] for early in (False, True)
+        )
         self._exchange = GradientExchange(after, session, bucket_bytes)
         # Gradients of what comes before the sum have their owners' weights already.
         self._early = GradientExchange(before, session, bucket_bytes) if before else None

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+from torch import Tensor
 
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dtypes import numpy_dtype, tensor_view
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.rows import rows_per_message
 from dglx_dist.layers.columns import Columns
@@ -19,8 +21,8 @@ PHASE = "columns"
 """The ledger's name of these bytes; they move once, when a dataset is opened for training."""
 
 
-def load_columns(store: KVStore, key: str, columns: Columns, session: Session) -> Array:
-    """Return (V, F_p): ``columns`` of the tensor ``key`` for every row, in the order of ids; all must call it.
+def load_columns(store: KVStore, key: str, columns: Columns, session: Session) -> Tensor:
+    """Return (V, F_p): ``columns`` of every row of the tensor ``key``, by id; every rank must call it.
 
     Rows of the own server are copied from its memory, those of others arrive in pieces of a message each,
     so that no more than the result and a message is in memory at a time.
@@ -39,7 +41,7 @@ def load_columns(store: KVStore, key: str, columns: Columns, session: Session) -
     serving = _Server(store)
     session.rpc.register(op, serving)
     barrier(session, f"columns of {key!r}")
-    out = np.empty((int(column.bounds[-1]), len(columns)), np.dtype(column.info.dtype))
+    out = np.empty((int(column.bounds[-1]), len(columns)), numpy_dtype(column.info.dtype))
     step = rows_per_message(max(out.strides[0], 1))
     for server, (first, last) in enumerate(pairwise(column.bounds.tolist())):
         for begin in range(first, last, step):
@@ -49,7 +51,7 @@ def load_columns(store: KVStore, key: str, columns: Columns, session: Session) -
             (out[begin:end],) = session.rpc.call(rank, op, key, [asked], phase=PHASE)
     barrier(session, f"columns of {key!r} are there")
     session.rpc.unregister(op)
-    return out
+    return tensor_view(out, column.info)
 
 
 class _Server:
@@ -65,4 +67,4 @@ class _Server:
             for first, rows in self._store.shards(key)
             if first < end and begin < first + len(rows)
         ]
-        return [np.concatenate(pieces) if pieces else np.empty((0, right - left), np.float32)]
+        return [np.concatenate(pieces)]
