@@ -68,7 +68,7 @@ def share_edges(values: Tensor, blocks: Sequence[OwnersBlock], session: Session)
 
 
 def _unpacked(packed: Tensor, sources: int, targets: int, edges: int) -> OwnersBlock:
-    nodes, indptr, indices = packed.to(torch.int64).split([sources, targets + 1, edges])
+    nodes, indptr, indices = torch.split(packed.to(torch.int64), [sources, targets + 1, edges])
     block = dgl.create_block(
         ("csc", (indptr, indices, torch.empty(0, dtype=torch.int64))),
         num_src_nodes=sources,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class FirstLayer:
 
 def _weighed(tensor: Tensor, weight: float) -> Tensor:
     """Return ``tensor``, whose gradient is multiplied by ``weight`` on its way to the parts."""
-    return _Weighed.apply(tensor, weight)  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it bare
+    return cast("Tensor", _Weighed.apply(tensor, weight))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 class _Weighed(torch.autograd.Function):

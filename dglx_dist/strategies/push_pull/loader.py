@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
 from dglx_dist.sampling.loader import Batch, DataLoader
 from dglx_dist.sampling.stepping import LoaderTimes
 from dglx_dist.strategies.push_pull.first_block import share_blocks
@@ -48,6 +49,8 @@ class PushPullLoader:
     def __iter__(self) -> Iterator[Batch]:
         rank = self._session.topology.rank
         for input_nodes, output_nodes, blocks in self._inner:
+            if not isinstance(input_nodes, Tensor):
+                raise ConfigError("push_pull trains on graphs of one node type; use strategy='data_parallel'")
             owners = share_blocks(blocks[0], input_nodes, self._session)
             for name, rows in self._slices.items():
                 inputs = [OwnersInput(owners=one, x=rows[one.nodes]) for one in owners]

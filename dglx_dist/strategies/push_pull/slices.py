@@ -11,11 +11,12 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dtypes import numpy_dtype, tensor_view
+from dglx_dist.graph.dtypes import tensor_view
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.rows import rows_per_message
 from dglx_dist.layers.columns import Columns
 from dglx_dist.records import Array
+from dglx_dist.storage.columns import numpy_dtype
 
 PHASE = "columns"
 """The ledger's name of these bytes; they move once, when a dataset is opened for training."""
