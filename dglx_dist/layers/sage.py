@@ -1,0 +1,69 @@
+"""GraphSAGE's stages, for ``dgl.nn.SAGEConv`` with the aggregators mean and gcn."""
+
+from __future__ import annotations
+
+from dgl.heterograph import DGLBlock
+from dgl.nn import SAGEConv
+from torch import Tensor
+from torch.nn import functional
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.layers.aggregate import mean_in_edges, sum_in_edges
+from dglx_dist.layers.staged import Staged, StageInput, Sums, refuse_dropout
+
+_SPLIT = ("mean", "gcn")
+
+
+class SageStages(Staged):
+    """``SAGEConv`` as stages; has its parameters under its names.
+
+    Args:
+        conv: What to split; its parameters are shared, not copied.
+
+    Raises:
+        ConfigError: its aggregator is not a sum of columns.
+    """
+
+    def __init__(self, conv: SAGEConv) -> None:
+        super().__init__()
+        self._aggregator = conv._aggre_type
+        if self._aggregator not in _SPLIT:
+            raise ConfigError(
+                f"SAGEConv with aggregator {self._aggregator!r} has a nonlinear step before its sum, so it "
+                f"cannot be split by input columns; use {' or '.join(_SPLIT)}, or strategy='data_parallel'"
+            )
+        refuse_dropout(conv, conv.feat_drop.p)
+        self.fc_neigh = conv.fc_neigh
+        self.activation, self.norm = conv.activation, conv.norm
+        self.cut = {"fc_neigh.weight": 1}
+        if self._aggregator == "mean":
+            self.fc_self = conv.fc_self
+            self.cut["fc_self.weight"] = 1
+        else:
+            self.bias = conv.bias
+        # Decided by the uncut widths, so that all parts do it alike.
+        self._project_first = conv._in_src_feats > conv._out_feats
+
+    def transform(self, given: StageInput) -> Tensor:
+        """Project the source rows, where that makes them narrower."""
+        return functional.linear(given.x, self.fc_neigh.weight) if self._project_first else given.x
+
+    def gather(self, given: StageInput, transformed: Tensor, scattered: Sums) -> Sums:
+        """Return one (D1, H): mean of the neighbours W_neigh + self W_self, added before the sum."""
+        block, weight = given.block, given.edges.get("edge_weight")
+        if self._aggregator == "mean":
+            around = self._projected(mean_in_edges(block, transformed, weight))
+            return (around + functional.linear(given.x[: block.num_dst_nodes()], self.fc_self.weight),)
+        total = sum_in_edges(block, transformed, weight) + transformed[: block.num_dst_nodes()]
+        return (self._projected(total / (block.in_degrees().to(total).unsqueeze(-1) + 1)),)
+
+    def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
+        """Add the bias; then activation and norm, in DGL's order."""
+        (out,) = gathered
+        bias = self.fc_self.bias if self._aggregator == "mean" else self.bias
+        out = out if bias is None else out + bias
+        out = out if self.activation is None else self.activation(out)
+        return out if self.norm is None else self.norm(out)
+
+    def _projected(self, rows: Tensor) -> Tensor:
+        return rows if self._project_first else functional.linear(rows, self.fc_neigh.weight)

@@ -1,0 +1,156 @@
+"""A model whose first layer is split by input columns and whose rest is replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.layers.adapters import stages_of
+from dglx_dist.layers.columns import Columns, deal_out_columns
+from dglx_dist.layers.parts import join_parts, part_of
+from dglx_dist.layers.staged import Staged
+from dglx_dist.strategies.base import Parts, Reduction, WrappedModel
+from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
+from dglx_dist.strategies.gradients import GradientExchange
+from dglx_dist.strategies.push_pull.exchange import send_to_parts
+from dglx_dist.strategies.push_pull.first_layer import FirstLayer
+from dglx_dist.strategies.share import find_share, gradient_weight
+
+_STATE = "weights"
+
+
+@final
+class PushPullModel(WrappedModel):
+    """The user's model with its first convolution split; takes the user's module over.
+
+    Forward and backward are collective: every rank must run both in every step, also without targets.
+
+    Args:
+        model: The user's model; all ranks build the same one, rank 0's weights win.
+        width: Columns of the features.
+        session: The run.
+        reduction: What the user's loss is over its own targets.
+        bucket_bytes: Gradients that are sent together.
+
+    Raises:
+        ConfigError: no layer of the model takes that many columns and can be split; or as for
+            data parallel models.
+    """
+
+    def __init__(
+        self, model: nn.Module, width: int, session: Session, *, reduction: Reduction, bucket_bytes: int
+    ) -> None:
+        super().__init__()
+        check_same_model(model, session, f"reduction={reduction}, bucket_bytes={bucket_bytes}")
+        broadcast_state(model, session)
+        self._session, self._reduction = session, reduction
+        name, whole = find_first_layer(model, width)
+        self._columns = deal_out_columns(width, session.topology.world_size)
+        self._runner = FirstLayer(session)
+        part = part_of(whole, self._columns[session.topology.rank])
+        part.run_parts = self._runner
+        self.module = part if name == "" else _with(model, name, part)
+        prefix = f"{name}." if name else ""
+        self._cut = {prefix + cut: dimension for cut, dimension in whole.cut.items()}
+        shared = {prefix + other for other in whole.shared}
+        trained = [
+            (n, p) for n, p in self.module.named_parameters() if p.requires_grad and n not in self._cut
+        ]
+        after, before = (
+            [pair for pair in trained if (pair[0] in shared) is early] for early in (False, True)
+        )
+        self._exchange = GradientExchange(after, session, bucket_bytes)
+        # Gradients of what comes before the sum have their owners' weights already.
+        self._early = GradientExchange(before, session, bucket_bytes) if before else None
+
+    @property
+    def parts(self) -> Parts:
+        """The split weights are local, everything else is replicated."""
+        names = [name for name, _ in self.module.named_parameters()]
+        return Parts(
+            replicated=tuple(name for name in names if name not in self._cut),
+            local=tuple(name for name in names if name in self._cut),
+        )
+
+    def exchange_seconds(self, *, reset: bool = False) -> float:
+        """Seconds that backward stood waiting for gradients since the start or the last reset."""
+        early = self._early.seconds(reset=reset) if self._early is not None else 0.0
+        return early + self._exchange.seconds(reset=reset)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's module on blocks of the strategy's loader."""
+        share = find_share((*args, *kwargs.values()), self._session)
+        weight = gradient_weight(share, self._reduction) if torch.is_grad_enabled() else 1.0
+        self._runner.weight = weight
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return output
+        leaves, layout = tree_flatten(output)
+        places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        marked: tuple[Tensor, ...] = tuple(leaves[place] for place in places)
+        marked = self._exchange.mark(marked, weight)
+        if self._early is not None:
+            marked = self._early.mark(marked, 1.0)
+        for place, tensor in zip(places, marked, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, layout)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state with uncut names and shapes; every rank must call it."""
+        state = self.module.state_dict(*args, **kwargs)
+        for name, dimension in self._cut.items():
+            pieces = [self._piece(state[name], dimension, columns) for columns in self._columns]
+            joined = send_to_parts(state[name], pieces, self._session, _STATE)
+            state[name] = join_parts(joined, dimension)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See :meth:`WrappedModel.load_state_dict`."""
+        mine = self._columns[self._session.topology.rank]
+        own = {
+            name: value.narrow(self._cut[name], mine.first, len(mine)) if name in self._cut else value
+            for name, value in state_dict.items()
+        }
+        return self.module.load_state_dict(own, strict=strict, assign=assign)
+
+    def _piece(self, mine: Tensor, dimension: int, columns: Columns) -> Tensor:
+        shape = list(mine.shape)
+        shape[dimension] = len(columns)
+        return mine.new_empty(shape)
+
+
+def find_first_layer(model: nn.Module, width: int) -> tuple[str, Staged]:
+    """Return the name and the stages of the convolution that takes the features, the first of that width.
+
+    Raises:
+        ConfigError: there is none, or it cannot be split; the message has the reason.
+    """
+    reasons = []
+    for name, module in model.named_modules():
+        if not isinstance(module, Staged) and not type(module).__module__.startswith("dgl."):
+            continue
+        try:
+            found = stages_of(module)
+        except ConfigError as error:
+            reasons.append(f"{name or 'the model'}: {error}")
+            continue
+        if found.width == width:
+            return name, found
+    raise ConfigError(
+        f"push_pull found no layer that takes the {width} columns of the features and can be split"
+        + "".join(f"; {reason}" for reason in reasons)
+    )
+
+
+def _with(model: nn.Module, name: str, part: Staged) -> nn.Module:
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, part)
+    return model

@@ -1,0 +1,170 @@
+"""Stages of convolutions: alone they are DGL's layer; cut by columns and added up they still are."""
+
+from collections.abc import Callable
+
+import dgl
+import pytest
+import torch
+from dgl.nn import GATConv, GATv2Conv, GINConv, GraphConv, RelGraphConv, SAGEConv
+from torch import Tensor, nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.layers.adapters import stages_of
+from dglx_dist.layers.columns import deal_out_columns
+from dglx_dist.layers.gat import GatStages
+from dglx_dist.layers.gin import GinStages
+from dglx_dist.layers.graph_conv import GraphConvStages
+from dglx_dist.layers.parts import part_of
+from dglx_dist.layers.relational import RelationalStages
+from dglx_dist.layers.sage import SageStages
+from dglx_dist.layers.staged import Staged, StageInput, add_up
+
+WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
+H = 5
+
+CONVS: dict[str, tuple[Callable[[int], nn.Module], type[Staged]]] = {
+    "sage-mean": (lambda f: SAGEConv(f, H, "mean", activation=torch.tanh), SageStages),
+    "sage-gcn": (lambda f: SAGEConv(f, H, "gcn", norm=nn.LayerNorm(H)), SageStages),
+    "sage-no-bias": (lambda f: SAGEConv(f, H, "mean", bias=False), SageStages),
+    **{
+        f"gcn-{norm}": (
+            lambda f, norm=norm: GraphConv(f, H, norm=norm, activation=torch.relu),
+            GraphConvStages,
+        )
+        for norm in ("both", "left", "right", "none")
+    },
+    "gin": (lambda f: GINConv(nn.Linear(f, H), "sum", init_eps=0.3), GinStages),
+    "gin-learnt-mean": (
+        lambda f: GINConv(
+            nn.Sequential(nn.Linear(f, H), nn.ReLU(), nn.Linear(H, 3)), "mean", 0.3, True, torch.tanh
+        ),
+        GinStages,
+    ),
+    "rel": (lambda f: RelGraphConv(f, H, 3, activation=torch.tanh), RelationalStages),
+    "rel-basis-norm": (lambda f: RelGraphConv(f, H, 3, "basis", 2, layer_norm=True), RelationalStages),
+    "gat": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatStages),
+    "gat-residual": (lambda f: GATConv(f, H, 3, residual=True), GatStages),
+}
+every_conv = pytest.mark.parametrize("name", CONVS)
+
+
+def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(width)
+    sources = torch.randint(0, 30, (60,), generator=generator)
+    targets = torch.cat([torch.arange(12), torch.randint(0, 12, (48,), generator=generator)])
+    block = dgl.to_block(dgl.graph((sources, targets), num_nodes=30), torch.arange(12))
+    rows = torch.randn(block.num_src_nodes(), width, generator=generator, dtype=torch.float64)
+    weight = torch.rand(60, generator=generator, dtype=torch.float64) + 0.1
+    return block, rows, weight
+
+
+def made(name: str, width: int) -> tuple[nn.Module, Staged]:
+    make, stages = CONVS[name]
+    torch.manual_seed(width)
+    conv = make(width).double()
+    for parameter in conv.parameters():
+        nn.init.uniform_(parameter, -1, 1)  # zeros of a bias would hide a bias added twice
+    staged = stages_of(conv)
+    assert type(staged) is stages
+    return conv, staged
+
+
+def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
+    if name.startswith("rel"):
+        relation = torch.arange(len(weight)) % 3
+        return [{"etypes": relation}, {"etypes": relation, "norm": weight.view(-1, 1)}]
+    return [{}, {"edge_weight": weight}]
+
+
+def run_parts(layers: list[Staged], block: dgl.DGLGraph, x: Tensor, **edges: Tensor) -> Tensor:
+    """What push-pull does, without a network: every part with its columns, sums between."""
+    cuts = deal_out_columns(x.shape[1], len(layers))
+    given = [StageInput(block=block, x=x[:, columns.cut], edges=edges) for columns in cuts]
+    transformed = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]
+    scattered = add_up(
+        [layer.scatter(*pair) for layer, *pair in zip(layers, given, transformed, strict=True)]
+    )
+    gathered = [
+        layer.gather(one, rows, scattered)
+        for layer, one, rows in zip(layers, given, transformed, strict=True)
+    ]
+    return layers[0].apply_nodes(block, add_up(gathered))
+
+
+def summed_gradient(layers: list[Staged], name: str) -> Tensor | None:
+    """The uncut gradient, from what the parts hold."""
+    found = [layer.get_parameter(name).grad for layer in layers]
+    if name in layers[0].cut:
+        return torch.cat([grad for grad in found if grad is not None], dim=layers[0].cut[name])
+    if name in layers[0].shared:
+        return torch.stack([grad for grad in found if grad is not None]).sum(0)
+    assert all(grad is None for grad in found[1:]), f"{name} is used before the sum and not declared"
+    return found[0]
+
+
+@every_conv
+@pytest.mark.parametrize("width", WIDTHS)
+def test_parts_add_up_to_dgls_layer(name: str, width: int) -> None:
+    block, x, weight = block_and_rows(width)
+    conv, staged = made(name, width)
+    for edges in edge_choices(name, weight):
+        conv.zero_grad()
+        expected = conv(block, x, **edges)
+        expected.cos().sum().backward()
+        close(staged(block, x, **edges), expected)
+        for parts in PARTS:
+            layers = [part_of(staged, columns) for columns in deal_out_columns(width, parts)]
+            found = run_parts(layers, block, x, **edges)
+            close(found, expected)
+            found.cos().sum().backward()
+            for parameter, values in conv.named_parameters():
+                close(summed_gradient(layers, parameter), values.grad)
+
+
+def close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_conv
+def test_names_are_those_of_the_layer(name: str) -> None:
+    conv, staged = made(name, 7)
+    assert {n: p.shape for n, p in staged.named_parameters()} == {
+        n: p.shape for n, p in conv.named_parameters()
+    }
+    for cut, dimension in staged.cut.items():
+        assert staged.get_parameter(cut).shape[dimension] == 7
+
+
+def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:
+    """The known wrong way: the softmax of a part's logits is no part of the softmax."""
+    block, x, _ = block_and_rows(8)
+    conv, staged = made("gat", 8)
+    conv.activation = staged.activation = None
+    cuts = deal_out_columns(8, 2)
+    wrong = sum(part_of(staged, columns)(block, x[:, columns.cut]) for columns in cuts)
+    assert (wrong - conv(block, x)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (SAGEConv(4, 3, "pool"), "aggregator 'pool'"),
+        (SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
+        (SAGEConv(4, 3, "mean", feat_drop=0.5), "feat_drop=0.5"),
+        (GATConv(4, 3, 2, feat_drop=0.5), "feat_drop=0.5"),
+        (GATv2Conv(4, 3, 2), "GATv2Conv cannot be cut .* nonlinear"),
+        (GraphConv(4, 4, weight=False, bias=False), "weight=False"),
+        (GINConv(nn.Linear(4, 3), "max"), "'max'"),
+        (GINConv(nn.ReLU(), "sum"), "begins with ReLU"),
+        (GATConv(3, 3, 1, residual=True), "residual=True"),
+        (GATConv(3, 3, 1, attn_drop=0.5), "attn_drop=0.5"),
+        (GATConv((3, 4), 3, 1), "separate widths"),
+        (RelGraphConv(4, 4, 2, "bdd", 2), "bdd"),
+        (nn.Linear(3, 3), "Linear cannot be cut .* nothing says"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_reason(module: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        stages_of(module)
+    assert "data_parallel" in str(caught.value)
