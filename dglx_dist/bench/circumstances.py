@@ -55,7 +55,7 @@ def _servers(outcome: Outcome) -> dict[str, list[str]]:
     """Return description -> the variants whose servers it describes."""
     found: dict[str, list[str]] = {}
     for name, values in _networks(outcome).items():
-        # The rate of namespaces' links stands with each variant; plain loopback's label says why there is none.
+        # Namespaces' rates stand with each variant; plain loopback's label says why there are none.
         left_out = {*_OF_ONE_LAB, "label"} if values.get("kind") == "namespaces" else {*_OF_ONE_LAB}
         known = {key: value for key, value in values.items() if key not in left_out}
         words = flat({key: value for key, value in known.items() if value not in (None, {}, [], "")})
