@@ -302,6 +302,8 @@ def test_sigterm_ends_a_rank_whose_wakeup_descriptor_is_somebody_elses() -> None
 
 def _torchrun(script: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # Looking every 0.1 s, it may end the survivor before that has said whom it misses.
+    command += ["--monitor-interval", "5"]
     variables = dict(os.environ, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     return subprocess.run(
         [*command, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False
