@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
-# nproc heeds OMP_NUM_THREADS, so it comes first.
-workers=$(($(nproc) < 4 ? $(nproc) : 4))
-# Tests start ranks of their own: one thread each, or they fight over the cores.
+# Tests start ranks of their own, one thread each, which fill the cores of a small machine: a second worker was
+# seen to gain nothing on 2 cores.
 export OMP_NUM_THREADS=1
+workers=$(($(nproc --all) < 4 ? 1 : $(nproc --all) / 2))
 exec .venv/bin/python -m pytest --numprocesses "$workers" --dist loadfile "$@"
