@@ -5,29 +5,34 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from dglx_dist.cli.lab_options import (
+    EMULATED,
+    Cpus,
+    Internal,
+    RanksPerServer,
+    check_command,
+    end,
+    read_spec,
+    say,
+)
 from dglx_dist.cli.lab_run_command import prepare
+from dglx_dist.cli.launch import INTERRUPTED
 from dglx_dist.cli.report_command import show, warn
 from dglx_dist.errors import LabError
 from dglx_dist.lab import host
 from dglx_dist.lab.alive import scratch_folder
-from dglx_dist.lab.base import LabSpec
 from dglx_dist.lab.calibrate import CalibrationPlan, CommandMeasure, write
-from dglx_dist.lab.command import torchrun_arguments
 from dglx_dist.lab.opening import open_lab
 from dglx_dist.lab.phi import Calibration, check_arguments, find_rate
-from dglx_dist.lab.rates import Rate
 from dglx_dist.report.units import readable_seconds
 
-INTERRUPTED = 128 + signal.SIGINT
-_EMULATED, _SEARCH = "What is emulated", "Search"
+_SEARCH = "Search"
 
 
 def lab_calibrate(  # noqa: PLR0913  # one argument per option
@@ -47,26 +52,10 @@ def lab_calibrate(  # noqa: PLR0913  # one argument per option
     tries: Annotated[
         int, typer.Option(rich_help_panel=_SEARCH, help="Most rates that are tried; the nearest counts.")
     ] = 6,
-    servers: Annotated[int, typer.Option(rich_help_panel=_EMULATED, help="Emulated servers.")] = 2,
-    ranks_per_server: Annotated[
-        int, typer.Option(rich_help_panel=_EMULATED, help="Processes that torchrun starts on each.")
-    ] = 1,
-    internal: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            rich_help_panel=_EMULATED,
-            help="Most that the ranks of one server send each other by sockets. Default: not limited.",
-        ),
-    ] = None,
-    cpus: Annotated[
-        float | None,
-        typer.Option(
-            metavar="CORES",
-            rich_help_panel=_EMULATED,
-            help="Cores of each server, may be a fraction. Default: this machine's, divided.",
-        ),
-    ] = None,
+    servers: Annotated[int, typer.Option(rich_help_panel=EMULATED, help="Emulated servers.")] = 2,
+    ranks_per_server: RanksPerServer = 1,
+    internal: Internal = None,
+    cpus: Cpus = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write calibration.json, and the output of every run."),
@@ -86,25 +75,24 @@ def lab_calibrate(  # noqa: PLR0913  # one argument per option
     The rate it ends with is what `--external` of `dglx lab run` takes. Needs emulated servers: Linux, root,
     ip and tc.
     """
-    # What can be found wrong before any server is made.
-    torchrun_arguments(command)
+    check_command(command, ranks_per_server, timeout)
     check_arguments(phi, tolerance, tries)
     missing = host.what_is_missing()
     if missing:
         raise LabError(f"a rate can only be found where links can be limited: {missing}")
     plan = CalibrationPlan(command=command, ranks_per_server=ranks_per_server, timeout_s=timeout)
-    spec = LabSpec(servers=servers, internal=None if internal is None else Rate.parse(internal), cpus=cpus)
+    spec = read_spec(servers, None, internal, cpus)
     if out is not None:
         prepare(out)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     with ExitStack() as closing:
         lab = closing.enter_context(open_lab(spec))
         folder = out or closing.enter_context(scratch_folder())
         try:
-            measure = CommandMeasure(lab, plan, folder, _say)
+            measure = CommandMeasure(lab, plan, folder, say)
             found = find_rate(measure, phi, tolerance=tolerance, max_tries=tries)
         except KeyboardInterrupt:
-            _say("interrupted; COMMAND has ended on all servers")
+            say("interrupted; COMMAND has ended on all servers")
             raise typer.Exit(INTERRUPTED) from None
         written = None if out is None else write(out, found, lab, plan)
     show(tries_table(found))
@@ -113,7 +101,7 @@ def lab_calibrate(  # noqa: PLR0913  # one argument per option
             f"phi {found.phi:.2f} is the nearest to {phi:g} of {len(found.tries)} tries; more epochs per run "
             "make it less noisy, --tries allows more rates"
         )
-    _say(f"use --external {found.rate}" + ("" if written is None else f"; written to {written}"))
+    say(f"use --external {found.rate}" + ("" if written is None else f"; written to {written}"))
 
 
 def tries_table(found: Calibration) -> Table:
@@ -126,12 +114,3 @@ def tries_table(found: Calibration) -> Table:
         chosen = "use this" if one.rate == found.rate else ""
         table.add_row(str(one.rate), readable_seconds(one.seconds), f"{one.phi:.3f}", chosen)
     return table
-
-
-def _say(text: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # Whoever ends this command means everything that it started: leaving the blocks ends that.
-    raise SystemExit(128 + number)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.cli.lab_calibrate_command import lab_calibrate
+from dglx_dist.cli.lab_options import EMULATED, Cpus, External, Internal, read_spec
 from dglx_dist.cli.lab_run_command import lab_run
 from dglx_dist.cli.report_command import show, warn
 
@@ -53,23 +54,10 @@ def up(
         str,
         typer.Argument(help="What it is called: up to 40 letters, digits and dashes.", show_default=False),
     ],
-    servers: Annotated[int, typer.Option(help="How many.")] = 2,
-    external: Annotated[
-        str | None,
-        typer.Option(
-            help="Most that a server sends, and receives, e.g. 100mbit, 1gbit; unlimited if left out."
-        ),
-    ] = None,
-    internal: Annotated[
-        str | None,
-        typer.Option(help="The same for sockets between ranks of one server; unlimited if left out."),
-    ] = None,
-    cpus: Annotated[
-        float | None,
-        typer.Option(
-            help="Cores of each server, may be a fraction; this machine's cores / servers if left out."
-        ),
-    ] = None,
+    servers: Annotated[int, typer.Option(rich_help_panel=EMULATED, help="Emulated servers.")] = 2,
+    external: External = None,
+    internal: Internal = None,
+    cpus: Cpus = None,
 ) -> None:
     """Make a lab that stays up until `dglx lab down NAME`.
 
@@ -78,16 +66,8 @@ def up(
     Example: `dglx lab up slow --servers 4 --external 1gbit --internal 40gbit`
     """
     from dglx_dist.lab import opening
-    from dglx_dist.lab.base import LabSpec
-    from dglx_dist.lab.rates import Rate
 
-    spec = LabSpec(
-        servers=servers,
-        external=None if external is None else Rate.parse(external),
-        internal=None if internal is None else Rate.parse(internal),
-        cpus=cpus,
-    )
-    made = opening.up(spec, name)
+    made = opening.up(read_spec(servers, external, internal, cpus), name)
     first, last = made.servers[0], made.servers[-1]
     share = f"{first.cpu_share:.3g} cores each, held by {first.cpu_held_by}"
     _say(f"{name}: {servers} servers, {first.address} to {last.address}, {share}")

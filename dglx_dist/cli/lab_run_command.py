@@ -7,27 +7,35 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dglx_dist.cli.lab_options import (
+    EMULATED,
+    Cpus,
+    External,
+    Internal,
+    RanksPerServer,
+    check_command,
+    end,
+    read_spec,
+    say,
+)
+from dglx_dist.cli.launch import INTERRUPTED
 from dglx_dist.cli.report_command import show, warn
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.lab.alive import scratch_folder
-from dglx_dist.lab.base import Card, LabSpec, label
-from dglx_dist.lab.command import torchrun_arguments
+from dglx_dist.lab.base import Card, label
 from dglx_dist.lab.launch import run
 from dglx_dist.lab.opening import attach, open_lab
 from dglx_dist.lab.outcome import LabOutcome, find_outcome, write
-from dglx_dist.lab.rates import Rate
 from dglx_dist.report.units import plural, readable_bytes, readable_seconds
 
-INTERRUPTED = 128 + signal.SIGINT
-_EMULATED, _RESULTS = "What is emulated", "Results"
+_RESULTS = "Results"
 
 
 def lab_run(  # noqa: PLR0913  # one argument per option
@@ -40,41 +48,17 @@ def lab_run(  # noqa: PLR0913  # one argument per option
         ),
     ],
     servers: Annotated[
-        int | None, typer.Option(rich_help_panel=_EMULATED, help="Emulated servers. Default: 2.")
+        int | None, typer.Option(rich_help_panel=EMULATED, help="Emulated servers. Default: 2.")
     ] = None,
-    ranks_per_server: Annotated[
-        int, typer.Option(rich_help_panel=_EMULATED, help="Processes that torchrun starts on each.")
-    ] = 1,
-    external: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            rich_help_panel=_EMULATED,
-            help="Most that each server sends, and most that it receives, e.g. 100mbit, 2.5gbit. Default: "
-            "not limited.",
-        ),
-    ] = None,
-    internal: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            rich_help_panel=_EMULATED,
-            help="The same for sockets between the ranks of one server. Default: not limited.",
-        ),
-    ] = None,
-    cpus: Annotated[
-        float | None,
-        typer.Option(
-            metavar="CORES",
-            rich_help_panel=_EMULATED,
-            help="Cores of each server, may be a fraction. Default: this machine's, divided.",
-        ),
-    ] = None,
+    ranks_per_server: RanksPerServer = 1,
+    external: External = None,
+    internal: Internal = None,
+    cpus: Cpus = None,
     name: Annotated[
         str | None,
         typer.Option(
             "--name",
-            rich_help_panel=_EMULATED,
+            rich_help_panel=EMULATED,
             help="Use the lab of this name that `dglx lab up` made, as it is, and leave it up.",
         ),
     ] = None,
@@ -82,7 +66,7 @@ def lab_run(  # noqa: PLR0913  # one argument per option
         bool,
         typer.Option(
             "--loopback",
-            rich_help_panel=_EMULATED,
+            rich_help_panel=EMULATED,
             help="Emulate nothing: servers are torchrun nodes of this machine. Needs no root.",
         ),
     ] = False,
@@ -114,18 +98,18 @@ def lab_run(  # noqa: PLR0913  # one argument per option
     and the programs ip and tc; where something is missing this says what, and runs on plain loopback, where
     no link is limited and the results say so.
     """
-    _check(command, ranks_per_server, timeout)
+    check_command(command, ranks_per_server, timeout)
     given = {"--servers": servers, "--external": external, "--internal": internal, "--cpus": cpus}
     _refuse_beside_name(name, {**given, "--loopback": loopback})
-    spec = _spec(servers, external, internal, cpus)
+    spec = read_spec(2 if servers is None else servers, external, internal, cpus)
     if out is not None:
         prepare(out)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     with ExitStack() as closing:
         lab = closing.enter_context(open_lab(spec, force_loopback=loopback) if name is None else attach(name))
         if lab.kind == "loopback" and not loopback:
             warn(f"nothing is emulated, COMMAND runs on plain loopback, because of: {lab.missing}")
-        _say(f"{plural(len(lab.servers), 'server')} of {plural(ranks_per_server, 'rank')}; {label(lab)}")
+        say(f"{plural(len(lab.servers), 'server')} of {plural(ranks_per_server, 'rank')}; {label(lab)}")
         trace = closing.enter_context(_trace_folder(out))
         try:
             done = run(
@@ -137,31 +121,13 @@ def lab_run(  # noqa: PLR0913  # one argument per option
                 timeout_s=timeout,
             )
         except KeyboardInterrupt:
-            _say("interrupted; COMMAND has ended on all servers", style="red")
+            say("interrupted; COMMAND has ended on all servers", style="red")
             raise typer.Exit(INTERRUPTED) from None
         outcome = find_outcome(lab, command, ranks_per_server, done)
     _report(outcome, out)
     if done.failure is not None:
-        _say(done.failure, style="red")
+        say(done.failure, style="red")
     raise typer.Exit(done.exit_code)
-
-
-def _spec(servers: int | None, external: str | None, internal: str | None, cpus: float | None) -> LabSpec:
-    return LabSpec(
-        servers=2 if servers is None else servers,
-        external=None if external is None else Rate.parse(external),
-        internal=None if internal is None else Rate.parse(internal),
-        cpus=cpus,
-    )
-
-
-def _check(command: list[str], ranks_per_server: int, timeout: float | None) -> None:
-    """Find what is wrong before any server is made."""
-    torchrun_arguments(command)
-    if ranks_per_server < 1:
-        raise ConfigError(f"--ranks-per-server {ranks_per_server} must be at least 1")
-    if timeout is not None and not 0 < timeout < float("inf"):
-        raise ConfigError(f"--timeout {timeout:g} must be a number of seconds above 0")
 
 
 def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:
@@ -250,12 +216,3 @@ _NO_LEDGER = "there is no ledger: COMMAND opened no session of dglx_dist, or its
 
 def _both(card: Card) -> tuple[str, str]:
     return readable_bytes(card.sent), readable_bytes(card.received)
-
-
-def _say(text: str, style: str = "") -> None:
-    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # Whoever ends this command means everything that it started: leaving the blocks ends that.
-    raise SystemExit(128 + number)

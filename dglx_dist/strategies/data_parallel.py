@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dglx_dist.cluster.collectives import gather_json, peers_named, sum_over_ranks
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Parts, Reduction, Strategy, Traits, WrappedModel, check_options
-from dglx_dist.strategies.gradients import GradientExchange
+from dglx_dist.strategies.gradients import GradientExchange, mark_output
 from dglx_dist.strategies.share import find_share, gradient_weight
 
 if TYPE_CHECKING:
@@ -132,15 +131,7 @@ class DataParallelModel(WrappedModel):
             # Evaluating without no_grad is harmless as long as nobody runs backward for training.
             return output
         self._check_frozen()
-        weight = gradient_weight(share, self._reduction)
-        leaves, layout = tree_flatten(output)
-        places = [
-            place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()
-        ]
-        marked = self._exchange.mark([leaves[place] for place in places], weight) if places else ()
-        for place, tensor in zip(places, marked, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, layout)
+        return mark_output(output, (self._exchange, gradient_weight(share, self._reduction)))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

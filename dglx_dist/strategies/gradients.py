@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dglx_dist.cluster.collectives import count_all_reduce, peers_named
 from dglx_dist.cluster.session import Session
@@ -29,6 +30,23 @@ from dglx_dist.strategies.buckets import Bucket, make_buckets
 
 PHASE = "gradients"
 _IDLE = -1
+
+
+def mark_output(output: Any, *exchanges: tuple[GradientExchange, float]) -> Any:
+    """Return what a model returned, such that backward through any tensor of it exchanges gradients.
+
+    Args:
+        output: A tensor, or tuples, lists and dicts that hold some.
+        exchanges: Whose gradients, and what this rank's are multiplied by.
+    """
+    leaves, layout = tree_flatten(output)
+    places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    marked: Sequence[Tensor] = [leaves[place] for place in places]
+    for exchange, weight in exchanges if places else ():
+        marked = exchange.mark(marked, weight)
+    for place, tensor in zip(places, marked, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, layout)
 
 
 class GradientExchange:

@@ -35,11 +35,11 @@ def train(g: DistGraph, kind: str, share: str, moved: Counter[str]) -> list[Any]
     rank, world_size = session.topology.rank, session.topology.world_size
     mine = equality.cut(equality.new_ids_of_training(g), equality.SHARES[share], rank, world_size)
     columns = deal_out_columns(equality.WIDTH, world_size)[rank]
-    slices = {"feat": load_columns(g.kvstore, g.ndata["feat"].kvstore_key, columns, session)}
+    rows = load_columns(g.kvstore, g.ndata["feat"].kvstore_key, columns, session)
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    loader = PushPullLoader(g, mine, sampler, slices, batch_size=equality.NUM_NODES)
+    loader = PushPullLoader(g, mine, sampler, "feat", rows, batch_size=equality.NUM_NODES)
     torch.manual_seed(11)
     plain = equality.PlainModel(kind).double()
     model = PushPullModel(plain, equality.WIDTH, session, reduction="mean", bucket_bytes=1 << 20)

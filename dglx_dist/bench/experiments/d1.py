@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dglx_dist.bench import data
+from dglx_dist.bench.jobs.train_params import graphsage
 from dglx_dist.bench.predict import speedup_added, speedup_hidden, survey
 from dglx_dist.bench.records import (
     BenchPlan,
@@ -118,14 +119,13 @@ def _variant(
 
 
 def _params(folder: str, size: Size, seed: int) -> dict[str, Any]:
-    return {
-        "data": folder,
-        "hidden": size.hidden,
-        "fanouts": [15, 10, 5],
-        "batch_size": size.batch_size,
-        "epochs": size.epochs,
-        "seed": seed,
-    }
+    return graphsage(
+        folder,
+        hidden=size.hidden,
+        batch_size=size.batch_size,
+        epochs=size.epochs,
+        seed=seed,
+    )
 
 
 EXPERIMENT = Experiment(

@@ -8,6 +8,7 @@ from typing import Any
 
 from dglx_dist.bench import data
 from dglx_dist.bench.jobs.survey import Survey
+from dglx_dist.bench.jobs.train_params import graphsage
 from dglx_dist.bench.predict import survey
 from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Job, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
@@ -119,14 +120,13 @@ def _variant(name: str, params: Mapping[str, Any]) -> Variant:
 
 
 def _params(folder: str, size: Size, seed: int) -> dict[str, Any]:
-    return {
-        "data": folder,
-        "hidden": size.hidden,
-        "fanouts": [15, 10, 5],
-        "batch_size": size.batch_size,
-        "epochs": size.epochs,
-        "seed": seed,
-    }
+    return graphsage(
+        folder,
+        hidden=size.hidden,
+        batch_size=size.batch_size,
+        epochs=size.epochs,
+        seed=seed,
+    )
 
 
 EXPERIMENT = Experiment(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dglx_dist.bench import data
+from dglx_dist.bench.jobs.train_params import graphsage
 from dglx_dist.bench.predict import calibrated, survey, weak_scaling
 from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Job, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
@@ -118,15 +119,14 @@ def _name(servers: int) -> str:
 
 
 def _params(folder: str, size: Size, seed: int) -> dict[str, Any]:
-    return {
-        "data": folder,
-        "hidden": size.hidden,
-        "fanouts": [15, 10, 5],
-        "batch_size": size.batch_size,
-        "max_steps": size.steps,
-        "epochs": size.epochs,
-        "seed": seed,
-    }
+    return graphsage(
+        folder,
+        hidden=size.hidden,
+        batch_size=size.batch_size,
+        epochs=size.epochs,
+        seed=seed,
+        max_steps=size.steps,
+    )
 
 
 EXPERIMENT = Experiment(

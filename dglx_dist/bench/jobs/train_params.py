@@ -102,3 +102,18 @@ def read_params(params: Mapping[str, Any]) -> TrainParams:
     if "data" not in params:
         raise ConfigError("a training job needs the parameter data, the folder of a partitioned dataset")
     return TrainParams(**params)
+
+
+def graphsage(
+    data: str, *, hidden: int, batch_size: int, epochs: int, seed: int, **more: Any
+) -> dict[str, Any]:
+    """Return the params that DistDGL's experiments share: GraphSAGE of 3 layers, fan-out 15,10,5."""
+    return {
+        "data": data,
+        "hidden": hidden,
+        "fanouts": [15, 10, 5],
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "seed": seed,
+        **more,
+    }

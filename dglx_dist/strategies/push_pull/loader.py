@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 class PushPullLoader:
     """Iterates over ``(input_nodes, output_nodes, blocks)``; iterating is collective.
 
-    ``blocks[0].srcdata`` has this rank's columns of the features, (L0, F_p), under their names.
+    ``blocks[0].srcdata`` has this rank's columns of the feature, (L0, F_p), under its name.
 
     Args:
         g: The distributed graph.
         indices: This rank's seeds.
         sampler: A sampler of ``dgl.dataloading``.
-        slices: Feature name to (V, F_p), this rank's columns for all nodes.
+        feature: Name of what goes into the first layer.
+        rows: (V, F_p), this rank's columns of it for all nodes.
         loader_options: What ``dglx_dist.DataLoader`` takes.
     """
 
     def __init__(
-        self, g: DistGraph, indices: Any, sampler: Any, slices: Mapping[str, Tensor], **loader_options: Any
+        self, g: DistGraph, indices: Any, sampler: Any, feature: str, rows: Tensor, **loader_options: Any
     ) -> None:
         without = copy.copy(sampler)
         without.prefetch_node_feats = []
         self._inner = DataLoader(g, indices, without, **loader_options)
-        self._slices = dict(slices)
+        self._feature, self._rows = feature, rows
         self._session: Session = g.session
 
     def __len__(self) -> int:
@@ -52,10 +53,9 @@ class PushPullLoader:
             if not isinstance(input_nodes, Tensor):
                 raise ConfigError("push_pull trains on graphs of one node type; use strategy='data_parallel'")
             owners = share_blocks(blocks[0], input_nodes, self._session)
-            for name, rows in self._slices.items():
-                inputs = [OwnersInput(owners=one, x=rows[one.nodes]) for one in owners]
-                blocks[0].srcdata[name] = inputs[rank].x
-                blocks[0].push_pull = inputs
+            inputs = [OwnersInput(owners=one, x=self._rows[one.nodes]) for one in owners]
+            blocks[0].srcdata[self._feature] = inputs[rank].x
+            blocks[0].push_pull = inputs
             yield input_nodes, output_nodes, blocks
 
     def times(self, *, reset: bool = False) -> LoaderTimes:

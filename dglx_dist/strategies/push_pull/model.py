@@ -7,7 +7,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
@@ -17,7 +16,7 @@ from dglx_dist.layers.parts import join_parts, part_of
 from dglx_dist.layers.staged import Staged
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
-from dglx_dist.strategies.gradients import GradientExchange
+from dglx_dist.strategies.gradients import GradientExchange, mark_output
 from dglx_dist.strategies.push_pull.exchange import send_to_parts
 from dglx_dist.strategies.push_pull.first_layer import FirstLayer
 from dglx_dist.strategies.share import find_share, gradient_weight
@@ -91,15 +90,8 @@ class PushPullModel(WrappedModel):
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             return output
-        leaves, layout = tree_flatten(output)
-        places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-        marked: tuple[Tensor, ...] = tuple(leaves[place] for place in places)
-        marked = self._exchange.mark(marked, weight)
-        if self._early is not None:
-            marked = self._early.mark(marked, 1.0)
-        for place, tensor in zip(places, marked, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, layout)
+        early = [] if self._early is None else [(self._early, 1.0)]
+        return mark_output(output, (self._exchange, weight), *early)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state with uncut names and shapes; every rank must call it."""
