@@ -31,6 +31,7 @@ from dglx_dist.cluster.rpc import Rpc
 from dglx_dist.cluster.scratch import Scratch
 from dglx_dist.cluster.serve import ServeConfig
 from dglx_dist.cluster.store import JobStore, open_store
+from dglx_dist.cluster.timeline import Timeline
 from dglx_dist.cluster.topology import (
     Settings,
     Topology,
@@ -96,6 +97,8 @@ class Session:
         """(W,) machine of each rank, for messages."""
         self.step_share: StepShare | None = None
         """Set by the loader when it yields a batch."""
+        self.timeline = Timeline()
+        """Off until somebody turns it on."""
         self.attached: dict[str, object] = {}
         """What lower rooms keep as long as the session lasts, such as the graph opened last."""
         self.before_close: list[Callable[[], None]] = []

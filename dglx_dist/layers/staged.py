@@ -65,6 +65,13 @@ class Staged(nn.Module, ABC):
         name, dimension = next(iter(self.cut.items()))
         return int(self.get_parameter(name).shape[dimension])
 
+    def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
+        """Return per-edge values, (E1, ...) each, that the layer takes from its whole block; none if not overridden.
+
+        Only the owner of a block computes them; the parts are given them in ``StageInput.edges``.
+        """
+        return {}
+
     def transform(self, given: StageInput) -> Any:
         """Return what :meth:`scatter` and :meth:`gather` start from; the input itself when not overridden."""
         return given.x
@@ -106,7 +113,8 @@ class Staged(nn.Module, ABC):
         Raises:
             ConfigError: an argument is not one of them, or the pair is of other rows.
         """
-        given = StageInput(block=block, x=self.sources(block, x), edges=self.edges_by_name(edges, named))
+        values = {**self.own_edges(block), **self.edges_by_name(edges, named)}
+        given = StageInput(block=block, x=self.sources(block, x), edges=values)
         return self.apply_nodes(block, self.sync(given))
 
     def sync(self, given: StageInput) -> Sums:

@@ -63,6 +63,32 @@ class WrappedModel(nn.Module, ABC):
     def exchange_seconds(self, *, reset: bool = False) -> float:
         """Seconds this rank stood waiting for exchanges since the start or the last reset."""
 
+    def whole(self) -> nn.Module:
+        """Return the user's module with uncut weights as they are now; every rank must call it.
+
+        For computing without the other ranks, as evaluation does; training it trains no wrapped model.
+        """
+        return self.module
+
+    def join_state(self, name: str, mine: Tensor) -> Tensor:
+        """Return the uncut tensor of which each rank has a piece of the shape of parameter ``name``; collective.
+
+        For optimizer state. ``mine`` itself where the parameter is replicated.
+        """
+        return mine
+
+    def cut_state(self, name: str, uncut: Tensor) -> Tensor:
+        """Return this rank's piece of what :meth:`join_state` returned; sends nothing."""
+        return uncut
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients by their norm over the uncut model, as torch's function does; collective.
+
+        Returns:
+            () the norm before clipping, equal on every rank.
+        """
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
     def join(self) -> AbstractContextManager[None]:
         """Context for a loop over a loader; does nothing, for loaders give all ranks equal steps."""
         return nullcontext()

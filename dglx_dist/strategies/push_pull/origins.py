@@ -1,0 +1,93 @@
+"""How what goes into the first layer came about, so that a part can do the same for other owners' nodes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.strategies.push_pull.visit import OwnersInput, Visit
+
+
+class Origin(ABC):
+    """A way to make a part's input rows of any owner; equal to another if it does the same."""
+
+    @abstractmethod
+    def rows(self, owners: OwnersInput) -> Tensor:
+        """Return (L0, F_p) for one owner's batch, with a gradient where something trained made it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Converted(Origin):
+    """The rows of another origin in another dtype."""
+
+    origin: Origin
+    dtype: torch.dtype
+
+    def rows(self, owners: OwnersInput) -> Tensor:
+        """See :meth:`Origin.rows`."""
+        return self.origin.rows(owners).to(self.dtype)
+
+
+@final
+class Origins:
+    """What is known about tensors of the batch that the model is computing.
+
+    A tensor is recognised by where its memory lies, so that a view of the loader's own is known and anything
+    computed from it is not.
+    """
+
+    def __init__(self) -> None:
+        self._visit: Visit | None = None
+        self._part = 0
+        self._known: list[tuple[Tensor, Origin]] = []
+
+    def begin(self, visit: Visit | None, part: int) -> None:
+        """Forget the last batch; ``visit`` is what the model computes now, None outside of one."""
+        self._visit, self._part, self._known = visit, part, []
+
+    @property
+    def own(self) -> OwnersInput | None:
+        """The own part of the batch that the model computes; None outside of one."""
+        return None if self._visit is None else self._visit.inputs[self._part]
+
+    def add(self, rows: Tensor, origin: Origin) -> None:
+        """Remember that ``rows`` of the own batch came from ``origin``; keeps them until the next batch."""
+        self._known.append((rows, origin))
+
+    def find(self, rows: Tensor) -> Origin | None:
+        """Return where ``rows`` came from, a change of dtype included; None if from nothing known."""
+        for known, origin in self._known:
+            if _same(known, rows):
+                return origin
+        for known, origin in self._known:
+            if known.shape == rows.shape and known.dtype != rows.dtype and not rows.requires_grad:
+                if torch.equal(known.to(rows.dtype), rows):
+                    return Converted(origin=origin, dtype=rows.dtype)
+        return None
+
+
+class InputModule(nn.Module):
+    """What may stand between the features and the first layer: works on each column by itself.
+
+    Called by the user's model on the own batch, and by the pipeline on those of other owners. A module that
+    stood there before is replaced by one of these under its name (:func:`find_input_modules` decides).
+    Its parameters, if any, have one entry per input column.
+    """
+
+    origins: Origins
+    """Of the model it belongs to; set when it is put there."""
+
+
+def _same(known: Tensor, rows: Tensor) -> bool:
+    return (
+        known.shape == rows.shape
+        and known.dtype == rows.dtype
+        and known.stride() == rows.stride()
+        and known.data_ptr() == rows.data_ptr()
+        and (known.numel() > 0 or torch.equal(known, rows))
+    )
