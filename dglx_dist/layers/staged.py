@@ -66,7 +66,7 @@ class Staged(nn.Module, ABC):
         return int(self.get_parameter(name).shape[dimension])
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        """Return per-edge values, (E1, ...) each, that the layer takes from its whole block; none if not overridden.
+        """Return per-edge values, (E1, ...) each, that the layer takes from its whole block; none by default.
 
         Only the owner of a block computes them; the parts are given them in ``StageInput.edges``.
         """

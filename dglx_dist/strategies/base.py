@@ -71,7 +71,7 @@ class WrappedModel(nn.Module, ABC):
         return self.module
 
     def join_state(self, name: str, mine: Tensor) -> Tensor:
-        """Return the uncut tensor of which each rank has a piece of the shape of parameter ``name``; collective.
+        """Return the uncut tensor of which each rank has a piece, cut like parameter ``name``; collective.
 
         For optimizer state. ``mine`` itself where the parameter is replicated.
         """

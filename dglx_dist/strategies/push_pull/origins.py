@@ -65,9 +65,9 @@ class Origins:
             if _same(known, rows):
                 return origin
         for known, origin in self._known:
-            if known.shape == rows.shape and known.dtype != rows.dtype and not rows.requires_grad:
-                if torch.equal(known.to(rows.dtype), rows):
-                    return Converted(origin=origin, dtype=rows.dtype)
+            converted = known.shape == rows.shape and known.dtype != rows.dtype and not rows.requires_grad
+            if converted and torch.equal(known.to(rows.dtype), rows):
+                return Converted(origin=origin, dtype=rows.dtype)
         return None
 
 
