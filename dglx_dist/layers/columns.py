@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dglx_dist.errors import ConfigError
@@ -39,3 +40,30 @@ def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
     return tuple(
         Columns(first=first, last=last, width=width) for first, last in zip([0, *ends], ends, strict=False)
     )
+
+
+def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Columns, ...], ...]:
+    """Cut matrices that stand side by side, each by itself, into ``parts``.
+
+    Args:
+        widths: Columns of each matrix, in their order.
+        parts: How many parts.
+
+    Returns:
+        For each part its runs, one per matrix, as columns of the whole; there may be none in a run.
+
+    Raises:
+        ConfigError: there is no matrix, one has no columns, or there are no parts.
+    """
+    if not widths:
+        raise ConfigError("no matrices to cut; name at least one feature")
+    total, cuts, before = sum(widths), [], 0
+    for width in widths:
+        cuts.append(
+            [
+                Columns(first=before + one.first, last=before + one.last, width=total)
+                for one in deal_out_columns(width, parts)
+            ]
+        )
+        before += width
+    return tuple(zip(*cuts, strict=True))

@@ -27,7 +27,7 @@ def test_the_layer_of_the_page_adds_up() -> None:
     expected.cos().sum().backward()
     assert (layer(block, x) - expected).abs().max() > 1e-3
     for parts in (2, 3):
-        layers = [part_of(layer, columns) for columns in deal_out_columns(7, parts)]
+        layers = [part_of(layer, [columns]) for columns in deal_out_columns(7, parts)]
         total = run_parts(layers, block, x, edge_weight=weight)
         close(total, expected)
         total.cos().sum().backward()

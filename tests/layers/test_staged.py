@@ -113,7 +113,7 @@ def test_parts_add_up_to_dgls_layer(name: str, width: int) -> None:
         expected.cos().sum().backward()
         close(staged(block, x, **edges), expected)
         for parts in PARTS:
-            layers = [part_of(staged, columns) for columns in deal_out_columns(width, parts)]
+            layers = [part_of(staged, [columns]) for columns in deal_out_columns(width, parts)]
             found = run_parts(layers, block, x, **edges)
             close(found, expected)
             found.cos().sum().backward()
@@ -142,7 +142,7 @@ def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:
     conv, staged = made("gat", 8)
     conv.activation = staged.activation = None
     cuts = deal_out_columns(8, 2)
-    wrong = sum(part_of(staged, columns)(block, x[:, columns.cut]) for columns in cuts)
+    wrong = sum(part_of(staged, [columns])(block, x[:, columns.cut]) for columns in cuts)
     assert (wrong - conv(block, x)).abs().max() > 1e-2
 
 

@@ -52,7 +52,7 @@ class PushPullModel(WrappedModel):
         name, whole = find_first_layer(model, width)
         self._columns = deal_out_columns(width, session.topology.world_size)
         self._runner = FirstLayer(session)
-        part = part_of(whole, self._columns[session.topology.rank])
+        part = part_of(whole, [self._columns[session.topology.rank]])
         part.run_parts = self._runner
         self.module = part if name == "" else _with(model, name, part)
         prefix = f"{name}." if name else ""
@@ -99,7 +99,7 @@ class PushPullModel(WrappedModel):
         for name, dimension in self._cut.items():
             pieces = [self._piece(state[name], dimension, columns) for columns in self._columns]
             joined = send_to_parts(state[name], pieces, self._session, _STATE)
-            state[name] = join_parts(joined, dimension)
+            state[name] = join_parts(joined, [[columns] for columns in self._columns], dimension)
         return state
 
     def load_state_dict(
