@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
+
+COMPUTE, NETWORK, LOADER = "compute", "network", "loader"
+"""Rows: what the training loop does; what is on its way; what the loader's threads do."""
+WAIT = "wait"
+"""How the name of a span begins in which a row stands still: it is no work, though it lies in the row."""
+MAX_SPANS = 50_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +21,7 @@ class Span:
     """One stretch of work."""
 
     name: str
-    """What: "forward M", "pull", ..."""
+    """What: "forward M", "pull", "wait for the pull", ..."""
     row: str
     """Where it is drawn: "compute", "network", "loader"."""
     begin_s: float
@@ -26,15 +33,28 @@ class Span:
 
 @final
 class Timeline:
-    """Collects spans of this rank while it is on."""
+    """Collects spans of this rank while it is on; any thread.
 
-    def __init__(self) -> None:
+    Args:
+        max_spans: How many are kept; later ones are counted in ``dropped`` alone.
+    """
+
+    def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self.on = False
         self.spans: list[Span] = []
+        self.dropped = 0
+        self._max_spans = max_spans
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Forget what was collected, and collect from now on."""
+        with self._lock:
+            self.spans, self.dropped = [], 0
+        self.on = True
 
     @contextmanager
     def span(self, name: str, row: str, batch: int | None = None) -> Iterator[None]:
-        """Note how long the block takes; any thread."""
+        """Note how long the block takes, also when it raises; any thread."""
         if not self.on:
             yield
             return
@@ -46,5 +66,11 @@ class Timeline:
 
     def add(self, name: str, row: str, begin_s: float, end_s: float, batch: int | None = None) -> None:
         """Note a stretch that was timed elsewhere; any thread."""
-        if self.on:
-            self.spans.append(Span(name=name, row=row, begin_s=begin_s, end_s=end_s, batch=batch))
+        if not self.on:
+            return
+        span = Span(name=name, row=row, begin_s=begin_s, end_s=end_s, batch=batch)
+        with self._lock:
+            if len(self.spans) < self._max_spans:
+                self.spans.append(span)
+            else:
+                self.dropped += 1

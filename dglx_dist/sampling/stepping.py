@@ -14,6 +14,7 @@ import torch
 
 from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.timeline import COMPUTE, LOADER, WAIT
 from dglx_dist.cluster.trace import Pass
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.records import StepShare
@@ -178,7 +179,8 @@ class StepLoader(ABC, Generic[K, B, T]):
         began, waited_s = time.perf_counter(), self._waited_s
 
         def make(step: int) -> B:
-            return self._make(self._items.take(order[self._schedule.slice_of(step)]), epoch)
+            with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
+                return self._make(self._items.take(order[self._schedule.slice_of(step)]), epoch)
 
         try:
             with closing(run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)) as batches:
@@ -194,7 +196,8 @@ class StepLoader(ABC, Generic[K, B, T]):
     def _next(self, step: int, batches: Iterator[B]) -> T:
         """Wait for the batch of ``step``, and note its time and share."""
         begin = time.perf_counter()
-        batch = next(batches)
+        with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, self._epoch * len(self) + step):
+            batch = next(batches)
         share = self._schedule.share(step)
         self._session.step_share = share
         handed = self._hand_over(batch, share)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dglx_dist.cluster.collectives import count_all_reduce, peers_named
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.timeline import COMPUTE, NETWORK, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.buckets import Bucket, make_buckets
 
@@ -184,13 +185,21 @@ class GradientExchange:
         if topology.world_size == 1:
             return None
         count_all_reduce(self._session, PHASE, bucket.num_bytes)
+        begin = time.perf_counter()
         with peers_named(self._session, "the sum of gradients"):
-            return dist.all_reduce(bucket.flat, async_op=True)
+            work = dist.all_reduce(bucket.flat, async_op=True)
+        if self._session.timeline.on:
+            work.get_future().add_done_callback(lambda _: self._note_sum(begin))
+        return work
+
+    def _note_sum(self, begin_s: float) -> None:
+        self._session.timeline.add("all-reduce D", NETWORK, begin_s, time.perf_counter())
 
     def _finish(self) -> None:
         self._launch(all_of_them=True)
         started = time.perf_counter()
-        with peers_named(self._session, "the sum of gradients"):
+        waiting = self._session.timeline.span(f"{WAIT} for the all-reduce", COMPUTE)
+        with peers_named(self._session, "the sum of gradients"), waiting:
             for work in self._in_flight:
                 if work is not None:
                     work.wait()
