@@ -13,7 +13,7 @@ from dglx_dist.layers.staged import Staged
 
 
 def part_of(layer: Staged, runs: Sequence[Columns]) -> Staged:
-    """Return a copy of ``layer`` whose cut weights have the columns ``runs`` only; the others are copied whole.
+    """Return a copy of ``layer`` whose cut weights have the columns ``runs`` only; others are copied whole.
 
     The copy is a leaf of its own: training it does not touch ``layer``.
     """

@@ -1,0 +1,187 @@
+"""What leaves at once and is waited for later: sums over the parts for an owner, and the way back.
+
+Every rank is at once a part (it holds its columns and its rows of the layer-1 weights) and an owner (of its
+own batches). All members of a group must post the same transfers in the same order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import peers_named
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import PeerError
+from dglx_dist.strategies.push_pull.group import Group
+
+FORWARD, BACKWARD = "activations", "activation_gradients"
+"""The ledger's names of these bytes (algorithms 2.4: forward pull, backward push)."""
+
+_PULL, _PUSH = 1, 2
+"""Tags: what is pulled and what is pushed may overtake each other on the wire."""
+
+_SUMMED_WIDER = (torch.float16, torch.bfloat16)
+
+Received: TypeAlias = list[Tensor]
+"""(N_f,) what each member sent, the own piece among them, in the order of the parts."""
+
+
+@final
+class Transfer:
+    """Something on its way; :meth:`result` waits for it."""
+
+    def __init__(self, session: Session, what: str) -> None:
+        self._session, self._what = session, what
+        self._done = threading.Event()
+        self._received: Received = []
+        self._error: RuntimeError | None = None
+
+    def finish(self, received: Received, error: RuntimeError | None = None) -> None:
+        """Note what came, or what went wrong."""
+        self._received, self._error = received, error
+        self._done.set()
+
+    def result(self) -> Received:
+        """Return what all members sent.
+
+        Raises:
+            PeerError: a rank is dead or did not take part within the time-out.
+        """
+        with peers_named(self._session, self._what):
+            # The waits behind it end by the session's time-out, one after the other; this is a last resort.
+            if not self._done.wait(4 * self._session.timeout_s):
+                raise PeerError(f"nothing was heard of {self._what} for {4 * self._session.timeout_s:g} s")
+            if self._error is not None:
+                raise self._error
+        return self._received
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Posted:
+    """What a lane waits for."""
+
+    transfer: Transfer
+    works: list[Any]
+    received: Received
+    kept: Sequence[Tensor]
+    """What is sent, which must live until it is."""
+    done: Callable[[], None]
+
+
+@dataclass(kw_only=True)
+class _Lane:
+    """A thread that waits for transfers of one kind, in their order, so that compute need not."""
+
+    jobs: queue.SimpleQueue[_Posted | None] = field(default_factory=queue.SimpleQueue)
+
+    def start(self, name: str) -> None:
+        # A daemon: a rank that fails must not wait, at its end, for messages that never come.
+        threading.Thread(target=_wait_for, args=(self.jobs,), name=name, daemon=True).start()
+
+
+@final
+class Courier:
+    """Sends between the members of a group without keeping the caller.
+
+    Args:
+        session: The run.
+        group: Who takes part.
+    """
+
+    def __init__(self, session: Session, group: Group) -> None:
+        self._session, self._group = session, group
+        self._lanes = {_PULL: _Lane(), _PUSH: _Lane()}
+        if group.size > 1:
+            for tag, name in ((_PULL, "dglx-pull"), (_PUSH, "dglx-push")):
+                self._lanes[tag].start(name)
+                weakref.finalize(self, self._lanes[tag].jobs.put, None)
+
+    def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
+        """Send each owner its share of this part; brings what all parts have for the own block.
+
+        Args:
+            shares: (N_f,) by owner, of the shapes that owner expects.
+            phase: For the ledger.
+            batch: For the timeline.
+        """
+        part = self._group.part
+        received = [torch.empty_like(shares[part], memory_format=torch.contiguous_format) for _ in shares]
+        received[part] = shares[part].detach()
+        return self._swap(_PULL, shares, received, phase, batch)
+
+    def push(self, own: Tensor, like: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
+        """Send ``own`` to every part; brings what all owners sent.
+
+        Args:
+            own: This owner's tensor.
+            like: (N_f,) tensors of the shapes and dtypes that come from the owners.
+            phase: For the ledger.
+            batch: For the timeline.
+        """
+        received = [torch.empty_like(other, memory_format=torch.contiguous_format) for other in like]
+        received[self._group.part] = own.detach()
+        return self._swap(_PUSH, [own] * self._group.size, received, phase, batch)
+
+    def _swap(
+        self, tag: int, sent: Sequence[Tensor], received: Received, phase: str, batch: int | None
+    ) -> Transfer:
+        """Send ``sent[p]`` to each other member p while ``received[p]`` arrives; nothing where empty."""
+        session, others = self._session, self._group.others
+        transfer = Transfer(session, phase if batch is None else f"{phase} of batch {batch}")
+        if not others:
+            transfer.finish(received)
+            return transfer
+        outgoing = {part: sent[part].detach().contiguous() for part, _ in others}
+        begin = time.perf_counter()
+        with peers_named(session, phase):
+            works = [dist.irecv(received[p], rank, tag=tag) for p, rank in others if received[p].numel()]
+            works += [dist.isend(outgoing[p], rank, tag=tag) for p, rank in others if outgoing[p].numel()]
+        for part, rank in others:
+            num_bytes = outgoing[part].numel() * outgoing[part].element_size()
+            session.ledger.add(phase, 1, self._group.rank, rank, num_bytes)
+
+        def done() -> None:
+            session.timeline.add(_NAMES[tag], "network", begin, time.perf_counter(), batch)
+
+        self._lanes[tag].jobs.put(
+            _Posted(transfer=transfer, works=works, received=received, kept=[*outgoing.values()], done=done)
+        )
+        return transfer
+
+
+_NAMES = {_PULL: "pull", _PUSH: "push gradient"}
+
+
+def add_in_order(received: Received) -> Tensor:
+    """Return the sum over the parts, added in their order, so that the bits do not depend on who was first.
+
+    Halves are added up in float32.
+    """
+    first, *rest = received
+    total = first.to(torch.float32) if first.dtype in _SUMMED_WIDER else first.clone()
+    for share in rest:
+        total += share
+    return total.to(first.dtype)
+
+
+def _wait_for(jobs: queue.SimpleQueue[_Posted | None]) -> None:
+    while (posted := jobs.get()) is not None:
+        try:
+            for work in posted.works:
+                work.wait()
+        except RuntimeError as error:
+            posted.transfer.finish([], error)
+        else:
+            posted.done()
+            posted.transfer.finish(posted.received)
+        # Or it would live until the next one comes.
+        del posted
