@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.aggregate import refuse_nodes_without_edges, sum_in_edges
-from dglx_dist.layers.staged import Staged, StageInput, Sums, refuse_dropout
+from dglx_dist.layers.staged import Staged, StageInput, Sums
 
 
 class GatStages(Staged):
@@ -26,8 +26,7 @@ class GatStages(Staged):
         conv: What to split; its parameters are shared, not copied.
 
     Raises:
-        ConfigError: it has separate widths for sources and destinations, an identity residual, or drops
-            attention.
+        ConfigError: it has separate widths for sources and destinations, or an identity residual.
     """
 
     shared = ("attn_l", "attn_r")
@@ -35,7 +34,7 @@ class GatStages(Staged):
     def __init__(self, conv: GATConv) -> None:
         super().__init__()
         _check(conv)
-        refuse_dropout(conv, conv.feat_drop.p)
+        self._feat_drop, self._attn_drop = conv.feat_drop.p, conv.attn_drop.p
         self.fc, self.attn_l, self.attn_r = conv.fc, conv.attn_l, conv.attn_r
         self.leaky_relu, self.res_fc, self.bias = conv.leaky_relu, conv.res_fc, conv.bias
         self.activation = conv.activation
@@ -43,25 +42,28 @@ class GatStages(Staged):
         self._allow_zero_in_degree = conv._allow_zero_in_degree
         self.cut = {"fc.weight": 1} | ({"res_fc.weight": 1} if self.res_fc is not None else {})
 
-    def transform(self, given: StageInput) -> Tensor:
-        """Project the source rows: (L0, K, H)."""
-        return functional.linear(given.x, self.fc.weight).view(-1, self._heads, self._width)
+    def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
+        """Return the projected source rows (L0, K, H), and the destinations' inputs (D1, F_p)."""
+        x = self.drop_inputs(given, self._feat_drop)
+        rows = functional.linear(x, self.fc.weight).view(-1, self._heads, self._width)
+        return rows, x[: given.block.num_dst_nodes()]
 
-    def scatter(self, given: StageInput, transformed: Tensor) -> Sums:
+    def scatter(self, given: StageInput, transformed: tuple[Tensor, Tensor]) -> Sums:
         """Return this part's logits of sources (L0, K, 1) and destinations (D1, K, 1)."""
-        targets = transformed[: given.block.num_dst_nodes()]
+        rows, _ = transformed
+        targets = rows[: given.block.num_dst_nodes()]
         return (
-            (transformed * self.attn_l).sum(-1, keepdim=True),
+            (rows * self.attn_l).sum(-1, keepdim=True),
             (targets * self.attn_r).sum(-1, keepdim=True),
         )
 
-    def gather(self, given: StageInput, transformed: Tensor, scattered: Sums) -> Sums:
+    def gather(self, given: StageInput, transformed: tuple[Tensor, Tensor], scattered: Sums) -> Sums:
         """Return one (D1, K, H): rows weighted by attention, and the residual's share."""
         if not self._allow_zero_in_degree:
             refuse_nodes_without_edges(given.block)
-        out = sum_in_edges(given.block, transformed, self._attention(given, *scattered))
+        rows, own = transformed
+        out = sum_in_edges(given.block, rows, self._attention(given, *scattered))
         if self.res_fc is not None:
-            own = given.x[: given.block.num_dst_nodes()]
             out = out + functional.linear(own, self.res_fc.weight).view_as(out)
         return (out,)
 
@@ -79,6 +81,7 @@ class GatStages(Staged):
             block.srcdata["el"], block.dstdata["er"] = sources, targets
             block.apply_edges(fn.u_add_v("el", "er", "e"))
             attention: Tensor = edge_softmax(block, self.leaky_relu(block.edata["e"]))
+        attention = self.drop_edges(given, attention, self._attn_drop)
         weight = given.edges.get("edge_weight")
         return attention if weight is None else attention * weight.view(-1, 1, 1)
 
@@ -93,9 +96,4 @@ def _check(conv: GATConv) -> None:
         raise ConfigError(
             "GATConv adds its input to its output (residual=True with equal widths): a part would need all "
             "columns; set residual=False in the first layer, or use strategy='data_parallel'"
-        )
-    if conv.attn_drop.p > 0:
-        raise ConfigError(
-            f"GATConv drops attention (attn_drop={conv.attn_drop.p}): the parts would drop different edges; "
-            "set attn_drop=0 in the first layer, or use strategy='data_parallel'"
         )

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.aggregate import mean_in_edges, sum_in_edges
-from dglx_dist.layers.staged import Staged, StageInput, Sums, refuse_dropout
+from dglx_dist.layers.staged import Staged, StageInput, Sums
 
 _SPLIT = ("mean", "gcn")
 
@@ -32,7 +32,7 @@ class SageStages(Staged):
                 f"SAGEConv with aggregator {self._aggregator!r} has a nonlinear step before its sum, so it "
                 f"cannot be split by input columns; use {' or '.join(_SPLIT)}, or strategy='data_parallel'"
             )
-        refuse_dropout(conv, conv.feat_drop.p)
+        self._feat_drop = conv.feat_drop.p
         self.fc_neigh = conv.fc_neigh
         self.activation, self.norm = conv.activation, conv.norm
         self.cut = {"fc_neigh.weight": 1}
@@ -44,17 +44,19 @@ class SageStages(Staged):
         # Decided by the uncut widths, so that all parts do it alike.
         self._project_first = conv._in_src_feats > conv._out_feats
 
-    def transform(self, given: StageInput) -> Tensor:
-        """Project the source rows, where that makes them narrower."""
-        return functional.linear(given.x, self.fc_neigh.weight) if self._project_first else given.x
+    def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
+        """Return the source rows, projected where that makes them narrower, and the destinations' inputs."""
+        x = self.drop_inputs(given, self._feat_drop)
+        rows = functional.linear(x, self.fc_neigh.weight) if self._project_first else x
+        return rows, x[: given.block.num_dst_nodes()]
 
-    def gather(self, given: StageInput, transformed: Tensor, scattered: Sums) -> Sums:
+    def gather(self, given: StageInput, transformed: tuple[Tensor, Tensor], scattered: Sums) -> Sums:
         """Return one (D1, H): mean of the neighbours W_neigh + self W_self, added before the sum."""
-        block, weight = given.block, given.edges.get("edge_weight")
+        block, weight, (rows, own) = given.block, given.edges.get("edge_weight"), transformed
         if self._aggregator == "mean":
-            around = self._projected(mean_in_edges(block, transformed, weight))
-            return (around + functional.linear(given.x[: block.num_dst_nodes()], self.fc_self.weight),)
-        total = sum_in_edges(block, transformed, weight) + transformed[: block.num_dst_nodes()]
+            around = self._projected(mean_in_edges(block, rows, weight))
+            return (around + functional.linear(own, self.fc_self.weight),)
+        total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
         return (self._projected(total / (block.in_degrees().to(total).unsqueeze(-1) + 1)),)
 
     def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.keyed_dropout import DropDraws, drop_attention, dropped
 
 Sums: TypeAlias = tuple[Tensor, ...]
 """Tensors that are sums over the parts once all parts' have been added up."""
@@ -25,6 +26,9 @@ class StageInput:
     """(L0, F_p) this part's columns of the source nodes' inputs; F_p may be 0."""
     edges: Mapping[str, Tensor]
     """Per-edge arguments of the convolution, such as weights: name to (E1, ...); the same on every part."""
+    draws: DropDraws | None = None
+    """What dropout before *sync* draws by, so that the parts drop what one process would; None: there is one
+    part, which draws as torch does."""
 
 
 RunParts: TypeAlias = Callable[["Staged", StageInput], Sums]
@@ -58,6 +62,8 @@ class Staged(nn.Module, ABC):
     """What does the stages up to *sync* where other parts take part; None: this is all there is."""
     edge_arguments: tuple[str, ...] = ("edge_weight",)
     """Names of the tensors with a row per edge that :meth:`forward` takes."""
+    edges_after_sync: bool = False
+    """Whether only :meth:`apply_edges` uses the per-edge values; they stay with the owner then."""
 
     @property
     def width(self) -> int:
@@ -82,7 +88,7 @@ class Staged(nn.Module, ABC):
 
     @abstractmethod
     def gather(self, given: StageInput, transformed: Any, scattered: Sums) -> Sums:
-        """Return this part's share of the sums at the destinations, each (D1, ...).
+        """Return this part's share of the sums at the destinations, each (D1, ...); at the sources (L0, ...).
 
         Args:
             given: The block, this part's columns, and the edges.
@@ -93,6 +99,13 @@ class Staged(nn.Module, ABC):
     @abstractmethod
     def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
         """Return the layer's output from what :meth:`gather` returned, summed over the parts."""
+
+    def apply_edges(self, given: StageInput, gathered: Sums) -> Tensor:
+        """Return the same where that takes edges and their values; :meth:`apply_nodes` when not overridden.
+
+        Only the owner of a block does it, so ``given`` has all of ``edges``, but of ``x`` a part's columns.
+        """
+        return self.apply_nodes(given.block, gathered)
 
     def forward(
         self,
@@ -115,7 +128,8 @@ class Staged(nn.Module, ABC):
         """
         values = {**self.own_edges(block), **self.edges_by_name(edges, named)}
         given = StageInput(block=block, x=self.sources(block, x), edges=values)
-        return self.apply_nodes(block, self.sync(given))
+        sums = self.sync(replace(given, edges={}) if self.edges_after_sync else given)
+        return self.apply_edges(given, sums)
 
     def sync(self, given: StageInput) -> Sums:
         """Return what :meth:`gather` gives, summed over all parts; a strategy replaces :attr:`run_parts`."""
@@ -123,6 +137,34 @@ class Staged(nn.Module, ABC):
             return self.run_parts(self, given)
         transformed = self.transform(given)
         return self.gather(given, transformed, self.scatter(given, transformed))
+
+    def drop_inputs(self, given: StageInput, probability: float) -> Tensor:
+        """Return (L0, F_p): ``given.x`` with entries dropped, while training.
+
+        Raises:
+            ConfigError: other parts take part, and nothing says what they drop.
+        """
+        self._check_draws(given, probability)
+        return dropped(given.x, probability, self.training, given.draws)
+
+    def drop_edges(self, given: StageInput, attention: Tensor, probability: float) -> Tensor:
+        """Return ``attention`` ((E1, K, 1)) with entries dropped, while training.
+
+        Raises:
+            ConfigError: other parts take part, and nothing says what they drop.
+        """
+        self._check_draws(given, probability)
+        if given.draws is None or not self.training:
+            return dropped(attention, probability, self.training, None)
+        return drop_attention(given.block, attention, probability, given.draws)
+
+    def _check_draws(self, given: StageInput, probability: float) -> None:
+        if probability > 0 and self.training and self.run_parts is not None and given.draws is None:
+            raise ConfigError(
+                f"{type(self).__name__} drops with probability {probability} before its sum, and the "
+                "strategy does not say what all parts drop; set it to 0 in the first layer, or use "
+                "strategy='data_parallel'"
+            )
 
     def sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Return the inputs of the sources from what a user calls a convolution with."""
@@ -154,12 +196,3 @@ class Staged(nn.Module, ABC):
 def add_up(parts: Sequence[Sums]) -> Sums:
     """Return the sums over the parts, added in the order of the parts."""
     return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
-
-
-def refuse_dropout(conv: nn.Module, probability: float) -> None:
-    """Raise ConfigError if ``conv`` drops its inputs: the parts would not drop what one process drops."""
-    if probability > 0:
-        raise ConfigError(
-            f"{type(conv).__name__} drops its inputs (feat_drop={probability}), and its parts would not drop "
-            "the same ones as one process; drop after the first layer, or use strategy='data_parallel'"
-        )
