@@ -11,17 +11,16 @@ from torch import Tensor, nn
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.adapters import stages_of
-from dglx_dist.layers.columns import Columns, deal_out_columns
-from dglx_dist.layers.parts import join_parts, part_of
+from dglx_dist.layers.columns import deal_out_concatenated
+from dglx_dist.layers.parts import part_of
 from dglx_dist.layers.staged import Staged
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.gradients import GradientExchange, mark_output
-from dglx_dist.strategies.push_pull.exchange import send_to_parts
 from dglx_dist.strategies.push_pull.first_layer import FirstLayer
+from dglx_dist.strategies.push_pull.group import make_group
+from dglx_dist.strategies.push_pull.state import Cut, CutState, without_weights
 from dglx_dist.strategies.share import find_share, gradient_weight
-
-_STATE = "weights"
 
 
 @final
@@ -50,13 +49,19 @@ class PushPullModel(WrappedModel):
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
         name, whole = find_first_layer(model, width)
-        self._columns = deal_out_columns(width, session.topology.world_size)
+        group = make_group(session, session.topology.world_size)
+        runs = deal_out_concatenated([width], group.size)
+        original = without_weights(model.get_submodule(name), whole.cut)
         self._runner = FirstLayer(session)
-        part = part_of(whole, [self._columns[session.topology.rank]])
+        part = part_of(whole, runs[group.part])
         part.run_parts = self._runner
         self.module = part if name == "" else _with(model, name, part)
         prefix = f"{name}." if name else ""
-        self._cut = {prefix + cut: dimension for cut, dimension in whole.cut.items()}
+        self._cut = {
+            prefix + inner: Cut(shape=tuple(whole.get_parameter(inner).shape), dimension=dimension, runs=runs)
+            for inner, dimension in whole.cut.items()
+        }
+        self._state = CutState(session, group, self._cut, {name: original})
         shared = {prefix + other for other in whole.shared}
         trained = [
             (n, p) for n, p in self.module.named_parameters() if p.requires_grad and n not in self._cut
@@ -93,30 +98,33 @@ class PushPullModel(WrappedModel):
         early = [] if self._early is None else [(self._early, 1.0)]
         return mark_output(output, (self._exchange, weight), *early)
 
+    def whole(self) -> nn.Module:
+        """Return a copy of the user's module as it was before it was split; every rank must call it."""
+        return self._state.whole(self.module)
+
+    def join_state(self, name: str, mine: Tensor) -> Tensor:
+        """See :meth:`WrappedModel.join_state`."""
+        return self._state.join(name, mine)
+
+    def cut_state(self, name: str, uncut: Tensor) -> Tensor:
+        """See :meth:`WrappedModel.cut_state`."""
+        return self._state.cut(name, uncut)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See :meth:`WrappedModel.clip_grad_norm_`."""
+        return self._state.clip_grad_norm_(self.module.named_parameters(), max_norm, norm_type)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state with uncut names and shapes; every rank must call it."""
         state = self.module.state_dict(*args, **kwargs)
-        for name, dimension in self._cut.items():
-            pieces = [self._piece(state[name], dimension, columns) for columns in self._columns]
-            joined = send_to_parts(state[name], pieces, self._session, _STATE)
-            state[name] = join_parts(joined, [[columns] for columns in self._columns], dimension)
+        self._state.join_all(state, kwargs.get("prefix", ""))
         return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """See :meth:`WrappedModel.load_state_dict`."""
-        mine = self._columns[self._session.topology.rank]
-        own = {
-            name: value.narrow(self._cut[name], mine.first, len(mine)) if name in self._cut else value
-            for name, value in state_dict.items()
-        }
-        return self.module.load_state_dict(own, strict=strict, assign=assign)
-
-    def _piece(self, mine: Tensor, dimension: int, columns: Columns) -> Tensor:
-        shape = list(mine.shape)
-        shape[dimension] = len(columns)
-        return mine.new_empty(shape)
+        return self.module.load_state_dict(self._state.cut_all(state_dict), strict=strict, assign=assign)
 
 
 def find_first_layer(model: nn.Module, width: int) -> tuple[str, Staged]:
