@@ -41,7 +41,9 @@ def train(  # noqa: PLR0913  # one argument per option
     ] = 0,
     model: Annotated[
         str,
-        typer.Option(help="sage, gcn, gat or mlp; for several types rgcn or hgt.", rich_help_panel=_MODEL),
+        typer.Option(
+            help="sage, gcn, sgc, gat or mlp; for several types rgcn or hgt.", rich_help_panel=_MODEL
+        ),
     ] = "sage",
     layers: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Convolutions.")] = 2,
     hidden: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Width between them.")] = 64,
@@ -123,6 +125,17 @@ def train(  # noqa: PLR0913  # one argument per option
             metavar="DIR", rich_help_panel=_RUN, help="Write every node's last hidden layer, as Parquet."
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_RUN,
+            help="Write who did what when, for Perfetto; `dglx report FILE` draws it.",
+        ),
+    ] = None,
+    trace_steps: Annotated[
+        int, typer.Option(rich_help_panel=_RUN, help="Steps that the trace holds, from the first one on.")
+    ] = 200,
 ) -> None:
     """Train a model on a partitioned dataset, evaluate it exactly, and write what it cost to a folder.
 
@@ -164,6 +177,8 @@ def train(  # noqa: PLR0913  # one argument per option
         timeout_s=timeout,
         predictions=None if predictions is None else str(predictions),
         save_embeddings=None if save_embeddings is None else str(save_embeddings),
+        trace=None if trace is None else str(trace),
+        trace_steps=trace_steps,
     )
     if launched_by_torchrun():
         check_launched(ranks, servers)

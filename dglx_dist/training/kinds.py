@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dglx_dist.errors import UnknownNameError
 from dglx_dist.registry import did_you_mean
 
-MODEL_KINDS = ("sage", "gcn", "gat", "mlp")
+MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp")
 RELATIONAL_KINDS = ("rgcn", "hgt")
 """Those for graphs of several node or edge types."""
 

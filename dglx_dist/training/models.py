@@ -116,7 +116,8 @@ def build_model(
     """Build a model; initial weights come from torch's global generator.
 
     Args:
-        kind: ``sage`` (mean), ``gcn``, ``gat`` or ``mlp``.
+        kind: ``sage`` (mean), ``gcn``, ``sgc`` (one linear map to the classes and a mean per layer, nothing
+            between them, so that ``hidden`` is not used), ``gat`` or ``mlp``.
         in_dim: Feature columns.
         hidden: Width between layers; for ``gat`` of all heads together.
         classes: Width of the result.
@@ -139,10 +140,19 @@ def build_model(
         )
     if kind == "gat" and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
+    if kind == "sgc":
+        return Stack(_simplified(in_dim, classes, layers), torch.nn.Identity(), dropout)
     widths = [in_dim, *[hidden] * (layers - 1), classes]
     pairs = list(pairwise(widths))
     convs = [_conv(kind, a, b, heads, depth == layers - 1, graph) for depth, (a, b) in enumerate(pairs)]
     return Stack(convs, torch.nn.functional.elu if kind == "gat" else torch.relu, dropout)
+
+
+def _simplified(in_dim: int, classes: int, layers: int) -> list[nn.Module]:
+    """Return the layers of SGC; the linear map comes first, so that all hops aggregate few columns."""
+    mean = {"norm": "right", "allow_zero_in_degree": True}
+    hops = [dgl.nn.GraphConv(classes, classes, weight=False, bias=False, **mean) for _ in range(layers - 1)]
+    return [dgl.nn.GraphConv(in_dim, classes, **mean), *hops]
 
 
 def _conv(kind: str, in_dim: int, out_dim: int, heads: int, last: bool, graph: DistGraph | None) -> nn.Module:

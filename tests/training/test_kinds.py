@@ -16,5 +16,5 @@ def test_a_wrong_kind_names_the_nearest() -> None:
 
 def test_a_relational_kind_passes_where_such_are_known_only() -> None:
     check_kind("rgcn", MODEL_KINDS + RELATIONAL_KINDS)
-    with pytest.raises(UnknownNameError, match="known: sage, gcn, gat, mlp"):
+    with pytest.raises(UnknownNameError, match="known: sage, gcn, sgc, gat, mlp"):
         check_kind("rgcn")

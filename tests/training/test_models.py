@@ -54,6 +54,21 @@ def test_mlp_looks_at_no_neighbour() -> None:
     assert not torch.equal(model(blocks(2), h)[0], model(blocks(2), changed)[0])
 
 
+def test_sgc_is_linear_and_takes_means_only() -> None:
+    """Node 2 hears of 0 and 1, which hear of nobody: after one hop it has the mean of their rows."""
+    model = build_model("sgc", 2, 64, 2, 1, dropout=0.0)
+    with torch.no_grad():
+        model.layers[0].weight.copy_(torch.eye(2))
+        model.layers[0].bias.zero_()
+    h = torch.tensor([[-4.0, 1.0], [2.0, 3.0], [9.0, 9.0]])
+    assert torch.equal(model(blocks(1), h)[2], torch.tensor([-1.0, 2.0]))
+    deep = build_model("sgc", 2, 64, 2, 2, dropout=0.0)
+    x, y = torch.randn(2, 3, 2)
+    summed = deep(blocks(2, CYCLE), x) + deep(blocks(2, CYCLE), y) - deep(blocks(2, CYCLE), x * 0)
+    assert torch.allclose(deep(blocks(2, CYCLE), x + y), summed, atol=1e-6)
+    assert {name for name, _ in deep.named_parameters()} == {"layers.0.weight", "layers.0.bias"}
+
+
 def test_symmetric_norm_of_two_neighbours() -> None:
     """Out-degrees 4 and 9, in-degree 2: weights 1/sqrt(8) and 1/sqrt(18)."""
     graph: Any = SimpleNamespace(
@@ -68,7 +83,7 @@ def test_symmetric_norm_of_two_neighbours() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(UnknownNameError, match="known: sage, gcn, gat, mlp"):
+    with pytest.raises(UnknownNameError, match="known: sage, gcn, sgc, gat, mlp"):
         build_model("gin", 1, 1, 1)
     with pytest.raises(ConfigError, match="heads=3 must divide hidden=8"):
         build_model("gat", 1, 8, 2, heads=3)

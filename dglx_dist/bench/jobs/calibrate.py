@@ -45,8 +45,9 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
             loader = DataLoader(g, seeds[: size * _BATCHES], sampler, batch_size=size, num_threads=0)
             batches += [blocks for _, _, blocks in loader]
         classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
+        graph = g if told.norm == "graph" else None
         model = build_model(
-            told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=g
+            told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
         )
         cost = calibrate(model, batches)
         g.close()

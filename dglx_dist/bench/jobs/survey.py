@@ -46,6 +46,10 @@ class Survey:
     label_bytes: int
     gradient_bytes: int
     """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) for each step."""
+    first_targets: int = 0
+    """D1 of algorithms 2.4: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
+    first_edges: int = 0
+    """E1: edges of the layer-1 blocks."""
 
     @property
     def payload_bytes(self) -> int:
@@ -95,6 +99,7 @@ class _Count:
         self._bounds: Array = self._placement.server_offsets(offsets)
         self._rows, self._remote, self._edges, self._remote_seeds = 0, 0, 0, 0
         self._asked, self._returned = 0, 0
+        self._first_targets, self._first_edges = 0, 0
         self._seeds: list[int] = []
         self._steps = 0
 
@@ -115,6 +120,8 @@ class _Count:
             self._rows += len(inputs)
             self._remote += int(_outside(inputs, first, last).sum())
             self._remote_seeds += int(_outside(targets, first, last).sum())
+            self._first_targets += blocks[0].num_dst_nodes()
+            self._first_edges += blocks[0].num_edges()
             for block in blocks:
                 away = _outside(block.dstdata[dgl.NID], first, last)
                 self._edges += block.num_edges()
@@ -135,6 +142,8 @@ class _Count:
             sampling_bytes=sampling if partitioned else 0,
             label_bytes=(_ID_BYTES + _row_bytes(g, LABEL)) * self._remote_seeds,
             gradient_bytes=2 * (self._servers - 1) * _parameter_bytes(told, g) * self._steps,
+            first_targets=self._first_targets,
+            first_edges=self._first_edges,
         )
 
 
@@ -153,6 +162,9 @@ def _row_bytes(g: DistGraph, name: str) -> int:
 
 def _parameter_bytes(told: TrainParams, g: DistGraph) -> int:
     classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
-    model = build_model(told.model, width, told.hidden, classes, len(told.fanouts), heads=told.heads, graph=g)
+    graph = g if told.norm == "graph" else None
+    model = build_model(
+        told.model, width, told.hidden, classes, len(told.fanouts), heads=told.heads, graph=graph
+    )
     # With each tensor goes a flag of one element, that somebody has its gradient.
     return sum((parameter.numel() + 1) * parameter.element_size() for parameter in model.parameters())

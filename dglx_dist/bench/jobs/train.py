@@ -84,8 +84,9 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
     )
     loader = DataLoader(g, nodes, sampler, batch_size=told.batch_size, shuffle=True, **dict(told.loader))
     width = g.ndata[FEATURE].shape[1]
+    graph = g if told.norm == "graph" else None
     model: torch.nn.Module = build_model(
-        told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=g
+        told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
     )
     if told.cost is not None:
         model = SleepingModel(model, told.cost, classes)

@@ -30,6 +30,8 @@ class TrainParams:
     model: str = "sage"
     hidden: int = 256
     heads: int = 4
+    norm: Literal["graph", "block"] = "graph"
+    """Whether ``gcn`` weighs edges by the degrees of the whole graph, or takes the mean over a block's."""
     dropout: float = 0.0
     fanouts: Sequence[int] = (15, 10, 5)
     """One for each layer, input-most first; -1: all."""
@@ -63,6 +65,7 @@ class TrainParams:
             ("warmup", self.warmup < 0, "at least 0"),
             ("max_steps", self.max_steps is not None and self.max_steps < 1, "at least 1, or left out"),
             ("lr", not 0 < self.lr < math.inf, "above 0"),
+            ("norm", self.norm not in ("graph", "block"), "graph or block"),
             ("seeds", self.seeds not in ("even", "own"), "even or own"),
             (
                 "accuracy",
