@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import dgl
@@ -35,6 +36,7 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     callbacks: Sequence[Callback] = (),
     sparse: Sparse = None,
     loader: TrainingLoader | None = None,
+    trace: str | Path | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
     """Train ``model`` with the current strategy; every rank must call it.
@@ -56,6 +58,8 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         sparse: Optimiser of the embeddings in ``config.inputs``; or several.
         loader: Of :func:`DistEdgeDataLoader` or :func:`DataLoader`, in place of one made by ``fanouts``,
             ``batch_size`` and ``loader_options``.
+        trace: File for a trace of all ranks, as ``config.trace``, whose first ``config.trace_steps`` steps it
+            holds; open it in Perfetto, or draw it with `dglx report FILE`.
         loader_options: More for :func:`DataLoader`.
 
     Returns:
@@ -65,8 +69,11 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         ConfigError: node data is missing, or an option cannot be honoured, as those of a loader beside
             ``loader``.
         CheckpointError: the checkpoint to resume from does not match.
+        StorageError: the trace cannot be written.
     """
     config = config or FitConfig()
+    if trace is not None:
+        config = replace(config, trace=trace)
     if loader is not None and loader_options:
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"

@@ -57,6 +57,9 @@ class TrainPlan:
     """Folder for the class of every node, as Parquet; None: not written."""
     save_embeddings: str | None = None
     """Folder for what the last layer but one gives for every node, as Parquet; None: not written."""
+    trace: str | None = None
+    """File for a trace of all ranks; None: nothing is recorded."""
+    trace_steps: int = 200
 
     def __post_init__(self) -> None:
         check_kind(self.model, MODEL_KINDS + RELATIONAL_KINDS)
@@ -89,6 +92,7 @@ class TrainPlan:
             ("depth", self.depth < 1, "at least 1"),
             ("loader-threads", self.loader_threads < 0, "at least 0"),
             ("checkpoint-every", self.checkpoint_every < 0, "at least 0"),
+            ("trace-steps", self.trace_steps < 1, "at least 1"),
             ("timeout", not 0 < self.timeout_s < math.inf, "above 0"),
             (
                 "structure",

@@ -29,6 +29,7 @@ from dglx_dist.run.session import init
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS
+from dglx_dist.training.tracing import check_trace
 
 CHECKPOINTS = "checkpoints"
 
@@ -59,6 +60,8 @@ def train_dataset(plan: TrainPlan) -> Trained:
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = check_trainable(plan, g)
         check_outputs(plan, g)
+        if plan.trace is not None:
+            check_trace(Path(plan.trace).absolute(), session)
         writes = session.topology.rank == 0
         config = resolved(plan, g, session)
         before = read_epochs(folder) if plan.resume else ()
@@ -150,6 +153,8 @@ def _fit(plan: TrainPlan, g: DistGraph, ntype: str, built: Built, after_epoch: C
         resume=plan.resume,
         ntype=ntype,
         inputs=built.inputs,
+        trace=plan.trace,
+        trace_steps=plan.trace_steps,
     )
     _, result = fit(
         built.module,

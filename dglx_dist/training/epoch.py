@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch
 
 from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.timeline import COMPUTE, Timeline
 from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.records import EpochRecord
 from dglx_dist.sampling.loader import LoaderTimes
@@ -73,8 +75,9 @@ def train_epoch(
     counted = session.ledger.snapshot()
     sums = _Sums()
     begin = time.perf_counter()
-    for batch in loader:
-        _train_step(step, batch, sums)
+    # Numbered as the loader numbers its batches, so that a trace shows which batch a step is of.
+    for number, batch in enumerate(loader, start=epoch * len(loader)):
+        _train_step(step, batch, sums, _Spans(timeline=session.timeline, number=number))
         after_step()
     seconds = time.perf_counter() - begin
     rows = session.ledger.since(counted)
@@ -95,15 +98,29 @@ def train_epoch(
     return _over_ranks([row for row in gather_json(mine, session) if isinstance(row, dict)], epoch)
 
 
-def _train_step(step: Step, batch: Any, sums: _Sums) -> None:
-    found = step.task(step.model, batch)
+@dataclass(frozen=True, kw_only=True)
+class _Spans:
+    """Notes what a step does."""
+
+    timeline: Timeline
+    number: int
+
+    def of(self, name: str) -> AbstractContextManager[None]:
+        return self.timeline.span(name, COMPUTE, self.number)
+
+
+def _train_step(step: Step, batch: Any, sums: _Sums, spans: _Spans) -> None:
+    with spans.of("forward"):
+        found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)
     for rows in step.sparse:
         rows.zero_grad()
-    found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-    step.optimizer.step()
-    for rows in step.sparse:
-        rows.step()
+    with spans.of("backward"):
+        found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    with spans.of("step"):
+        step.optimizer.step()
+        for rows in step.sparse:
+            rows.step()
     if found.num_targets:
         # The mean over no targets is nan, which would spoil the sum.
         sums.loss += float(found.loss.detach()) * found.num_targets

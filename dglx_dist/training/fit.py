@@ -23,6 +23,7 @@ from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
 from dglx_dist.training.evaluate import evaluate, labelled_type
 from dglx_dist.training.sparse_state import Sparse, optimizers_of
 from dglx_dist.training.task import LossFunction, NodeClassification, Task
+from dglx_dist.training.tracing import TraceConfig, recording
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -66,11 +67,15 @@ class FitConfig:
     eval_batch_size: int = 4096
     num_layers: int | None = None
     """For models without ``inference_layers()``: see :func:`dglx_dist.training.evaluate.evaluate`."""
+    trace: str | Path | None = None
+    """File for a trace of all ranks, which Perfetto shows; rank 0 writes it. None: nothing is recorded."""
+    trace_steps: int = 200
+    """Steps that the trace holds, from the first one of this call on."""
     show_progress: bool = True
     """On rank 0, on standard error."""
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("eval_every", 0), ("checkpoint_every", 1)):
+        for name, least in (("epochs", 1), ("eval_every", 0), ("checkpoint_every", 1), ("trace_steps", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.patience is not None and (self.patience < 1 or self.eval_every == 0):
@@ -135,6 +140,7 @@ def train(
     Raises:
         ConfigError: the loader attaches no features or labels, or the model cannot be evaluated exactly.
         CheckpointError: the checkpoint to resume from does not match.
+        StorageError: the trace cannot be written, found out before training where possible.
     """
     config = config or FitConfig()
     if config.task is None and config.ntype is None:
@@ -143,11 +149,17 @@ def train(
     run.resume()
     steps = len(loader) * (config.epochs - run.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
-    with progress(_intention(run.first_epoch, config.epochs), steps, enabled=enabled) as advance:
+    bar = progress(_intention(run.first_epoch, config.epochs), steps, enabled=enabled)
+    with recording(_trace_of(config), g.session) as count_step, bar as advance:
+
+        def after_step() -> None:
+            count_step()
+            advance(1)
+
         for epoch in range(run.first_epoch, config.epochs):
             if run.stopped_early:
                 break
-            record = run.epoch(epoch, lambda: advance(1))
+            record = run.epoch(epoch, after_step)
             for callback in callbacks:
                 callback(record)
             advance.say(epoch_line(record))
@@ -295,6 +307,14 @@ def _step_of(
         inputs=config.inputs,
     )
     return Step(model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse))
+
+
+def _trace_of(config: FitConfig) -> TraceConfig | None:
+    return (
+        None
+        if config.trace is None
+        else TraceConfig(path=Path(config.trace).absolute(), num_steps=config.trace_steps)
+    )
 
 
 def _facts(g: DistGraph) -> dict[str, object]:

@@ -1,0 +1,239 @@
+"""Timelines of all ranks as one file that Perfetto and chrome://tracing show, and back.
+
+The format is Chrome's "JSON object format": complete events ("X") with microseconds, a process per rank, a
+thread per row. Spans of a row that cross, such as two transfers under way at once, are dealt out to rows
+``network``, ``network 2``, ..., because viewers draw what is on one row as nested.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dglx_dist.cluster.timeline import COMPUTE, LOADER, NETWORK, Span
+from dglx_dist.errors import StorageError
+from dglx_dist.storage.fields import Fields
+
+_FORMAT = "dglx_dist trace 1"
+_HEAD = f'{{"otherData": {{"format": "{_FORMAT}"'
+_ROWS = (COMPUTE, NETWORK, LOADER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpans:
+    """What one rank did."""
+
+    rank: int
+    host: str
+    spans: tuple[Span, ...]
+    """By begin. In seconds of a clock that all ranks share; in a file of the time since the first span."""
+    clock_error_s: float = 0.0
+    """How wrong the times of this rank may be beside rank 0's."""
+    dropped: int = 0
+    """Spans that were not kept, because there were too many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFile:
+    """What a trace file says."""
+
+    ranks: tuple[RankSpans, ...]
+    """By rank."""
+    facts: Mapping[str, Any]
+    """Strategy, options, versions, what was recorded."""
+
+
+def check_replaceable(path: Path) -> None:
+    """Find out whether :func:`write_trace` may write ``path``; makes its folder if need be.
+
+    Raises:
+        StorageError: the folder cannot be made or written, or something other than a trace is at ``path``.
+    """
+    try:
+        if path.is_dir():
+            raise StorageError(f"the trace {path} is a folder; name a file, such as {path / 'trace.json'}")
+        if path.exists() and not _is_trace(path):
+            raise StorageError(
+                f"{path} holds something other than a trace, and is not overwritten; choose another file, or "
+                "remove it yourself"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = _partial(path)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot write the trace {path}: {error}; choose another place") from error
+
+
+def remove_trace(path: Path) -> None:
+    """Remove ``path`` if it is a trace; anything else stays.
+
+    Raises:
+        StorageError: it cannot be removed.
+    """
+    try:
+        if path.is_file() and _is_trace(path):
+            path.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot remove the earlier trace {path}: {error}; remove it yourself") from error
+
+
+def write_trace(path: Path, trace: TraceFile) -> None:
+    """Write ``path``, under another name first; an earlier trace there is replaced.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    zero = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
+    partial = _partial(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            # The head first, by which a trace is known without reading all of it.
+            file.write(_HEAD + ", " + json.dumps(_facts(trace), default=str)[1:])
+            file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write(",\n".join(json.dumps(event) for one in trace.ranks for event in _events(one, zero)))
+            file.write("\n]}\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(f"cannot write the trace {path}: {error}; free some space") from error
+
+
+def read_trace(path: str | Path) -> TraceFile:
+    """Read what :func:`write_trace` wrote.
+
+    Raises:
+        StorageError: there is no such file, it is no trace of ours, or damaged.
+    """
+    try:
+        fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"there is no file {path}; `dglx train --trace FILE` and fit(trace=) write one"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise StorageError(f"{path} is damaged ({error}); run the command again") from error
+    facts = fields.record("otherData")
+    facts.choice("format", [_FORMAT])
+    events = fields.records("traceEvents")
+    spans: dict[int, list[Span]] = {}
+    for event in (one for one in events if one.text("ph") == "X"):
+        spans.setdefault(event.integer("pid", at_least=0), []).append(_span(event))
+    ranks = tuple(_rank(one, spans) for one in facts.records("ranks"))
+    return TraceFile(ranks=ranks, facts=facts.mapping("run"))
+
+
+def _is_trace(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEAD)) == _HEAD.encode()
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _facts(trace: TraceFile) -> dict[str, Any]:
+    ranks = [
+        {
+            "rank": one.rank,
+            "host": one.host,
+            "clock_error_us": 1e6 * one.clock_error_s,
+            "dropped": one.dropped,
+        }
+        for one in trace.ranks
+    ]
+    return {"run": trace.facts, "ranks": ranks}
+
+
+def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
+    def told(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
+        return {"name": name, "ph": "M", "pid": one.rank, "tid": thread, "args": args}
+
+    yield told("process_name", 0, {"name": f"rank {one.rank} on {one.host}"})
+    yield told("process_sort_index", 0, {"sort_index": one.rank})
+    thread = 0
+    rows = sorted({span.row for span in one.spans}, key=lambda row: (_place(row), row))
+    for row in rows:
+        for number, lane in enumerate(deal_out(span for span in one.spans if span.row == row)):
+            thread += 1
+            name = row if number == 0 else f"{row} {number + 1}"
+            yield told("thread_name", thread, {"name": name})
+            yield told("thread_sort_index", thread, {"sort_index": thread})
+            for span in lane:
+                yield _event(span, one.rank, thread, zero)
+
+
+def _place(row: str) -> int:
+    return _ROWS.index(row) if row in _ROWS else len(_ROWS)
+
+
+def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
+    return {
+        "name": span.name,
+        "cat": span.row,
+        "ph": "X",
+        "ts": round(1e6 * (span.begin_s - zero), 3),
+        "dur": round(1e6 * (span.end_s - span.begin_s), 3),
+        "pid": rank,
+        "tid": thread,
+        "args": {} if span.batch is None else {"batch": span.batch},
+    }
+
+
+def deal_out(spans: Iterable[Span]) -> list[list[Span]]:
+    """Deal spans out to as few lists as it takes for those of one list to be nested or apart."""
+    lanes: list[list[Span]] = []
+    open_until: list[list[float]] = []
+    for span in sorted(spans, key=lambda one: (one.begin_s, -one.end_s)):
+        for lane, ends in zip(lanes, open_until, strict=True):
+            while ends and ends[-1] <= span.begin_s:
+                ends.pop()
+            if not ends or span.end_s <= ends[-1]:
+                lane.append(span)
+                ends.append(span.end_s)
+                break
+        else:
+            lanes.append([span])
+            open_until.append([span.end_s])
+    return lanes
+
+
+def _span(event: Fields) -> Span:
+    begin, duration = _number(event, "ts"), _number(event, "dur")
+    batch = event.record("args").integer("batch") if "batch" in event.mapping("args") else None
+    return Span(
+        name=event.text("name"),
+        row=event.text("cat"),
+        begin_s=begin / 1e6,
+        end_s=(begin + duration) / 1e6,
+        batch=batch,
+    )
+
+
+def _number(event: Fields, key: str) -> float:
+    value = event.value(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise event.wrong(key, "microseconds")
+    return float(value)
+
+
+def _rank(fields: Fields, spans: Mapping[int, Sequence[Span]]) -> RankSpans:
+    rank = fields.integer("rank", at_least=0)
+    return RankSpans(
+        rank=rank,
+        host=fields.text("host"),
+        spans=tuple(sorted(spans.get(rank, ()), key=lambda span: span.begin_s)),
+        clock_error_s=_number(fields, "clock_error_us") / 1e6,
+        dropped=fields.integer("dropped", at_least=0),
+    )
+
+
+def moved(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
+    """Return ``spans`` on another clock, by begin."""
+    shifted = [replace(one, begin_s=one.begin_s + offset_s, end_s=one.end_s + offset_s) for one in spans]
+    return tuple(sorted(shifted, key=lambda one: one.begin_s))

@@ -1,0 +1,168 @@
+"""Recording what the ranks do while they train, as one trace file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from dglx_dist.cluster.clocks import Clock, measure_clock
+from dglx_dist.cluster.collectives import CONTROL, barrier
+from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.timeline import Span
+from dglx_dist.cluster.trace_events import (
+    RankSpans,
+    TraceFile,
+    check_replaceable,
+    moved,
+    remove_trace,
+    write_trace,
+)
+from dglx_dist.errors import StorageError
+from dglx_dist.graph.opening import together
+from dglx_dist.records import Array
+
+log = logging.getLogger(__name__)
+
+_OP = "training.trace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """What to record, and where it goes."""
+
+    path: Path
+    """Written by rank 0; an earlier trace there is replaced. When training fails each rank writes what it
+    has, on its own machine: see :func:`path_of_rank`."""
+    num_steps: int
+    """Steps that are recorded, from the first one on."""
+
+
+def check_trace(path: Path, session: Session) -> None:
+    """Find out before training whether its trace can be written; every rank must call it.
+
+    Raises:
+        StorageError: on all ranks: the folder cannot be written, or something other than a trace is there.
+    """
+    together(session, lambda: check_replaceable(path) if session.topology.rank == 0 else None)
+
+
+def path_of_rank(path: Path, rank: int) -> Path:
+    """Return where ``rank`` leaves its own trace when training failed: ``trace.rank-2.json``."""
+    return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
+
+
+@contextmanager
+def recording(config: TraceConfig | None, session: Session) -> Iterator[Callable[[], None]]:
+    """Record what happens inside the block, and write it at the end; every rank must call it.
+
+    Yields what to call after each step. Nothing is recorded without ``config``, nor while somebody else
+    records already.
+
+    Raises:
+        StorageError: the trace cannot be written; before the block where that can be known.
+    """
+    if config is None or session.timeline.on:
+        yield lambda: None
+        return
+    check_trace(config.path, session)
+    # Of an earlier run that failed; beside the trace of this one it would mislead.
+    together(session, lambda: remove_trace(path_of_rank(config.path, session.topology.rank)))
+    recorder = _Recorder(config, session, measure_clock(session))
+    session.timeline.start()
+    try:
+        yield recorder.step
+        session.timeline.on = False
+        trace = recorder.gather()
+    except BaseException:
+        session.timeline.on = False
+        recorder.leave_own()
+        raise
+    together(session, lambda: write_trace(config.path, trace) if trace is not None else None)
+
+
+@final
+class _Recorder:
+    """Counts steps, and brings the timelines of all ranks together."""
+
+    def __init__(self, config: TraceConfig, session: Session, clock: Clock) -> None:
+        self._config, self._session, self._clock = config, session, clock
+        self._steps = 0
+
+    def step(self) -> None:
+        """Count one step, and stop recording after the last one asked for."""
+        self._steps += 1
+        if self._steps == self._config.num_steps:
+            self._session.timeline.on = False
+
+    def gather(self) -> TraceFile | None:
+        """Return the trace of all ranks on rank 0, None on the others; collective."""
+        session = self._session
+        if session.topology.world_size == 1:
+            return self._trace([self._own()])
+        packed = _pack(self._own())
+        if session.topology.rank:
+            session.rpc.register(_OP, lambda _name, _arrays: [packed])
+        try:
+            barrier(session, "gathering the trace")
+            ranks = [self._own(), *self._asked()] if session.topology.rank == 0 else []
+            barrier(session, "the trace gathered")
+        finally:
+            session.rpc.unregister(_OP)
+        return self._trace(ranks) if ranks else None
+
+    def leave_own(self) -> None:
+        """Write what this rank has; what goes wrong is logged, because an error is under way."""
+        path = path_of_rank(self._config.path, self._session.topology.rank)
+        try:
+            check_replaceable(path)
+            write_trace(path, self._trace([self._own()]))
+        except StorageError as error:
+            log.warning("%s", error)
+        else:
+            log.warning("training failed; what this rank recorded is in %s", path)
+
+    def _own(self) -> RankSpans:
+        rank, timeline = self._session.topology.rank, self._session.timeline
+        return RankSpans(
+            rank=rank,
+            host=self._session.hosts[rank],
+            spans=moved(tuple(timeline.spans), self._clock.offset_s),
+            clock_error_s=self._clock.error_s,
+            dropped=timeline.dropped,
+        )
+
+    def _asked(self) -> list[RankSpans]:
+        others = range(1, self._session.topology.world_size)
+        pending = [self._session.rpc.submit(rank, _OP, "", [], phase=CONTROL) for rank in others]
+        return [_unpack(one.result()[0]) for one in pending]
+
+    def _trace(self, ranks: Sequence[RankSpans]) -> TraceFile:
+        topology = self._session.topology
+        facts = {
+            "strategy": self._session.strategy,
+            "options": dict(self._session.options),
+            "seed": self._session.seed,
+            "ranks": topology.world_size,
+            "servers": topology.num_servers,
+            "steps": self._steps,
+            "steps_recorded": min(self._steps, self._config.num_steps),
+            "versions": {name: metadata.version(name) for name in ("dglx_dist", "torch", "dgl")},
+        }
+        return TraceFile(ranks=tuple(ranks), facts=facts)
+
+
+def _pack(one: RankSpans) -> Array:
+    return np.frombuffer(json.dumps(asdict(one)).encode(), dtype=np.uint8)
+
+
+def _unpack(packed: Array) -> RankSpans:
+    values: dict[str, Any] = json.loads(packed.tobytes())
+    return RankSpans(**values | {"spans": tuple(Span(**span) for span in values["spans"])})
