@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import final
 
 import torch
@@ -19,6 +21,12 @@ class Origin(ABC):
     def rows(self, owners: OwnersInput) -> Tensor:
         """Return (L0, F_p) for one owner's batch, with a gradient where something trained made it."""
 
+    def learn(self, gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Take (nodes, gradient of what :meth:`rows` gave for them) of every owner; of leaves only.
+
+        What is trained by rows, as an embedding is, adds their sum to its parameter's ``.grad``.
+        """
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +39,10 @@ class Converted(Origin):
     def rows(self, owners: OwnersInput) -> Tensor:
         """See :meth:`Origin.rows`."""
         return self.origin.rows(owners).to(self.dtype)
+
+    def learn(self, gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """See :meth:`Origin.learn`."""
+        self.origin.learn(gradients)
 
 
 @final
@@ -81,6 +93,10 @@ class InputModule(nn.Module):
 
     origins: Origins
     """Of the model it belongs to; set when it is put there."""
+    cut: Mapping[str, int] = MappingProxyType({})
+    """Parameter name to the dimension that runs over the input columns."""
+    by_rows: tuple[str, ...] = ()
+    """Names of the parameters whose gradients come by :meth:`Origin.learn`; the others are stashed."""
 
 
 def _same(known: Tensor, rows: Tensor) -> bool:
