@@ -53,6 +53,14 @@ class BlockBuilder:
         source, relation, destination = self._etype
         return DGLBlock(index, ([source], [destination]), [relation], nodes, edges)
 
+    def bare(self, indptr: Tensor, sources: Tensor, num_src: int) -> DGLBlock:
+        """Build a block as :meth:`block` does, without any data."""
+        num_dst, num_edges = len(indptr) - 1, len(sources)
+        index = self._positions.bipartite(num_src, num_dst, indptr, sources)
+        nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]
+        source, relation, destination = self._etype
+        return DGLBlock(index, ([source], [destination]), [relation], nodes, [Frame(num_rows=num_edges)])
+
     def blocks(self, batch: RawBatch) -> tuple[Tensor, list[DGLBlock]]:
         """Return (input node ids, blocks), the input-most block first as a model consumes them.
 

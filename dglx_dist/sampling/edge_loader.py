@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -20,6 +20,7 @@ from dglx_dist.sampling.edge_negatives import open_negative, read_negative
 from dglx_dist.sampling.items import Items, read_items
 from dglx_dist.sampling.loader import moved
 from dglx_dist.sampling.maker import NodeIds
+from dglx_dist.sampling.negative import NegativeSampler
 from dglx_dist.sampling.neighbor import read_sampler
 from dglx_dist.sampling.opening import check_alike, open_maker
 from dglx_dist.sampling.options import LoaderOptions, read_options
@@ -117,9 +118,18 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
                 ConfigError,
             ),
             columns=read.columns,
+            unkeyed=_unkeyed(read.asked),
         )
         self._maker = EdgeMaker(g, blocks, plan)
         super().__init__(g.session, read.items, pace, read.options)
+
+    def alone(self) -> Callable[[Mapping[EdgeType, Array], int], EdgeBatch]:
+        """See :meth:`StepLoader.alone`."""
+        return self._maker.alone().make
+
+    def drawn_by(self) -> str:
+        """See :meth:`StepLoader.drawn_by`."""
+        return f"{super().drawn_by()}, {self._maker.drawn_by()}"
 
     def _make(self, items: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
         return self._maker.make(items, epoch)
@@ -239,6 +249,15 @@ def _told(rule: ExcludeRule) -> str:
     """Return what of ``rule`` must be the same on all ranks, for :func:`check_alike`."""
     mode = "a function" if callable(rule.exclude) else repr(rule.exclude)
     return mode if rule.reverse_etypes is None else f"{mode}, reverse_etypes={dict(rule.reverse_etypes)}"
+
+
+def _unkeyed(asked: _Asked) -> str:
+    """Return which option draws by code of the user's own, "" when none does."""
+    if callable(asked.rule.exclude):
+        return f"exclude={asked.rule.exclude!r}"
+    if asked.negative is not None and not isinstance(asked.negative, NegativeSampler):
+        return f"negative_sampler={asked.negative!r}"
+    return ""
 
 
 def _with_items(items: Items[EdgeType]) -> list[EdgeType]:

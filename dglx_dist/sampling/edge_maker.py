@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 import dgl
 import numpy as np
 from dgl.heterograph import DGLBlock
 
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.pull import PendingPull
 from dglx_dist.graph.rows import Answered
 from dglx_dist.records import Array, EdgeType
@@ -52,6 +53,8 @@ class EdgePlan:
     negative: DrawAll | None
     columns: Mapping[EdgeType, Mapping[str, str]]
     """Edge type to name in the frame to name in the store: what the positive pair graph gets."""
+    unkeyed: str = ""
+    """Which option is code of the user's own, which may draw anew when called again; "" when none is."""
 
 
 @final
@@ -66,6 +69,19 @@ class EdgeMaker:
 
     def __init__(self, g: DistGraph, blocks: BatchMaker, plan: EdgePlan) -> None:
         self._g, self._blocks, self._plan = g, blocks, plan
+
+    def alone(self) -> EdgeMaker:
+        """Return what makes the same batches without columns; see :meth:`BatchMaker.alone`."""
+        if self._plan.unkeyed:
+            raise ConfigError(
+                f"{self._plan.unkeyed} is a function, and may not say the same when it is called again; use "
+                "dglx_dist.negative and the modes of exclude"
+            )
+        return EdgeMaker(self._g, self._blocks.alone(), replace(self._plan, columns={}))
+
+    def drawn_by(self) -> str:
+        """See :meth:`BatchMaker.drawn_by`."""
+        return self._blocks.drawn_by()
 
     def make(self, edges: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
         """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``epoch``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
@@ -78,6 +78,14 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         )
         self._maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
         super().__init__(g.session, seeds, pace, read)
+
+    def alone(self) -> Callable[[Mapping[str, Any], int], MiniBatch]:
+        """See :meth:`StepLoader.alone`."""
+        return self._maker.alone().make
+
+    def drawn_by(self) -> str:
+        """See :meth:`StepLoader.drawn_by`."""
+        return f"{super().drawn_by()}, {self._maker.drawn_by()}"
 
     def _make(self, items: Mapping[str, Any], epoch: int) -> MiniBatch:
         return self._maker.make(items, epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dglx_dist.draws.pick import Rule, merged
 from dglx_dist.draws.rng import stream_key
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.gather import as_words
 from dglx_dist.graph.in_edges import NO_EDGES
 from dglx_dist.graph.kvstore import KVStore
@@ -73,6 +75,21 @@ class BatchMaker(ABC):
             PeerError: another rank that was asked is dead or silent.
         """
 
+    def alone(self) -> BatchMaker:
+        """Return what makes the same blocks without columns and without asking anybody.
+
+        Raises:
+            ConfigError: the structure is not whole here, or the sampler draws as it likes.
+        """
+        raise ConfigError(
+            "the sampler's own code draws as it likes, so nobody else can draw the same; use "
+            "dgl.dataloading.NeighborSampler"
+        )
+
+    def drawn_by(self) -> str:
+        """Return what differs between ranks that would draw differently, "" where nobody can tell."""
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
@@ -86,6 +103,11 @@ class Draws:
     seed: int
     idtype: np.dtype[Any]
     """Of the blocks' structure: int32 or int64."""
+
+    def told(self) -> str:
+        """Return the fields, the excluded edges as a digest."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.exclude).data).hexdigest()[:16]
+        return f"fanouts={self.fanouts}, replace={self.replace}, exclude={digest}, seed={self.seed}"
 
     def ask(self, seeds: Array, epoch: int, exclude: Array = NO_EDGES) -> Ask:
         """Return what the kernels need for the batch of ``seeds``, without the edges ``exclude`` either."""
@@ -133,6 +155,22 @@ class KernelMaker(BatchMaker):
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
         self._slicer, self._workspaces = slicer, Workspaces(num_nodes)
         self._etype, self._builder = etype, BlockBuilder(etype)
+        self._num_nodes = num_nodes
+
+    def alone(self) -> BatchMaker:
+        """See :meth:`BatchMaker.alone`."""
+        if not self._source.is_whole:
+            raise ConfigError(
+                "this server has only a part of the graph's structure; open the graph with "
+                "structure='replicated'"
+            )
+        return KernelMaker(
+            self._source, self._draws, self._store, Columns(), num_nodes=self._num_nodes, etype=self._etype
+        )
+
+    def drawn_by(self) -> str:
+        """See :meth:`BatchMaker.drawn_by`."""
+        return self._draws.told()
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         """Make a batch; see :class:`BatchMaker`."""

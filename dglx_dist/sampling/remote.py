@@ -59,6 +59,8 @@ class RemoteSource(BatchSource):
         op: Name of the operation.
     """
 
+    is_whole = False
+
     def __init__(self, structure: Structure, op: str) -> None:
         self._structure, self._op = structure, op
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import final
+from typing import ClassVar, final
 
 from dglx_dist.draws.pick import Csc
 from dglx_dist.records import Array
@@ -13,6 +13,9 @@ from dglx_dist.sampling.workspace import Workspace, check_seeds
 
 class BatchSource(ABC):
     """Samples whole batches; any thread may call it, each with a workspace of its own."""
+
+    is_whole: ClassVar[bool]
+    """Whether it asks nobody."""
 
     @abstractmethod
     def sample(self, ask: Ask, workspace: Workspace) -> RawBatch:
@@ -30,6 +33,8 @@ class WholeSource(BatchSource):
     Args:
         csc: In-edges of all nodes, from node 0 and edge 0.
     """
+
+    is_whole = True
 
     def __init__(self, csc: Csc) -> None:
         self._csc = csc

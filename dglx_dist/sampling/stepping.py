@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -40,6 +40,9 @@ class Timed(Protocol):
 
 
 B = TypeVar("B", bound=Timed)
+
+Around: TypeAlias = Callable[[int, int, Callable[[], B]], B]
+"""(epoch, step, what makes the batch) to the batch; called on the loader's threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,7 @@ class StepLoader(ABC, Generic[K, B, T]):
         self._epoch, self._next_step, self._begun = 0, 0, False
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._number = 0 if session.trace is None else session.trace.new_loader()
+        self._around: Around[B] = lambda _epoch, _step, make: make()
 
     @abstractmethod
     def _make(self, items: dict[K, Any], epoch: int) -> B:
@@ -113,6 +117,43 @@ class StepLoader(ABC, Generic[K, B, T]):
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""
         return self._schedule.num_steps
+
+    @property
+    def depth(self) -> int:
+        """Batches made ahead."""
+        return self._depth
+
+    @property
+    def items(self) -> Items[K]:
+        """What this rank visits."""
+        return self._items
+
+    def surround(self, around: Around[B]) -> None:
+        """Have batches made by way of ``around`` in the iterations that begin from now on."""
+        self._around = around
+
+    def alone(self) -> Callable[[Mapping[K, Any], int], B]:
+        """Return what makes any rank's batches: (items, epoch) to the blocks that rank gets, without columns.
+
+        Asks nobody for structure; any thread may call it.
+
+        Raises:
+            ConfigError: the draws need another server, or depend on more than seed, epoch and ids.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot draw another rank's batches")
+
+    def drawn_by(self) -> str:
+        """Return what differs between ranks that would draw differently."""
+        return f"seed={self._seed}, {self._pace}"
+
+    def visits(
+        self, epoch: int, items: Items[K] | None = None, rank: int | None = None
+    ) -> Callable[[int], dict[K, Any]]:
+        """Return step to what a rank visits in it, this one by default."""
+        mine = self._items if items is None else items
+        schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
+        order = mine.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
+        return lambda step: mine.take(order[schedule.slice_of(step)])
 
     @property
     def epoch(self) -> int:
@@ -174,13 +215,16 @@ class StepLoader(ABC, Generic[K, B, T]):
             self._epoch, self._next_step = self._epoch + 1, 0
         self._begun = True
         epoch = self._epoch
-        order = self._items.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
+        visited, around = self.visits(epoch), self._around
         steps = range(self._next_step, len(self))
         began, waited_s = time.perf_counter(), self._waited_s
 
         def make(step: int) -> B:
-            with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                return self._make(self._items.take(order[self._schedule.slice_of(step)]), epoch)
+            def sampled() -> B:
+                with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
+                    return self._make(visited(step), epoch)
+
+            return around(epoch, step, sampled)
 
         try:
             with closing(run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)) as batches:
