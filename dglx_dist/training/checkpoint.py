@@ -40,6 +40,7 @@ from dglx_dist.training.checkpoint_checks import (
     check_random_state,
     check_state,
 )
+from dglx_dist.training.optimizer_pieces import cut_optimizer, join_optimizer
 from dglx_dist.training.optimizer_state import restore_state, split_state
 from dglx_dist.training.sparse_state import Sparse, check_sparse, load_sparse, save_sparse
 from dglx_dist.training.tensor_files import RawReader, RawWriter, damage_named, read_json, write_json
@@ -108,6 +109,8 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     final = Path(folder) / f"epoch-{epoch:06d}-step-{step:09d}"
     temporary = final.with_name(f".{final.name}.writing")
     module = _plain_module(model)
+    # First of all: what a pipeline still has under way belongs to this state, and to the optimizer's.
+    of_model = model.state_dict()
 
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         _check_json({"extra": extra, "dataset": dataset})
@@ -116,7 +119,9 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         return split_state(optimizer, module) if optimizer is not None else ({}, None)
 
     of_optimizer, plain = together(session, prepare, CheckpointError)
-    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    if plain is not None:
+        of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
+    tensors = {f"model/{name}": value for name, value in of_model.items()}
     tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
     tensors |= _random_state(rank)
     try:
@@ -222,7 +227,8 @@ def load(
         raise CheckpointError(f"cannot read {path}: rank {failed}: {reason}") from error
     model.load_state_dict(below("model/", wanted))
     if optimizer is not None:
-        restore_state(optimizer, _plain_module(model), below("optimizer/", wanted), state["optimizer"])
+        of_optimizer = cut_optimizer(model, below("optimizer/", wanted))
+        restore_state(optimizer, _plain_module(model), of_optimizer, state["optimizer"])
     load_sparse(sparse, path)
     if loader is not None:
         loader.load_state_dict(state["loader"][session.topology.rank if same_ranks else 0])

@@ -61,7 +61,8 @@ def layerwise_inference(
         inputs: What goes in instead: a tensor (features, or ``embedding.weight``) for a graph of one node
             type, else one per node type. The first layer is handed a dictionary if this is one.
         batch_size: Destinations computed at once.
-        layers: ``(block, h) -> h`` per layer; the model's ``inference_layers()`` when not given.
+        layers: ``(block, h) -> h`` per layer; the model's ``inference_layers()`` when not given. Take them
+            from ``model.whole()``, and pass that as ``model``, where the model is wrapped.
         ntypes: Node types for which the last layer is computed; all when not given.
 
     Returns:
@@ -72,11 +73,12 @@ def layerwise_inference(
         ConfigError: on all ranks: the model does not tell its layers, a type has no input, or a layer
             gives no rows for some destinations, or others than there are.
     """
-    steps = list(layers) if layers is not None else _layers_of(plain(model))
-    work = _Work(g=g, blocks=FullBlocks(g, float_of(model).device), batch_size=batch_size)
-    target = float_of(model)
+    module = whole_of(model)
+    steps = list(layers) if layers is not None else _layers_of(module)
+    target = float_of(module)
+    work = _Work(g=g, blocks=FullBlocks(g, target.device), batch_size=batch_size)
     rows = first_rows(g, feature, inputs)
-    with evaluating(model):
+    with evaluating(module):
         for depth, layer in enumerate(steps):
             dtype = target.dtype if depth == 0 else None
             wanted = ntypes if depth == len(steps) - 1 else None
@@ -120,15 +122,16 @@ def minibatch_inference(
     """
     if num_layers < 1:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
-    target = float_of(model)
+    module = whole_of(model)
+    target = float_of(module)
     work = _Work(g=g, blocks=FullBlocks(g, target.device), batch_size=batch_size)
     rows = first_rows(g, feature, inputs)
 
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
         blocks, sources = work.blocks.blocks({ntype: ids}, num_layers)
-        return work.of_type(ntype, plain(model)(blocks, work.read(rows, sources, target.dtype)), len(ids))
+        return work.of_type(ntype, module(blocks, work.read(rows, sources, target.dtype)), len(ids))
 
-    with evaluating(model):
+    with evaluating(module):
         return nest(_for_all(work, compute, ntypes, "the results of all nodes"))
 
 
@@ -174,9 +177,9 @@ def float_of(model: nn.Module) -> Tensor:
     return next(floats, torch.zeros(()))
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """Return the user's module."""
-    return model.module if isinstance(model, WrappedModel) else model
+def whole_of(model: nn.Module) -> nn.Module:
+    """Return the user's module with uncut weights, for computing alone; every rank must call it."""
+    return model.whole() if isinstance(model, WrappedModel) else model
 
 
 def first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, DistTensor]:

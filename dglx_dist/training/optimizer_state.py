@@ -62,9 +62,10 @@ def restore_state(
         name, _, key = path.rpartition("/")
         state[position_of[name]][key] = tensor
     groups = []
-    for group in plain["groups"]:
+    for group, own in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
         values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
-        groups.append(values | {"params": [position_of[name] for name in group["params"]]})
+        # Strategies may list a model's parameters in another order; state goes by name, torch by place.
+        groups.append(values | {"params": own["params"]})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -77,9 +78,10 @@ def check_matches(optimizer: torch.optim.Optimizer, model: nn.Module, plain: Map
         )
     names = _names(optimizer, model)
     mine = [
-        [names[position] for position in group["params"]] for group in optimizer.state_dict()["param_groups"]
+        sorted(names[position] for position in group["params"])
+        for group in optimizer.state_dict()["param_groups"]
     ]
-    saved = [group["params"] for group in plain["groups"]]
+    saved = [sorted(group["params"]) for group in plain["groups"]]
     if mine != saved:
         wrong = next(
             (number for number, pair in enumerate(zip(mine, saved, strict=False)) if pair[0] != pair[1]),
@@ -87,7 +89,7 @@ def check_matches(optimizer: torch.optim.Optimizer, model: nn.Module, plain: Map
         )
         raise CheckpointError(
             f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
-            "from the same parameters in the same order"
+            "from the same parameters"
         )
 
 
