@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.cluster.collectives import gather_json, peers_named, sum_over_ranks
+from dglx_dist.cluster.collectives import gather_json, peers_named
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Parts, Reduction, Strategy, Traits, WrappedModel, check_options
+from dglx_dist.strategies.buffers import BufferMeans
 from dglx_dist.strategies.gradients import GradientExchange, mark_output
 from dglx_dist.strategies.share import find_share, gradient_weight
 
@@ -103,9 +104,9 @@ class DataParallelModel(WrappedModel):
         self._trained = {id(parameter) for _, parameter in trained}
         broadcast_state(model, session)
         self._exchange = GradientExchange(trained, session, bucket_bytes)
-        self._buffers_before = self._float_buffers()
-        if self._buffers_before and session.topology.world_size > 1:
-            self._exchange.finally_do(self._average_buffers)
+        self._buffer_means = BufferMeans(model, session, reduction)
+        if self._buffer_means.needed:
+            self._exchange.finally_do(self._buffer_means.average)
 
     @property
     def parts(self) -> Parts:
@@ -130,7 +131,7 @@ class DataParallelModel(WrappedModel):
         if share is None and self._reduction == "mean" and not self.training:
             # Evaluating without no_grad is harmless as long as nobody runs backward for training.
             return output
-        self._check_frozen()
+        check_frozen(self.module, self._trained)
         return mark_output(output, (self._exchange, gradient_weight(share, self._reduction)))
 
     def load_state_dict(
@@ -138,35 +139,24 @@ class DataParallelModel(WrappedModel):
     ) -> Any:
         """See :meth:`WrappedModel.load_state_dict`."""
         result = super().load_state_dict(state_dict, strict, assign)
-        self._buffers_before = self._float_buffers()
+        self._buffer_means.note()
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # What .to(), .double() and the like call: the buffers to compare with must come along.
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        self._buffers_before = self._float_buffers()
+        self._buffer_means.note()
         return result
 
-    def _check_frozen(self) -> None:
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._trained:
-                raise ConfigError(
-                    f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
-                    "on this rank; wrap the model again after changing what is trained"
-                )
 
-    def _float_buffers(self) -> list[Tensor]:
-        return [buffer.detach().clone() for buffer in self.module.buffers() if buffer.is_floating_point()]
-
-    def _average_buffers(self, weight: float) -> None:
-        now = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
-        if self._reduction == "sum":
-            weight = 1.0 / self._session.topology.world_size
-        for buffer, before in zip(now, self._buffers_before, strict=True):
-            # The mean of the changes, not of the values: constants stay equal to the last bit.
-            change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
-            before.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
-            buffer.copy_(before)
+def check_frozen(model: nn.Module, trained: Container[int]) -> None:
+    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise ConfigError(
+                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
+                "on this rank; wrap the model again after changing what is trained"
+            )
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,10 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.buckets import Bucket, make_buckets
 
 PHASE = "gradients"
+
+Line: TypeAlias = Callable[[dict[int, Tensor | None]], dict[int, Tensor | None]]
+"""This backward's sums by number of the parameter, None where nobody has one, to those that are written now."""
+
 _IDLE = -1
 
 
@@ -79,6 +83,7 @@ class GradientExchange:
         self._in_flight: list[Any] = []
         self._waited_s = 0.0
         self._after: Callable[[float], None] | None = None
+        self._line: Line | None = None
         for index, parameter in enumerate(self._parameters):
             _on_accumulation(parameter, self._arrival(index))
 
@@ -99,6 +104,17 @@ class GradientExchange:
     def finally_do(self, action: Callable[[float], None]) -> None:
         """Call ``action(weight)`` at the end of every exchanging backward, on every rank."""
         self._after = action
+
+    def send_through(self, line: Line) -> None:
+        """Let ``line`` say, at the end of every backward, which sums are written in place of its own."""
+        self._line = line
+
+    def add(self, sums: Mapping[int, Tensor | None]) -> None:
+        """Add to ``.grad`` what a line still held, by number of the parameter; sends nothing."""
+        for index, total in sums.items():
+            parameter = self._parameters[index]
+            if total is not None:
+                parameter.grad = total.clone() if parameter.grad is None else parameter.grad + total
 
     def seconds(self, *, reset: bool = False) -> float:
         """Seconds that backward stood waiting for peers, overlap left out."""
@@ -204,12 +220,16 @@ class GradientExchange:
                 if work is not None:
                     work.wait()
         self._in_flight.clear()
-        for bucket in self._buckets:
-            for index, used in bucket.used().items():
-                self._write(index, bucket.get(index) if used else None)
+        self._waited_s += time.perf_counter() - started
+        sums: dict[int, Tensor | None] = {
+            index: bucket.get(index) if used else None
+            for bucket in self._buckets
+            for index, used in bucket.used().items()
+        }
+        for index, total in (sums if self._line is None else self._line(sums)).items():
+            self._write(index, total)
         if self._after is not None:
             self._after(self._weight)
-        self._waited_s += time.perf_counter() - started
         self._task = _IDLE
         self._before = []
 
