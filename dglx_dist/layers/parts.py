@@ -37,6 +37,6 @@ def join_parts(pieces: Sequence[Tensor], runs: Sequence[Sequence[Columns]], dime
     placed = [
         (run.first, piece)
         for part, cuts in zip(pieces, runs, strict=True)
-        for run, piece in zip(cuts, part.split([len(cut) for cut in cuts], dim=dimension), strict=True)
+        for run, piece in zip(cuts, torch.split(part, [len(cut) for cut in cuts], dim=dimension), strict=True)
     ]
     return torch.cat([piece for _, piece in sorted(placed, key=lambda pair: pair[0])], dim=dimension)

@@ -11,21 +11,61 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from dglx_dist.layers.columns import Columns
 from dglx_dist.strategies.push_pull.visit import OwnersInput, Visit
 
 
 class Origin(ABC):
     """A way to make a part's input rows of any owner; equal to another if it does the same."""
 
+    @property
+    @abstractmethod
+    def runs(self) -> tuple[Columns, ...]:
+        """Which columns of the uncut tensor the part's rows are, in order; what keyed dropout goes by."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the rows are those of the store, but for their dtype; False when not overridden."""
+        return False
+
     @abstractmethod
     def rows(self, owners: OwnersInput) -> Tensor:
-        """Return (L0, F_p) for one owner's batch, with a gradient where something trained made it."""
+        """Return (L0, F_p) for one owner's batch, with a gradient where something trained made it.
 
-    def learn(self, gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Take (nodes, gradient of what :meth:`rows` gave for them) of every owner; of leaves only.
-
-        What is trained by rows, as an embedding is, adds their sum to its parameter's ``.grad``.
+        Rows that are a leaf with a gradient are trained themselves: their gradients go to :meth:`learn`.
         """
+
+    def learn(self, gradients: Sequence[tuple[OwnersInput, Tensor | None]]) -> None:
+        """Add what all owners' rows came to, (L0, F_p) each, to the ``.grad`` of what they were taken from.
+
+        Only for rows that are leaves, as those of an embedding are; nothing to do for others.
+        """
+        return
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Features(Origin):
+    """The loader's columns of one feature, or of several side by side."""
+
+    names: tuple[str, ...]
+    pieces: tuple[Columns, ...]
+    """(number of names,) the part's run of each, as columns of all of them side by side."""
+
+    @property
+    def runs(self) -> tuple[Columns, ...]:
+        """See :attr:`Origin.runs`."""
+        return self.pieces
+
+    @property
+    def plain(self) -> bool:
+        """See :attr:`Origin.plain`."""
+        return True
+
+    def rows(self, owners: OwnersInput) -> Tensor:
+        """See :meth:`Origin.rows`."""
+        found = [owners.columns[name] for name in self.names]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 @final
@@ -36,11 +76,23 @@ class Converted(Origin):
     origin: Origin
     dtype: torch.dtype
 
+    @property
+    def runs(self) -> tuple[Columns, ...]:
+        """See :attr:`Origin.runs`."""
+        return self.origin.runs
+
+    @property
+    def plain(self) -> bool:
+        """See :attr:`Origin.plain`."""
+        return self.origin.plain
+
     def rows(self, owners: OwnersInput) -> Tensor:
         """See :meth:`Origin.rows`."""
-        return self.origin.rows(owners).to(self.dtype)
+        rows = self.origin.rows(owners)
+        trained = rows.is_leaf and rows.requires_grad
+        return rows.detach().to(self.dtype).requires_grad_() if trained else rows.to(self.dtype)
 
-    def learn(self, gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    def learn(self, gradients: Sequence[tuple[OwnersInput, Tensor | None]]) -> None:
         """See :meth:`Origin.learn`."""
         self.origin.learn(gradients)
 
@@ -88,7 +140,7 @@ class InputModule(nn.Module):
 
     Called by the user's model on the own batch, and by the pipeline on those of other owners. A module that
     stood there before is replaced by one of these under its name (:func:`find_input_modules` decides).
-    Its parameters, if any, have one entry per input column.
+    Its parameters, if any, have one entry per input column, and the names of those it stands for.
     """
 
     origins: Origins
