@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import current_session
+from dglx_dist.cluster.shared import Shared
 from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
@@ -33,7 +34,7 @@ GRAPH = "graph"
 
 
 @final
-class DistTensor:
+class DistTensor(Shared):
     """A tensor cut by rows over the servers, in shared memory or of the dataset on disk.
 
     Creating one is collective; when the name is known already it attaches to what exists, which is not.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.shared import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
@@ -40,7 +41,7 @@ _COMPUTED_IN = {
 
 
 @final
-class DistEmbedding:
+class DistEmbedding(Shared):
     """One trainable row for each node or edge of a type, cut over the servers (DistDGL, section 5.4).
 
     Calling it pulls the rows of a mini-batch; ``backward`` leaves their gradients here, and ``step()`` of an

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.run.session import DataLoader, wrap
+from dglx_dist.run.session import DataLoader, strategy_of, wrap
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import TrainingLoader
@@ -80,6 +80,7 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         )
     if config.inputs is None and config.task is None and len(g.ntypes) > 1:
         config = replace(config, inputs=EntityInputs(g, feature=config.feature))
+    _check_inputs(g, config.inputs)
     if loader is None:
         options = {"batch_size": batch_size, "shuffle": True, **loader_options}
         loader = _node_loader(g, config, fanouts, options)
@@ -89,6 +90,19 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     else:
         optimizer = make_optimizer(wrapped.parameters())
     return wrapped, train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse)
+
+
+def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
+    """Raise ConfigError for rows of embeddings where the strategy does not move rows."""
+    if inputs is None or strategy_of(g.session).traits.features == "rows":
+        return
+    embedded = [ntype for ntype in g.ntypes if ntype not in inputs.feature_widths]
+    if embedded:
+        raise ConfigError(
+            f"config.inputs has a DistEmbedding of the nodes {embedded[0]!r}, whose rows strategy "
+            f"{g.session.strategy!r} does not move; put nn.Embedding(g.num_nodes(), width, sparse=True) "
+            "into the model, which is cut by column, or use strategy='data_parallel'"
+        )
 
 
 def training_nodes(g: DistGraph, ntype: str) -> Tensor:

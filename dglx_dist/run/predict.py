@@ -12,6 +12,7 @@ from dglx_dist.graph.opening import together
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.run.models import Built
 from dglx_dist.run.plan import TrainPlan
+from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.inference import layerwise_inference
 from dglx_dist.training.nested import flatten
@@ -34,17 +35,26 @@ def check_outputs(plan: TrainPlan, g: DistGraph) -> None:
     together(g.session, lambda: check() if g.session.topology.rank == 0 else None)
 
 
-def write_outputs(plan: TrainPlan, built: Built, g: DistGraph, ntype: str) -> None:
+def write_outputs(plan: TrainPlan, wrapped: WrappedModel, built: Built, g: DistGraph, ntype: str) -> None:
     """Write what ``plan`` asks for, in place of an earlier run's; every rank must call it.
 
     Predictions are the class of the highest score of each node of ``ntype``, column ``prediction``;
     embeddings what the last layer but one gives, column ``embedding``, with several node types in a folder
     for each. Both are exact: over all neighbours.
 
+    Args:
+        plan: What was asked for.
+        wrapped: The trained model.
+        built: What goes into it.
+        g: The graph.
+        ntype: Whose classes are predicted.
+
     Raises:
         StorageError: on all ranks, when on one something cannot be written.
     """
-    module = built.module
+    if plan.save_embeddings is None and plan.predictions is None:
+        return
+    module = wrapped.whole()
     inputs = None if built.inputs is None else built.inputs.tensors
     if plan.save_embeddings is not None:
         layers = module.inference_layers()  # type: ignore[operator]  # all models of build() have it

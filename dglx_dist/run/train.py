@@ -25,7 +25,8 @@ from dglx_dist.run.fit import fit, training_nodes
 from dglx_dist.run.models import Built, build
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.predict import check_outputs, write_outputs
-from dglx_dist.run.session import init
+from dglx_dist.run.session import init, strategy_of
+from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS
@@ -71,13 +72,15 @@ def train_dataset(plan: TrainPlan) -> Trained:
                 # A later --resume would go on from those of the run that is replaced.
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         built = build(plan, g, ntype, _classes(g, ntype))
-        result = _fit(plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None)
+        wrapped, result = _fit(
+            plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None
+        )
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         summary = summarise(_facts(session, result), epochs)
         if writes:
             write_run(folder, config, epochs, summary)
             _draw(epochs, folder, run_title(summary, config))
-        write_outputs(plan, built, g, ntype)
+        write_outputs(plan, wrapped, built, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
 
 
@@ -105,6 +108,11 @@ def check_trainable(plan: TrainPlan, g: DistGraph) -> str:
                 f"{where} has no node data {name!r} (known: {known}); partition a graph that has it "
                 "(docs/quickstart.md, Cut a graph, says how columns are called)"
             )
+    if plan.cache is not None and strategy_of(g.session).traits.features != "rows":
+        raise ConfigError(
+            f"--cache {plan.cache} keeps feature rows of other servers, and strategy {g.session.strategy!r} "
+            "moves none in training; leave --cache out"
+        )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
         if len(shape) != 2:
@@ -140,7 +148,9 @@ def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, objec
     }
 
 
-def _fit(plan: TrainPlan, g: DistGraph, ntype: str, built: Built, after_epoch: Callback) -> FitResult:
+def _fit(
+    plan: TrainPlan, g: DistGraph, ntype: str, built: Built, after_epoch: Callback
+) -> tuple[WrappedModel, FitResult]:
     if plan.cache is not None:
         _cache_features(plan, g, ntype, plan.cache)
     keeps = plan.checkpoint_every > 0 or plan.resume
@@ -156,7 +166,7 @@ def _fit(plan: TrainPlan, g: DistGraph, ntype: str, built: Built, after_epoch: C
         trace=plan.trace,
         trace_steps=plan.trace_steps,
     )
-    _, result = fit(
+    return fit(
         built.module,
         g,
         config=config,
@@ -170,7 +180,6 @@ def _fit(plan: TrainPlan, g: DistGraph, ntype: str, built: Built, after_epoch: C
         depth=plan.depth,
         num_threads=plan.loader_threads,
     )
-    return result
 
 
 def _cache_features(plan: TrainPlan, g: DistGraph, ntype: str, policy: str) -> None:
