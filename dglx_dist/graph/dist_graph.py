@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -100,6 +100,8 @@ class DistGraph:
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
         self._draws = count()
+        self.on_close: list[Callable[[], None]] = []
+        """Called by :meth:`close`, once nobody uses the graph any more: what others made of it is let go."""
         self.session.attached[GRAPH] = self
         barrier(self.session, f"opening {self.name}")
 
@@ -372,6 +374,8 @@ class DistGraph:
         """Stop answering for this graph, once its own writes are done; every rank must call it."""
         together(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
+        for action in self.on_close:
+            action()
         self.kvstore.close()
         for structure in self._structures.values():
             structure.close()

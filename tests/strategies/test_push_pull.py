@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from dglx_dist.cluster.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers.columns import deal_out_columns
+from dglx_dist.strategies.push_pull.columns import open_columns
 from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
 from dglx_dist.strategies.push_pull.first_block import STRUCTURE
+from dglx_dist.strategies.push_pull.group import make_group
 from dglx_dist.strategies.push_pull.loader import PushPullLoader
 from dglx_dist.strategies.push_pull.model import PushPullModel
-from dglx_dist.strategies.push_pull.slices import load_columns
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.test_equality import TOLERANCE, difference, plain_weights
@@ -34,8 +34,8 @@ def train(g: DistGraph, kind: str, share: str, moved: Counter[str]) -> list[Any]
     session = g.session
     rank, world_size = session.topology.rank, session.topology.world_size
     mine = equality.cut(equality.new_ids_of_training(g), equality.SHARES[share], rank, world_size)
-    columns = deal_out_columns(equality.WIDTH, world_size)[rank]
-    rows = load_columns(g.kvstore, g.ndata["feat"].kvstore_key, columns, session)
+    store = open_columns(g, ["feat"], make_group(session, world_size))
+    rows = store.rows("feat", torch.arange(g.num_nodes()))
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
