@@ -10,14 +10,32 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dglx_dist.errors import ConfigError
+
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="RUNDIR", help="What `dglx train --out` wrote.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUNDIR|TRACE", help="What `dglx train --out` or `--trace` wrote."),
+    ],
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:LAST", help="Of a trace: the batches to draw. Default: four in the middle."
+        ),
+    ] = None,
 ) -> None:
     """Print the tables of a run again and draw its picture anew; of an unfinished one, what there is.
 
-    Example: `dglx report runs/demo`
+    Of a trace, draw who did what when, and say how much of the network's time lay beside compute.
+
+    Examples: `dglx report runs/demo` and `dglx report trace.json --batches 20:23`
     """
+    if folder.is_file():
+        report_trace(folder, read_batches(batches))
+        return
+    if batches is not None:
+        raise ConfigError(f"--batches {batches} is for a trace, and {folder} is none; give the trace's file")
     from dglx_dist.report.picture import draw
     from dglx_dist.report.rundir import PICTURE, read_run
     from dglx_dist.report.summary import run_title
@@ -33,6 +51,39 @@ def report(
     draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
 
 
+def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
+    """Draw the trace ``path`` beside it, as a PNG file, and say how much of the traffic was hidden.
+
+    Raises:
+        StorageError: it is no trace, or damaged.
+        ConfigError: it has no such batches.
+    """
+    from dglx_dist.cluster.trace_events import read_trace
+    from dglx_dist.report.schedule import draw, overlap_text
+
+    trace, target = read_trace(path), path.with_suffix(".png")
+    title = " ".join(
+        [str(trace.facts.get("strategy", path.stem))]
+        + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
+    )
+    Console(highlight=False, soft_wrap=True, markup=False).print(f"{title}: {overlap_text(trace)}")
+    draw_or_warn(lambda: draw(trace, target, title=title, batches=batches), target)
+
+
+def read_batches(text: str | None) -> tuple[int, int] | None:
+    """Read ``FIRST:LAST``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if text is None:
+        return None
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ConfigError(f"--batches {text} must be two numbers of batches, such as 20:23")
+    return int(first), int(last)
+
+
 def how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
     """Return what to say of a run with this ``config.json`` that lacks its summary."""
     start = "" if config.get("checkpoint_every") else ", from the start, as no checkpoint was asked for"
@@ -43,7 +94,7 @@ def how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
     )
 
 
-def draw_or_warn(draw: Callable[[], None], target: Path, remedy: str = "") -> None:
+def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "") -> None:
     """Call ``draw``, which writes ``target``, and say where the picture is, or why there is none.
 
     Args:

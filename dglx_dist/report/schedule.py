@@ -1,0 +1,142 @@
+"""A picture of who did what when, drawn from a trace without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from dglx_dist.cluster.timeline import COMPUTE, LOADER, NETWORK, Span
+from dglx_dist.cluster.trace_events import TraceFile, deal_out
+from dglx_dist.errors import ConfigError
+from dglx_dist.report.overlap import is_wait, overlap
+from dglx_dist.report.units import readable_percent
+
+COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+"""Batch b has colour b modulo their number."""
+NO_BATCH, WAITING = "#bbbbbb", "#eeeeee"
+SHORT = {
+    "forward M": "fM",
+    "forward D": "fD",
+    "backward D": "bD",
+    "backward M": "bM",
+    "forward": "f",
+    "backward": "b",
+    "step": "s",
+    "sample": "sample",
+    "all-reduce D": "sum D",
+    "push gradient": "push",
+    "push structure": "structure",
+}
+"""Names of spans as boxes show them; others as they are."""
+_SHOWN_BATCHES = 4
+_LETTER_FRACTION = 0.0085
+"""Width of a letter, as a fraction of the picture's: a label is left out where it has no room."""
+
+
+def draw(
+    trace: TraceFile, path: str | Path, *, title: str, batches: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Draw the rows of each rank into a PNG file, a colour per batch; where a rank waits it is grey.
+
+    Args:
+        trace: What to draw.
+        path: Where the picture goes.
+        title: Heading; strategy and overlap are added.
+        batches: First and last batch whose compute is shown; None: some in the middle, past the warm-up.
+
+    Returns:
+        The first and the last batch.
+
+    Raises:
+        ConfigError: the trace has no such batch.
+    """
+    first, last = _found(trace, batches)
+    begin, end = _window(trace, first, last)
+    rows = [
+        (f"rank {rank.rank}\n{row}" if number == 0 else "", lane)
+        for rank in trace.ranks
+        for row in (COMPUTE, NETWORK, LOADER)
+        for number, lane in enumerate(_lanes([s for s in rank.spans if s.row == row], begin, end))
+    ]
+    figure = Figure(figsize=(13, 1.4 + 0.42 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for height, (_, lane) in enumerate(rows):
+        for span in lane:
+            _draw_box(axes, span, height, (begin, end))
+    axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    figure.suptitle(f"{title}: batches {first} to {last}, {overlap_text(trace)}", fontsize=10)
+    figure.savefig(path, dpi=110, format="png")
+    return first, last
+
+
+def overlap_text(trace: TraceFile) -> str:
+    """Return ``82 % of the network's time beside compute``, of the whole trace."""
+    fraction = overlap(trace).fraction
+    if fraction is None:
+        return "nothing on the network"
+    return f"{readable_percent(fraction)} of the network's time beside compute"
+
+
+def _found(trace: TraceFile, batches: tuple[int, int] | None) -> tuple[int, int]:
+    known = sorted(
+        {s.batch for rank in trace.ranks for s in rank.spans if s.row == COMPUTE and s.batch is not None}
+    )
+    if not known:
+        raise ConfigError("the trace has no batch to draw; record more with --trace-steps")
+    if batches is None:
+        # The first batches compile kernels and open connections; the last ones are drained.
+        middle = max((len(known) - _SHOWN_BATCHES) // 2, 0)
+        return known[middle], known[min(middle + _SHOWN_BATCHES, len(known)) - 1]
+    first, last = batches
+    if not any(first <= number <= last for number in known):
+        raise ConfigError(
+            f"the trace has no batch from {first} to {last}; it has {known[0]} to "
+            f"{known[-1]}; choose others with --batches FIRST:LAST"
+        )
+    return max(first, known[0]), min(last, known[-1])
+
+
+def _window(trace: TraceFile, first: int, last: int) -> tuple[float, float]:
+    shown = [
+        span
+        for rank in trace.ranks
+        for span in rank.spans
+        if span.row == COMPUTE
+        and span.batch is not None
+        and first <= span.batch <= last
+        and not is_wait(span)
+    ]
+    begin, end = min(span.begin_s for span in shown), max(span.end_s for span in shown)
+    room = 0.01 * (end - begin)
+    return begin - room, end + room
+
+
+def _lanes(spans: Sequence[Span], begin: float, end: float) -> list[list[Span]]:
+    inside = [span for span in spans if span.end_s > begin and span.begin_s < end]
+    return deal_out(inside) or [[]]
+
+
+def _draw_box(axes: Any, span: Span, height: int, window: tuple[float, float]) -> None:
+    begin, end = window
+    left, right = max(span.begin_s, begin), min(span.end_s, end)
+    waits = is_wait(span)
+    color = NO_BATCH if span.batch is None else COLORS[span.batch % len(COLORS)]
+    axes.barh(
+        height,
+        1e3 * (right - left),
+        left=1e3 * (left - begin),
+        height=0.5 if waits else 0.8,
+        color=WAITING if waits else color,
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    label = SHORT.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
+    if not waits and (right - left) / (end - begin) > _LETTER_FRACTION * len(label):
+        middle = 1e3 * ((left + right) / 2 - begin)
+        axes.text(middle, height, label, ha="center", va="center", fontsize=7, color="white")
