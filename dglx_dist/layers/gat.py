@@ -33,7 +33,7 @@ class GatStages(Staged):
 
     def __init__(self, conv: GATConv) -> None:
         super().__init__()
-        _check(conv)
+        check_gat(conv)
         self._feat_drop, self._attn_drop = conv.feat_drop.p, conv.attn_drop.p
         self.fc, self.attn_l, self.attn_r = conv.fc, conv.attn_l, conv.attn_r
         self.leaky_relu, self.res_fc, self.bias = conv.leaky_relu, conv.res_fc, conv.bias
@@ -86,7 +86,8 @@ class GatStages(Staged):
         return attention if weight is None else attention * weight.view(-1, 1, 1)
 
 
-def _check(conv: GATConv) -> None:
+def check_gat(conv: GATConv) -> None:
+    """Raise ConfigError if something in it needs whole input rows, however its sums are taken."""
     if not isinstance(conv.fc if "fc" in conv._modules else None, nn.Linear):
         raise ConfigError(
             "GATConv with separate widths for sources and destinations cannot be the split first layer; give "

@@ -28,10 +28,7 @@ class SageStages(Staged):
         super().__init__()
         self._aggregator = conv._aggre_type
         if self._aggregator not in _SPLIT:
-            raise ConfigError(
-                f"SAGEConv with aggregator {self._aggregator!r} has a nonlinear step before its sum, so it "
-                f"cannot be split by input columns; use {' or '.join(_SPLIT)}, or strategy='data_parallel'"
-            )
+            raise ConfigError(_reason(self._aggregator))
         self._feat_drop = conv.feat_drop.p
         self.fc_neigh = conv.fc_neigh
         self.activation, self.norm = conv.activation, conv.norm
@@ -69,3 +66,11 @@ class SageStages(Staged):
 
     def _projected(self, rows: Tensor) -> Tensor:
         return rows if self._project_first else functional.linear(rows, self.fc_neigh.weight)
+
+
+def _reason(aggregator: str) -> str:
+    by_rows = "sync='inputs', which sends its projected rows, " if aggregator == "pool" else ""
+    return (
+        f"SAGEConv with aggregator {aggregator!r} has a nonlinear step before its sum, so it cannot be split "
+        f"by input columns; use {' or '.join(_SPLIT)}, {by_rows}or strategy='data_parallel'"
+    )
