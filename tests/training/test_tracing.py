@@ -1,0 +1,162 @@
+"""Traces of real runs: one file with all ranks on one clock, or a file of each rank that failed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+import torch
+
+from dglx_dist.cluster.clocks import measure_clock
+from dglx_dist.cluster.session import start_session
+from dglx_dist.cluster.timeline import COMPUTE, LOADER, NETWORK
+from dglx_dist.cluster.trace_events import RankSpans, read_trace, write_trace
+from dglx_dist.errors import StorageError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import EpochRecord
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.training.fit import FitConfig, train
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+from tests.report.traces import trace_of
+from tests.strategies import equality
+
+BATCH = 40
+
+
+def _fit(g: DistGraph, trace: Path, stop_after: int | None = None, **options: Any) -> tuple[int, list[Any]]:
+    session = g.session
+    strategy = STRATEGIES.get("data_parallel")(session, {})
+    ids = equality.cut(
+        equality.new_ids_of_training(g), (3.0, 1.0), session.topology.rank, session.topology.world_size
+    )
+    sampler = dgl.dataloading.NeighborSampler(
+        [-1, 4], prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    loader = strategy.loader(g, ids, sampler, batch_size=BATCH)
+    torch.manual_seed(11)
+    model = strategy.wrap(
+        build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.0).double(), g
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def stop(record: EpochRecord) -> None:
+        if record.epoch == stop_after:
+            raise RuntimeError("stopped by the test")
+
+    config = FitConfig(epochs=2, trace=trace, show_progress=False, **options)
+    train(model, loader, optimizer, g, config, callbacks=[stop])
+    return len(loader), [p.detach().numpy().tolist() for p in model.parameters()]
+
+
+def _traced(folder: str, out: str) -> dict[str, Any]:
+    """What a rank sees of a good run, a short one, a refused one and one that fails."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    told: dict[str, Any] = {"clock": measure_clock(session)}
+    told["steps"], told["weights"] = _fit(g, Path(out) / "good.json")
+    told["on after"] = session.timeline.on
+    _, told["weights of the short one"] = _fit(g, Path(out) / "short.json", trace_steps=1)
+    for name in ("mine.json", "failed.json"):
+        try:
+            _fit(g, Path(out) / name, stop_after=0)
+        except (StorageError, RuntimeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("tracing"))
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def traced(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
+    out = tmp_path_factory.mktemp(f"traces-{request.param}")
+    (out / "mine.json").write_text("of somebody else")
+    # Of an earlier run that failed: goes when the next one starts.
+    write_trace(out / "good.rank-0.json", trace_of([]))
+    return out, run_ranks(_traced, request.param, args=(str(folder), str(out)), ranks_per_server=1)
+
+
+def names_of(rank: RankSpans, row: str) -> set[str]:
+    return {span.name for span in rank.spans if span.row == row}
+
+
+def test_every_rank_is_in_the_file_with_every_step(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+    out, told = traced
+    trace = read_trace(out / "good.json")
+    assert len(trace.ranks) == len(told)
+    steps = list(range(2 * told[0]["steps"]))
+    for rank in trace.ranks:
+        for name in ("forward", "backward", "step"):
+            spans = [span for span in rank.spans if span.name == name]
+            assert [span.batch for span in spans] == steps
+            assert all(a.end_s <= b.begin_s for a, b in pairwise(spans))
+        assert sorted(s.batch for s in rank.spans if s.name == "sample" and s.batch is not None) == steps
+        assert "wait for a batch" in names_of(rank, COMPUTE)
+        assert names_of(rank, LOADER) == {"sample"}
+        assert names_of(rank, NETWORK) == ({"all-reduce D"} if len(told) > 1 else set())
+    assert trace.facts["strategy"] == "data_parallel"
+    assert trace.facts["steps_recorded"] == len(steps)
+    assert set(trace.facts["versions"]) == {"dglx_dist", "torch", "dgl"}
+
+
+def test_sums_of_gradients_end_on_all_ranks_only_after_all_began(
+    traced: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    """A sum needs all ranks, which shows only on a common clock."""
+    trace = read_trace(traced[0] / "good.json")
+    error_s = sum(rank.clock_error_s for rank in trace.ranks)
+    sums = [[span for span in rank.spans if span.name == "all-reduce D"] for rank in trace.ranks]
+    for together in zip(*sums, strict=True):
+        assert max(span.begin_s for span in together) <= min(span.end_s for span in together) + error_s
+
+
+def test_recording_changes_no_weight_and_stops_when_asked(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+    out, told = traced
+    for rank in told:
+        assert rank["weights"] == rank["weights of the short one"] == told[0]["weights"]
+        assert not rank["on after"]
+    short = read_trace(out / "short.json")
+    assert (short.facts["steps"], short.facts["steps_recorded"]) == (2 * told[0]["steps"], 1)
+    assert [span.batch for span in short.ranks[0].spans if span.name == "step"] == [0]
+
+
+def test_what_is_no_trace_is_not_overwritten_and_all_ranks_hear_it(
+    traced: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    out, told = traced
+    assert (out / "mine.json").read_text() == "of somebody else"
+    for rank in told:
+        assert "something other than a trace" in rank["mine.json"]
+
+
+def test_ranks_that_fail_leave_what_they_have(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+    out, told = traced
+    assert not (out / "failed.json").exists()
+    for rank, seen in enumerate(told):
+        assert seen["failed.json"] == "RuntimeError: stopped by the test"
+        (own,) = read_trace(out / f"failed.rank-{rank}.json").ranks
+        assert own.rank == rank
+        assert [s.batch for s in own.spans if s.name == "step"] == list(range(seen["steps"]))
+    names = {
+        "good.json",
+        "short.json",
+        "mine.json",
+        *(f"failed.rank-{rank}.json" for rank in range(len(told))),
+    }
+    assert {path.name for path in out.iterdir()} == names
+
+
+def test_clocks_of_one_machine_agree(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+    """perf_counter is one clock there, so the offset is all error."""
+    for rank, seen in enumerate(traced[1]):
+        clock = seen["clock"]
+        assert abs(clock.offset_s) <= clock.error_s
+        assert (clock.error_s == 0.0) == (rank == 0)
