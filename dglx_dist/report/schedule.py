@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ SHORT = {
     "push structure": "structure",
 }
 """Names of spans as boxes show them; others as they are."""
+SPLIT = {"forward": "fD", "backward": "bD"}
+"""Names where the first layer has spans of its own, which lie on top: what is left is the owner's side."""
 _SHOWN_BATCHES = 4
 _LETTER_FRACTION = 0.0085
 """Width of a letter, as a fraction of the picture's: a label is left out where it has no room."""
@@ -56,6 +58,8 @@ def draw(
     """
     first, last = _found(trace, batches)
     begin, end = _window(trace, first, last)
+    split = any(span.name == "forward M" for rank in trace.ranks for span in rank.spans)
+    names = SHORT | SPLIT if split else SHORT
     rows = [
         (f"rank {rank.rank}\n{row}" if number == 0 else "", lane)
         for rank in trace.ranks
@@ -67,7 +71,7 @@ def draw(
     axes = figure.subplots()
     for height, (_, lane) in enumerate(rows):
         for span in lane:
-            _draw_box(axes, span, height, (begin, end))
+            _draw_box(axes, span, height, (begin, end), names)
     axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     figure.suptitle(f"{title}: batches {first} to {last}, {overlap_text(trace)}", fontsize=10)
@@ -122,7 +126,9 @@ def _lanes(spans: Sequence[Span], begin: float, end: float) -> list[list[Span]]:
     return deal_out(inside) or [[]]
 
 
-def _draw_box(axes: Any, span: Span, height: int, window: tuple[float, float]) -> None:
+def _draw_box(
+    axes: Any, span: Span, height: int, window: tuple[float, float], names: Mapping[str, str]
+) -> None:
     begin, end = window
     left, right = max(span.begin_s, begin), min(span.end_s, end)
     waits = is_wait(span)
@@ -136,7 +142,7 @@ def _draw_box(axes: Any, span: Span, height: int, window: tuple[float, float]) -
         edgecolor="white",
         linewidth=0.5,
     )
-    label = SHORT.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
+    label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
     if not waits and (right - left) / (end - begin) > _LETTER_FRACTION * len(label):
         middle = 1e3 * ((left + right) / 2 - begin)
         axes.text(middle, height, label, ha="center", va="center", fontsize=7, color="white")
