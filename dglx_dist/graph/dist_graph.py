@@ -14,17 +14,10 @@ from torch import Tensor
 
 from dglx_dist.cluster.collectives import barrier, broadcast_json
 from dglx_dist.cluster.session import Session, current_session
+from dglx_dist.cluster.shared import Shared
 from dglx_dist.errors import ConfigError, RemoteError
+from dglx_dist.graph import dataset_columns as kept
 from dglx_dist.graph.caching import CacheRequest, Fanouts, cache_rows
-from dglx_dist.graph.dataset_columns import (
-    ORIGINAL_IDS,
-    USER_IDS,
-    add_columns,
-    book_of,
-    edge_policies,
-    node_policies,
-    text_ids,
-)
 from dglx_dist.graph.dist_tensor import GRAPH, DistTensor
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
 from dglx_dist.graph.kvstore import KVStore
@@ -46,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @final
-class DistGraph:
+class DistGraph(Shared):
     """A partitioned dataset, opened by all ranks together; afterwards any rank may use it alone, at any time.
 
     Ids are those of the dataset: contiguous per (type, part). :meth:`orig_ids` leads back to the source's.
@@ -87,12 +80,12 @@ class DistGraph:
         # A name of its own for each open graph, so that a run may have several.
         label = str(broadcast_json(secrets.token_hex(4), self.session))
         self.kvstore = KVStore(self.session, self.placement, label)
-        self._book = book_of(self.placement, manifest)
-        self._node_policies = node_policies(self._book, self.kvstore, manifest.checksum)
-        self._edge_policies = edge_policies(self._book, self.kvstore, manifest.checksum)
+        self._book = kept.book_of(self.placement, manifest)
+        self._node_policies = kept.node_policies(self._book, self.kvstore, manifest.checksum)
+        self._edge_policies = kept.edge_policies(self._book, self.kvstore, manifest.checksum)
         together(
             self.session,
-            lambda: add_columns(self.dataset, self.placement, self._node_policies, self._edge_policies),
+            lambda: kept.add_columns(self.dataset, self.placement, self._node_policies, self._edge_policies),
         )
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
         for opened in self._structures.values():
@@ -335,7 +328,7 @@ class DistGraph:
             IndexError: an id is out of range.
         """
         policy = self._node_policies[self._ntype_or_only(ntype, "orig_ids(ids, ntype)")]
-        return self._hidden(policy, ORIGINAL_IDS, ids)
+        return self._hidden(policy, kept.ORIGINAL_IDS, ids)
 
     def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
         """Return the (K,) int64 positions that edges had in the source's list.
@@ -344,7 +337,7 @@ class DistGraph:
             IndexError: an id is out of range.
         """
         policy = self._edge_policies[self._etype_or_only(etype, "orig_edge_ids(ids, etype)")]
-        return self._hidden(policy, ORIGINAL_IDS, ids)
+        return self._hidden(policy, kept.ORIGINAL_IDS, ids)
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
         """Return the (K,) ids that the user knows nodes by: int64, or unicode text.
@@ -358,8 +351,8 @@ class DistGraph:
         key = self._ntype_or_only(ntype, "user_ids(ids, ntype)")
         policy, kind = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
         if kind == "string":
-            return text_ids(self.dataset, key)[as_ids(ids, policy.get_size(), policy.policy_str)]
-        return self._hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
+            return kept.text_ids(self.dataset, key)[as_ids(ids, policy.get_size(), policy.policy_str)]
+        return self._hidden(policy, kept.USER_IDS if kind else kept.ORIGINAL_IDS, ids).numpy()
 
     def rank(self) -> int:
         """Return the rank of this process."""
