@@ -13,10 +13,11 @@ from dglx_dist.cluster.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.push_pull.columns import open_columns
 from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
-from dglx_dist.strategies.push_pull.first_block import STRUCTURE
 from dglx_dist.strategies.push_pull.group import make_group
-from dglx_dist.strategies.push_pull.loader import PushPullLoader
+from dglx_dist.strategies.push_pull.loader import node_loader
 from dglx_dist.strategies.push_pull.model import PushPullModel
+from dglx_dist.strategies.push_pull.options import PushPullOptions
+from dglx_dist.strategies.push_pull.structure import STRUCTURE
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.test_equality import TOLERANCE, difference, plain_weights
@@ -34,12 +35,13 @@ def train(g: DistGraph, kind: str, share: str, moved: Counter[str]) -> list[Any]
     session = g.session
     rank, world_size = session.topology.rank, session.topology.world_size
     mine = equality.cut(equality.new_ids_of_training(g), equality.SHARES[share], rank, world_size)
-    store = open_columns(g, ["feat"], make_group(session, world_size))
-    rows = store.rows("feat", torch.arange(g.num_nodes()))
+    group = make_group(session, world_size)
+    store = open_columns(g, ["feat"], group)
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    loader = PushPullLoader(g, mine, sampler, "feat", rows, batch_size=equality.NUM_NODES)
+    options = PushPullOptions(structure="push")
+    loader = node_loader(g, mine, sampler, store, group, options, {"batch_size": equality.NUM_NODES})
     torch.manual_seed(11)
     plain = equality.PlainModel(kind).double()
     model = PushPullModel(plain, equality.WIDTH, session, reduction="mean", bucket_bytes=1 << 20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,16 +12,8 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.staged import Staged, StageInput, Sums
 from dglx_dist.strategies.push_pull.exchange import hand_to_parts, sum_to_owner
-from dglx_dist.strategies.push_pull.first_block import OwnersBlock, share_edges
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnersInput:
-    """What this part has of one owner's batch."""
-
-    owners: OwnersBlock
-    x: Tensor
-    """(L0, F_p) this part's columns of the sources' features."""
+from dglx_dist.strategies.push_pull.first_block import share_edges
+from dglx_dist.strategies.push_pull.visit import OwnersInput, Visit
 
 
 class FirstLayer:
@@ -43,16 +34,16 @@ class FirstLayer:
         Raises:
             ConfigError: the block does not come from the strategy's loader.
         """
-        inputs: Sequence[OwnersInput] | None = getattr(given.block, "push_pull", None)
-        if inputs is None:
+        visit: Visit | None = getattr(given.block, "push_pull", None)
+        if visit is None:
             raise ConfigError(
                 "the first layer was given a block that does not come from the strategy's loader, so the "
                 "other ranks do not know it; feed the model from dglx_dist.DataLoader"
             )
-        edges = self._edges(given, inputs)
+        edges = self._edges(given, visit.inputs)
         everyone = [
-            StageInput(block=one.owners.block, x=one.x, edges=named)
-            for one, named in zip(inputs, edges, strict=True)
+            StageInput(block=one.block, x=torch.cat([*one.columns.values()], 1), edges=named)
+            for one, named in zip(visit.inputs, edges, strict=True)
         ]
         everyone[self._session.topology.rank] = given
         transformed = [layer.transform(one) for one in everyone]
@@ -69,9 +60,9 @@ class FirstLayer:
         )
 
     def _edges(self, given: StageInput, inputs: Sequence[OwnersInput]) -> list[dict[str, Tensor]]:
-        blocks = [one.owners for one in inputs]
+        blocks = [one.block for one in inputs]
         shared = {name: share_edges(values, blocks, self._session) for name, values in given.edges.items()}
-        return [{name: values[owner] for name, values in shared.items()} for owner in range(len(blocks))]
+        return [{name: values[owner] for name, values in shared.items()} for owner in range(len(inputs))]
 
     def _to_all_parts(self, shares: Sequence[Sums]) -> list[Sums]:
         """From each owner's shares on this part to each owner's sums over the parts."""

@@ -3,69 +3,344 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, final
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
-from torch import Tensor
+from dgl.dataloading import EdgePredictionSampler
+from dgl.heterograph import DGLBlock
 
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.sampling.loader import Batch, DataLoader
-from dglx_dist.sampling.stepping import LoaderTimes
-from dglx_dist.strategies.push_pull.first_block import share_blocks
-from dglx_dist.strategies.push_pull.first_layer import OwnersInput
+from dglx_dist.graph.opening import together
+from dglx_dist.records import StepShare
+from dglx_dist.sampling.blocks import BlockBuilder
+from dglx_dist.sampling.edge_loader import DistEdgeDataLoader
+from dglx_dist.sampling.loader import DataLoader
+from dglx_dist.sampling.neighbor import read_sampler
+from dglx_dist.sampling.opening import check_alike
+from dglx_dist.sampling.precision import Precision
+from dglx_dist.sampling.stepping import LoaderTimes, StepLoader
+from dglx_dist.strategies.push_pull.columns import ColumnStore, open_columns
+from dglx_dist.strategies.push_pull.feed import Feed, FeedOfVisit
+from dglx_dist.strategies.push_pull.group import Group
+from dglx_dist.strategies.push_pull.options import PushPullOptions
+from dglx_dist.strategies.push_pull.structure import SMALL_NODES
+from dglx_dist.strategies.push_pull.structure_choice import ChoosingStructure, ChosenStructure
+from dglx_dist.strategies.push_pull.visit import OwnersInput, Visit
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
 
+PIPELINES = "push_pull"
+"""Where in ``session.attached`` the pipelines are listed that an epoch's end drains: weak references."""
+
+_LOADERS = "push_pull.loaders"
+
+_ALIVE = 5
+"""Batches that may be alive beside those made ahead: in flight, looked at, and held by the training loop."""
+
+
+class Drained(Protocol):
+    """Something that may have work left at the end of an epoch."""
+
+    def drain(self) -> None:
+        """Do it; every rank must call it."""
+
+
+@final
+class _Batch(Visit):
+    """A batch that was yielded, or the next one."""
+
+    def __init__(self, number: int, inputs: tuple[OwnersInput, ...]) -> None:
+        self.number, self.inputs = number, inputs
+        self._following: Visit | None = None
+
+    def following(self) -> Visit | None:
+        """See :meth:`Visit.following`; None as well when the loader has gone on."""
+        return self._following
+
+    def link(self, following: Visit | None) -> None:
+        """Say what comes next."""
+        self._following = following
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """What is yielded, and what belongs to it."""
+
+    handed: Any
+    visit: _Batch
+    share: StepShare | None
+    position: dict[str, int]
+
 
 @final
 class PushPullLoader:
-    """Iterates over ``(input_nodes, output_nodes, blocks)``; iterating is collective.
+    """Yields what ``inner`` does, with ``blocks[0].push_pull`` set to the batch as all parts see it.
 
-    ``blocks[0].srcdata`` has this rank's columns of the feature, (L0, F_p), under its name.
+    ``blocks[0].srcdata`` has this rank's columns, (L0, F_p), under the name of each feature. Making one is
+    collective, and all ranks must iterate alike; structure moves from the loader's threads without a
+    collective. At the normal end of an epoch the pipelines of the session are drained, which is collective.
 
     Args:
-        g: The distributed graph.
-        indices: This rank's seeds.
-        sampler: A sampler of ``dgl.dataloading``.
-        feature: Name of what goes into the first layer.
-        rows: (V, F_p), this rank's columns of it for all nodes.
-        loader_options: What ``dglx_dist.DataLoader`` takes.
+        inner: A loader of nodes or edges of one type, which brings no row of the features.
+        session: The run.
+        feed: What to add.
+        num_nodes: V.
+        builder: Of the blocks.
+
+    Raises:
+        ConfigError: on all ranks, when they were given other depths or features, or structure="resample"
+            cannot be.
+        PeerError: a rank did not take part.
     """
 
     def __init__(
-        self, g: DistGraph, indices: Any, sampler: Any, feature: str, rows: Tensor, **loader_options: Any
+        self,
+        inner: StepLoader[Any, Any, Any],
+        session: Session,
+        feed: Feed,
+        *,
+        num_nodes: int,
+        builder: BlockBuilder,
     ) -> None:
-        without = copy.copy(sampler)
-        without.prefetch_node_feats = []
-        self._inner = DataLoader(g, indices, without, **loader_options)
-        self._feature, self._rows = feature, rows
-        self._session: Session = g.session
+        self._inner, self._session, self._feed = inner, session, feed
+        self._structure = ChoosingStructure(
+            inner,
+            session,
+            feed.group,
+            _next_label(session),
+            asked=feed.structure,
+            builder=builder,
+            wide=num_nodes >= SMALL_NODES,
+        )
+        told = (
+            f"depth={inner.depth}, features={feed.names}, structure={feed.structure!r}, "
+            f"look_ahead={feed.look_ahead}"
+        )
+        # Nobody leaves before all have registered what the others will call.
+        check_alike(session, "loaders of push_pull", told)
+        self._visits = 0
+        self._position: dict[str, int] | None = None
 
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""
         return len(self._inner)
 
-    def __iter__(self) -> Iterator[Batch]:
-        rank = self._session.topology.rank
-        for input_nodes, output_nodes, blocks in self._inner:
-            if not isinstance(input_nodes, Tensor):
-                raise ConfigError("push_pull trains on graphs of one node type; use strategy='data_parallel'")
-            owners = share_blocks(blocks[0], input_nodes, self._session)
-            inputs = [OwnersInput(owners=one, x=self._rows[one.nodes]) for one in owners]
-            blocks[0].srcdata[self._feature] = inputs[rank].x
-            blocks[0].push_pull = inputs
-            yield input_nodes, output_nodes, blocks
+    @property
+    def structure_choice(self) -> ChosenStructure:
+        """How this rank knows the blocks of other owners, and what was measured for that."""
+        return self._structure.choice
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current iteration, or of the next one when none is under way."""
+        return self._inner.epoch if self._position is None else self._position["epoch"]
+
+    @property
+    def num_targets_of_epoch(self) -> tuple[int, int]:
+        """Items of an epoch: (on this rank, on all ranks)."""
+        return self._inner.num_targets_of_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one; see :meth:`StepLoader.set_epoch`."""
+        self._inner.set_epoch(epoch)
+        self._position = None
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
-        """Seconds since the last reset."""
+        """Return the seconds since the start or the last reset; structure and columns are fetched."""
         return self._inner.times(reset=reset)
 
     def state_dict(self) -> dict[str, int]:
-        """Position, JSON values."""
-        return self._inner.state_dict()
+        """Return the position of the batch that was yielded last; see :meth:`StepLoader.state_dict`."""
+        return dict(self._position) if self._position is not None else self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on at a position."""
+        """Go on after the position ``state``; see :meth:`StepLoader.load_state_dict`."""
         self._inner.load_state_dict(state)
+        self._position = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what is left of the current epoch; see :meth:`StepLoader.__iter__`.
+
+        Raises:
+            PeerError: a rank is dead, or did not come to a batch within the time-out.
+        """
+        visit, self._visits = self._visits, self._visits + 1
+        self._structure.begin(visit)
+        feed = FeedOfVisit(self._session, self._feed, self._structure, visit, len(self))
+        self._inner.surround(feed.around)
+        stream = iter(self._inner)
+        try:
+            yield from self._one_after_the_other(lambda: self._next(stream, feed))
+        finally:
+            # First, or the inner loader would wait for threads that wait for the other ranks.
+            self._structure.leave(visit)
+            cast("Any", stream).close()
+            self._session.step_share = None
+        _drain(self._session)
+        self._position = None
+
+    def _one_after_the_other(self, bring: Callable[[], _Item | None]) -> Iterator[Any]:
+        item, look_ahead = bring(), self._feed.look_ahead
+        while item is not None:
+            coming = bring() if look_ahead else None
+            item.visit.link(coming.visit if coming is not None else None)
+            # Fetching the next one has moved both on.
+            self._session.step_share, self._position = item.share, item.position
+            yield item.handed
+            # Or who keeps one batch would keep all that follow.
+            item.visit.link(None)
+            item = coming if look_ahead else bring()
+
+    def _next(self, stream: Iterator[Any], feed: FeedOfVisit) -> _Item | None:
+        handed = next(stream, None)
+        if handed is None:
+            return None
+        position, blocks = self._inner.state_dict(), handed[-1]
+        inputs = feed.take(position["step"] - 1)
+        visit = _Batch(inputs[0].number, self._with_users(inputs, blocks[0]))
+        for name, columns in visit.inputs[self._feed.group.part].columns.items():
+            blocks[0].srcdata[name] = columns
+        blocks[0].push_pull = visit
+        return _Item(handed=handed, visit=visit, share=self._session.step_share, position=position)
+
+    def _with_users(self, inputs: tuple[OwnersInput, ...], block: DGLBlock) -> tuple[OwnersInput, ...]:
+        """Return ``inputs`` on the device of the user's block, which takes the place of the own one."""
+        own = self._feed.group.part
+        if block.device.type != "cpu":
+            inputs = tuple(
+                replace(
+                    one,
+                    block=one.block if part == own else one.block.to(block.device),
+                    nodes=one.nodes.to(block.device),
+                    columns={name: rows.to(block.device) for name, rows in one.columns.items()},
+                )
+                for part, one in enumerate(inputs)
+            )
+        return (*inputs[:own], replace(inputs[own], block=block), *inputs[own + 1 :])
+
+
+def node_loader(
+    g: DistGraph,
+    indices: Any,
+    sampler: Any,
+    store: ColumnStore | None,
+    group: Group,
+    options: PushPullOptions,
+    loader_options: Mapping[str, Any],
+) -> PushPullLoader:
+    """Return a loader of nodes, as ``dglx_dist.sampling.DataLoader`` makes it, for push-pull; collective.
+
+    Args:
+        g: A graph of one node and one edge type.
+        indices: This rank's seeds.
+        sampler: Of ``dgl.dataloading``; matrices that it prefetches for the input come as columns, too.
+        store: The features that the strategy names; None: there are none.
+        group: The ranks that hold all columns together.
+        options: The strategy's.
+        loader_options: What ``DataLoader`` takes.
+
+    Raises:
+        ConfigError: as :class:`PushPullLoader`; several types; or as ``DataLoader``.
+    """
+    without, named = _without_matrices(g, sampler, store)
+    inner = DataLoader(g, indices, without, **loader_options)
+    return _fed(g, inner, _feed(g, named, store, group, options), loader_options)
+
+
+def edge_loader(
+    g: DistGraph,
+    eids: Any,
+    sampler: Any,
+    store: ColumnStore | None,
+    group: Group,
+    options: PushPullOptions,
+    loader_options: Mapping[str, Any],
+) -> PushPullLoader:
+    """Return a loader of edges, as ``DistEdgeDataLoader``; see :func:`node_loader`."""
+    without, named = _without_matrices(g, sampler, store)
+    inner = DistEdgeDataLoader(g, eids, without, **loader_options)
+    return _fed(g, inner, _feed(g, named, store, group, options), loader_options)
+
+
+def _fed(
+    g: DistGraph, inner: StepLoader[Any, Any, Any], feed: Feed, loader_options: Mapping[str, Any]
+) -> PushPullLoader:
+    (etype,) = g.canonical_etypes
+    # The inner loader has checked it.
+    precision = Precision(loader_options.get("feature_dtype"), (inner.depth + _ALIVE) * feed.group.size)
+    return PushPullLoader(
+        inner,
+        g.session,
+        replace(feed, precision=precision),
+        num_nodes=g.num_nodes(),
+        builder=BlockBuilder(etype),
+    )
+
+
+def _feed(
+    g: DistGraph,
+    names: tuple[str, ...],
+    store: ColumnStore | None,
+    group: Group,
+    options: PushPullOptions,
+) -> Feed:
+    """Return what brings ``names``. Collective."""
+    if names and (store is None or store.names != names):
+        store = open_columns(g, names, group, cache=options.cache_columns)
+    return Feed(
+        group=group,
+        names=names,
+        store=store,
+        structure=options.structure,
+        look_ahead=options.in_flight > 1,
+    )
+
+
+def _without_matrices(g: DistGraph, sampler: Any, store: ColumnStore | None) -> tuple[Any, tuple[str, ...]]:
+    """Return a copy of ``sampler`` that prefetches no input matrix, and these with those of ``store``.
+
+    Collective.
+
+    Raises:
+        ConfigError: on all ranks, when the graph has several types, or the sampler cannot be honoured.
+    """
+    named = () if store is None else store.names
+    return together(g.session, lambda: _parted(g, sampler, named), ConfigError)
+
+
+def _parted(g: DistGraph, sampler: Any, named: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
+        raise ConfigError(
+            f"push_pull trains on graphs of one node and one edge type, and this one has the nodes "
+            f"{', '.join(g.ntypes)} and the edges {', '.join(map(str, g.canonical_etypes))}; use "
+            "strategy='data_parallel'"
+        )
+    if isinstance(sampler, EdgePredictionSampler):
+        outer = copy.copy(sampler)
+        outer.sampler, names = _parted(g, sampler.sampler, named)
+        return outer, names
+    asked = read_sampler(sampler).node_feats
+    wanted = [name for names in asked.values() for name in names] if isinstance(asked, Mapping) else asked
+    matrices = [name for name in wanted if name in g.ndata and len(g.ndata[name].shape) == 2]
+    names = tuple(dict.fromkeys([*named, *matrices]))
+    without = copy.copy(sampler)
+    without.prefetch_node_feats = [name for name in wanted if name not in names]
+    return without, names
+
+
+def _next_label(session: Session) -> str:
+    """Return a name that the ranks' loaders have in common, as all make theirs in the same order."""
+    number = cast("int", session.attached.get(_LOADERS, 0))
+    session.attached[_LOADERS] = number + 1
+    return f"push_pull.{number}"
+
+
+def _drain(session: Session) -> None:
+    pipelines = cast("Iterable[weakref.ref[Drained]]", session.attached.get(PIPELINES, ()))
+    for pipeline in [reference() for reference in pipelines]:
+        if pipeline is not None:
+            pipeline.drain()
