@@ -12,7 +12,8 @@ from tests.bench.measured import outcome
 
 DOCS = Path(__file__).parents[2] / "docs"
 OF_THE_PAPERS = (
-    *("D1", "D2", "D3", "P1", "P2", "P4", "P5", "P6", "G1", "G2", "G3", "G4", "G5"),
+    *("D1", "D2", "D3", "P1", "P2", "P4", "P5", "P6", "P7", "P8", "P9"),
+    *("G1", "G2", "G3", "G4", "G5"),
     *("Y1", "Y2", "Y3", "Y4", "Y5"),
 )
 

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.records import Claim, Experiment
+from dglx_dist.bench.push_pull import HOW, NOTE, Case, Compared, Size, matched, plan_of, push_pull, size_of
+from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
+
+_WIDTHS = (16, 64)
+
+
+def build(plan: BenchPlan) -> ExperimentPlan:
+    """Train with 1 and 3 batches in flight, with one version of the weights for both sides and with two."""
+    return plan_at(plan, size_of(plan))
+
+
+def plan_at(plan: BenchPlan, size: Size) -> ExperimentPlan:
+    """Return the experiment at ``size``; makes datasets and counts bytes, which takes seconds."""
+    cases: list[Case] = []
+    compared: list[Compared] = []
+    for width in _WIDTHS:
+        hashed, depth_1, depth_3 = f"hash, {width}", f"depth 1, {width}", f"depth 3, {width}"
+        split = f"depth 3, split, {width}"
+        rate = matched(hashed)
+        cases += [
+            Case(name=hashed, rate=rate, hidden=width),
+            Case(name=depth_1, rate=rate, hidden=width, **push_pull()),
+            Case(name=depth_3, rate=rate, hidden=width, **push_pull(3)),
+            Case(name=split, rate=rate, hidden=width, **push_pull(3, weights="split")),
+        ]
+        compared += [
+            Compared(over=depth_1, under=depth_3, low=1.25),
+            Compared(over=depth_1, under=split, low=1.25),
+            Compared(over=hashed, under=depth_3),
+            Compared(
+                over=depth_3, under=depth_1, quantity="bytes_outside", low=0.999, high=1.001,
+                name=f"bytes, depth 3 / depth 1, {width}",
+            ),
+        ]  # fmt: skip
+    return plan_of(plan, size, cases, compared)
+
 
 EXPERIMENT = Experiment(
     id="P2",
@@ -18,9 +53,10 @@ EXPERIMENT = Experiment(
         "hidden widths 16, 32, 64 and 100: 1.3 to 1.5x on top of P1."
     ),
     how=(
-        "4 servers with links of a limited rate, features of 100 columns, fan-out 25,10; nodes and batch "
-        "are chosen so that a batch has about 7 input rows for each row of layer 1. Both strategies train "
-        "on the same seeds and the same sampled blocks."
+        HOW
+        + " Depth 3 with both sides of a batch on one version of the weights, and split, at widths 16 and 64."
     ),
-    strategies=("push_pull",),
+    strategies=("data_parallel", "push_pull"),
+    build=build,
+    note=NOTE,
 )

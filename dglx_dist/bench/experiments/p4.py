@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.records import Claim, Experiment
+from dataclasses import replace
+
+from dglx_dist.bench.push_pull import HOW, NOTE, Case, Compared, Size, matched, plan_of, push_pull, size_of
+from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
+
+_COLUMNS = (16, 64, 128, 512)
+_HIDDEN = 32
+_AT = 128
+"""The columns at which the baseline has phi 0.8; the rate is the same for all."""
+
+
+def build(plan: BenchPlan) -> ExperimentPlan:
+    """Train on the same graph with more and more columns of features, at one rate."""
+    return plan_at(plan, replace(size_of(plan), steps=max(size_of(plan).steps // 2, 1)))
+
+
+def plan_at(plan: BenchPlan, size: Size) -> ExperimentPlan:
+    """Return the experiment at ``size``; makes datasets and counts bytes, which takes seconds."""
+    rate = matched(f"hash, F {_AT}")
+    cases: list[Case] = []
+    compared: list[Compared] = []
+    for columns in _COLUMNS:
+        hashed, ours = f"hash, F {columns}", f"push_pull, F {columns}"
+        cases += [
+            Case(name=hashed, rate=rate, features=columns, hidden=_HIDDEN),
+            Case(name=ours, rate=rate, features=columns, hidden=_HIDDEN, **push_pull()),
+        ]
+        compared.append(Compared(over=hashed, under=ours, low=2.0 if columns == _COLUMNS[-1] else None))
+    least, most = _COLUMNS[0], _COLUMNS[-1]
+    compared += [
+        Compared(over=f"push_pull, F {most}", under=f"push_pull, F {least}", high=2.0),
+        Compared(over=f"hash, F {most}", under=f"hash, F {least}"),
+        Compared(
+            over=f"push_pull, F {most}", under=f"push_pull, F {least}", quantity="bytes_outside", high=1.001,
+            name=f"bytes, push_pull, F {most} / F {least}",
+        ),
+    ]  # fmt: skip
+    return plan_of(plan, size, cases, compared)
+
 
 EXPERIMENT = Experiment(
     id="P4",
@@ -18,9 +56,10 @@ EXPERIMENT = Experiment(
         "baseline's grows many times over."
     ),
     how=(
-        "4 servers with links of a limited rate, features of 100 columns, fan-out 25,10; nodes and batch "
-        "are chosen so that a batch has about 7 input rows for each row of layer 1. Both strategies train "
-        "on the same seeds and the same sampled blocks."
+        HOW
+        + " Width 32; 16, 64, 128 and 512 columns at the rate that gives phi 0.8 at 128, half as many steps."
     ),
-    strategies=("push_pull",),
+    strategies=("data_parallel", "push_pull"),
+    build=build,
+    note=NOTE,
 )

@@ -58,19 +58,32 @@ def prepare(
     )
     cut = PartitionPlan(num_parts=parts, seed=workload.seed, options=PartitionOptions(balance=("train",)))
     ours = data.prepare(config, {"peers": cut}, work)["peers"]
-    key = data.recipe_key(config, cut)
-    dgl_folder, array_folder = work / f"dgl-{key}", work / f"arrays-{key}"
-    graph = None
-    if dgl and not dgl_folder.is_dir():
-        graph = generate(config)
-        _write_dgl(graph, open_dataset(ours), dgl_folder)
+    array_folder = work / f"arrays-{data.recipe_key(config, cut)}"
     if arrays and not array_folder.is_dir():
-        write_arrays(graph or generate(config), array_folder)
+        write_arrays(generate(config), array_folder)
     return Written(
         ours=ours,
-        dgl=next(dgl_folder.glob("*.json")) if dgl else None,
+        dgl=dgl_copy(config, cut, ours, work) if dgl else None,
         arrays=array_folder if arrays else None,
     )
+
+
+def dgl_copy(config: SyntheticConfig, cut: PartitionPlan, ours: Path, work: Path) -> Path:
+    """Return DGL's JSON file of the dataset ``ours``, with its parts and new ids; written if it is not there.
+
+    Args:
+        config: The graph.
+        cut: How ``ours`` was made of it.
+        ours: What ``data.prepare`` returned for both.
+        work: Where datasets lie.
+
+    Raises:
+        StorageError: ``work`` cannot be written.
+    """
+    folder = work / f"dgl-{data.recipe_key(config, cut)}"
+    if not folder.is_dir():
+        _write_dgl(generate(config), open_dataset(ours), folder)
+    return next(folder.glob("*.json"))
 
 
 def assignment_of(dataset: StoredDataset) -> Assignment:

@@ -1,0 +1,56 @@
+"""What of a ready-made model push-pull splits, in numbers: for its bytes, before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from dglx_dist.layers.adapters import stages_of
+from dglx_dist.training.models import Stack, SymmetricConv
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstLayer:
+    """The convolution that takes the features, and the rest."""
+
+    sum_width: int
+    """H: columns of what is summed over the parts for each destination; of all heads together."""
+    logit_width: int
+    """K: columns of what is summed and handed back for each source and destination; 0: nothing is."""
+    itemsize: int
+    """s: bytes of an element."""
+    cut_tensors: int
+    """Parameter tensors that are cut; each part has a piece of each."""
+    cut_bytes: int
+    """Of them together, uncut."""
+    replicated_bytes: int
+    """Of all others, and a flag of one element for each tensor, as gradients are sent."""
+
+
+def first_layer(model: Stack, heads: int) -> FirstLayer:
+    """Return the numbers of ``model``, whose first layer is a convolution of ``dgl.nn``.
+
+    Args:
+        model: Of ``training.models.build_model``.
+        heads: Of its attention.
+
+    Raises:
+        ConfigError: the first layer cannot be split; the message has the reason.
+    """
+    conv: nn.Module = model.layers[0]
+    stages = stages_of(conv.conv if isinstance(conv, SymmetricConv) else conv)
+    cut = [stages.get_parameter(name) for name in stages.cut]
+    name, dimension = next(iter(stages.cut.items()))
+    weight = stages.get_parameter(name)
+    split = {id(parameter) for parameter in cut}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in split]
+    attends = any("attn" in shared for shared in stages.shared)
+    return FirstLayer(
+        sum_width=weight.numel() // weight.shape[dimension],
+        logit_width=heads if attends else 0,
+        itemsize=weight.element_size(),
+        cut_tensors=len(cut),
+        cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
+        replicated_bytes=sum((other.numel() + 1) * other.element_size() for other in others),
+    )
