@@ -73,5 +73,6 @@ def stages_of(module: nn.Module, sync: Sync = "columns") -> Staged:
     other = "With sync='inputs' its projected rows are sent. " if kind.__name__ in _BY_ROWS else ""
     raise ConfigError(
         f"{kind.__name__} cannot be cut by input columns: {why}. {other}These can be cut: "
-        f"{', '.join(known)}, and what is written as dglx_dist.layers.Staged; any module trains under strategy='data_parallel'"
+        f"{', '.join(known)}, and what is written as dglx_dist.layers.Staged; any module trains under "
+        "strategy='data_parallel'"
     )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.training.kinds import check_kind
+from dglx_dist.training.symmetric import SymmetricConv
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -75,32 +76,6 @@ class OwnRows(nn.Module):
     def forward(self, block: Any, h: Tensor) -> Tensor:
         """Map (num_src, F) to (num_dst, H); destinations come first among a block's sources."""
         return self.linear(h[: block.num_dst_nodes()])
-
-
-class SymmetricConv(nn.Module):
-    """GraphConv with Kipf's symmetric norm, taken from the degrees of the whole graph.
-
-    ``GraphConv(norm="both")`` on a block divides by the degrees inside the block, so its result depends on
-    how seeds are cut into batches. Here a destination v of global in-degree d_v and source u of out-degree
-    o_u get ``sqrt(d_v) / (k_v sqrt(o_u))`` per edge, k_v being the edges that were drawn: the exact norm
-    with the full neighbourhood, and its unbiased estimate with a sample. A degree of 0 counts as 1.
-    """
-
-    def __init__(self, in_dim: int, out_dim: int, graph: DistGraph) -> None:
-        super().__init__()
-        self.conv = dgl.nn.GraphConv(in_dim, out_dim, norm="none", allow_zero_in_degree=True)
-        self._degrees = (graph.in_degrees, graph.out_degrees)
-
-    def forward(self, block: Any, h: Tensor) -> Tensor:
-        """Map (num_src, F) to (num_dst, H); the block carries ``dgl.NID`` on both sides."""
-        in_degrees, out_degrees = self._degrees
-        source, destination = block.edges()
-        source, destination = source.long(), destination.long()
-        d = in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(h)
-        o = out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(h)
-        k = block.in_degrees().clamp(min=1).to(h)
-        weight = (d.sqrt() / k)[destination] * o.rsqrt()[source]
-        return self.conv(block, h, edge_weight=weight)
 
 
 def build_model(

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.layers.adapters import stages_of
+from dglx_dist.layers.columns import deal_out_columns
+from dglx_dist.layers.parts import part_of
+from dglx_dist.layers.staged import StageInput
 from dglx_dist.training.kinds import MODEL_KINDS
-from dglx_dist.training.models import SymmetricConv, build_model
+from dglx_dist.training.models import build_model
+from dglx_dist.training.symmetric import SymmetricConv
 
 TWO_INTO_ONE = ([0, 1], [2, 2])
 CYCLE = ([0, 1, 2], [1, 2, 0])
@@ -80,6 +85,37 @@ def test_symmetric_norm_of_two_neighbours() -> None:
     out = conv(blocks(1)[0], torch.tensor([[1.0], [10.0], [100.0]]))
     torch.testing.assert_close(out[2, 0], torch.tensor(1 / 8**0.5 + 10 / 18**0.5))
     assert out[:2].flatten().tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("width", [2, 7])
+def test_symmetric_norm_splits_by_columns(width: int) -> None:
+    """Alone it is GraphConv with those weights of edges; parts given them by the owner add up to it."""
+    graph: Any = SimpleNamespace(
+        in_degrees=lambda ids: torch.tensor([3, 0, 2])[ids],
+        out_degrees=lambda ids: torch.tensor([4, 9, 1])[ids],
+    )
+    conv = SymmetricConv(width, 4, graph).double()
+    assert list(conv.state_dict()) == ["conv.weight", "conv.bias"]
+    torch.nn.init.uniform_(conv.conv.bias)
+    block, h = blocks(1, ([0, 1, 0, 2], [2, 2, 0, 0]))[0], torch.randn(3, width).double()
+    weight = torch.tensor([2 / 16, 2 / 36, 3 / 16, 3 / 4], dtype=torch.float64).sqrt()
+    expected = conv.conv(block, h, edge_weight=weight)
+    torch.testing.assert_close(conv(block, h), expected, rtol=1e-12, atol=1e-12)
+    given = conv.own_edges(block)
+    total = 0
+    for columns in deal_out_columns(width, 3):
+        part = part_of(conv, [columns])
+        (share,) = part.sync(StageInput(block=block, x=h[:, columns.cut], edges=given))
+        total = total + share
+    torch.testing.assert_close(conv.apply_nodes(block, (total,)), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sage", "gcn", "sgc", "gat"])
+def test_first_layers_of_ready_made_models_split(kind: str) -> None:
+    graph: Any = SimpleNamespace(in_degrees=None, out_degrees=None)
+    for given in (None, graph):
+        first = stages_of(build_model(kind, 5, 8, 4, heads=2, graph=given).layers[0])
+        assert first.width == 5
 
 
 def test_refusals() -> None:
