@@ -9,12 +9,16 @@ from dglx_dist.partition.flat import check_request, describe, to_assignment
 from dglx_dist.partition.hash import hash_parts
 from dglx_dist.records import Assignment, RawGraph
 
+FEATURES, COLUMNS = "features", "columns"
+"""The key and the value in ``Assignment.parameters`` of those who ask for features by column."""
+
 
 @final
 class Feature(Partitioner):
     """Owners by hash, with ``parameters["features"] == "columns"``: features are meant to be cut by column.
 
-    On disk rows still lie with their owner; a strategy that wants columns reshapes at load (P3, section 2.1).
+    On disk rows still lie with their owner, so that every strategy can train; who writes the dataset adds,
+    for that parameter, files of the columns of as many ranks as parts (P3, section 3.2).
     """
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
@@ -26,5 +30,5 @@ class Feature(Partitioner):
             num_parts,
             method="feature",
             seed=seed,
-            parameters={**describe(self.options, None), "features": "columns"},
+            parameters={**describe(self.options, None), FEATURES: COLUMNS},
         )

@@ -13,9 +13,11 @@ import numpy as np
 
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.partition import PARTITIONERS, PartitionOptions, PartitionQuality, default_partitioner, measure
+from dglx_dist.partition.feature import COLUMNS, FEATURES
 from dglx_dist.partition.two_level import assign_two_levels, check_no_trainer_ids, with_trainer_ids
 from dglx_dist.records import Array, Assignment, EdgeType, RawGraph, SparseRows
 from dglx_dist.storage.precision import FeatureDtype, check_feature_dtype, in_precision
+from dglx_dist.storage.reader import open_dataset
 from dglx_dist.storage.writer import write_dataset
 
 MANY_CONSTRAINTS = 10
@@ -85,6 +87,9 @@ def partition_to_disk(
 ) -> PartitionQuality:
     """Cut ``graph`` as ``plan`` says and write it to ``folder``; one process calls it.
 
+    Where the partitioner asks for features by column (``feature``), files of them follow once the dataset
+    stands; if they cannot be written, that is logged, and training makes them.
+
     Args:
         graph: What to cut.
         folder: Where the dataset appears, whole or not at all.
@@ -119,7 +124,19 @@ def partition_to_disk(
         if trainers is not None:
             kept[TRAINERS] = _trainer_figures(measure(weighted, trainers))
         write_dataset(graph, assignment, target, quality=kept, overwrite=plan.overwrite, bfloat16=bfloat16)
+        if assignment.parameters.get(FEATURES) == COLUMNS:
+            _write_columns(target, assignment.num_parts)
     return figures
+
+
+def _write_columns(folder: Path, num_parts: int) -> None:
+    # Only here: what trains by column needs torch.
+    from dglx_dist.strategies.push_pull.column_files import write_slices
+
+    try:
+        write_slices(open_dataset(folder, verify="never"), num_parts)
+    except StorageError as problem:
+        log.warning("%s", problem)
 
 
 def _cut(graph: RawGraph, plan: PartitionPlan) -> tuple[Assignment, PartitionQuality, Assignment | None]:

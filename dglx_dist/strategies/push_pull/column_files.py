@@ -108,7 +108,7 @@ class SliceWriter:
         np.lib.format.write_array_header_2_0(
             head, {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
         )
-        self._file = (folder / VALUES).open("xb", buffering=0)
+        self._file = (folder / VALUES).open("x+b", buffering=0)
         self.num_rows = 0
         """Rows that are in the file."""
         self._first_byte = self._put(head.getbuffer())
@@ -124,9 +124,15 @@ class SliceWriter:
 
     def written(self) -> Array:
         """Return the rows that are in the file, (k, F_p), in memory."""
-        count = self.num_rows * self._info.row_shape[0]
-        values = np.fromfile(self._folder / VALUES, self._dtype, count, offset=self._first_byte)
-        return values.reshape(self.num_rows, *self._info.row_shape)
+        rows = np.empty((self.num_rows, *self._info.row_shape), self._dtype)
+        data, done = rows.reshape(-1).view(np.uint8).data, 0
+        while done < len(data):
+            # From the open file: it may have another name by now, or none.
+            count = os.preadv(self._file.fileno(), [data[done:]], self._first_byte + done)
+            if not count:
+                raise StorageError(f"{self._folder / VALUES} was cut short while it was written; try again")
+            done += count
+        return rows
 
     def finish(self) -> None:
         """Reach the disk, and stamp what is there as whole.
@@ -171,13 +177,14 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
     """Write the columns that each of ``num_parts`` ranks holds, of every matrix of node features.
 
     Reads the dataset once, a chunk at a time; doubles the disk space of those features. One process calls
-    it. Graphs of several node types are passed over: no strategy cuts their columns.
+    it. Passed over are graphs of several node types, whose columns no strategy cuts, and one part of one
+    rank, which maps the rows as they are.
 
     Raises:
         StorageError: the folder cannot be written, or a part is damaged.
     """
     manifest = dataset.manifest
-    if len(manifest.node_types) > 1:
+    if len(manifest.node_types) > 1 or num_parts == manifest.num_parts == 1:
         return
     for ntype in manifest.node_types:
         for name, info in manifest.node_columns[ntype].items():

@@ -32,7 +32,7 @@ from dglx_dist.strategies.push_pull.column_files import WORTH_SHOWING, SliceWrit
 PHASE = "columns"
 """The ledger's name of these bytes."""
 
-ROUND_BYTES = 1 << 28
+ROUND_BYTES = 1 << 26
 """A rank that loads tells the others that it lives after each so many, so that none waits for too long."""
 
 IN_FLIGHT = 4
