@@ -30,7 +30,7 @@ def measure_clock(session: Session) -> Clock:
     """Compare this rank's clock with rank 0's; every rank must call it, none twice at a time.
 
     Of 20 round trips the fastest counts: rank 0 read its clock somewhere within it, so the middle is wrong by
-    half of it at most. Clocks of machines then drift apart, by some 10 us a second at most.
+    half of it at most. Clocks of machines then drift apart, usually by less than 10 us a second.
 
     Raises:
         PeerError: a rank is dead or did not take part within the time-out.
