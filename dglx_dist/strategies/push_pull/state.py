@@ -169,8 +169,9 @@ class CutState:
         joined = torch.tensor(powers, dtype=torch.float64)
         norm = joined.max() if math.isinf(norm_type) else joined.sum().pow(1 / norm_type)
         factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for _, grad in found:
-            grad.detach().mul_(factor)
+        with torch.no_grad():
+            for _, grad in found:
+                grad.mul_(factor)
         dtype = found[0][1].dtype if found else torch.get_default_dtype()
         return norm.to(dtype)
 
@@ -210,7 +211,11 @@ def _with_room(original: nn.Module, part: nn.Module, state: Mapping[str, Tensor]
         if parameter.is_meta:
             room = torch.empty_like(state[prefix + name])
             memo[id(parameter)] = nn.Parameter(room, parameter.requires_grad)
-    return copy.deepcopy(original, memo).train(part.training)
+    found = copy.deepcopy(original, memo)
+    modes = {inner: module.training for inner, module in part.named_modules()}
+    for inner, module in found.named_modules():
+        module.training = modes.get(inner, part.training)
+    return found
 
 
 def _memories(module: nn.Module) -> dict[int, Any]:
