@@ -70,7 +70,8 @@ def _check(conv: SGConv) -> None:
     if conv._k != 1:
         raise ConfigError(
             f"SGConv(k={conv._k}) goes {conv._k} hops, and a block is one: use k=1 in the first layer and "
-            "GraphConv(weight=False) for each further hop; SGConv itself trains on no strategy's blocks"
+            "GraphConv(weight=False) for each further hop. DGL's SGConv runs on no block, so it does not "
+            "train under strategy='data_parallel' either"
         )
     if conv._cached or conv.norm is not None:
         raise ConfigError(

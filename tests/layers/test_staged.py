@@ -1,11 +1,24 @@
 """Stages of convolutions: alone they are DGL's layer; cut by columns and added up they still are."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import dgl
 import pytest
 import torch
-from dgl.nn import GATConv, GATv2Conv, GINConv, GraphConv, RelGraphConv, SAGEConv
+from dgl.nn import (
+    DotGatConv,
+    EdgeConv,
+    EdgeWeightNorm,
+    GATConv,
+    GATv2Conv,
+    GINConv,
+    GraphConv,
+    PNAConv,
+    RelGraphConv,
+    SAGEConv,
+    SGConv,
+)
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
@@ -16,7 +29,9 @@ from dglx_dist.layers.gin import GinStages
 from dglx_dist.layers.graph_conv import GraphConvStages
 from dglx_dist.layers.parts import part_of
 from dglx_dist.layers.relational import RelationalStages
+from dglx_dist.layers.row_sums import EdgeConvStages, GatRowStages, GatV2Stages, PoolStages
 from dglx_dist.layers.sage import SageStages
+from dglx_dist.layers.sgc import SgcStages
 from dglx_dist.layers.staged import Staged, StageInput, add_up
 
 WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
@@ -45,7 +60,18 @@ CONVS: dict[str, tuple[Callable[[int], nn.Module], type[Staged]]] = {
     "gat": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatStages),
     "gat-residual": (lambda f: GATConv(f, H, 3, residual=True), GatStages),
 }
-every_conv = pytest.mark.parametrize("name", CONVS)
+BY_ROWS: dict[str, tuple[Callable[[int], nn.Module], type[Staged]]] = {
+    "pool": (lambda f: SAGEConv(f, H, "pool", activation=torch.tanh, norm=nn.LayerNorm(H)), PoolStages),
+    "gat-rows": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatRowStages),
+    "gat-rows-residual": (lambda f: GATConv(f, H, 3, residual=True), GatRowStages),
+    "gatv2": (lambda f: GATv2Conv(f, H, 2, activation=torch.tanh), GatV2Stages),
+    "gatv2-residual": (lambda f: GATv2Conv(f, H, 3, residual=True, bias=False), GatV2Stages),
+    "edge": (lambda f: EdgeConv(f, H), EdgeConvStages),
+    "edge-batch-norm": (lambda f: EdgeConv(f, H, batch_norm=True), EdgeConvStages),
+}
+"""Of ``sync="inputs"``."""
+NO_WEIGHTS = ("gatv2", "edge")
+every_conv = pytest.mark.parametrize("name", [*CONVS, *BY_ROWS])
 
 
 def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
@@ -59,12 +85,12 @@ def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
 
 
 def made(name: str, width: int) -> tuple[nn.Module, Staged]:
-    make, stages = CONVS[name]
+    make, stages = (CONVS | BY_ROWS)[name]
     torch.manual_seed(width)
     conv = make(width).double()
     for parameter in conv.parameters():
         nn.init.uniform_(parameter, -1, 1)  # zeros of a bias would hide a bias added twice
-    staged = stages_of(conv)
+    staged = stages_of(conv, "inputs" if name in BY_ROWS else "columns")
     assert type(staged) is stages
     return conv, staged
 
@@ -73,13 +99,14 @@ def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
     if name.startswith("rel"):
         relation = torch.arange(len(weight)) % 3
         return [{"etypes": relation}, {"etypes": relation, "norm": weight.view(-1, 1)}]
-    return [{}, {"edge_weight": weight}]
+    return [{}] if name.startswith(NO_WEIGHTS) else [{}, {"edge_weight": weight}]
 
 
 def run_parts(layers: list[Staged], block: dgl.DGLGraph, x: Tensor, **edges: Tensor) -> Tensor:
     """What push-pull does, without a network: every part with its columns, sums between."""
     cuts = deal_out_columns(x.shape[1], len(layers))
-    given = [StageInput(block=block, x=x[:, columns.cut], edges=edges) for columns in cuts]
+    handed = {} if layers[0].edges_after_sync else edges
+    given = [StageInput(block=block, x=x[:, columns.cut], edges=handed) for columns in cuts]
     transformed = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]
     scattered = add_up(
         [layer.scatter(*pair) for layer, *pair in zip(layers, given, transformed, strict=True)]
@@ -88,7 +115,7 @@ def run_parts(layers: list[Staged], block: dgl.DGLGraph, x: Tensor, **edges: Ten
         layer.gather(one, rows, scattered)
         for layer, one, rows in zip(layers, given, transformed, strict=True)
     ]
-    return layers[0].apply_nodes(block, add_up(gathered))
+    return layers[0].apply_edges(replace(given[0], edges=edges), add_up(gathered))
 
 
 def summed_gradient(layers: list[Staged], name: str) -> Tensor | None:
@@ -158,6 +185,12 @@ def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:
         (GATConv(3, 3, 1, residual=True), "residual=True"),
         (GATConv((3, 4), 3, 1), "separate widths"),
         (RelGraphConv(4, 4, 2, "bdd", 2), "bdd"),
+        (SGConv(4, 3, k=2), "2 hops, and a block is one"),
+        (SGConv(4, 3, norm=nn.LayerNorm(4)), "normalizes whole rows"),
+        (SGConv(4, 3, cached=True), "keeps the first batch's result"),
+        (EdgeConv(4, 3), "EdgeConv cannot be cut .* largest"),
+        (PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut .* largest"),
+        (DotGatConv(4, 3, 1), "DotGatConv cannot be cut .* whole rows"),
         (nn.Linear(3, 3), "Linear cannot be cut .* nothing says"),
     ],
 )
@@ -165,3 +198,78 @@ def test_what_cannot_be_split_is_refused_with_the_reason(module: nn.Module, mess
     with pytest.raises(ConfigError, match=message) as caught:
         stages_of(module)
     assert "data_parallel" in str(caught.value)
+
+
+@pytest.mark.parametrize("module", [SAGEConv(4, 3, "pool"), GATv2Conv(4, 3, 2), EdgeConv(4, 3)])
+def test_where_rows_would_do_the_refusal_says_so(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="sync='inputs'"):
+        stages_of(module)
+    assert stages_of(module, "inputs").width == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
+        (GATv2Conv(4, 3, 2, share_weights=True), "share_weights=True"),
+        (GATv2Conv((4, 3), 3, 2), "separate widths"),
+        (GATv2Conv(6, 3, 2, residual=True), "residual=True"),
+        (GATConv(3, 3, 1, residual=True), "residual=True"),
+        (GINConv(nn.Linear(4, 3), "max"), "'max'"),
+        (PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut"),
+    ],
+)
+def test_what_rows_do_not_help_is_refused(module: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        stages_of(module, "inputs")
+    assert "data_parallel" in str(caught.value)
+    assert "sync=" not in str(caught.value)
+
+
+def test_rows_of_sources_are_what_parts_send() -> None:
+    """(L0, width) of each, where a layer that splits sends (D1, H)."""
+    block, x, _ = block_and_rows(7)
+    for name, widths in (("pool", [7, H]), ("gatv2", [2 * H, 2 * H]), ("edge", [H, H])):
+        _, staged = made(name, 7)
+        rows, own = staged.sync(StageInput(block=block, x=x, edges={}))
+        assert [rows.shape, own.shape] == [
+            (block.num_src_nodes(), widths[0]),
+            (block.num_dst_nodes(), widths[1]),
+        ]
+
+
+@pytest.mark.parametrize("out", [3, 9])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_hop_of_sgc_is_dgls_on_a_whole_graph(out: int, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.cat([torch.randint(0, 8, (2, 20), generator=generator), torch.arange(8).repeat(2, 1)], 1)
+    graph = dgl.graph((ends[0], ends[1]))
+    x = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    edges = (torch.rand(28, generator=generator, dtype=torch.float64) + 0.1,) if weighted else ()
+    conv = SGConv(5, out).double()
+    nn.init.uniform_(conv.fc.bias)
+    staged = stages_of(conv)
+    assert type(staged) is SgcStages
+    expected = conv(graph, x, *edges)
+    close(staged(graph, x, *edges), expected)
+    parts = [part_of(staged, [columns]) for columns in deal_out_columns(5, 3)]
+    found = run_parts(parts, graph, x, **({"edge_weight": edges[0]} if weighted else {}))
+    close(found, expected)
+    for output in (expected, found):
+        output.cos().sum().backward()
+    close(summed_gradient(parts, "fc.weight"), conv.fc.weight.grad)
+    close(summed_gradient(parts, "fc.bias"), conv.fc.bias.grad)
+
+
+def test_one_hop_of_sgc_on_a_block_weighs_as_dgls_norm_of_edges_does() -> None:
+    """DGL's own SGConv runs on no block; its EdgeWeightNorm does."""
+    block, x, weight = block_and_rows(7)
+    conv = SGConv(7, 4).double()
+    staged = stages_of(conv)
+    with pytest.raises((dgl.DGLError, RuntimeError, AssertionError)):
+        conv(block, x)
+    plain = GraphConv(7, 4, norm="none", bias=False).double()
+    plain.weight = nn.Parameter(conv.fc.weight.detach().T)
+    for given in (weight, torch.ones_like(weight)):
+        close(staged(block, x, given), plain(block, x, edge_weight=EdgeWeightNorm("both")(block, given)))
+    close(staged(block, x), staged(block, x, torch.ones_like(weight)))

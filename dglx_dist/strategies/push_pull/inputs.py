@@ -79,8 +79,11 @@ def find_input_modules(
         made |= {norm: ColumnLayerNorm(norm, layout.runs, mean, variance) for _, norm in norms}
     for place, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
         made[dropout] = ColumnDropout(dropout, layout.seed, place)
+    # The first layer's own dropout is a matter of its stages.
     return {
-        name: made[module] for name, module in model.named_modules(remove_duplicate=False) if module in made
+        name: made[module]
+        for name, module in model.named_modules(remove_duplicate=False)
+        if module in made and not _is_inside(name, first_name)
     }
 
 
@@ -116,14 +119,19 @@ def _refuse_batch_norms(model: nn.Module, first_name: str, width: int) -> None:
 
 def _is_before(model: nn.Module, name: str, first_name: str, width: int) -> bool:
     """Whether a norm over ``width`` columns is one of the input, as far as registration tells."""
+    if _is_inside(name, first_name):
+        return False
     names = [other for other, _ in model.named_modules()]
     if first_name in names and names.index(name) < names.index(first_name):
         return True
-    inside = f"{first_name}." if first_name else ""
     norms = (nn.LayerNorm, nn.BatchNorm1d)
     return not any(
         width in parameter.shape
         for other, module in model.named_modules()
-        if other != first_name and not other.startswith(inside or "\0") and not isinstance(module, norms)
+        if other != first_name and not _is_inside(other, first_name) and not isinstance(module, norms)
         for parameter in module.parameters(recurse=False)
     )
+
+
+def _is_inside(name: str, first_name: str) -> bool:
+    return first_name == "" or name.startswith(f"{first_name}.")
