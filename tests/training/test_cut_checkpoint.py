@@ -1,4 +1,4 @@
-"""A checkpoint of a model of which each rank has a piece loads uncut, and the other way round, bit for bit."""
+"""A checkpoint of a model that is cut over the ranks loads uncut, and the other way round, bit for bit."""
 
 from __future__ import annotations
 
