@@ -32,7 +32,7 @@ from dglx_dist.strategies.buckets import Bucket, make_buckets
 PHASE = "gradients"
 
 Line: TypeAlias = Callable[[dict[int, Tensor | None]], dict[int, Tensor | None]]
-"""This backward's sums by number of the parameter, None where nobody has one, to those that are written now."""
+"""A backward's sums by number of the parameter, None where nobody has one, to those that are written."""
 
 _IDLE = -1
 

@@ -8,7 +8,10 @@ from dglx_dist.strategies.base import Strategy
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     Strategy,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
-    builtin={"data_parallel": "dglx_dist.strategies.data_parallel:DataParallel"},
-    aliases={"distdgl": "data_parallel", "dp": "data_parallel"},
+    builtin={
+        "data_parallel": "dglx_dist.strategies.data_parallel:DataParallel",
+        "push_pull": "dglx_dist.strategies.push_pull.strategy:PushPull",
+    },
+    aliases={"distdgl": "data_parallel", "dp": "data_parallel", "p3": "push_pull"},
     group="dglx_dist.strategies",
 )

@@ -177,7 +177,7 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
                 loader = strategy.loader(g, mine, sampler, batch_size=len(train_ids))
                 model = strategy.wrap(model_of(kind, g), g)
                 train(model, loader, STEPS)
-                weights = [p.detach().numpy().copy() for p in model.module.parameters()]
+                weights = [p.detach().numpy().copy() for p in model.whole().parameters()]
                 results[f"{column}/{kind}/{share}"] = weights
     return results
 

@@ -25,6 +25,7 @@ from tests.strategies.equality import MODELS, SHARES, Column
 
 COLUMNS = [
     Column("data_parallel"),
+    Column("push_pull"),
 ]
 
 # (ranks, ranks per server): one server, then two of them (three ranks: two and one).

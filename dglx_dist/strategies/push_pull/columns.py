@@ -177,7 +177,7 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
     Raises:
         ConfigError: on all ranks: a name is unknown, given twice or of no matrix, the graph has several node
             types, or ranks ask for different things.
-        StorageError: on all ranks: a part is damaged on one.
+        RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
         PeerError: a rank is dead or did not take part within the time-out.
     """
     opened = g.session.attached.setdefault(ATTACHED, _Opened())
@@ -262,13 +262,13 @@ def _check_agreement(session: Session, asked: list[object]) -> None:
 
 
 def _obtained(g: DistGraph, wanted: Sequence[Wanted], opened: _Opened, group: Group) -> dict[str, _Slice]:
-    problem = ""
+    keys = {one.name: (g.kvstore.label, group.members, one.name) for one in wanted}
+    found = obtain(g.kvstore, [one for one in wanted if keys[one.name] not in opened.slices], g.session)
     for one in wanted:
-        key = (g.kvstore.label, group.members, one.name)
-        if key not in opened.slices:
-            found = obtain(g.kvstore, one, g.session)
-            problem = problem or found.problem
-            opened.slices[key] = _Slice(columns=one.columns, info=one.info, rows=found.rows)
+        if one.name in found:
+            rows = found[one.name].rows
+            opened.slices[keys[one.name]] = _Slice(columns=one.columns, info=one.info, rows=rows)
+    problem = next((one.problem for one in found.values() if one.problem), "")
     problems = [said for said in gather_json(problem, g.session) if said]
     if problems and g.session.topology.rank == 0:
         log.warning(
@@ -277,4 +277,4 @@ def _obtained(g: DistGraph, wanted: Sequence[Wanted], opened: _Opened, group: Gr
             g.session.topology.world_size,
             problems[0],
         )
-    return {one.name: opened.slices[g.kvstore.label, group.members, one.name] for one in wanted}
+    return {name: opened.slices[key] for name, key in keys.items()}

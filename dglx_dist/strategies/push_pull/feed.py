@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor
 
 from dglx_dist.cluster.session import Session
@@ -80,7 +81,7 @@ class FeedOfVisit:
     def _inputs(self, place: Place, batch: Any) -> tuple[OwnersInput, ...]:
         """Return every owner's input, by part."""
         number = place.epoch * self._num_steps + place.step
-        own = OwnersBlock(block=batch.blocks[0], nodes=batch.input_nodes)
+        own = OwnersBlock(block=batch.blocks[0], nodes=batch.input_nodes.to(torch.int64))
         group, timeline = self._feed.group, self._session.timeline
         with timeline.span("push structure", LOADER, number):
             brought = self._structure.of_others(place, own)

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.adapters import stages_of
-from dglx_dist.layers.columns import deal_out_concatenated
-from dglx_dist.layers.parts import part_of
-from dglx_dist.layers.staged import Staged
+from dglx_dist.layers.columns import Columns
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel
-from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
+from dglx_dist.strategies.buffers import BufferMeans
+from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
 from dglx_dist.strategies.gradients import GradientExchange, mark_output
-from dglx_dist.strategies.push_pull.first_layer import FirstLayer
-from dglx_dist.strategies.push_pull.group import make_group
-from dglx_dist.strategies.push_pull.state import Cut, CutState, without_weights
+from dglx_dist.strategies.push_pull.columns import ColumnStore
+from dglx_dist.strategies.push_pull.group import Group
+from dglx_dist.strategies.push_pull.options import PushPullOptions
+from dglx_dist.strategies.push_pull.origins import Features, Origins
+from dglx_dist.strategies.push_pull.part_gradients import PartGradients
+from dglx_dist.strategies.push_pull.pipeline import Pipeline
+from dglx_dist.strategies.push_pull.split import Facts, SplitModel, input_widths, split_model
+from dglx_dist.strategies.push_pull.stash import OwnerSide, PartSide
+from dglx_dist.strategies.push_pull.state import CutState
+from dglx_dist.strategies.push_pull.versions import VersionLog
+from dglx_dist.strategies.push_pull.visit import Visit
 from dglx_dist.strategies.share import find_share, gradient_weight
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
 
 
 @final
 class PushPullModel(WrappedModel):
     """The user's model with its first convolution split; takes the user's module over.
 
-    Forward and backward are collective: every rank must run both in every step, also without targets.
+    Forward and backward are collective: every rank must run both in every step, also without targets. The
+    loop stays as it is; with several mini-batches in flight, a step of the user's optimizer applies the
+    gradients of the batch that is due, and the last ones are stepped when the pipeline drains.
 
     Args:
         model: The user's model; all ranks build the same one, rank 0's weights win.
-        width: Columns of the features.
-        session: The run.
+        g: The distributed graph.
+        store: The features that go into it.
+        group: Who holds which columns.
+        options: Of the strategy.
         reduction: What the user's loss is over its own targets.
-        bucket_bytes: Gradients that are sent together.
 
     Raises:
         ConfigError: no layer of the model takes that many columns and can be split; or as for
@@ -42,64 +54,79 @@ class PushPullModel(WrappedModel):
     """
 
     def __init__(
-        self, model: nn.Module, width: int, session: Session, *, reduction: Reduction, bucket_bytes: int
+        self,
+        model: nn.Module,
+        g: DistGraph,
+        store: ColumnStore,
+        group: Group,
+        options: PushPullOptions,
+        *,
+        reduction: Reduction,
     ) -> None:
         super().__init__()
-        check_same_model(model, session, f"reduction={reduction}, bucket_bytes={bucket_bytes}")
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+        session = g.session
+        check_same_model(model, session, f"reduction={reduction}, {options}")
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
-        name, whole = find_first_layer(model, width)
-        group = make_group(session, session.topology.world_size)
-        runs = deal_out_concatenated([width], group.size)
-        original = without_weights(model.get_submodule(name), whole.cut)
-        self._runner = FirstLayer(session)
-        part = part_of(whole, runs[group.part])
-        part.run_parts = self._runner
-        self.module = part if name == "" else _with(model, name, part)
-        prefix = f"{name}." if name else ""
-        self._cut = {
-            prefix + inner: Cut(shape=tuple(whole.get_parameter(inner).shape), dimension=dimension, runs=runs)
-            for inner, dimension in whole.cut.items()
-        }
-        self._state = CutState(session, group, self._cut, {name: original})
-        shared = {prefix + other for other in whole.shared}
-        trained = [
-            (n, p) for n, p in self.module.named_parameters() if p.requires_grad and n not in self._cut
-        ]
-        after, before = (
-            [pair for pair in trained if (pair[0] in shared) is early] for early in (False, True)
+        self._group, self._origins = group, Origins()
+        facts = Facts(num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync, origins=self._origins)
+        split = split_model(model, input_widths(model, store, g.num_nodes()), store, group, facts)
+        self.module = split.module
+        self._cuts = dict(split.cuts)
+        self._state = CutState(session, group, self._cuts, split.originals)
+        self._buffer_means = BufferMeans(self.module, session, reduction)
+        self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
+        self._pipeline = _pipeline_of(
+            split, session, group, options, self._origins, self._buffer_means, store.names
         )
-        self._exchange = GradientExchange(after, session, bucket_bytes)
-        # Gradients of what comes before the sum have their owners' weights already.
-        self._early = GradientExchange(before, session, bucket_bytes) if before else None
+        split.layer.run_parts = self._pipeline
 
     @property
     def parts(self) -> Parts:
         """The split weights are local, everything else is replicated."""
         names = [name for name, _ in self.module.named_parameters()]
         return Parts(
-            replicated=tuple(name for name in names if name not in self._cut),
-            local=tuple(name for name in names if name in self._cut),
+            replicated=tuple(name for name in names if name not in self._cuts),
+            local=tuple(name for name in names if name in self._cuts),
         )
 
+    @property
+    def versions(self) -> VersionLog:
+        """Which version of the weights each batch read and wrote, on both sides."""
+        return self._pipeline.log
+
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        """Seconds that backward stood waiting for gradients since the start or the last reset."""
-        early = self._early.seconds(reset=reset) if self._early is not None else 0.0
-        return early + self._exchange.seconds(reset=reset)
+        """Seconds that this rank stood waiting for other ranks since the start or the last reset."""
+        return self._pipeline.exchange_seconds(reset=reset)
+
+    def drain(self) -> None:
+        """Take every mini-batch in flight to its step; every rank must call it.
+
+        The loader does so at the end of an epoch, and :meth:`state_dict` and :meth:`whole` before they look.
+        """
+        self._pipeline.drain()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module on blocks of the strategy's loader."""
-        share = find_share((*args, *kwargs.values()), self._session)
-        weight = gradient_weight(share, self._reduction) if torch.is_grad_enabled() else 1.0
-        self._runner.weight = weight
-        output = self.module(*args, **kwargs)
+        """Call the user's module on blocks of the strategy's loader.
+
+        Raises:
+            ConfigError: the blocks are others, or what the model does before its first layer cannot be done
+                on columns.
+        """
+        self._pipeline.begin(_visit_of((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
-            return output
-        early = [] if self._early is None else [(self._early, 1.0)]
-        return mark_output(output, (self._exchange, weight), *early)
+            return self.module(*args, **kwargs)
+        check_frozen(self.module, self._trained)
+        share = find_share((*args, *kwargs.values()), self._session)
+        weight = gradient_weight(share, self._reduction)
+        self._pipeline.weight = weight
+        return mark_output(self.module(*args, **kwargs), (self._pipeline.exchange, weight))
 
     def whole(self) -> nn.Module:
         """Return a copy of the user's module as it was before it was split; every rank must call it."""
+        self.drain()
         return self._state.whole(self.module)
 
     def join_state(self, name: str, mine: Tensor) -> Tensor:
@@ -116,6 +143,7 @@ class PushPullModel(WrappedModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state with uncut names and shapes; every rank must call it."""
+        self.drain()
         state = self.module.state_dict(*args, **kwargs)
         self._state.join_all(state, kwargs.get("prefix", ""))
         return state
@@ -124,33 +152,60 @@ class PushPullModel(WrappedModel):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """See :meth:`WrappedModel.load_state_dict`."""
-        return self.module.load_state_dict(self._state.cut_all(state_dict), strict=strict, assign=assign)
+        self.drain()
+        result = self.module.load_state_dict(self._state.cut_all(state_dict), strict=strict, assign=assign)
+        self._buffer_means.note()
+        return result
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # What .to(), .double() and the like call: the buffers to compare with must come along.
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        self._buffer_means.note()
+        return result
 
 
-def find_first_layer(model: nn.Module, width: int) -> tuple[str, Staged]:
-    """Return the name and the stages of the convolution that takes the features, the first of that width.
-
-    Raises:
-        ConfigError: there is none, or it cannot be split; the message has the reason.
-    """
-    reasons = []
-    for name, module in model.named_modules():
-        if not isinstance(module, Staged) and not type(module).__module__.startswith("dgl."):
-            continue
-        try:
-            found = stages_of(module)
-        except ConfigError as error:
-            reasons.append(f"{name or 'the model'}: {error}")
-            continue
-        if found.width == width:
-            return name, found
-    raise ConfigError(
-        f"push_pull found no layer that takes the {width} columns of the features and can be split"
-        + "".join(f"; {reason}" for reason in reasons)
+def _pipeline_of(
+    split: SplitModel,
+    session: Session,
+    group: Group,
+    options: PushPullOptions,
+    origins: Origins,
+    buffers: BufferMeans,
+    names: tuple[str, ...],
+) -> Pipeline:
+    local = {*split.cuts, *split.shared}
+    part = PartSide(split.module, split.stashed)
+    trained = [
+        (name, parameter)
+        for name, parameter in split.module.named_parameters()
+        if parameter.requires_grad and name not in local
+    ]
+    return Pipeline(
+        session,
+        group,
+        options,
+        origins,
+        features=_features_of(names, split.runs),
+        part=part,
+        gradients=PartGradients(session, group, part, split.shared),
+        by_rows=[split.module.get_parameter(name) for name in split.cuts if name not in split.stashed],
+        owner=OwnerSide([parameter for _, parameter in trained]),
+        exchange=GradientExchange(trained, session, options.bucket_bytes),
+        buffers=buffers,
     )
 
 
-def _with(model: nn.Module, name: str, part: Staged) -> nn.Module:
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, part)
-    return model
+def _features_of(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
+    """Return each feature alone, and all of them side by side."""
+    alone = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
+    return alone if len(names) < 2 else [*alone, Features(names=names, pieces=runs)]
+
+
+def _visit_of(arguments: tuple[Any, ...]) -> Visit | None:
+    """Return the batch whose blocks are among the model's arguments."""
+    for argument in arguments:
+        first = argument[0] if isinstance(argument, list | tuple) and argument else argument
+        visit = getattr(first, "push_pull", None)
+        if isinstance(visit, Visit):
+            return visit
+    return None

@@ -129,9 +129,9 @@ class Origins:
             if _same(known, rows):
                 return origin
         for known, origin in self._known:
-            converted = known.shape == rows.shape and known.dtype != rows.dtype and not rows.requires_grad
-            if converted and torch.equal(known.to(rows.dtype), rows):
-                return Converted(origin=origin, dtype=rows.dtype)
+            if not rows.requires_grad and _copied(known, rows, origin):
+                same_dtype = known.dtype == rows.dtype
+                return origin if same_dtype else Converted(origin=origin, dtype=rows.dtype)
         return None
 
 
@@ -149,6 +149,12 @@ class InputModule(nn.Module):
     """Parameter name to the dimension that runs over the input columns."""
     by_rows: tuple[str, ...] = ()
     """Names of the parameters whose gradients come by :meth:`Origin.learn`; the others are stashed."""
+
+
+def _copied(known: Tensor, rows: Tensor, origin: Origin) -> bool:
+    """Whether ``rows`` are ``known`` in another dtype, or put side by side by the user."""
+    may_be = known.dtype != rows.dtype or (isinstance(origin, Features) and len(origin.names) > 1)
+    return may_be and known.shape == rows.shape and torch.equal(known.to(rows.dtype), rows)
 
 
 def _same(known: Tensor, rows: Tensor) -> bool:

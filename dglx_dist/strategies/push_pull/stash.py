@@ -1,4 +1,4 @@
-"""The weights that a batch in flight began with, so that all its phases see the same (P3's weight stashing)."""
+"""The weights that a batch in flight began with, so that all its phases see the same (weight stashing)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias, final
 
-import torch
 from torch import Tensor, nn
 
 Leaves: TypeAlias = dict[str, Tensor]
@@ -57,26 +56,26 @@ class OwnerSide:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._live: list[Tensor] | None = None
 
     def copies(self) -> list[Tensor]:
-        """Return the values as they are now, in memory of their own; the live ones while others are placed."""
-        values = self._live or [parameter.data for parameter in self._parameters]
+        """Return copies of the values as they are now; of the live ones while others are placed."""
+        values = self._live or [parameter.data for parameter in self.parameters]
         return [value.clone() for value in values]
 
     def place(self, values: Sequence[Tensor]) -> None:
         """Let the model compute with ``values`` until :meth:`restore`."""
         self.restore()
-        self._live = [parameter.data for parameter in self._parameters]
-        for parameter, value in zip(self._parameters, values, strict=True):
+        self._live = [parameter.data for parameter in self.parameters]
+        for parameter, value in zip(self.parameters, values, strict=True):
             parameter.data = value
 
     def restore(self) -> None:
         """Put the live values back, if others are placed."""
         if self._live is None:
             return
-        for parameter, value in zip(self._parameters, self._live, strict=True):
+        for parameter, value in zip(self.parameters, self._live, strict=True):
             parameter.data = value
         self._live = None
 
@@ -116,13 +115,3 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner, _, attribute = name.rpartition(".")
     return model.get_submodule(owner), attribute
-
-
-def flat_sum_input(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Return all gradients in one (n,) tensor, zeros for those that nobody computed here."""
-    return torch.cat(
-        [
-            torch.zeros_like(other).reshape(-1) if one is None else one.reshape(-1)
-            for one, other in zip(gradients, like, strict=True)
-        ]
-    )

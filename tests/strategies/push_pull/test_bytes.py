@@ -11,13 +11,9 @@ import torch.nn.functional as F
 
 from dglx_dist.cluster.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies.push_pull.columns import open_columns
-from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
-from dglx_dist.strategies.push_pull.group import make_group
-from dglx_dist.strategies.push_pull.loader import node_loader
-from dglx_dist.strategies.push_pull.model import PushPullModel
-from dglx_dist.strategies.push_pull.options import PushPullOptions
+from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.push_pull.structure import STRUCTURE
+from dglx_dist.strategies.push_pull.transfer import BACKWARD, FORWARD
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.test_equality import TOLERANCE, difference, plain_weights
@@ -35,16 +31,13 @@ def train(g: DistGraph, kind: str, share: str, moved: Counter[str]) -> list[Any]
     session = g.session
     rank, world_size = session.topology.rank, session.topology.world_size
     mine = equality.cut(equality.new_ids_of_training(g), equality.SHARES[share], rank, world_size)
-    group = make_group(session, world_size)
-    store = open_columns(g, ["feat"], group)
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    options = PushPullOptions(structure="push")
-    loader = node_loader(g, mine, sampler, store, group, options, {"batch_size": equality.NUM_NODES})
+    strategy = STRATEGIES.get("push_pull")(session, {"structure": "push"})
+    loader = strategy.loader(g, mine, sampler, batch_size=equality.NUM_NODES)
     torch.manual_seed(11)
-    plain = equality.PlainModel(kind).double()
-    model = PushPullModel(plain, equality.WIDTH, session, reduction="mean", bucket_bytes=1 << 20)
+    model = strategy.wrap(equality.PlainModel(kind).double(), g)
     optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
     before = session.ledger.snapshot()
     for _ in range(equality.STEPS):

@@ -1,0 +1,86 @@
+"""Who steps a pipeline's parameters: the user's optimizers, watched, and stepped once more to drain."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from dglx_dist.strategies.push_pull.optimizers import check_optimizer
+from dglx_dist.strategies.push_pull.options import Side
+from dglx_dist.strategies.push_pull.versions import VersionLog
+
+
+@final
+class StepWatch:
+    """Notes every step of an optimizer that has parameters of the pipeline.
+
+    torch tells of every optimizer's steps, so the user's loop need not name its own.
+
+    Args:
+        part: Parameters before the sum.
+        owner: The others that are trained.
+        log: Where steps are counted.
+    """
+
+    def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter], log: VersionLog) -> None:
+        self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
+        self._side |= {id(parameter): "D" for parameter in owner}
+        self._cut = {key for key, side in self._side.items() if side == "M"}
+        self._log = log
+        self._known: list[weakref.ref[Optimizer]] = []
+        handles = [
+            register_optimizer_step_pre_hook(_forwarded(weakref.WeakMethod(self._before))),
+            register_optimizer_step_post_hook(_forwarded(weakref.WeakMethod(self._after))),
+        ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+
+    @contextmanager
+    def own_step(self) -> Iterator[None]:
+        """Step the known optimizers with the gradients that the block leaves, and no others.
+
+        Gradients that were there before are there again afterwards.
+        """
+        optimizers = [found for ref in self._known if (found := ref()) is not None]
+        parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+        for one in optimizers:
+            one.step()
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+    def _before(self, optimizer: Optimizer) -> None:
+        if any(ref() is optimizer for ref in self._known) or not self._sides(optimizer):
+            return
+        check_optimizer(optimizer)
+        self._known.append(weakref.ref(optimizer))
+
+    def _after(self, optimizer: Optimizer) -> None:
+        sides = self._sides(optimizer)
+        if sides:
+            self._log.stepped(sides)
+
+    def _sides(self, optimizer: Optimizer) -> tuple[Side, ...]:
+        ids = (id(p) for group in optimizer.param_groups for p in group["params"])
+        return tuple(sorted({self._side[one] for one in ids if one in self._side}))
+
+
+def _forwarded(method: weakref.WeakMethod[Any]) -> Any:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        call = method()
+        if call is not None:
+            call(optimizer)
+
+    return hook

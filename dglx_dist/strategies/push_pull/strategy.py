@@ -1,0 +1,100 @@
+"""Push-pull parallelism as in P3: layer 1 split by input columns, the rest data parallel, pipelined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+from torch import Tensor, nn
+
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import FEATURE
+from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.push_pull.columns import ColumnStore, open_columns
+from dglx_dist.strategies.push_pull.group import Group, make_group
+from dglx_dist.strategies.push_pull.options import read_push_pull_options, read_size, smallest_group
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+
+@final
+class PushPull(Strategy):
+    """Features are cut by column and never move; partial activations of the first layer do (P3).
+
+    Options: ``depth`` (1 to 3 mini-batches in flight), ``weights`` ("whole" or "split"), ``order``
+    ("forward_first" or "backward_first"), ``group_size`` (ranks that hold all columns together; 0: the fewest
+    that ``memory`` allows, else all), ``memory`` ("4GB"), ``structure`` ("auto", "push" or "resample"),
+    ``sync`` ("columns" or "inputs"), ``features`` (names by comma), ``cache_columns`` (bool),
+    ``bucket_bytes`` (int). See docs/strategies/push_pull.md.
+    """
+
+    traits = Traits(
+        unit="mini_batch",
+        features="columns",
+        exact=True,
+        summary="partial activations of layer 1 and their gradients; structure of layer 1; other gradients",
+    )
+
+    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
+        self._session = session
+        self._options = read_push_pull_options(options)
+        size = self._options.group_size
+        if size:
+            make_group(session, size)
+
+    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return a loader of nodes whose blocks have this rank's columns; see ``dglx_dist.DataLoader``."""
+        from dglx_dist.strategies.push_pull.loader import node_loader
+
+        store, group = self._opened(g)
+        return node_loader(g, indices, sampler, store, group, self._options, loader_options)
+
+    def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return a loader of edges whose blocks have this rank's columns; see ``DistEdgeDataLoader``."""
+        from dglx_dist.strategies.push_pull.loader import edge_loader
+
+        store, group = self._opened(g)
+        return edge_loader(g, eids, sampler, store, group, self._options, loader_options)
+
+    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
+        """Return ``model`` with its first layer split; every rank must call it.
+
+        Raises:
+            ConfigError: the first layer, or what stands before it, cannot be split; the message has the
+                reason. Or as under data_parallel.
+        """
+        from dglx_dist.strategies.push_pull.model import PushPullModel
+
+        store, group = self._opened(g)
+        return PushPullModel(model, g, store, group, self._options, reduction=reduction)
+
+    def _opened(self, g: DistGraph) -> tuple[ColumnStore, Group]:
+        if len(g.ntypes) != 1:
+            raise ConfigError(
+                f"push_pull trains on graphs of one node type, and this one has {', '.join(g.ntypes)}; use "
+                "strategy='data_parallel'"
+            )
+        names = self._features(g)
+        group = make_group(self._session, self._options.group_size or self._chosen_size(g, names))
+        return open_columns(g, names, group, cache=self._options.cache_columns), group
+
+    def _features(self, g: DistGraph) -> tuple[str, ...]:
+        names = self._options.names
+        missing = [name for name in names if name not in g.ndata]
+        if missing == [FEATURE] and names == (FEATURE,):
+            # Nobody named it: the input may be an embedding.
+            return ()
+        if missing:
+            known = ", ".join(map(repr, g.ndata)) or "none"
+            raise ConfigError(f"option features: the nodes have no {missing[0]!r} (known: {known})")
+        return names
+
+    def _chosen_size(self, g: DistGraph, names: tuple[str, ...]) -> int:
+        world_size = self._session.topology.world_size
+        if not self._options.memory:
+            return world_size
+        num_bytes = sum(int(np.prod(g.ndata[name].shape)) * g.ndata[name].dtype.itemsize for name in names)
+        return smallest_group(world_size, num_bytes, read_size(self._options.memory))
