@@ -1,0 +1,92 @@
+"""A rank is killed in the middle of an epoch; the restart goes on from the checkpoint to the same weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+import torch
+from torch import nn
+
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.run.fit import fit
+from dglx_dist.run.session import init
+from dglx_dist.training.fit import FitConfig
+from tests.helpers.ranks import run_ranks, start_ranks
+from tests.strategies import equality
+
+EPOCHS, BATCH = 3, 20
+KILLED_AT = 7
+"""Call of the model in which rank 1 dies: there are 5 in an epoch."""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(equality.write_parts(tmp_path_factory.mktemp("resume")))
+
+
+class Net(nn.Module):
+    """Two convolutions; counts its calls in training, and dies in one of them if told so."""
+
+    def __init__(self, dies_at: int | None) -> None:
+        super().__init__()
+        self.first = dgl.nn.SAGEConv(equality.WIDTH, equality.HIDDEN, "mean")
+        self.second = dgl.nn.SAGEConv(equality.HIDDEN, equality.CLASSES, "mean")
+        self.calls, self.dies_at = 0, dies_at
+
+    def forward(self, blocks: Any, h: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.first(blocks[0], h))
+        self.calls += 1
+        if self.calls == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out: torch.Tensor = self.second(blocks[1], h)
+        return out
+
+    def inference_layers(self) -> list[Any]:
+        return [lambda block, h: torch.relu(self.first(block, h)), lambda block, h: self.second(block, h)]
+
+
+def on_rank(
+    dataset: str, checkpoints: str, options: dict[str, Any], kill: bool
+) -> tuple[dict[str, Any], int, dict[str, float]]:
+    """Return the weights, the first epoch and the accuracy."""
+    with init("push_pull", timeout=20, seed=3, **options) as session:
+        g = DistGraph(dataset)
+        torch.manual_seed(1)
+        net = Net(KILLED_AT if kill and session.topology.rank == 1 else None).double()
+        config = FitConfig(epochs=EPOCHS, checkpoint_folder=checkpoints, resume=True, show_progress=False)
+        wrapped, result = fit(net, g, config=config, fanouts=(3, 3), batch_size=BATCH)
+        weights = {name: value.tolist() for name, value in wrapped.state_dict().items()}
+        g.barrier()
+        return weights, result.first_epoch, result.accuracy
+
+
+def test_a_killed_rank_costs_no_bit(dataset: str, tmp_path: Path) -> None:
+    undisturbed = run_ranks(on_rank, 2, args=(dataset, str(tmp_path / "a"), {}, False))
+    assert [first for _, first, _ in undisturbed] == [0, 0]
+    assert undisturbed[0] == undisturbed[1]
+    outcomes = start_ranks(on_rank, 2, args=(dataset, str(tmp_path / "b"), {}, True))
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    assert re.search(r"PeerError.*rank 1", outcomes[0].error)
+    again = run_ranks(on_rank, 2, args=(dataset, str(tmp_path / "b"), {}, False))
+    assert [first for _, first, _ in again] == [1, 1]
+    assert [(weights, accuracy) for weights, _, accuracy in again] == [
+        (weights, accuracy) for weights, _, accuracy in undisturbed
+    ]
+
+
+def test_with_three_batches_in_flight_the_others_end_and_the_restart_goes_on(
+    dataset: str, tmp_path: Path
+) -> None:
+    options = {"depth": 3}
+    outcomes = start_ranks(on_rank, 2, args=(dataset, str(tmp_path), options, True))
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    assert re.search(r"PeerError.*rank 1", outcomes[0].error)
+    again = run_ranks(on_rank, 2, args=(dataset, str(tmp_path), options, False))
+    assert [first for _, first, _ in again] == [1, 1]
+    assert again[0] == again[1]
