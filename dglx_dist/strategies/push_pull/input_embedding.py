@@ -78,7 +78,9 @@ class ColumnEmbedding(InputModule):
             wanted = nodes != self.padding_idx
             nodes, gradients = nodes[wanted], gradients[wanted]
         if self.sparse:
-            found = torch.sparse_coo_tensor(nodes.unsqueeze(0), gradients, self.weight.shape).coalesce()
+            found = torch.sparse_coo_tensor(
+                nodes.unsqueeze(0), gradients, self.weight.shape, check_invariants=True
+            ).coalesce()
         else:
             found = torch.zeros_like(self.weight).index_add_(0, nodes, gradients)
         self.weight.grad = found if self.weight.grad is None else self.weight.grad + found
