@@ -6,8 +6,8 @@ P3, section 3.2: features are split by column. They move once, when a dataset is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,6 @@ import numpy as np
 from dglx_dist.cluster.collectives import barrier, gather_int64
 from dglx_dist.cluster.rpc import Pending
 from dglx_dist.cluster.session import Session
-from dglx_dist.graph.column import Column
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.rows import rows_per_message
@@ -61,6 +60,16 @@ class Wanted:
         """Whether there is not a single value."""
         return not self.num_rows * len(self.columns)
 
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """In which NumPy holds the values."""
+        return numpy_dtype(self.info.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the own columns of one row."""
+        return len(self.columns) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class Obtained:
@@ -71,74 +80,93 @@ class Obtained:
     problem: str = ""
 
 
-def obtain(store: KVStore, wanted: Wanted, session: Session) -> Obtained:
-    """Return the columns that this rank wants; every rank must call it, for the same feature.
+def obtain(store: KVStore, wanted: Sequence[Wanted], session: Session) -> dict[str, Obtained]:
+    """Return the columns that this rank wants, by feature; every rank must call it, for the same features.
 
     Who has them in a file loads nothing, but answers those that do not. Of all ranks on a machine that want
     the same columns one loads; the others map its file, or load too where no file could be made.
 
     Raises:
-        StorageError: on all ranks, when a part is damaged on one.
+        RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
         PeerError: a rank is dead or did not take part within the time-out.
     """
-    found = together(session, lambda: _at_hand(store, wanted))
-    for is_my_turn in (wanted.leads, True):
-        if found is None and is_my_turn and not wanted.leads:
-            found = _at_hand(store, wanted)
-        loads = found is None and is_my_turn
-        if gather_int64([loads], session).any():
-            loaded = _stream(store, wanted, session, loads=loads)
-            found = found or loaded
-    assert found is not None, "the last turn is everybody's"
+    found: dict[str, Obtained] = {}
+    for is_last_turn in (False, True):
+        for name, rows in together(session, lambda: _at_hand(store, wanted)).items():
+            found.setdefault(name, rows)
+        mine = [one for one in wanted if one.name not in found and (one.leads or is_last_turn)]
+        if gather_int64([len(mine)], session).any():
+            _stream(store, mine, session, found)
+        if not gather_int64([len(wanted) - len(found)], session).any():
+            break
     return found
 
 
-def _at_hand(store: KVStore, wanted: Wanted) -> Obtained | None:
+def _at_hand(store: KVStore, wanted: Sequence[Wanted]) -> dict[str, Obtained]:
+    found = {one.name: _rows_at_hand(store, one) for one in wanted}
+    return {name: Obtained(rows=rows) for name, rows in found.items() if rows is not None}
+
+
+def _rows_at_hand(store: KVStore, wanted: Wanted) -> Array | None:
     if wanted.is_empty:
-        return Obtained(rows=np.empty((wanted.num_rows, len(wanted.columns)), numpy_dtype(wanted.info.dtype)))
+        return np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
     column = store.column(wanted.key)
     whole = [shard.rows for shard in column.shards if len(shard.rows) == wanted.num_rows]
     if whole and len(wanted.columns) == wanted.columns.width and not column.writable:
-        return Obtained(rows=whole[0])
+        return whole[0]
     if wanted.folder is None:
         return None
-    rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
-    return None if rows is None else Obtained(rows=rows)
+    return read_slice(wanted.folder, wanted.info, wanted.num_rows)
 
 
-def _stream(store: KVStore, wanted: Wanted, session: Session, *, loads: bool) -> Obtained | None:
-    """Load on the ranks that must, answer on all; collective."""
-    op = f"{store.label}.columns"
-    column = store.column(wanted.key)
-    num_bytes = wanted.num_rows * len(wanted.columns) * numpy_dtype(wanted.info.dtype).itemsize
+def _stream(store: KVStore, mine: Sequence[Wanted], session: Session, found: dict[str, Obtained]) -> None:
+    """Load what is ``mine`` into ``found`` while answering the other ranks; collective."""
+    num_bytes = sum(one.num_rows * one.row_bytes for one in mine)
     shown = session.topology.rank == 0 and num_bytes > WORTH_SHOWING
+    op = f"{store.label}.columns"
     session.rpc.register(op, _Server(store))
-    with (
-        ExitStack() as stack,
-        progress(f"Loading columns of {wanted.name}", wanted.num_rows, enabled=shown) as advance,
-    ):
+    with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shown) as advance:
         stack.callback(session.rpc.unregister, op)
-        barrier(session, f"columns of {wanted.name!r}")
-        loading = _Loading(_pieces(store, column, wanted, session, op), wanted, advance) if loads else None
-        if loading is not None:
-            stack.callback(loading.close)
-        while gather_int64([loading is not None and not loading.is_done], session).any():
-            together(session, lambda: None if loading is None else loading.go_on(ROUND_BYTES))
-        found = together(session, lambda: None if loading is None else loading.result())
-        barrier(session, f"columns of {wanted.name!r} are there")
-    return found
+        barrier(session, "loading columns")
+        steps = _load(store, mine, session, op, found)
+        stack.callback(steps.close)
+
+        def some() -> int:
+            taken = 0
+            for step in steps:
+                advance(step)
+                taken += step
+                if taken >= ROUND_BYTES:
+                    break
+            return taken
+
+        while gather_int64([together(session, some)], session).any():
+            pass
+        barrier(session, "the columns are there")
 
 
-def _pieces(store: KVStore, column: Column, wanted: Wanted, session: Session, op: str) -> Iterator[Array]:
+def _load(
+    store: KVStore, mine: Sequence[Wanted], session: Session, op: str, found: dict[str, Obtained]
+) -> Generator[int, None, None]:
+    """Load one feature after the other into ``found``; yield after each message how many bytes came."""
+    for wanted in mine:
+        with closing(_Sink(wanted)) as sink:
+            for piece in _pieces(store, wanted, session, op):
+                sink.put(piece)
+                yield piece.nbytes
+            found[wanted.name] = sink.result()
+
+
+def _pieces(store: KVStore, wanted: Wanted, session: Session, op: str) -> Iterator[Array]:
     """Yield the rows of all servers in order, a message each, asking a few ahead."""
-    columns, itemsize = wanted.columns, numpy_dtype(wanted.info.dtype).itemsize
-    step = rows_per_message(len(columns) * itemsize)
+    step = rows_per_message(wanted.row_bytes)
     under_way: deque[Pending] = deque()
-    for server, (first, last) in enumerate(pairwise(column.bounds.tolist())):
+    for server, (first, last) in enumerate(pairwise(store.column(wanted.key).bounds.tolist())):
         rank = store.placement.serving_rank(server)
         for begin in range(first, last, step):
-            asked = np.array([begin, min(begin + step, last), columns.first, columns.last], np.int64)
-            under_way.append(session.rpc.submit(rank, op, wanted.key, [asked], phase=PHASE))
+            asked = [begin, min(begin + step, last), wanted.columns.first, wanted.columns.last]
+            arrays = [np.array(asked, np.int64)]
+            under_way.append(session.rpc.submit(rank, op, wanted.key, arrays, phase=PHASE))
             if len(under_way) == IN_FLIGHT:
                 yield under_way.popleft().result()[0]
     while under_way:
@@ -146,37 +174,36 @@ def _pieces(store: KVStore, column: Column, wanted: Wanted, session: Session, op
 
 
 @final
-class _Loading:
-    """Takes pieces in order into a file, or into memory where there is to be none or it cannot be written."""
+class _Sink:
+    """Takes rows in order into a file, or into memory where there is to be none or it cannot be written."""
 
-    def __init__(self, pieces: Iterator[Array], wanted: Wanted, advance: Callable[[int], None]) -> None:
-        self._pieces, self._wanted, self._advance = pieces, wanted, advance
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
         self._stack = ExitStack()
-        self._rows = np.empty((0, len(wanted.columns)), numpy_dtype(wanted.info.dtype))
+        self._rows = np.empty((0, len(wanted.columns)), wanted.dtype)
         self._partial: Path | None = None
         self._writer: SliceWriter | None = None
-        self._num_rows = 0
-        self._problem = ""
+        self._num_rows, self._problem = 0, ""
+        if wanted.folder is None:
+            self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
+            return
         try:
-            self._open_file()
+            self._partial = self._stack.enter_context(partial_folder(wanted.folder))
+            self._writer = SliceWriter(self._partial, wanted.info, wanted.num_rows)
+            self._stack.callback(self._writer.close)
         except OSError as problem:
             self._to_memory(problem)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all rows are there."""
-        return self._num_rows == self._wanted.num_rows
-
-    def go_on(self, num_bytes: int) -> int:
-        """Take pieces until there are ``num_bytes`` more, or all; return how many bytes came."""
-        taken = 0
-        while taken < num_bytes and not self.is_done:
-            piece = next(self._pieces)
-            self._put(piece)
-            self._num_rows += len(piece)
-            self._advance(len(piece))
-            taken += piece.nbytes
-        return taken
+    def put(self, rows: Array) -> None:
+        """Take the next (k, F_p) rows."""
+        if self._writer is not None:
+            try:
+                self._writer.append(rows)
+            except OSError as problem:
+                self._to_memory(problem)
+        if self._writer is None:
+            self._rows[self._num_rows : self._num_rows + len(rows)] = rows
+        self._num_rows += len(rows)
 
     def result(self) -> Obtained:
         """Return all rows, mapped where there is a file."""
@@ -185,13 +212,12 @@ class _Loading:
             try:
                 self._writer.finish()
                 put_in_place(self._partial, wanted.folder, wanted.info, wanted.num_rows)
+                rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
+                if rows is not None:
+                    return Obtained(rows=rows)
+                raise FileNotFoundError(f"{wanted.folder} was taken away")
             except OSError as problem:
                 self._to_memory(problem)
-        if self._writer is not None and wanted.folder is not None:
-            rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
-            if rows is not None:
-                return Obtained(rows=rows)
-            self._to_memory(OSError(f"{wanted.folder} was taken away"))
         self._rows.flags.writeable = False
         return Obtained(rows=self._rows, problem=self._problem)
 
@@ -199,28 +225,11 @@ class _Loading:
         """Let go of the file; what is not in its place is removed."""
         self._stack.close()
 
-    def _open_file(self) -> None:
-        wanted = self._wanted
-        if wanted.folder is None:
-            self._rows = np.empty((wanted.num_rows, len(wanted.columns)), self._rows.dtype)
-            return
-        self._partial = self._stack.enter_context(partial_folder(wanted.folder))
-        self._writer = SliceWriter(self._partial, wanted.info, wanted.num_rows)
-        self._stack.callback(self._writer.close)
-
-    def _put(self, piece: Array) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.append(piece)
-            except OSError as problem:
-                self._to_memory(problem)
-        if self._writer is None:
-            self._rows[self._num_rows : self._num_rows + len(piece)] = piece
-
     def _to_memory(self, problem: OSError) -> None:
         """Go on in memory, with what the file has already: nothing is asked for twice."""
-        self._problem = f"{self._wanted.folder} cannot be written ({problem})"
-        self._rows = np.empty((self._wanted.num_rows, len(self._wanted.columns)), self._rows.dtype)
+        wanted = self._wanted
+        self._problem = f"{wanted.folder} cannot be written ({problem})"
+        self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
         if self._writer is not None:
             self._rows[: self._writer.num_rows] = self._writer.written()
         self._writer = None

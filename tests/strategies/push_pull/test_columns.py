@@ -1,5 +1,6 @@
 """A rank's columns are those of the rows, whatever their dtype and however many ranks there are."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies.push_pull.columns import PHASE, ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.group import Group, make_group
 from tests.helpers.ranks import run_ranks
+from tests.storage.graphs import random_heterogeneous, random_owners
 
 NUM_NODES, NUM_PARTS = 60, 4
 WIDTHS = {"one": 1, "three": 3, "hundred": 100, "odd": 101}
@@ -140,3 +142,97 @@ def check_sharing(g: DistGraph, store: ColumnStore, group: Group) -> None:
 def test_rows_are_those_of_the_dataset(tmp_path: Path, ranks: int, ranks_per_server: int, size: int) -> None:
     folder = write(tmp_path, last_is_empty=ranks == 4)
     run_ranks(everything, ranks, args=(str(folder), size), ranks_per_server=ranks_per_server)
+
+
+@pytest.fixture
+def session() -> Any:
+    with start_session(timeout_s=30) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "name at least one"),
+        (["one", "one"], "each once"),
+        (["onee"], "no feature 'onee' .known: .*one, "),
+        (["vector"], r"rows of shape \(\); .*\(V, 1\)"),
+        (["cube"], r"rows of shape \(2, 2\)"),
+    ],
+)
+def test_what_is_no_matrix_of_the_graph_is_refused(
+    tmp_path: Path, session: Session, names: list[str], message: str
+) -> None:
+    g = DistGraph(write(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        open_columns(g, names, make_group(session, 1))
+    g.close()
+
+
+def test_graphs_of_several_node_types_are_refused(tmp_path: Path, session: Session) -> None:
+    graph = random_heterogeneous(0)
+    write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
+    g = DistGraph(tmp_path / "d")
+    with pytest.raises(ConfigError, match=r"node types user, item.*data_parallel"):
+        open_columns(g, ["x"], make_group(session, 1))
+    g.close()
+
+
+def test_rows_that_do_not_exist_are_refused(tmp_path: Path, session: Session) -> None:
+    g = DistGraph(write(tmp_path))
+    store = open_columns(g, ["three", "one"], make_group(session, 1))
+    assert (store.names, store.widths) == (("three", "one"), {"three": 3, "one": 1})
+    for wrong in ([NUM_NODES], [-1]):
+        with pytest.raises(IndexError, match=f"id {wrong[0]} at position 0"):
+            store.rows("three", torch.tensor(wrong))
+    for nodes in (torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([1], dtype=torch.int32)):
+        with pytest.raises(ConfigError, match="int64"):
+            store.rows("three", nodes)
+    for ask in (store.cut, store.dtype, lambda name: store.moments([name])):
+        with pytest.raises(ConfigError, match=r"'odd' are not open .open: 'three', 'one'"):
+            ask("odd")
+    g.close()
+
+
+def test_tensors_of_the_program_are_copied_as_they_are_and_never_kept_on_disk(
+    tmp_path: Path, session: Session
+) -> None:
+    g = DistGraph(write(tmp_path, num_parts=1))
+    made = g.new_tensor((NUM_NODES, 2), torch.float64, "made")
+    made[torch.arange(NUM_NODES)] = torch.ones(NUM_NODES, 2, dtype=torch.float64)
+    store = open_columns(g, ["made"], make_group(session, 1))
+    made[torch.arange(NUM_NODES)] = torch.zeros(NUM_NODES, 2, dtype=torch.float64)
+    assert torch.equal(store.rows("made", torch.tensor([3, 0])), torch.ones(2, 2, dtype=torch.float64))
+    assert not list(tmp_path.rglob("columns-*"))
+    g.close()
+
+
+def test_many_threads_ask_at_once(tmp_path: Path, session: Session) -> None:
+    g = DistGraph(write(tmp_path))
+    store = open_columns(g, ["float16"], make_group(session, 1))
+    nodes = [torch.randint(0, NUM_NODES, (50,)) for _ in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda ids: store.rows("float16", ids), nodes))
+    for ids, rows in zip(nodes, found, strict=True):
+        assert torch.equal(rows, g.ndata["float16"][ids].float())
+    g.close()
+
+
+def disagree(folder: str) -> str:
+    with start_session(timeout_s=30) as session:
+        g = DistGraph(folder)
+        names = ["one", "three"] if session.topology.rank else ["three", "one"]
+        with pytest.raises(ConfigError) as caught:
+            open_columns(g, names, make_group(session, 2))
+        with pytest.raises(ConfigError, match="no feature"):
+            open_columns(g, ["nobody"] if session.topology.rank else ["one"], make_group(session, 2))
+        check_rows(g, open_columns(g, ["odd"], make_group(session, 2)), "odd", session.topology.rank, 2)
+        g.close()
+        return str(caught.value)
+
+
+def test_ranks_that_disagree_are_told_so(tmp_path: Path) -> None:
+    for told in run_ranks(disagree, 2, args=(str(write(tmp_path)),)):
+        assert "every rank must ask for the same" in told
+        assert "['one', 'three']" in told
+        assert "['three', 'one']" in told
