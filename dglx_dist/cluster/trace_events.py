@@ -117,7 +117,7 @@ def read_trace(path: str | Path) -> TraceFile:
             f"there is no file {path}; `dglx train --trace FILE` and fit(trace=) write one"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise StorageError(f"{path} is damaged ({error}); run the command again") from error
+        raise StorageError(f"{path} is no trace, or damaged ({error}); run the command again") from error
     facts = fields.record("otherData")
     facts.choice("format", [_FORMAT])
     events = fields.records("traceEvents")
@@ -185,15 +185,18 @@ def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
     }
 
 
-def deal_out(spans: Iterable[Span]) -> list[list[Span]]:
-    """Deal spans out to as few lists as it takes for those of one list to be nested or apart."""
+def deal_out(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
+    """Deal spans out to as few lists as it takes for those of one list to be nested or apart, by begin.
+
+    Without ``nested`` they are apart.
+    """
     lanes: list[list[Span]] = []
     open_until: list[list[float]] = []
     for span in sorted(spans, key=lambda one: (one.begin_s, -one.end_s)):
         for lane, ends in zip(lanes, open_until, strict=True):
             while ends and ends[-1] <= span.begin_s:
                 ends.pop()
-            if not ends or span.end_s <= ends[-1]:
+            if not ends or (nested and span.end_s <= ends[-1]):
                 lane.append(span)
                 ends.append(span.end_s)
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,16 @@ def draw(
         (f"rank {rank.rank}\n{row}" if number == 0 else "", lane)
         for rank in trace.ranks
         for row in (COMPUTE, NETWORK, LOADER)
-        for number, lane in enumerate(_lanes([s for s in rank.spans if s.row == row], begin, end))
+        for number, lane in enumerate(_lanes(rank.spans, row, begin, end))
     ]
     figure = Figure(figsize=(13, 1.4 + 0.42 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for height, (_, lane) in enumerate(rows):
-        for span in lane:
-            _draw_box(axes, span, height, (begin, end), names)
+        for place, span in enumerate(lane):
+            _draw_box(axes, span, height, (begin, end))
+            # What is nested lies on top, and comes later.
+            _draw_label(axes, _longest_part(span, lane[place + 1 :]), height, (begin, end), names)
     axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     figure.suptitle(f"{title}: batches {first} to {last}, {overlap_text(trace)}", fontsize=10)
@@ -121,28 +124,50 @@ def _window(trace: TraceFile, first: int, last: int) -> tuple[float, float]:
     return begin - room, end + room
 
 
-def _lanes(spans: Sequence[Span], begin: float, end: float) -> list[list[Span]]:
-    inside = [span for span in spans if span.end_s > begin and span.begin_s < end]
-    return deal_out(inside) or [[]]
+def _lanes(spans: Sequence[Span], row: str, begin: float, end: float) -> list[list[Span]]:
+    inside = [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
+    return deal_out(inside, nested=row == COMPUTE) or [[]]
 
 
-def _draw_box(
-    axes: Any, span: Span, height: int, window: tuple[float, float], names: Mapping[str, str]
-) -> None:
-    begin, end = window
-    left, right = max(span.begin_s, begin), min(span.end_s, end)
+def _longest_part(span: Span, later: Sequence[Span]) -> Span:
+    """Return ``span`` where it is longest without one of ``later`` on top, which are in order."""
+    free, begin = [(span.begin_s, span.begin_s)], span.begin_s
+    for other in later:
+        if other.begin_s >= span.end_s:
+            break
+        free.append((begin, other.begin_s))
+        begin = max(begin, other.end_s)
+    free.append((begin, span.end_s))
+    left, right = max(free, key=lambda part: part[1] - part[0])
+    return replace(span, begin_s=left, end_s=right)
+
+
+def _draw_box(axes: Any, span: Span, height: int, window: tuple[float, float]) -> None:
+    left, right = _clipped(span, window)
     waits = is_wait(span)
     color = NO_BATCH if span.batch is None else COLORS[span.batch % len(COLORS)]
     axes.barh(
         height,
-        1e3 * (right - left),
-        left=1e3 * (left - begin),
+        right - left,
+        left=left,
         height=0.5 if waits else 0.8,
         color=WAITING if waits else color,
         edgecolor="white",
         linewidth=0.5,
     )
+
+
+def _draw_label(
+    axes: Any, span: Span, height: int, window: tuple[float, float], names: Mapping[str, str]
+) -> None:
+    left, right = _clipped(span, window)
     label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
-    if not waits and (right - left) / (end - begin) > _LETTER_FRACTION * len(label):
-        middle = 1e3 * ((left + right) / 2 - begin)
-        axes.text(middle, height, label, ha="center", va="center", fontsize=7, color="white")
+    room = _LETTER_FRACTION * len(label) * 1e3 * (window[1] - window[0])
+    if not is_wait(span) and right - left > room:
+        axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=7, color="white")
+
+
+def _clipped(span: Span, window: tuple[float, float]) -> tuple[float, float]:
+    """Return begin and end in milliseconds since the picture's begin, as far as they are on it."""
+    begin, end = window
+    return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
