@@ -114,11 +114,12 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             exclude=open_exclude(g, read.asked.rule),
             negative=together(
                 g.session,
-                lambda: open_negative(g, read.asked.negative, _with_items(read.items)),
+                lambda: open_negative(g, read.asked.negative, _drawn_for(g, read.items)),
                 ConfigError,
             ),
             columns=read.columns,
             unkeyed=_unkeyed(read.asked),
+            told=f"exclude {_told(read.asked.rule)}, negative_sampler={read.asked.negative!r}",
         )
         self._maker = EdgeMaker(g, blocks, plan)
         super().__init__(g.session, read.items, pace, read.options)
@@ -258,6 +259,11 @@ def _unkeyed(asked: _Asked) -> str:
     if asked.negative is not None and not isinstance(asked.negative, NegativeSampler):
         return f"negative_sampler={asked.negative!r}"
     return ""
+
+
+def _drawn_for(g: DistGraph, items: Items[EdgeType]) -> list[EdgeType]:
+    """Return for which edge types negatives are drawn here: where there is one, other ranks' edges may be."""
+    return list(g.canonical_etypes) if len(g.canonical_etypes) == 1 else _with_items(items)
 
 
 def _with_items(items: Items[EdgeType]) -> list[EdgeType]:

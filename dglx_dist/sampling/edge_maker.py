@@ -55,6 +55,8 @@ class EdgePlan:
     """Edge type to name in the frame to name in the store: what the positive pair graph gets."""
     unkeyed: str = ""
     """Which option is code of the user's own, which may draw anew when called again; "" when none is."""
+    told: str = ""
+    """What says how pairs are drawn, the same on ranks that draw alike."""
 
 
 @final
@@ -81,7 +83,7 @@ class EdgeMaker:
 
     def drawn_by(self) -> str:
         """See :meth:`BatchMaker.drawn_by`."""
-        return self._blocks.drawn_by()
+        return f"{self._blocks.drawn_by()}, {self._plan.told}"
 
     def make(self, edges: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
         """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``epoch``.

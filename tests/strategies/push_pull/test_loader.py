@@ -1,0 +1,348 @@
+"""Every part has every owner's block and its own columns of it; positions are those of the batch one has."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
+
+from dglx_dist import negative
+from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.graph import DistGraph
+from dglx_dist.graph.reverse import reverse_edge_ids
+from dglx_dist.layers.columns import deal_out_columns
+from dglx_dist.sampling import DataLoader
+from dglx_dist.strategies.push_pull.group import make_group
+from tests.helpers.ranks import run_ranks
+from tests.strategies.push_pull import rounds
+from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, nodes_of, sampler_of, visit_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rounds.write_ring(tmp_path_factory.mktemp("ring") / "parts", 4)
+
+
+class OwnCode(NeighborSampler):
+    """A sampler whose code is the user's."""
+
+    def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
+        return super().sample_blocks(g, seed_nodes, exclude_eids)
+
+
+class Pipeline:
+    """Counts how often it is drained, and what the session said then."""
+
+    def __init__(self) -> None:
+        self.drained = 0
+
+    def drain(self) -> None:
+        self.drained += 1
+
+
+def refused(make: Any) -> str:
+    try:
+        make()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def moved(g: DistGraph, work: Any) -> tuple[Any, Counter[str]]:
+    """What ``work`` returns, and the bytes this rank sent and asked for meanwhile, by phase."""
+    before, total = g.session.ledger.snapshot(), Counter[str]()
+    result = work()
+    for row in g.session.ledger.since(before):
+        total[row.phase] += row.num_bytes
+    return result, total
+
+
+def on_three(folder: str) -> dict[str, Any]:
+    """Whole structure everywhere: each way of knowing it, for nodes and for edges."""
+    with start_session(timeout_s=60, seed=5) as session:
+        g = DistGraph(folder, structure="replicated")
+        found: dict[str, Any] = {}
+        reverse = reverse_edge_ids(g)
+        for structure in ("push", "resample"):
+            kinds = {
+                "nodes": nodes_of(g, structure=structure, shuffle=True, depth=2, num_threads=2),
+                "here": nodes_of(g, structure=structure, num_threads=0, depth_of_pipeline=3),
+                "edges": edges_of(
+                    g,
+                    structure=structure,
+                    shuffle=True,
+                    exclude="reverse_id",
+                    reverse_eids=reverse,
+                    negative_sampler=negative.DegreeWeighted(2, corrupt="both"),
+                    num_threads=2,
+                ),
+            }
+            for kind, loader in kinds.items():
+                found[f"{kind}/{structure}"] = moved(g, lambda it=loader: [epoch_of(it), epoch_of(it)])
+        found["chosen"] = chosen(g)
+        own = nodes_of(g, OwnCode(rounds.FANOUTS, prefetch_labels=["label"]))
+        found["own code"] = [epoch_of(own)], Counter()
+        found["refused"] = {
+            "own code": refused(lambda: nodes_of(g, OwnCode(rounds.FANOUTS), structure="resample")),
+            "function": refused(lambda: edges_of(g, structure="resample", exclude=lambda eids: eids[:0])),
+            "seeds": refused(lambda: nodes_of(g, structure="resample", seed=session.topology.rank)),
+            "depths": refused(lambda: nodes_of(g, depth=1 + session.topology.rank)),
+        }
+        g.barrier()
+        return found
+
+
+def chosen(g: DistGraph) -> dict[str, Any]:
+    """What "auto" does where one of both costs next to nothing on the slowest rank."""
+    found: dict[str, Any] = {}
+    for cheap in ("push", "resample"):
+        loader = nodes_of(g, structure="auto", shuffle=True)
+        first, pushed = moved(g, lambda it=loader: epoch_of(it))
+        costs = (1.0, 1e-9) if cheap == "push" else (1e-9, 1.0)
+        for _ in range(1000):
+            loader._structure.measured(*costs)
+        second, after = moved(g, lambda it=loader: epoch_of(it))
+        found[cheap] = [first, second], (pushed, after), loader.structure_choice
+    return found
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(on_three, 3, args=(str(folder),))
+
+
+WAYS = [f"{kind}/{way}" for kind in ("nodes", "here", "edges") for way in ("push", "resample")]
+
+
+@pytest.mark.parametrize("kind", [*WAYS, "own code"])
+def test_every_part_has_what_the_owner_has(three: list[dict[str, Any]], kind: str) -> None:
+    for epochs in zip(*(found[kind][0] for found in three), strict=True):
+        assert len(epochs[0]) > 3
+        for step, parts in enumerate(zip(*epochs, strict=True)):
+            for owner in range(3):
+                of_owner = parts[owner][owner]
+                assert of_owner["number"] >= step
+                for part in range(3):
+                    on_part = parts[part][owner]
+                    for name in ("number", "nodes", "destinations", "edges", "idtype"):
+                        assert on_part[name] == of_owner[name], (name, step, owner, part)
+                    check_columns(on_part, part)
+
+
+def check_columns(on_part: dict[str, Any], part: int) -> None:
+    columns = deal_out_columns(WIDTH, 3)[part]
+    rows = on_part["columns"]["feat"]
+    assert rows.shape == (len(on_part["nodes"]), len(columns))
+    # Features are ten times the original id, plus the column.
+    firsts = rows[:, :1] - columns.first
+    assert np.array_equal(rows, firsts + np.arange(columns.first, columns.last))
+
+
+@pytest.mark.parametrize("kind", ["nodes", "here", "edges"])
+def test_drawing_again_gives_what_is_pushed(three: list[dict[str, Any]], kind: str) -> None:
+    for found in three:
+        pushed, again = found[f"{kind}/push"][0], found[f"{kind}/resample"][0]
+        for one, other in zip(pushed, again, strict=True):
+            for owners, others in zip(one, other, strict=True):
+                for a, b in zip(owners, others, strict=True):
+                    assert {k: v for k, v in a.items() if k != "columns"} == {
+                        k: v for k, v in b.items() if k != "columns"
+                    }
+                    assert np.array_equal(a["columns"]["feat"], b["columns"]["feat"])
+
+
+def test_epochs_of_an_empty_rank_and_of_others(three: list[dict[str, Any]]) -> None:
+    first, second = three[0]["nodes/push"][0]
+    assert [step[0]["nodes"] for step in first] != [step[0]["nodes"] for step in second]
+    assert [step[0]["number"] for step in (*first, *second)] == list(range(len(first) + len(second)))
+    # Rank 1 has no seeds: blocks of no destination, on all parts.
+    assert {step[1]["destinations"] for step in first} == {0}
+
+
+@pytest.mark.parametrize("kind", ["nodes", "here", "edges"])
+def test_bytes(three: list[dict[str, Any]], kind: str) -> None:
+    """algorithms 2.4: int32 CSC to each of two peers; nothing when structure is drawn again."""
+    for rank, found in enumerate(three):
+        epochs, pushed = found[f"{kind}/push"]
+        own = [step[rank] for epoch in epochs for step in epoch]
+        values = sum(len(one["nodes"]) + len(one["edges"]) + one["destinations"] + 1 for one in own)
+        assert pushed["structure"] == 2 * 4 * values
+        drawn = found[f"{kind}/resample"][1]
+        assert drawn["structure"] == drawn["features"] == pushed["features"] == 0
+        assert drawn["columns"] == pushed["columns"] == drawn["seeds"] == 0
+
+
+def test_the_cheaper_way_is_taken_after_the_first_epoch(three: list[dict[str, Any]]) -> None:
+    for found in three:
+        for cheap, (epochs, (before, after), choice) in found["chosen"].items():
+            assert choice.way == cheap
+            assert choice.resample_s == (2.0 if cheap == "push" else 2e-9)
+            assert choice.push_s == (1e-9 if cheap == "push" else 1.0)
+            assert before["structure"] > 0
+            assert (after["structure"] > 0) == (cheap == "push")
+            for mine, pushed in zip(epochs, found["nodes/push"][0], strict=True):
+                assert [[one["edges"] for one in step] for step in mine] == [
+                    [one["edges"] for one in step] for step in pushed
+                ]
+    # 8 bytes per seed of the two others; ranks 0 and 2 have 6 and 4 tenths of the nodes, rank 1 none.
+    seeds = [found["chosen"]["resample"][1][1]["seeds"] for found in three]
+    assert seeds == [8 * 32, 8 * 80, 8 * 48]
+    assert [found["chosen"]["push"][1][1]["seeds"] for found in three] == [0, 0, 0]
+
+
+def test_what_nobody_can_draw_again_is_refused(three: list[dict[str, Any]]) -> None:
+    for found in three:
+        told = found["refused"]
+        assert "own code" in told["own code"]
+        assert "exclude=" in told["function"]
+        assert "different draws" in told["seeds"]
+        assert "depth=1" in told["depths"]
+
+
+def on_four(folder: str) -> dict[str, Any]:
+    """Structure in parts, groups of two, batches that are left early, positions, drains."""
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder, structure="partitioned")
+        group = make_group(session, 2)
+        found: dict[str, Any] = {"partitioned": refused(lambda: nodes_of(g, structure="resample"))}
+        pushed = nodes_of(g, group=group, depth_of_pipeline=2, depth=2, num_threads=2)
+        plain = DataLoader(
+            g, rounds.share_of(rounds.NUM_NODES, session.topology.rank, 4), sampler_of(), batch_size=8
+        )
+        pipeline = Pipeline()
+        session.attached["push_pull"] = [ref(pipeline), ref(Pipeline())]
+        found["batches"] = compare(session, pushed, plain)
+        found["drained"] = [pipeline.drained]
+        found["left"] = leave_early(pushed)
+        found["drained"].append(pipeline.drained)
+        found["waiting"] = len(pushed._structure._source.inbox)  # type: ignore[attr-defined]
+        found["share"] = session.step_share
+        automatic = nodes_of(g, group=group, structure="auto")
+        ways = [automatic.structure_choice]
+        for _ in range(2):
+            epoch_of(automatic)
+            ways.append(automatic.structure_choice)
+        found["choices"] = [(one.way, one.reason, one.push_s) for one in ways]
+        g.barrier()
+        return found
+
+
+def compare(session: Any, pushed: Any, plain: Any) -> dict[str, Any]:
+    """Go through two loaders side by side."""
+    result: dict[str, Any] = {"steps": len(pushed), "linked": [], "states": []}
+    kept: list[Any] = []
+    expected = []
+    for batch in plain:
+        expected.append((batch, session.step_share, plain.state_dict(), plain.epoch))
+    for batch, (other, share, state, epoch) in zip(pushed, expected, strict=True):
+        (nodes, seeds, blocks), (other_nodes, other_seeds, other_blocks) = batch, other
+        assert torch.equal(nodes, other_nodes)
+        assert torch.equal(seeds, other_seeds)
+        assert torch.equal(blocks[-1].dstdata["label"], other_blocks[-1].dstdata["label"])
+        assert torch.equal(blocks[0].edata[dgl.EID], other_blocks[0].edata[dgl.EID])
+        assert session.step_share == share == blocks[-1].step_share
+        assert pushed.state_dict() == state
+        assert pushed.epoch == epoch
+        visit = visit_of(batch)
+        kept.append((visit, visit.following()))
+        result["group"] = len(visit.inputs)
+    result["linked"] = all(a[1] is b[0] for a, b in pairwise(kept)) and kept[-1][1] is None
+    result["forgotten"] = all(visit.following() is None for visit, _ in kept)
+    assert pushed.state_dict() == plain.state_dict()
+    return result
+
+
+def leave_early(loader: Any) -> dict[str, Any]:
+    """Leave after two batches, go on in another place, begin anew."""
+    loader.set_epoch(7)
+    first = []
+    for batch in loader:
+        first.append(batch[0].tolist())
+        if len(first) == 2:
+            break
+    state = loader.state_dict()
+    loader.set_epoch(7)
+    whole = [batch[0].tolist() for batch in loader]
+    loader.load_state_dict(state)
+    rest = [batch[0].tolist() for batch in loader]
+    try:
+        loader.load_state_dict({"epoch": 0, "step": 10**6, "seed": state["seed"]})
+    except CheckpointError as error:
+        problem = str(error)
+    return {"first": first, "state": state, "whole": whole, "rest": rest, "problem": problem}
+
+
+def test_groups_positions_and_drains(folder: Path) -> None:
+    for found in run_ranks(on_four, 4, args=(str(folder),), ranks_per_server=2):
+        assert "structure='replicated'" in found["partitioned"]
+        batches, left = found["batches"], found["left"]
+        assert batches["steps"] > 3
+        assert batches["group"] == 2
+        assert batches["linked"]
+        assert batches["forgotten"]
+        # Once at the end of each epoch that came to its end; one was left early.
+        assert found["drained"] == [1, 3]
+        assert left["state"] == {"epoch": 7, "step": 2, "seed": 0}
+        assert left["whole"][:2] == left["first"]
+        assert left["rest"] == left["whole"][2:]
+        assert "steps" in left["problem"]
+        assert found["waiting"] == 0
+        assert found["share"] is None
+        assert [choice[0] for choice in found["choices"]] == ["push"] * 3
+        assert "structure='replicated'" in found["choices"][2][1] or found["choices"][2][1] == "costs less"
+        assert found["choices"][2][2] > 0
+
+
+@pytest.fixture
+def graph(folder: Path) -> Any:
+    with start_session():
+        yield DistGraph(folder)
+
+
+def test_one_rank_has_all_columns_and_sends_nothing(graph: DistGraph) -> None:
+    loader = nodes_of(graph, structure="auto")
+    for step in epoch_of(loader):
+        (own,) = step
+        assert own["columns"]["feat"].shape == (len(own["nodes"]), WIDTH)
+    assert loader.structure_choice.way == "none"
+    assert not graph.session.ledger.total(phase="structure")
+
+
+def test_prefetched_matrices_come_as_columns_and_vectors_as_rows(graph: DistGraph) -> None:
+    sampler = sampler_of(prefetch_node_feats=["small", "depth"])
+    loader = nodes_of(graph, sampler, feature_dtype=torch.float64)
+    for nodes, _, blocks in loader:
+        assert set(visit_of([blocks]).inputs[0].columns) == {"feat", "small"}
+        for name in ("feat", "small", "depth"):
+            expected = graph.ndata[name][nodes].to(torch.float64)
+            assert torch.equal(blocks[0].srcdata[name], expected), name
+    assert sampler.prefetch_node_feats == ["small", "depth"]
+
+
+def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
+    sampler = as_edge_prediction_sampler(sampler_of(), negative_sampler=negative.Uniform(1))
+    group = make_group(graph.session, 1)
+    options = rounds.PushPullOptions()
+    loader = rounds.edge_loader(graph, torch.arange(20), sampler, None, group, options, {"batch_size": 5})
+    batches = list(loader)
+    assert len(batches) == 4
+    for nodes, positive, negatives, blocks in batches:
+        assert positive.num_edges() == negatives.num_edges() == 5
+        assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
+
+
+def test_an_error_of_a_batch_is_told_as_it_is(graph: DistGraph) -> None:
+    class Broken(NeighborSampler):
+        def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
+            raise ValueError("no more")
+
+    loader = nodes_of(graph, Broken(rounds.FANOUTS), num_threads=2)
+    with pytest.raises(ValueError, match="no more"):
+        next(iter(loader))
