@@ -72,6 +72,13 @@ def test_link_prediction(tmp_path: Path) -> None:
     assert found[0] == found[1] > 0.3
 
 
+def test_push_pull_cuts_both_weights_of_the_first_layer(tmp_path: Path) -> None:
+    shown = torchrun(tmp_path, "09_push_pull.py")
+    first, second = accuracies(shown)
+    assert first == second > 0.7
+    assert shown.count("cut by input columns: first.fc_neigh.weight, first.fc_self.weight") == 2
+
+
 @pytest.mark.parametrize("script", ["07_rgcn.py", "08_hgt.py"])
 def test_several_types(tmp_path: Path, script: str) -> None:
     assert accuracies(torchrun(tmp_path, script))[0] > 0.8
@@ -94,8 +101,12 @@ def changed(before: str, after: str) -> list[str]:
     return [line.rstrip() for line in lines if line[0] in "+-"]
 
 
-def test_the_lines_that_differ_are_the_documented_ones() -> None:
-    one, two = (EXAMPLES / name for name in ("01_one_process.py", "02_data_parallel.py"))
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("01_one_process.py", "02_data_parallel.py"), ("02_data_parallel.py", "09_push_pull.py")],
+)
+def test_the_lines_that_differ_are_the_documented_ones(before: str, after: str) -> None:
+    one, two = EXAMPLES / before, EXAMPLES / after
     documented = [
         line[4:] for line in two.read_text().split('"""')[1].splitlines() if re.match(r" {4}[+-] ", line)
     ]

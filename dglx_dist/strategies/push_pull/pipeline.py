@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.timeline import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.keyed_dropout import DropDraws
 from dglx_dist.layers.staged import Staged, StageInput, Sums
@@ -139,7 +140,7 @@ class Pipeline:
             flight = self._start(layer, visit, recipe, given.edges)
         if self.looks_ahead and torch.is_grad_enabled():
             self._begin_following(layer, visit, recipe)
-        sums = self._waited(flight.sums)
+        sums = self._waited(flight.sums, f"{WAIT} for the pull", flight.number)
         if not torch.is_grad_enabled():
             return sums
         flight.weight, self._current = self.weight, flight
@@ -201,7 +202,7 @@ class Pipeline:
 
     def _start(self, layer: Staged, visit: Visit, recipe: Recipe, own_edges: Mapping[str, Tensor]) -> Flight:
         """Do fM of a batch and let its shares leave."""
-        with self._session.timeline.span("forward M", "compute", visit.number):
+        with self._session.timeline.span("forward M", COMPUTE, visit.number):
             flight = Flight(
                 number=visit.number,
                 inputs=visit.inputs,
@@ -227,8 +228,8 @@ class Pipeline:
     def _go_back(self, flight: Flight) -> Computed:
         """Do bM of a batch."""
         for push in flight.pushes:
-            self._waited(push.result)
-        with self._session.timeline.span("backward M", "compute", flight.number):
+            self._waited(push.result, f"{WAIT} for the push", flight.number)
+        with self._session.timeline.span("backward M", COMPUTE, flight.number):
             return self._gradients.compute(flight)
 
     def _add(self, computed: Computed) -> None:
@@ -249,9 +250,10 @@ class Pipeline:
             self.log.computed(self._current.number, "D", self.log.steps["D"])
         self._current = None
 
-    def _waited(self, wait: Any) -> Any:
+    def _waited(self, wait: Any, name: str, number: int) -> Any:
         begun = time.perf_counter()
-        found = wait()
+        with self._session.timeline.span(name, COMPUTE, number):
+            found = wait()
         self._waited_s += time.perf_counter() - begun
         return found
 
