@@ -126,9 +126,13 @@ class Origins:
     def find(self, rows: Tensor) -> Origin | None:
         """Return where ``rows`` came from, a change of dtype included; None if from nothing known."""
         for known, origin in self._known:
+            if known is rows:
+                return origin
+        # The latest first: all rows of an empty batch lie at one place.
+        for known, origin in reversed(self._known):
             if _same(known, rows):
                 return origin
-        for known, origin in self._known:
+        for known, origin in reversed(self._known):
             if not rows.requires_grad and _copied(known, rows, origin):
                 same_dtype = known.dtype == rows.dtype
                 return origin if same_dtype else Converted(origin=origin, dtype=rows.dtype)

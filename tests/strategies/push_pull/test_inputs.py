@@ -69,8 +69,8 @@ def layout(runs: tuple[Columns, ...]) -> InputLayout:
     return InputLayout(features=("feat",), runs=runs, num_nodes=V, seed=5)
 
 
-def make_parts(make: Callable[[], nn.Module], parts: int, number: int = 0) -> list[Part]:
-    """Cut a new model for each part, and begin the batch ``number`` on each."""
+def make_parts(make: Callable[[], nn.Module], parts: int, number: int = 0, owner: int = 0) -> list[Part]:
+    """Cut a new model for each part, and begin the batch ``number`` on each, as ``owner``."""
     made = []
     for columns in deal_out_columns(F, parts):
         modules = find_input_modules(make(), "conv", layout((columns,)), moments)
@@ -84,8 +84,8 @@ def make_parts(make: Callable[[], nn.Module], parts: int, number: int = 0) -> li
         origins, visit = Origins(), AtHand(inputs, number)
         for module in modules.values():
             module.origins = origins
-        origins.begin(visit, 0)
-        x = inputs[0].columns["feat"]
+        origins.begin(visit, owner)
+        x = inputs[owner].columns["feat"]
         origins.add(x, Features(names=("feat",), pieces=(columns,)))
         made.append(Part(modules=modules, visit=visit, x=x, origins=origins))
     return made
@@ -128,6 +128,20 @@ def test_norm_of_columns_is_the_norm_of_rows(parts: int) -> None:
         torch.testing.assert_close(found, whole.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
         assert made[0].modules["norm"].cut[name] == 0
         assert made[0].modules["norm"].by_rows == ()
+
+
+def test_an_owner_without_nodes_tells_what_the_others_tell() -> None:
+    """All its rows lie at one place of memory: none."""
+
+    def rows(owner: int) -> Tensor:
+        make = lambda: Model(norm=normed(), drop=nn.Dropout(0.4))  # noqa: E731 - for make_parts
+        (part,) = make_parts(make, 1, owner=owner)
+        called = part.modules["drop"](part.modules["norm"](part.x))
+        assert len(called) == len(OWNERS[owner])
+        return part.origin_of(called).rows(part.visit.inputs[0])
+
+    assert torch.equal(rows(2), rows(0))
+    assert (rows(2) == 0).any(), "dropped, not the plain features"
 
 
 def test_norm_without_weights_and_of_other_dtypes() -> None:
