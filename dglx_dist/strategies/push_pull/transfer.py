@@ -82,10 +82,18 @@ class _Lane:
     """A thread that waits for transfers of one kind, in their order, so that compute need not."""
 
     jobs: queue.SimpleQueue[_Posted | None] = field(default_factory=queue.SimpleQueue)
+    thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
         # A daemon: a rank that fails must not wait, at its end, for messages that never come.
-        threading.Thread(target=_wait_for, args=(self.jobs,), name=name, daemon=True).start()
+        self.thread = threading.Thread(target=_wait_for, args=(self.jobs,), name=name, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """End the thread when what it waits for is there; a thread of torch must not outlive the process."""
+        self.jobs.put(None)
+        if self.thread is not None:
+            self.thread.join()
 
 
 @final
@@ -103,7 +111,16 @@ class Courier:
         if group.size > 1:
             for tag, name in ((_PULL, "dglx-pull"), (_PUSH, "dglx-push")):
                 self._lanes[tag].start(name)
-                weakref.finalize(self, self._lanes[tag].jobs.put, None)
+                ended = weakref.finalize(self, self._lanes[tag].jobs.put, None)
+                # At exit a lane that is woken runs into the interpreter's end.
+                ended.atexit = False
+            session.before_close.append(_if_alive(weakref.WeakMethod(self.close)))
+
+    def close(self) -> None:
+        """End the threads, once what was posted has come."""
+        for lane in self._lanes.values():
+            lane.stop()
+        self._lanes = {}
 
     def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
         """Send each owner its share of this part; brings what all parts have for the own block.
@@ -171,6 +188,15 @@ def add_in_order(received: Received) -> Tensor:
     for share in rest:
         total += share
     return total.to(first.dtype)
+
+
+def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    def call() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    return call
 
 
 def _wait_for(jobs: queue.SimpleQueue[_Posted | None]) -> None:
