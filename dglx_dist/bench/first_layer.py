@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from dglx_dist.layers.adapters import stages_of
-from dglx_dist.training.models import Stack, SymmetricConv
+from dglx_dist.training.models import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +18,10 @@ class FirstLayer:
     """K: columns of what is summed and handed back for each source and destination; 0: nothing is."""
     itemsize: int
     """s: bytes of an element."""
-    cut_tensors: int
-    """Parameter tensors that are cut; each part has a piece of each."""
     cut_bytes: int
-    """Of them together, uncut."""
+    """Of the parameters that are cut, uncut and together."""
     replicated_bytes: int
-    """Of all others, and a flag of one element for each tensor, as gradients are sent."""
+    """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
 
 
 def first_layer(model: Stack, heads: int) -> FirstLayer:
@@ -38,19 +34,21 @@ def first_layer(model: Stack, heads: int) -> FirstLayer:
     Raises:
         ConfigError: the first layer cannot be split; the message has the reason.
     """
-    conv: nn.Module = model.layers[0]
-    stages = stages_of(conv.conv if isinstance(conv, SymmetricConv) else conv)
+    stages = stages_of(model.layers[0])
     cut = [stages.get_parameter(name) for name in stages.cut]
     name, dimension = next(iter(stages.cut.items()))
     weight = stages.get_parameter(name)
     split = {id(parameter) for parameter in cut}
     others = [parameter for parameter in model.parameters() if id(parameter) not in split]
+    # What parts use before the sum has a gradient on every rank, and needs no flag that tells so.
+    unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
     attends = any("attn" in shared for shared in stages.shared)
     return FirstLayer(
         sum_width=weight.numel() // weight.shape[dimension],
         logit_width=heads if attends else 0,
         itemsize=weight.element_size(),
-        cut_tensors=len(cut),
         cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
-        replicated_bytes=sum((other.numel() + 1) * other.element_size() for other in others),
+        replicated_bytes=sum(
+            (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
+        ),
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from dglx_dist.bench import data
 from dglx_dist.bench.jobs.survey import Survey
+from dglx_dist.bench.phase_table import PREDICTED_BYTES
 from dglx_dist.bench.predict import survey
 from dglx_dist.bench.push_pull_bytes import break_even_width, column_bytes, row_bytes, total
 from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
@@ -23,8 +24,6 @@ from dglx_dist.run.prepare import PartitionPlan
 PHI = 0.8
 """Of hashed data parallelism: the share of its time that P3's baseline spent on the network."""
 SERVERS = 4
-PREDICTED_BYTES = "predicted bytes of an epoch"
-"""The fact with bytes by variant and phase."""
 GIGABIT = Rate.parse("1gbit")
 
 HOW = (

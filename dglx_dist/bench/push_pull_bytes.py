@@ -53,8 +53,8 @@ def column_bytes(
     pulled = found.first_targets * first.sum_width
     pulled += 2 * (found.input_rows + found.first_targets) * first.logit_width
     indices = found.first_targets + batches + found.first_edges + found.input_rows
-    # Each part's pieces, and a flag with each, summed over the groups that have the same.
-    cut = 2 * (groups - 1) * (first.cut_bytes + size * first.cut_tensors * first.itemsize)
+    # Each part's pieces, summed over the groups that have the same.
+    cut = 2 * (groups - 1) * first.cut_bytes
     return _present(
         structure=(size - 1) * _ID_BYTES * indices if pushed else 0,
         activations=(size - 1) * first.itemsize * pulled,

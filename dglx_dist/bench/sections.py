@@ -16,6 +16,7 @@ from dglx_dist.bench.figures import (
     time_to_accuracy,
     variant_figures,
 )
+from dglx_dist.bench.phase_table import PREDICTED_BYTES, phase_table
 from dglx_dist.bench.records import Experiment, Outcome
 from dglx_dist.bench.verdict import bounds_in_words, judge, judge_experiment
 from dglx_dist.report.table import markdown_table
@@ -31,6 +32,8 @@ _QUANTITIES = {
     "bytes_outside": "payload between servers",
     "samples_per_second": "samples per second",
 }
+
+_PHASES_TOLD = "Payload between servers by phase, of all ranks, beside what the formulas give:"
 
 OVERVIEW_HEAD = ("id", "what is claimed", "paper", "predicted", "measured (IQR)", "verdict")
 
@@ -121,11 +124,15 @@ def _measured(outcome: Outcome) -> list[str]:
     ]
     if outcome.plan.ratios:
         parts.append(markdown_table(_RATIO_HEAD, [_ratio_cells(one) for one in ratio_figures(outcome)]))
+    phases = phase_table(outcome)
+    parts += [_PHASES_TOLD, phases] if phases else []
     simulated = {one.name: one.simulated for one in outcome.plan.variants if one.simulated}
     parts += [f"Simulated in {name}: {text}." for name, text in simulated.items()]
     parts += [accuracy_in_words(outcome)]
     if outcome.plan.facts:
-        parts += ["What the prediction rests on:", facts_in_lines(outcome.plan.facts)]
+        # Bytes by phase stand in their table.
+        facts = {name: fact for name, fact in outcome.plan.facts.items() if name != PREDICTED_BYTES}
+        parts += ["What the prediction rests on:", facts_in_lines(facts)]
     return parts
 
 

@@ -179,19 +179,21 @@ def sum_by_server(rows: Iterable[tuple[int, int]]) -> int | None:
 def _facts(training: _Training, session: Session) -> dict[str, Any]:
     """Return what was trained on, over all ranks and measured epochs; collective."""
     loader, topology = training.loader, session.topology
-    rows = gather_int64([loader.rows, loader.remote, loader.edges, loader.num_targets], session)
+    counts = [loader.rows, loader.remote, loader.edges, loader.num_targets, loader.input_ids]
+    rows = gather_int64(counts, session)
     seeds = Counter[int]()
     for rank, count in enumerate(rows[:, 3].tolist()):
         seeds[topology.server_of_rank[rank]] += count
     per_server = [seeds[server] for server in range(topology.num_servers)]
     mean = sum(per_server) / len(per_server)
-    total, remote, edges = (int(rows[:, column].sum()) for column in range(3))
+    total, remote, edges, _, input_ids = (int(rows[:, column].sum()) for column in range(len(counts)))
     return {
         "steps": len(loader),
         "input_rows": total,
         "remote_rows": remote,
         "remote_share": remote / total if total else 0.0,
         "edges": edges,
+        "input_ids": input_ids,
         "seeds_per_server": per_server,
         "seeds_max_over_mean": max(per_server) / mean if mean else 1.0,
     }
@@ -227,6 +229,8 @@ class CountingLoader:
     def reset(self) -> None:
         """Count anew."""
         self.rows, self.remote, self.edges = 0, 0, 0
+        self.input_ids = 0
+        """Sum of the ids of all input rows, which tells one draw from another."""
         self.num_targets = 0
         """Of all epochs counted."""
 
@@ -253,6 +257,7 @@ class CountingLoader:
 
     def _count(self, nodes: Tensor, num_targets: int, edges: int) -> None:
         self.rows += len(nodes)
+        self.input_ids += int(nodes.sum())
         self.remote += int(((nodes < self._first) | (nodes >= self._last)).sum())
         self.edges += edges
         self.num_targets += num_targets

@@ -1,0 +1,173 @@
+"""Experiments with push-pull: each builds its jobs, and the bytes it foretells are those of a real run."""
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.bench import push_pull
+from dglx_dist.bench.driver import check_plan
+from dglx_dist.bench.experiments import p1, p2, p4, p5, p6, p7, p8, p9
+from dglx_dist.bench.jobs import train
+from dglx_dist.bench.jobs.survey import Survey
+from dglx_dist.bench.jobs.train_params import read_params
+from dglx_dist.bench.peers.launch import KIND, Launch
+from dglx_dist.bench.phase_table import PREDICTED_BYTES
+from dglx_dist.bench.push_pull import Case, Compared, Size
+from dglx_dist.bench.push_pull_stock import STOCK
+from dglx_dist.bench.records import BenchPlan, ExperimentPlan
+from dglx_dist.lab.rates import Rate
+from dglx_dist.strategies.registry import STRATEGIES
+from tests.bench.graphs import context
+from tests.helpers.ranks import run_ranks
+
+TINY = Size(nodes=1200, degree=8, batch_size=8, steps=2)
+RATE = Rate.parse("1gbit")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
+    folder = tmp_path_factory.mktemp("p3")
+    return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
+
+
+COUNTED = Survey(
+    steps=2, input_rows=400, remote_rows=300, edges=900, seeds_per_server=[16] * 4, feature_bytes=122_400,
+    sampling_bytes=0, label_bytes=48, gradient_bytes=50_000, first_targets=60, first_edges=600,
+)  # fmt: skip
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Surveys take seconds; where only the jobs matter, one by hand stands for all."""
+
+    def by_hand(params: Mapping[str, Any], servers: Mapping[str, int]) -> dict[str, Survey]:
+        return {
+            name: replace(COUNTED, seeds_per_server=[16] * servers[name]) for name in params if servers[name]
+        }
+
+    monkeypatch.setattr(push_pull, "survey", by_hand)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("module", [p1, p2, p4, p5, p6, p7, p8, p9], ids=lambda one: one.EXPERIMENT.id)
+def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None:
+    plan: ExperimentPlan = module.plan_at(bench, TINY)
+    check_plan(module.EXPERIMENT.id, plan)
+    foretold = plan.facts[PREDICTED_BYTES]
+    for variant in plan.variants:
+        params = {**variant.job.params, **variant.job.warm}
+        if variant.job.kind == KIND:
+            assert Path(Launch.from_params(params).data).is_file()
+            continue
+        told = read_params(params)
+        assert Path(told.data).is_dir()
+        assert (told.strategy == "push_pull") is ("features" not in foretold[variant.name])
+        assert sum(foretold[variant.name].values()) > 0
+    assert any(ratio.predicted is not None for ratio in plan.ratios)
+
+
+@pytest.mark.usefixtures("counted")
+def test_stock_distdgl_trains_on_the_same_cut(bench: BenchPlan) -> None:
+    plan = p1.plan_at(bench, TINY)
+    by_name = {variant.name: variant for variant in plan.variants}
+    stock = Launch.from_params(by_name[STOCK].job.params)
+    ours = read_params(by_name["hash, 16"].job.params)
+    assert (stock.workload.hidden, list(stock.workload.fanouts)) == (ours.hidden, list(ours.fanouts))
+    assert stock.workload.batch_size == ours.batch_size
+    assert Path(stock.data).parent.name.removeprefix("dgl-") == Path(ours.data).name.removeprefix(
+        "synthetic-"
+    )
+
+
+def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """On every rank: what each job moved by phase, and which blocks it drew."""
+    found = {}
+    for name, params in jobs.items():
+        extra = train.run(params, context())["extra"]
+        # How the ranks agree (barriers, counts) is nobody's payload.
+        extra["bytes_outside_by_phase"].pop("control", None)
+        drawn = {key: extra[key] for key in ("input_rows", "edges", "input_ids", "seeds_per_server")}
+        found[name] = {"phases": extra["bytes_outside_by_phase"], "drawn": drawn}
+    return found
+
+
+def cases() -> list[Case]:
+    """On two servers: rows, and columns by every model and way that the formulas know."""
+    two: dict[str, Any] = {"rate": RATE, "servers": 2}
+    rows = [
+        Case(name="sage", **two),
+        Case(name="wide", hidden=400, **two),
+        Case(name="apart", structure="partitioned", **two),
+        Case(name="gat", model="gat", heads=4, **two),
+    ]
+    if "push_pull" not in STRATEGIES.names():
+        return rows
+    ours = push_pull.push_pull
+    return [
+        *rows,
+        Case(name="columns of sage", **two, **ours()),
+        Case(name="columns of wide", hidden=400, **two, **ours()),
+        Case(name="columns, 3 in flight", **two, **ours(3)),
+        Case(name="columns, split", **two, **ours(3, weights="split")),
+        Case(name="columns, drawn by all", **two, **ours(structure="resample")),
+        Case(name="columns, apart", structure="partitioned", **two, **ours()),
+        Case(name="columns of gat", model="gat", heads=4, **two, **ours()),
+        Case(name="columns of gcn", model="gcn", **two, **ours()),
+        Case(name="columns of sgc", model="sgc", **two, **ours(3)),
+        Case(name="columns of 3 layers", fanouts=(3, 2, 2), **two, **ours()),
+        Case(name="columns of all neighbours", fanouts=(-1, -1), batch_size=2, **two, **ours()),
+        Case(name="columns, groups of 1", **two, **ours(group_size=1)),
+    ]
+
+
+def test_bytes_are_those_that_the_formulas_foretell(bench: BenchPlan) -> None:
+    compared = [Compared(over="sage", under="sage")]
+    plan = push_pull.plan_of(bench, TINY, cases(), compared)
+    jobs = {variant.name: dict(variant.job.params) for variant in plan.variants}
+    found = run_ranks(train_all, 2, args=(jobs,), ranks_per_server=1)[0]
+    foretold = plan.facts[PREDICTED_BYTES]
+    assert {name: one["phases"] for name, one in found.items()} == foretold
+    assert foretold["sage"].keys() == {"features", "gradients", "labels"}
+    # The same seeds and blocks, by whatever strategy.
+    for name in found:
+        if not {"apart", "3 layers", "all neighbours"} & set(re.split(", | of ", name)):
+            assert found[name]["drawn"] == found["sage"]["drawn"]
+
+
+def test_push_pull_moves_less_below_the_break_even_width_and_more_above(bench: BenchPlan) -> None:
+    plan = push_pull.plan_of(
+        bench,
+        TINY,
+        [
+            Case(name="hash", rate=RATE),
+            *(
+                Case(name=f"columns, {width}", rate=RATE, hidden=width, **push_pull.push_pull())
+                for width in (16, 200)
+            ),
+        ],
+        [],
+    )
+    (width,) = {one["structure pushed"] for one in plan.facts["break-even width, by the formula"].values()}
+    assert 16 < width < 200
+    moved = {
+        name: sum(count for phase, count in phases.items() if phase not in ("gradients", "labels"))
+        for name, phases in plan.facts[PREDICTED_BYTES].items()
+    }
+    assert moved["columns, 16"] < moved["hash"] < moved["columns, 200"]
+    # Between the two it is a line, and the break-even width is where it crosses.
+    at = 16 + (200 - 16) * (moved["hash"] - moved["columns, 16"]) / (
+        moved["columns, 200"] - moved["columns, 16"]
+    )
+    assert at == pytest.approx(width, abs=0.1)
+
+
+def test_the_script_knows_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
+    script = importlib.import_module("p3")
+    known = [one.EXPERIMENT.id for one in (p1, p2, p4, p5, p6, p7, p8, p9)]
+    assert list(script.ALL) == known
