@@ -24,7 +24,7 @@ from dglx_dist.strategies.gradients import GradientExchange
 from dglx_dist.strategies.push_pull.edge_values import share_edge_values
 from dglx_dist.strategies.push_pull.flight import Flight, compute_shares, send_shares
 from dglx_dist.strategies.push_pull.group import Group
-from dglx_dist.strategies.push_pull.options import PushPullOptions
+from dglx_dist.strategies.push_pull.options import PushPullOptions, Side
 from dglx_dist.strategies.push_pull.origins import Features, Origin, Origins
 from dglx_dist.strategies.push_pull.part_gradients import Computed, PartGradients
 from dglx_dist.strategies.push_pull.recipe import Recipe, read_recipe
@@ -244,6 +244,8 @@ class Pipeline:
         # Not where they are computed: these sums must come after the owner side's, on every rank alike.
         self._owner.restore()
         self._buffers.average(weight)
+        waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
+        self._steps.hold_back(() if self._computed else waiting)
         while self._computed:
             self._add(self._computed.pop(0))
         if self._current is not None and not self._whole:

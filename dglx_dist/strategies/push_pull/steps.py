@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -37,12 +37,21 @@ class StepWatch:
         self._cut = {key for key, side in self._side.items() if side == "M"}
         self._log = log
         self._known: list[weakref.ref[Optimizer]] = []
+        self._held_back: tuple[Side, ...] = ()
         handles = [
             register_optimizer_step_pre_hook(_forwarded(weakref.WeakMethod(self._before))),
             register_optimizer_step_post_hook(_forwarded(weakref.WeakMethod(self._after))),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
+
+    def hold_back(self, sides: tuple[Side, ...]) -> None:
+        """Say for which sides no gradient is due in the coming step, as all of them wait.
+
+        Zeros that the user's ``zero_grad(set_to_none=False)`` left would be one: to Adam, momentum and weight
+        decay a step without a batch. So they are taken away, and nothing but zeros.
+        """
+        self._held_back = sides
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
@@ -51,8 +60,9 @@ class StepWatch:
         Gradients that were there before are there again afterwards.
         """
         optimizers = [found for ref in self._known if (found := ref()) is not None]
-        parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
+        self._held_back = ()
         for parameter in parameters:
             parameter.grad = None
         yield
@@ -62,6 +72,9 @@ class StepWatch:
             parameter.grad = gradient
 
     def _before(self, optimizer: Optimizer) -> None:
+        for parameter in _parameters(optimizer) if self._held_back else ():
+            if self._side.get(id(parameter)) in self._held_back and _is_zero(parameter.grad):
+                parameter.grad = None
         if any(ref() is optimizer for ref in self._known) or not self._sides(optimizer):
             return
         check_optimizer(optimizer)
@@ -73,8 +86,19 @@ class StepWatch:
             self._log.stepped(sides)
 
     def _sides(self, optimizer: Optimizer) -> tuple[Side, ...]:
-        ids = (id(p) for group in optimizer.param_groups for p in group["params"])
+        ids = map(id, _parameters(optimizer))
         return tuple(sorted({self._side[one] for one in ids if one in self._side}))
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return not bool(values.any())
 
 
 def _forwarded(method: weakref.WeakMethod[Any]) -> Any:

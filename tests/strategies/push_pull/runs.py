@@ -1,0 +1,176 @@
+"""One run of push-pull in a rank: several batches an epoch, uneven shares, and notes of all that matters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import dgl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.layers.adapters import stages_of
+from dglx_dist.strategies import STRATEGIES
+from tests.strategies import equality
+from tests.strategies.push_pull.delayed import Logged, delayed_sgd, logged
+
+EPOCHS, BATCH, STEPS = 2, 20, 4
+SHARES = {
+    "even": (1.0, 1.0, 1.0, 1.0),
+    "uneven": (1.0, 4.0, 2.0, 3.0),
+    "empty": (3.0, 0.0, 2.0, 1.0),
+}
+PART_NAMES = {
+    "sage": ("convs.0.fc_neigh.weight", "convs.0.fc_self.weight"),
+    "gcn": ("convs.0.weight",),
+    "gat": ("convs.0.fc.weight", "convs.0.attn_l", "convs.0.attn_r"),
+}
+"""Parameters that are used before the sum over the parts."""
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=equality.RATE),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, weight_decay=0.01),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how."""
+
+    kind: str
+    options: Mapping[str, Any]
+    optimizer: str = "sgd"
+    share: str = "uneven"
+    drains: tuple[int, ...] = ()
+    """After which batches somebody looks at the weights: at the state and the uncut model in turn."""
+    set_to_none: bool = True
+    """What the user's zero_grad does."""
+    strategy: str = "push_pull"
+
+    @property
+    def in_flight(self) -> int:
+        depth = int(self.options.get("depth", 1))
+        return max(depth - 1, 1) if self.options.get("order") == "backward_first" else depth
+
+
+@dataclass
+class Notes:
+    """What a rank saw."""
+
+    weights: list[Any] = field(default_factory=list)
+    log: list[Logged] = field(default_factory=list)
+    targets: list[list[int]] = field(default_factory=list)
+    """Original ids, by batch."""
+    moved: Counter[str] = field(default_factory=Counter)
+    left: dict[str, int] = field(default_factory=dict)
+    """What an epoch left behind."""
+    simulated: list[Any] = field(default_factory=list)
+    """On one rank: what the simulator makes of the same blocks."""
+
+
+def sampler() -> Any:
+    return dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+
+
+def first_model(kind: str) -> nn.Module:
+    torch.manual_seed(11)
+    return equality.PlainModel(kind).double()
+
+
+def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) -> Notes:
+    """Do the user's loop; ``watch`` is called with the wrapped model before."""
+    session, notes = g.session, Notes()
+    rank, world_size = session.topology.rank, session.topology.world_size
+    ids = equality.new_ids_of_training(g)[: BATCH * STEPS]
+    mine = equality.cut(ids, SHARES[run.share], rank, world_size)
+    strategy = STRATEGIES.get(run.strategy)(session, run.options)
+    # The largest share is STEPS batches, so that all ranks have at most that many.
+    largest = max(len(equality.cut(ids, SHARES[run.share], r, world_size)) for r in range(world_size))
+    loader = strategy.loader(g, mine, sampler(), batch_size=-(-largest // STEPS), shuffle=True, seed=5)
+    model: Any = strategy.wrap(first_model(run.kind), g)
+    optimizer = OPTIMIZERS[run.optimizer](model.parameters())
+    if watch is not None:
+        watch(model)
+    kept, before = [], session.ledger.snapshot()
+    for _ in range(EPOCHS):
+        for _, targets, blocks in loader:
+            optimizer.zero_grad(set_to_none=run.set_to_none)
+            loss = F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
+            loss.backward()
+            optimizer.step()
+            if len(notes.targets) in run.drains:
+                _ = model.state_dict() if len(notes.targets) % 2 else model.whole()
+            notes.targets.append(g.orig_ids(targets, "_N").tolist())
+            notes.moved["D1"] += blocks[0].num_dst_nodes()
+            kept.append(blocks)
+    for row in session.ledger.since(before):
+        notes.moved[row.phase] += row.num_bytes
+    state = model.state_dict()
+    notes.weights = [state[name].numpy().copy() for name, _ in first_model(run.kind).named_parameters()]
+    if run.strategy == "push_pull":
+        notes.log, notes.left = logged(model), left_over(model)
+        if world_size == 1:
+            notes.simulated = simulate(run, notes.log, staged_model(run.kind), own_loss(kept))
+    return notes
+
+
+def left_over(model: Any) -> dict[str, int]:
+    """Count what is in flight, stashed, delayed, or on its way."""
+    pipeline = model._pipeline
+    return {
+        "begun": len(pipeline._flights),
+        "landed": len(pipeline._landed),
+        "computed": len(pipeline._computed),
+        "delayed": len(pipeline._line._waiting),
+        "placed": int(pipeline._owner._live is not None),
+        "unread": sum(lane.jobs.qsize() for lane in pipeline._courier._lanes.values()),
+        "pending": len(pipeline.log._pending),
+    }
+
+
+def staged_model(kind: str) -> nn.Module:
+    """The same first layer as a strategy uses, so that one rank does the very same operations."""
+    model: Any = first_model(kind)
+    model.convs[0] = stages_of(model.convs[0])
+    return model
+
+
+def own_loss(batches: Sequence[Any]) -> Callable[[nn.Module, int], Tensor]:
+    """The loss over the blocks that one rank had."""
+
+    def loss_of(model: nn.Module, batch: int) -> Tensor:
+        blocks = batches[batch]
+        return F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
+
+    return loss_of
+
+
+def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], Tensor]:
+    """The loss of plain DGL over the whole graph; ``targets`` by batch are those of all ranks."""
+    graph = equality.plain_graph()
+
+    def loss_of(model: nn.Module, batch: int) -> Tensor:
+        scores = model([graph, graph], graph.ndata["feat"])[targets[batch]]
+        return F.cross_entropy(scores, graph.ndata["label"][targets[batch]])
+
+    return loss_of
+
+
+def simulate(
+    run: Run, log: Sequence[Logged], model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]
+) -> list[Any]:
+    """Return the weights of the simulator, in the order of the plain model's."""
+    found = delayed_sgd(model, PART_NAMES[run.kind], log, loss_of, OPTIMIZERS[run.optimizer])
+    return [found[name].numpy() for name, _ in first_model(run.kind).named_parameters()]
+
+
+def of_all_ranks(notes: Sequence[Notes]) -> list[list[int]]:
+    """The targets of all ranks, by batch."""
+    return [sum(lists, []) for lists in zip(*(one.targets for one in notes), strict=True)]

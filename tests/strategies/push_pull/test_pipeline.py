@@ -1,0 +1,179 @@
+"""Batches in flight: the weights are those of delayed SGD with the logged versions, in one process.
+
+algorithms 2.9 (2), (4), (5) and (9): every depth, both variants of the weights and both orders, on one rank to the
+last bit and on several with uneven and empty shares.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.push_pull import runs
+from tests.strategies.push_pull.runs import EPOCHS, Notes, Run
+from tests.strategies.test_equality import difference
+
+WHOLE, SPLIT = {"weights": "whole"}, {"weights": "split"}
+BACK = {"order": "backward_first"}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"depth": 1},
+    {"depth": 2, **WHOLE},
+    {"depth": 2, **SPLIT},
+    {"depth": 3, **WHOLE},
+    {"depth": 3, **SPLIT},
+    {"depth": 2, **WHOLE, **BACK},
+    {"depth": 3, **WHOLE, **BACK},
+    {"depth": 3, **SPLIT, **BACK},
+)
+RUNS = {
+    **{f"sage {o}": Run("sage", o) for o in OPTIONS},
+    **{f"gat {o}": Run("gat", o) for o in (OPTIONS[0], OPTIONS[3], OPTIONS[4], OPTIONS[6])},
+    "empty": Run("sage", {"depth": 3}, share="empty"),
+    "empty gat": Run("gat", {"depth": 3, **SPLIT}, share="empty"),
+    "momentum": Run("sage", {"depth": 3}, optimizer="momentum"),
+    "adam": Run("sage", {"depth": 3, **SPLIT}, optimizer="adam"),
+    "adam, kept gradients": Run("sage", {"depth": 3}, optimizer="adam", set_to_none=False),
+    "drained": Run("sage", {"depth": 3}, drains=(1, 2, 6)),
+    "drained split": Run("gat", {"depth": 3, **SPLIT}, drains=(2,)),
+    "drained at depth 2": Run("sage", {"depth": 2}, drains=(0, 5), optimizer="momentum"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("pipeline"))
+
+
+def on_rank(folder: str) -> dict[str, Notes]:
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder)
+        names = [n for n in RUNS if session.topology.world_size > 1 or not n.startswith("empty")]
+        found = {name: runs.train(g, RUNS[name]) for name in names}
+        g.barrier()
+        return found
+
+
+@functools.cache
+def exact(kind: str, optimizer: str, targets: tuple[tuple[int, ...], ...]) -> list[Any]:
+    """Training without any delay."""
+    log = [runs.Logged(b, side, b, b) for b in range(len(targets)) for side in ("M", "D")]
+    return runs.simulate(
+        Run(kind, {}, optimizer), log, runs.first_model(kind), runs.plain_loss([list(t) for t in targets])
+    )
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (3, 2)])
+def test_weights_are_those_of_delayed_sgd(folder: Path, ranks: int, ranks_per_server: int) -> None:
+    results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
+    for name in results[0]:
+        run, notes = RUNS[name], [result[name] for result in results]
+        targets = runs.of_all_ranks(notes)
+        assert all(one.log == notes[0].log for one in notes), name
+        check_log(run, notes[0], len(targets))
+        assert all(not any(one.left.values()) for one in notes), (name, notes[0].left)
+        if ranks == 1:
+            same = [np.array_equal(a, b) for a, b in zip(notes[0].weights, notes[0].simulated, strict=True)]
+            assert all(same), name
+        plain = runs.simulate(run, notes[0].log, runs.first_model(run.kind), runs.plain_loss(targets))
+        for one in notes:
+            assert difference(one.weights, plain) <= 1e-12, name
+        undelayed = exact(run.kind, run.optimizer, tuple(map(tuple, targets)))
+        if run.in_flight == 1:
+            assert difference(plain, undelayed) <= 1e-12, name
+        else:
+            assert difference(plain, undelayed) > 1e-4, f"{name}: a delay that nobody would see"
+
+
+def check_log(run: Run, notes: Notes, num_batches: int) -> None:
+    """As many steps as batches on each side, and the lags of 2.5."""
+    assert num_batches == EPOCHS * runs.STEPS
+    per_epoch, split = runs.STEPS, run.options.get("weights") == "split"
+    for side in ("M", "D"):
+        mine = sorted((one for one in notes.log if one.side == side), key=lambda one: one.batch)
+        assert [one.batch for one in mine] == list(range(num_batches))
+        assert [one.written for one in mine] == list(range(num_batches))
+        if run.drains:
+            continue
+        most = 0 if split and side == "D" else run.in_flight - 1
+        assert [one.lag for one in mine] == [min(b % per_epoch, most) for b in range(num_batches)]
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def phases_on_rank(folder: str) -> dict[str, tuple[dict[int, dict[str, str]], Notes]]:
+    """By run: what the four phases of each batch saw of M's and of D's weights."""
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        found = {}
+        for name in PHASES:
+            seen: dict[int, dict[str, str]] = defaultdict(dict)
+            notes = runs.train(g, RUNS[name], watch=lambda model, seen=seen: watch_phases(model, seen))
+            found[name] = dict(seen), notes
+        g.barrier()
+        return found
+
+
+PHASES = [f"gat {OPTIONS[3]}", f"sage {OPTIONS[3]}", f"gat {OPTIONS[4]}", "drained"]
+
+
+def watch_phases(model: Any, seen: dict[int, dict[str, str]]) -> None:
+    """Note hashes: M's where it computes and at the end, D's as stashed and as computed with."""
+    pipeline = model._pipeline
+    start, land, compute = pipeline._start, pipeline.land, pipeline._gradients.compute
+    owner = pipeline._owner
+    first = model.module.convs[0]
+
+    def started(layer: Any, visit: Any, recipe: Any, edges: Any) -> Any:
+        flight = start(layer, visit, recipe, edges)
+        # A batch that is begun anew after a drain is another one.
+        seen[visit.number] = {"fM": digest(flight.leaves.values())}
+        if flight.values is not None:
+            seen[visit.number]["fM D"] = digest(flight.values)
+        return flight
+
+    def landed(flight: Any, gradients: Any) -> None:
+        seen[flight.number]["bD D"] = digest(owner.parameters)
+        land(flight, gradients)
+
+    def computed(flight: Any) -> Any:
+        seen[flight.number]["bM"] = digest(flight.leaves.values())
+        return compute(flight)
+
+    def forwarded(module: Any, given: Any, output: Any) -> None:
+        seen[pipeline._current.number]["fD D"] = digest(owner.parameters)
+
+    pipeline._start, pipeline.land, pipeline._gradients.compute = started, landed, computed
+    first.register_forward_hook(forwarded)
+
+
+def test_the_four_phases_of_a_batch_see_the_same_weights(folder: Path) -> None:
+    """algorithms 2.9 (4): the same stash from fM to bM; with whole weights D's as well."""
+    found = run_ranks(phases_on_rank, 2, args=(str(folder),))[0]
+    for name in PHASES:
+        by_batch, notes = found[name]
+        assert sorted(by_batch) == list(range(EPOCHS * runs.STEPS))
+        for seen in by_batch.values():
+            assert seen["fM"] == seen["bM"]
+            assert seen["fD D"] == seen["bD D"]
+            if RUNS[name].options.get("weights") == "split":
+                assert "fM D" not in seen
+            else:
+                assert seen["fM D"] == seen["fD D"]
+        # Two batches have the same weights where they read the same version, and nowhere else.
+        versions = {one.batch: one.read for one in notes.log if one.side == "M"}
+        pairs = {(versions[batch], seen["fM"]) for batch, seen in by_batch.items()}
+        assert len(pairs) == len(set(versions.values())) == len({stash for _, stash in pairs}) > EPOCHS
