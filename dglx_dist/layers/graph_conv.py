@@ -7,7 +7,7 @@ from dgl.nn import GraphConv
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.aggregate import refuse_nodes_without_edges, sum_in_edges
+from dglx_dist.layers.aggregate import narrows_first, refuse_nodes_without_edges, sum_in_edges
 from dglx_dist.layers.staged import Staged, StageInput, Sums
 
 _POWER = {"both": -0.5, "left": -1.0, "right": -1.0}
@@ -34,22 +34,21 @@ class GraphConvStages(Staged):
         self.cut = {"weight": 0}
         self._norm, self._activation = conv._norm, conv._activation
         self._allow_zero_in_degree = conv._allow_zero_in_degree
-        self._project_first = conv._in_feats > conv._out_feats
 
     def transform(self, given: StageInput) -> Tensor:
-        """Scale by out-degrees (norms left and both); project, where that makes rows narrower."""
+        """Scale by out-degrees (norms left and both); project, where that is cheaper than after the sum."""
         rows = given.x
         if self._norm in ("left", "both"):
             degrees = given.block.out_degrees().to(rows).clamp(min=1)
             rows = rows * degrees.pow(_POWER[self._norm]).unsqueeze(-1)
-        return rows @ self.weight if self._project_first else rows
+        return rows @ self.weight if narrows_first(given.block, *self.weight.shape) else rows
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: Sums) -> Sums:
         """Return one (D1, H): the weighted sum over in-edges, projected."""
         if not self._allow_zero_in_degree:
             refuse_nodes_without_edges(given.block)
         total = sum_in_edges(given.block, transformed, given.edges.get("edge_weight"))
-        return (total if self._project_first else total @ self.weight,)
+        return (total if narrows_first(given.block, *self.weight.shape) else total @ self.weight,)
 
     def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
         """Scale by in-degrees (norms right and both), add the bias, activate."""

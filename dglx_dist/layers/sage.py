@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.aggregate import mean_in_edges, sum_in_edges
+from dglx_dist.layers.aggregate import mean_in_edges, narrows_first, sum_in_edges
 from dglx_dist.layers.staged import Staged, StageInput, Sums
 
 _SPLIT = ("mean", "gcn")
@@ -38,23 +38,21 @@ class SageStages(Staged):
             self.cut["fc_self.weight"] = 1
         else:
             self.bias = conv.bias
-        # Decided by the uncut widths, so that all parts do it alike.
-        self._project_first = conv._in_src_feats > conv._out_feats
 
     def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
         """Return the source rows, projected where that makes them narrower, and the destinations' inputs."""
         x = self.drop_inputs(given, self._feat_drop)
-        rows = functional.linear(x, self.fc_neigh.weight) if self._project_first else x
+        rows = functional.linear(x, self.fc_neigh.weight) if self._narrows_first(given) else x
         return rows, x[: given.block.num_dst_nodes()]
 
     def gather(self, given: StageInput, transformed: tuple[Tensor, Tensor], scattered: Sums) -> Sums:
         """Return one (D1, H): mean of the neighbours W_neigh + self W_self, added before the sum."""
         block, weight, (rows, own) = given.block, given.edges.get("edge_weight"), transformed
         if self._aggregator == "mean":
-            around = self._projected(mean_in_edges(block, rows, weight))
+            around = self._projected(given, mean_in_edges(block, rows, weight))
             return (around + functional.linear(own, self.fc_self.weight),)
         total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
-        return (self._projected(total / (block.in_degrees().to(total).unsqueeze(-1) + 1)),)
+        return (self._projected(given, total / (block.in_degrees().to(total).unsqueeze(-1) + 1)),)
 
     def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
         """Add the bias; then activation and norm, in DGL's order."""
@@ -64,8 +62,12 @@ class SageStages(Staged):
         out = out if self.activation is None else self.activation(out)
         return out if self.norm is None else self.norm(out)
 
-    def _projected(self, rows: Tensor) -> Tensor:
-        return rows if self._project_first else functional.linear(rows, self.fc_neigh.weight)
+    def _projected(self, given: StageInput, rows: Tensor) -> Tensor:
+        return rows if self._narrows_first(given) else functional.linear(rows, self.fc_neigh.weight)
+
+    def _narrows_first(self, given: StageInput) -> bool:
+        width, columns = self.fc_neigh.weight.shape
+        return narrows_first(given.block, columns, width)
 
 
 def _reason(aggregator: str) -> str:

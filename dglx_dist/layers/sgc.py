@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.aggregate import refuse_nodes_without_edges, sum_in_edges
+from dglx_dist.layers.aggregate import narrows_first, refuse_nodes_without_edges, sum_in_edges
 from dglx_dist.layers.staged import Staged, StageInput, Sums
 
 
@@ -37,16 +37,15 @@ class SgcStages(Staged):
         self.fc = conv.fc
         self.cut = {"fc.weight": 1}
         self._allow_zero_in_degree = conv._allow_zero_in_degree
-        self._project_first = conv.fc.in_features > conv.fc.out_features
 
     def transform(self, given: StageInput) -> Tensor:
-        """Scale by the sources' degrees, if edges have no weights; project, if that makes rows narrower."""
+        """Scale by the sources' degrees, if edges have no weights; project, if cheaper now than later."""
         rows = given.x
         if "edge_weight" not in given.edges:
             block = given.block
             degrees = block.out_degrees() if block.is_block else block.in_degrees()
             rows = rows * degrees.to(rows).clamp(min=1).rsqrt().unsqueeze(-1)
-        return functional.linear(rows, self.fc.weight) if self._project_first else rows
+        return functional.linear(rows, self.fc.weight) if self._narrows_first(given.block) else rows
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: Sums) -> Sums:
         """Return one (D1, H): the normalized sum over in-edges, projected."""
@@ -58,12 +57,16 @@ class SgcStages(Staged):
         else:
             degrees = given.block.in_degrees().to(transformed).clamp(min=1)
             total = sum_in_edges(given.block, transformed) * degrees.rsqrt().unsqueeze(-1)
-        return (total if self._project_first else functional.linear(total, self.fc.weight),)
+        return (total if self._narrows_first(given.block) else functional.linear(total, self.fc.weight),)
 
     def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
         """Add the bias."""
         (out,) = gathered
         return out if self.fc.bias is None else out + self.fc.bias
+
+    def _narrows_first(self, block: DGLBlock) -> bool:
+        width, columns = self.fc.weight.shape
+        return narrows_first(block, columns, width)
 
 
 def _check(conv: SGConv) -> None:

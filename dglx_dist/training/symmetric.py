@@ -10,7 +10,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.layers.aggregate import sum_in_edges
+from dglx_dist.layers.aggregate import narrows_first, sum_in_edges
 from dglx_dist.layers.staged import Staged, StageInput, Sums
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ class SymmetricConv(Staged):
         self.cut = {"conv.weight": 0}
         # A function, which a copy of the layer shares: a copy must not copy the graph.
         self._degrees = _degrees_of(graph)
-        self._project_first = in_dim > out_dim
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
         """Return (E1,), the norm of each edge."""
@@ -53,13 +52,15 @@ class SymmetricConv(Staged):
         return {_NORM: (d.sqrt() / k)[destination] * o.rsqrt()[source]}
 
     def transform(self, given: StageInput) -> Tensor:
-        """Project the source rows, where that makes them narrower."""
-        return given.x @ self.conv.weight if self._project_first else given.x
+        """Project the source rows, where that is cheaper than after the sum."""
+        first = narrows_first(given.block, *self.conv.weight.shape)
+        return given.x @ self.conv.weight if first else given.x
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: Sums) -> Sums:
         """Return one (D1, H): the normalized sum over in-edges, projected."""
         total = sum_in_edges(given.block, transformed, given.edges[_NORM].to(transformed))
-        return (total if self._project_first else total @ self.conv.weight,)
+        first = narrows_first(given.block, *self.conv.weight.shape)
+        return (total if first else total @ self.conv.weight,)
 
     def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
         """Add the bias."""
