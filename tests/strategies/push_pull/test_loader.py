@@ -21,6 +21,7 @@ from dglx_dist.layers.columns import deal_out_columns
 from dglx_dist.sampling import DataLoader
 from dglx_dist.strategies.push_pull.group import make_group
 from tests.helpers.ranks import run_ranks
+from tests.sampling import bonds
 from tests.strategies.push_pull import rounds
 from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, nodes_of, sampler_of, visit_of
 
@@ -346,3 +347,11 @@ def test_an_error_of_a_batch_is_told_as_it_is(graph: DistGraph) -> None:
     loader = nodes_of(graph, Broken(rounds.FANOUTS), num_threads=2)
     with pytest.raises(ValueError, match="no more"):
         next(iter(loader))
+
+
+def test_several_types_are_refused(tmp_path: Path) -> None:
+    with start_session() as session:
+        g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
+        group, options = make_group(session, 1), rounds.PushPullOptions()
+        with pytest.raises(ConfigError, match=r"user, item|item, user.*data_parallel"):
+            rounds.node_loader(g, {"user": torch.arange(3)}, sampler_of(), None, group, options, {})
