@@ -245,7 +245,7 @@ class Pipeline:
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self._steps.hold_back(() if self._computed else waiting)
+        self._steps.hold_back(waiting if self._landed and not self._computed else ())
         while self._computed:
             self._add(self._computed.pop(0))
         if self._current is not None and not self._whole:

@@ -173,4 +173,5 @@ def simulate(
 
 def of_all_ranks(notes: Sequence[Notes]) -> list[list[int]]:
     """The targets of all ranks, by batch."""
-    return [sum(lists, []) for lists in zip(*(one.targets for one in notes), strict=True)]
+    by_batch = zip(*(one.targets for one in notes), strict=True)
+    return [[target for of_rank in batch for target in of_rank] for batch in by_batch]

@@ -1,0 +1,109 @@
+"""Groups of replicas (algorithms 2.6): the same weights, and the bytes that the size of a group says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.push_pull.transfer import BACKWARD, FORWARD
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.push_pull import runs
+from tests.strategies.push_pull.runs import EPOCHS, Notes, Run
+from tests.strategies.test_equality import difference
+
+RANKS, SIZES = 4, (4, 2, 1)
+RUNS = {
+    "sage": Run("sage", {}, share="uneven"),
+    "gat": Run("gat", {}, share="uneven"),
+    "late": Run("gat", {"depth": 3}, share="uneven"),
+}
+FEATURE_BYTES = equality.NUM_NODES * equality.WIDTH * 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("groups"))
+
+
+def with_size(run: Run, size: int) -> Run:
+    return replace(run, options={**run.options, "group_size": size, "structure": "push"})
+
+
+def on_rank(folder: str) -> dict[str, Any]:
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder)
+        found: dict[str, Any] = {
+            f"{name} {size}": runs.train(g, with_size(run, size))
+            for name, run in RUNS.items()
+            for size in SIZES
+        }
+        found["chosen"] = {memory: chosen_size(g, memory) for memory in ("28000", "27KB", "14000", "7000")}
+        found["errors"] = [
+            error_of(session, g, options) for options in ({"group_size": 3}, {"memory": "1000"})
+        ]
+        g.barrier()
+        return found
+
+
+def chosen_size(g: DistGraph, memory: str) -> int:
+    model: Any = STRATEGIES.get("push_pull")(g.session, {"memory": memory}).wrap(runs.first_model("sage"), g)
+    size: int = model._group.size
+    return size
+
+
+def error_of(session: Any, g: DistGraph, options: dict[str, Any]) -> str:
+    try:
+        STRATEGIES.get("push_pull")(session, options).wrap(runs.first_model("sage"), g)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_leave_the_weights_of_one_process_and_move_less(folder: Path) -> None:
+    results = run_ranks(on_rank, RANKS, args=(str(folder),), ranks_per_server=2)
+    for name, run in RUNS.items():
+        for size in SIZES:
+            notes: list[Notes] = [result[f"{name} {size}"] for result in results]
+            loss = runs.plain_loss(runs.of_all_ranks(notes))
+            plain = runs.simulate(run, notes[0].log, runs.first_model(run.kind), loss)
+            for one in notes:
+                assert difference(one.weights, plain) <= 1e-10, (name, size)
+        check_bytes(name, {size: [result[f"{name} {size}"] for result in results] for size in SIZES})
+    # 27 KB are 27648 bytes, and all features take 28000.
+    assert FEATURE_BYTES == 28000
+    assert results[0]["chosen"] == {"28000": 1, "27KB": 2, "14000": 2, "7000": 4}
+    for result in results:
+        divides, memory = result["errors"]
+        assert divides == "group_size=3 does not divide the 4 ranks; choose one of 1, 2, 4"
+        assert "28000 bytes" in memory
+        assert "grant more memory, or use more ranks" in memory
+
+
+def check_bytes(name: str, by_size: dict[int, list[Notes]]) -> None:
+    """(N_f - 1) / (N - 1) of the activations of 2.4, and what the replicas of a part add up."""
+    total = {
+        size: {
+            phase: sum(one.moved[phase] for one in notes) for phase in (FORWARD, BACKWARD, "gradients", "D1")
+        }
+        for size, notes in by_size.items()
+    }
+    for size in SIZES:
+        for phase in (FORWARD, BACKWARD):
+            assert total[size][phase] * (RANKS - 1) == total[RANKS][phase] * (size - 1)
+    if RUNS[name].kind == "sage":
+        assert total[RANKS][FORWARD] == (RANKS - 1) * total[RANKS]["D1"] * equality.HIDDEN * 8 > 0
+    matrices = {"sage": 2, "gat": 1}[RUNS[name].kind]
+    steps, cut_bytes = EPOCHS * runs.STEPS, matrices * equality.HIDDEN * equality.WIDTH * 8
+    for size in SIZES:
+        # A ring over n ranks sends 2 (n - 1) times its bytes in all (algorithms 0.4).
+        replicas = RANKS // size
+        added = steps * 2 * (replicas - 1) * cut_bytes
+        assert total[size]["gradients"] == total[RANKS]["gradients"] + added
