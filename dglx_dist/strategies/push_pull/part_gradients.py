@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -17,6 +17,7 @@ from dglx_dist.strategies.gradients import PHASE
 from dglx_dist.strategies.push_pull.flight import Flight
 from dglx_dist.strategies.push_pull.group import Group
 from dglx_dist.strategies.push_pull.stash import PartSide, add_gradient
+from dglx_dist.strategies.push_pull.visit import OwnersInput
 
 
 @final
@@ -72,7 +73,7 @@ class PartGradients:
             add_gradient(self._part.parameters[name], gradient)
         learnt = [(flight.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
         if learnt:
-            flight.origin.learn(learnt)
+            flight.origin.learn(self._of_all_replicas(learnt, flight.rows))
 
     def _over_replicas(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -88,6 +89,34 @@ class PartGradients:
         following = self._group.replicas[(place + 1) % count]
         self._session.ledger.add(PHASE, 1, self._group.rank, following, sent)
         return _unflattened(flat, like)
+
+    def _of_all_replicas(
+        self, learnt: Sequence[tuple[OwnersInput, Tensor | None]], rows: Sequence[Tensor]
+    ) -> Sequence[tuple[OwnersInput, Tensor | None]]:
+        """Return the gradients of input rows of all replicas, in their order, so that all add the same."""
+        count = len(self._group.replicas)
+        if count == 1:
+            return learnt
+        nodes = torch.cat([owners.nodes for owners, _ in learnt])
+        values = torch.cat(
+            [
+                torch.zeros_like(row) if one is None else one
+                for (_, one), row in zip(learnt, rows, strict=True)
+            ]
+        ).contiguous()
+        with peers_named(self._session, "the gradients of input rows of replicas"):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
+            dist.all_gather(sizes, torch.tensor([len(nodes)]), group=self._replicas)
+            most = max(int(size) for size in sizes)
+            of_replicas = [_padded_gather(one, most, count, self._replicas) for one in (nodes, values)]
+        following = self._group.replicas[(self._group.replicas.index(self._group.rank) + 1) % count]
+        num_bytes = most * (nodes.element_size() + values.element_size() * values.shape[1])
+        self._session.ledger.add(PHASE, 1, self._group.rank, following, (count - 1) * num_bytes)
+        owners = learnt[0][0]
+        return [
+            (replace(owners, nodes=ids[: int(size)]), gradient[: int(size)])
+            for ids, gradient, size in zip(*of_replicas, sizes, strict=True)
+        ]
 
     def _over_all(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -109,6 +138,16 @@ def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
             for part in range(group.size)
         ]
     return made[group.part]
+
+
+def _padded_gather(rows: Tensor, most: int, count: int, replicas: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return what every replica has, (most, ...) each, in their order."""
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    found = [torch.empty_like(padded) for _ in range(count)]
+    if padded.numel():
+        dist.all_gather(found, padded, group=replicas)
+    return found
 
 
 def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
