@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,9 +32,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.buckets import Bucket, make_buckets
 
 PHASE = "gradients"
-
-Line: TypeAlias = Callable[[dict[int, Tensor | None]], dict[int, Tensor | None]]
-"""A backward's sums by number of the parameter, None where nobody has one, to those that are written."""
 
 _IDLE = -1
 
@@ -52,6 +51,14 @@ def mark_output(output: Any, *exchanges: tuple[GradientExchange, float]) -> Any:
     for place, tensor in zip(places, marked, strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """What one backward sent."""
+
+    buckets: list[Bucket]
+    works: list[Any]
 
 
 class GradientExchange:
@@ -83,7 +90,9 @@ class GradientExchange:
         self._in_flight: list[Any] = []
         self._waited_s = 0.0
         self._after: Callable[[float], None] | None = None
-        self._line: Line | None = None
+        self._late = 0
+        self._rounds: deque[_Round] = deque()
+        """Sums under way of backwards that are over, the oldest first; empty unless they may be late."""
         for index, parameter in enumerate(self._parameters):
             _on_accumulation(parameter, self._arrival(index))
 
@@ -105,13 +114,13 @@ class GradientExchange:
         """Call ``action(weight)`` at the end of every exchanging backward, on every rank."""
         self._after = action
 
-    def send_through(self, line: Line) -> None:
-        """Let ``line`` say, at the end of every backward, which sums are written in place of its own."""
-        self._line = line
+    def be_late(self, late: int) -> None:
+        """Leave in ``.grad`` what the backward ``late`` calls ago came to, so that sums travel meanwhile."""
+        self._late = late
 
-    def add(self, sums: Mapping[int, Tensor | None]) -> None:
-        """Add to ``.grad`` what a line still held, by number of the parameter; sends nothing."""
-        for index, total in sums.items():
+    def add_late(self) -> None:
+        """Add to ``.grad`` the oldest sums that are still under way, if any are; every rank calls it."""
+        for index, total in self._arrived(0).items():
             parameter = self._parameters[index]
             if total is not None:
                 parameter.grad = total.clone() if parameter.grad is None else parameter.grad + total
@@ -130,7 +139,7 @@ class GradientExchange:
             return
         if self._task != _IDLE:
             # An earlier backward raised half-way: its buckets are void, but sums into them may still run.
-            self._in_flight.clear()
+            self._in_flight = []
             self._layout = ()
         self._task, self._weight = task, weight
         self._before = [parameter.grad for parameter in self._parameters]
@@ -213,25 +222,35 @@ class GradientExchange:
 
     def _finish(self) -> None:
         self._launch(all_of_them=True)
-        started = time.perf_counter()
-        waiting = self._session.timeline.span(f"{WAIT} for the all-reduce", COMPUTE)
-        with peers_named(self._session, "the sum of gradients"), waiting:
-            for work in self._in_flight:
-                if work is not None:
-                    work.wait()
-        self._in_flight.clear()
-        self._waited_s += time.perf_counter() - started
-        sums: dict[int, Tensor | None] = {
-            index: bucket.get(index) if used else None
-            for bucket in self._buckets
-            for index, used in bucket.used().items()
-        }
-        for index, total in (sums if self._line is None else self._line(sums)).items():
-            self._write(index, total)
+        self._rounds.append(_Round(buckets=self._buckets, works=self._in_flight))
+        self._in_flight = []
+        if self._late:
+            # Those buckets stay as they are until their sums are there.
+            self._layout = ()
+        sums = self._arrived(self._late)
+        for index in range(len(self._parameters)):
+            self._write(index, sums.get(index))
         if self._after is not None:
             self._after(self._weight)
         self._task = _IDLE
         self._before = []
+
+    def _arrived(self, late: int) -> dict[int, Tensor | None]:
+        """Wait for the oldest round; return its sums, None where nobody has one; nothing if it may be late."""
+        if len(self._rounds) <= late:
+            return {}
+        oldest, started = self._rounds.popleft(), time.perf_counter()
+        waiting = self._session.timeline.span(f"{WAIT} for the all-reduce", COMPUTE)
+        with peers_named(self._session, "the sum of gradients"), waiting:
+            for work in oldest.works:
+                if work is not None:
+                    work.wait()
+        self._waited_s += time.perf_counter() - started
+        return {
+            index: bucket.get(index) if used else None
+            for bucket in oldest.buckets
+            for index, used in bucket.used().items()
+        }
 
     def _write(self, index: int, total: Tensor | None) -> None:
         parameter, before = self._parameters[index], self._before[index]

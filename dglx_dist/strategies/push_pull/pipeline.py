@@ -28,7 +28,7 @@ from dglx_dist.strategies.push_pull.options import PushPullOptions, Side
 from dglx_dist.strategies.push_pull.origins import Features, Origin, Origins
 from dglx_dist.strategies.push_pull.part_gradients import Computed, PartGradients
 from dglx_dist.strategies.push_pull.recipe import Recipe, read_recipe
-from dglx_dist.strategies.push_pull.stash import DelayLine, OwnerSide, PartSide
+from dglx_dist.strategies.push_pull.stash import OwnerSide, PartSide
 from dglx_dist.strategies.push_pull.steps import StepWatch
 from dglx_dist.strategies.push_pull.transfer import Courier
 from dglx_dist.strategies.push_pull.versions import VersionLog
@@ -76,8 +76,7 @@ class Pipeline:
         self.exchange, self._buffers = exchange, buffers
         self._features, self._courier = tuple(features), Courier(session, group)
         self._whole = options.weights == "whole" and options.in_flight > 1
-        self._line = DelayLine(options.late if self._whole else 0)
-        exchange.send_through(self._line.through)
+        exchange.be_late(options.late if self._whole else 0)
         exchange.finally_do(self._after_backward)
         self.log = VersionLog()
         self._steps = StepWatch([*part.parameters.values(), *by_rows], owner.parameters, self.log)
@@ -158,7 +157,7 @@ class Pipeline:
         self._flights.clear()
         while self._landed:
             with self._steps.own_step():
-                self.exchange.add(self._line.rest())
+                self.exchange.add_late()
                 self._add(self._go_back(self._landed.pop(0)))
 
     def exchange_seconds(self, *, reset: bool = False) -> float:

@@ -80,31 +80,6 @@ class OwnerSide:
         self._live = None
 
 
-@final
-class DelayLine:
-    """Gradients of the owner side that wait until the same batch's part side is there.
-
-    Args:
-        late: Steps that they wait.
-    """
-
-    def __init__(self, late: int) -> None:
-        self._late = late
-        self._waiting: list[dict[int, Tensor | None]] = []
-
-    def through(self, gradients: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
-        """Take this step's gradients by number of the parameter; return those that are due."""
-        if self._late == 0:
-            return gradients
-        kept = {index: None if value is None else value.clone() for index, value in gradients.items()}
-        self._waiting.append(kept)
-        return self._waiting.pop(0) if len(self._waiting) > self._late else dict.fromkeys(gradients)
-
-    def rest(self) -> dict[int, Tensor | None]:
-        """Return the oldest that wait, nothing if none do."""
-        return self._waiting.pop(0) if self._waiting else {}
-
-
 def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Add to ``.grad`` as a backward would."""
     if gradient is None:

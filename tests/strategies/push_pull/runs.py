@@ -128,7 +128,7 @@ def left_over(model: Any) -> dict[str, int]:
         "begun": len(pipeline._flights),
         "landed": len(pipeline._landed),
         "computed": len(pipeline._computed),
-        "delayed": len(pipeline._line._waiting),
+        "delayed": len(pipeline.exchange._rounds),
         "placed": int(pipeline._owner._live is not None),
         "unread": sum(lane.jobs.qsize() for lane in pipeline._courier._lanes.values()),
         "pending": len(pipeline.log._pending),
