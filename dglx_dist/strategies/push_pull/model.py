@@ -17,6 +17,7 @@ from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, ch
 from dglx_dist.strategies.gradients import GradientExchange, mark_output
 from dglx_dist.strategies.push_pull.columns import ColumnStore
 from dglx_dist.strategies.push_pull.group import Group
+from dglx_dist.strategies.push_pull.input_guard import InputGuard
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.origins import Features, Origins
 from dglx_dist.strategies.push_pull.part_gradients import PartGradients
@@ -82,6 +83,7 @@ class PushPullModel(WrappedModel):
             split, session, group, options, self._origins, self._buffer_means, store.names
         )
         split.layer.run_parts = self._pipeline
+        self._guard = InputGuard(self.module, split.layer, self._origins, group)
 
     @property
     def parts(self) -> Parts:
@@ -117,12 +119,16 @@ class PushPullModel(WrappedModel):
         """
         self._pipeline.begin(_visit_of((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+            return self._computed(args, kwargs)
         check_frozen(self.module, self._trained)
         share = find_share((*args, *kwargs.values()), self._session)
         weight = gradient_weight(share, self._reduction)
         self._pipeline.weight = weight
-        return mark_output(self.module(*args, **kwargs), (self._pipeline.exchange, weight))
+        return mark_output(self._computed(args, kwargs), (self._pipeline.exchange, weight))
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._guard.watching():
+            return self.module(*args, **kwargs)
 
     def whole(self) -> nn.Module:
         """Return a copy of the user's module as it was before it was split; every rank must call it."""

@@ -138,6 +138,11 @@ class Origins:
                 return origin if same_dtype else Converted(origin=origin, dtype=rows.dtype)
         return None
 
+    def holds(self, rows: Tensor) -> bool:
+        """Whether ``rows`` lie in the memory of known ones, all of them or some."""
+        place = rows.untyped_storage().data_ptr()
+        return place != 0 and any(known.untyped_storage().data_ptr() == place for known, _ in self._known)
+
 
 class InputModule(nn.Module):
     """What may stand between the features and the first layer: works on each column by itself.

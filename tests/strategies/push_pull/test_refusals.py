@@ -1,0 +1,216 @@
+"""What push-pull refuses: every rank is told at once, in words that say what to do instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import Assignment, RawGraph
+from dglx_dist.storage.writer import write_dataset
+from dglx_dist.strategies import STRATEGIES
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.equality import CLASSES, HIDDEN, WIDTH
+from tests.strategies.push_pull import runs
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("refusals")
+    write_dataset(*two_types(), folder / "two")
+    return str(equality.write_parts(folder)), str(folder / "two")
+
+
+def two_types() -> tuple[RawGraph, Assignment]:
+    counts, ends = {"user": 6, "item": 6}, np.arange(6)
+    raw = RawGraph(
+        name="two",
+        num_nodes=counts,
+        edges={("user", "buys", "item"): (ends, ends), ("item", "bought by", "user"): (ends, ends)},
+        node_data={name: {"feat": np.ones((6, WIDTH)), "label": ends % 2} for name in counts},
+        num_classes=dict.fromkeys(counts, 2),
+    )
+    part_of = {name: np.zeros(6, np.int32) for name in counts}
+    return raw, Assignment(num_parts=1, part_of=part_of, method="test", seed=0)
+
+
+class Before(nn.Module):
+    """A model that does something to the features, or with them, around its first layer."""
+
+    def __init__(
+        self,
+        before: Callable[[Tensor], Tensor] | None = None,
+        module: nn.Module | None = None,
+        width: int = WIDTH,
+    ) -> None:
+        super().__init__()
+        self.before, self.module = before, module
+        self.first = dgl.nn.SAGEConv(width, HIDDEN, "mean")
+        self.last = dgl.nn.SAGEConv(HIDDEN, CLASSES, "mean")
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        x = x if self.module is None else self.module(x)
+        x = x if self.before is None else self.before(x)
+        return self.last(blocks[1], self.first(blocks[0], x))
+
+
+class Around(Before):
+    """A skip connection from the features."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.beside = beside
+        self.skip = nn.Linear(WIDTH + HIDDEN if beside else WIDTH, HIDDEN)
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        h, own = self.first(blocks[0], x), x[: blocks[0].num_dst_nodes()]
+        h = self.skip(torch.cat([h, own], 1)) if self.beside else h + self.skip(own)
+        return self.last(blocks[1], h)
+
+
+class TwoFirst(Before):
+    """Two layers on the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = dgl.nn.SAGEConv(WIDTH, HIDDEN, "mean")
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        return self.last(blocks[1], self.first(blocks[0], x) + self.other(blocks[0], x))
+
+
+class Weighted(Before):
+    """Edge weights that the model makes itself."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        weight = torch.ones(blocks[0].num_edges(), dtype=x.dtype) * self.scale
+        return self.last(blocks[1], self.first(blocks[0], x, edge_weight=weight))
+
+
+class OtherBlock(Before):
+    """Calls its first layer on a block of its own."""
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        block = dgl.to_block(dgl.rand_graph(5, 12), torch.arange(5))
+        return self.first(block, x[: block.num_src_nodes()])
+
+
+NOT_AS_THEY_CAME = r"not the loader's features as they came.*LayerNorm.*Dropout.*Embedding.*data_parallel"
+ONLY_A_SHARE = r"share of the input's columns.*no skip connection.*data_parallel"
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "times two": (lambda: Before(lambda x: x * 2), {}, NOT_AS_THEY_CAME),
+    "relu": (lambda: Before(torch.relu), {"depth": 3}, NOT_AS_THEY_CAME),
+    "functional dropout": (lambda: Before(lambda x: F.dropout(x, 0.5)), {}, NOT_AS_THEY_CAME),
+    "scaled": (lambda: Before(module=nn.PReLU()), {}, r"'module' \(PReLU\) was given \d col.*data_parallel"),
+    "batch norm": (lambda: Before(module=nn.BatchNorm1d(WIDTH)), {}, r"BatchNorm1d.*LayerNorm"),
+    "linear": (lambda: Before(module=nn.Linear(WIDTH, WIDTH)), {}, rf"'module' \(Linear\).*{ONLY_A_SHARE}"),
+    "skip": (lambda: Around(beside=False), {"depth": 2}, rf"'skip' \(Linear\).*{ONLY_A_SHARE}"),
+    "skip beside": (lambda: Around(beside=True), {}, rf"'skip' \(Linear\).*{ONLY_A_SHARE}"),
+    "two first layers": (TwoFirst, {}, rf"'other' \(SAGEConv\).*{ONLY_A_SHARE}"),
+    "computed weights": (
+        lambda: Weighted(False),
+        {"depth": 2},
+        r"'edge_weight'.*depth=1.*prefetch_edge_feats",
+    ),
+    "trained weights": (lambda: Weighted(True), {}, r"'edge_weight' is trained.*data_parallel"),
+    "other block": (OtherBlock, {}, r"not come from the strategy's loader.*model\.whole\(\)"),
+    "other width": (
+        lambda: Before(width=WIDTH + 1),
+        {},
+        rf"no layer that takes the {WIDTH} columns of the input",
+    ),
+    "unknown feature": (Before, {"features": "feat,fat"}, r"features: the nodes have no 'fat' \(known: "),
+    "empty feature": (Before, {"features": "feat,"}, "has an empty name; as 'feat,extra'"),
+    "group": (Before, {"group_size": 3}, r"does not divide the 2 ranks; choose one of 1, 2"),
+    "unknown option": (Before, {"dept": 2}, r"dept"),
+    "depth": (Before, {"depth": 4}, r"depth=4 must be 1, 2 or 3"),
+    "memory": (Before, {"memory": "much"}, r"'much' is no size in bytes; write it as '4GB'"),
+}
+ACCEPTED = {"computed weights, one by one": (lambda: Weighted(False), {"depth": 1})}
+
+
+def one_step(g: DistGraph, make: Callable[[], nn.Module], options: dict[str, Any], **how: Any) -> str:
+    """Return what a user's script would end with; nothing where it does not."""
+    try:
+        strategy = STRATEGIES.get("push_pull")(g.session, options)
+        topology = g.session.topology
+        mine = equality.cut(
+            equality.new_ids_of_training(g), runs.SHARES["uneven"], topology.rank, topology.world_size
+        )
+        loader = strategy.loader(g, mine, runs.sampler(), batch_size=60)
+        torch.manual_seed(0)
+        model: Any = strategy.wrap(make().double(), g)
+        optimizer = how.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
+        for _, _, blocks in loader:
+            loss = F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
+            loss.backward(retain_graph=how.get("twice", False))
+            if how.get("twice"):
+                loss.backward()
+            optimizer.step(*how.get("closure", ()))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def on_rank(folder: str) -> dict[str, str]:
+    with start_session(timeout_s=30):
+        g = DistGraph(folder)
+        found = {name: one_step(g, make, options) for name, (make, options, _) in MODELS.items()}
+        found |= {name: one_step(g, make, options) for name, (make, options) in ACCEPTED.items()}
+        for depth in (1, 3):
+            found[f"twice {depth}"] = one_step(g, Before, {"depth": depth}, twice=True)
+        found["lbfgs"] = one_step(g, Before, {}, optimizer=torch.optim.LBFGS, closure=(lambda: 0.0,))
+        # And after all that, what is right still trains.
+        found["right"] = one_step(g, Before, {"depth": 3})
+        g.barrier()
+        return found
+
+
+def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
+    for found in run_ranks(on_rank, 2, args=(folders[0],)):
+        for name, (_, _, words) in MODELS.items():
+            match(found[name], words, name)
+        match(found["twice 1"], "backward went through the first layer twice.*call the model once", "twice")
+        match(found["twice 3"], "backward went through the first layer twice.*call the model once", "twice")
+        match(found["lbfgs"], "LBFGS looks at whole parameters.*data_parallel", "lbfgs")
+        assert [found[name] for name in (*ACCEPTED, "right")] == [""] * (len(ACCEPTED) + 1)
+
+
+def match(message: str, words: str, name: str) -> None:
+    assert re.search(words, message), f"{name}: {message!r}"
+
+
+def two_on_rank(folder: str) -> list[str]:
+    with start_session(timeout_s=30) as session:
+        g = DistGraph(folder)
+        strategy = STRATEGIES.get("push_pull")(session, {})
+        messages = []
+        for what in (
+            lambda: strategy.wrap(Before().double(), g),
+            lambda: strategy.loader(g, {"user": torch.arange(2)}, runs.sampler(), batch_size=2),
+        ):
+            with pytest.raises(ConfigError) as error:
+                what()
+            messages.append(str(error.value))
+        return messages
+
+
+def test_graphs_of_several_node_types_are_refused(folders: tuple[str, str]) -> None:
+    (messages,) = run_ranks(two_on_rank, 1, args=(folders[1],))
+    for message in messages:
+        match(message, "graphs of one node type.*user, item.*strategy='data_parallel'", "two types")
