@@ -77,7 +77,9 @@ class ColumnLayerNorm(InputModule):
 
     def normalized(self, x: Tensor, nodes: Tensor) -> Tensor:
         """Return the normalized (L0, F_p) of the features ``x`` of ``nodes`` ((L0,) int64)."""
-        mean, scale = self._mean[nodes], (self._variance[nodes] + self.eps).rsqrt()
+        # They stay where they were made: the nodes may be on a device.
+        places = nodes.to(self._mean.device)
+        mean, scale = self._mean[places], (self._variance[places] + self.eps).rsqrt()
         rows = (x - mean.to(x).unsqueeze(1)) * scale.to(x).unsqueeze(1)
         rows = rows if self.weight is None else rows * self.weight
         return rows if self.bias is None else rows + self.bias

@@ -119,7 +119,9 @@ class PushPullModel(WrappedModel):
         """
         self._pipeline.begin(_visit_of((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
-            return self._computed(args, kwargs)
+            output = self._computed(args, kwargs)
+            self._pipeline.resume()
+            return output
         check_frozen(self.module, self._trained)
         share = find_share((*args, *kwargs.values()), self._session)
         weight = gradient_weight(share, self._reduction)

@@ -57,11 +57,14 @@ class PartGradients:
     def compute(self, flight: Flight) -> Computed:
         """Do the backward of a batch through this part (bM); collective where the layer scatters."""
         rows = [number for number, rows in enumerate(flight.rows) if rows.requires_grad]
+        # Those that the user has frozen meanwhile have none.
+        trained = [name for name in self._names if flight.leaves[name].requires_grad]
         found = flight.go_back(
-            [*(flight.leaves[name] for name in self._names), *(flight.rows[number] for number in rows)]
+            [*(flight.leaves[name] for name in trained), *(flight.rows[number] for number in rows)]
         )
-        of_rows = dict(zip(rows, found[len(self._names) :], strict=True))
-        return Computed(flight=flight, gradients=found[: len(self._names)], of_rows=of_rows)
+        of_rows = dict(zip(rows, found[len(trained) :], strict=True))
+        by_name = dict(zip(trained, found, strict=False))
+        return Computed(flight=flight, gradients=[by_name.get(name) for name in self._names], of_rows=of_rows)
 
     def add(self, computed: Computed) -> None:
         """Add to ``.grad``; collective where something is shared or replicated."""
@@ -70,7 +73,8 @@ class PartGradients:
         cut = self._over_replicas(computed.gradients[:split], like[:split])
         shared = self._over_all(computed.gradients[split:], like[split:])
         for name, gradient in zip(self._names, [*cut, *shared], strict=True):
-            add_gradient(self._part.parameters[name], gradient)
+            if flight.leaves[name].requires_grad:
+                add_gradient(self._part.parameters[name], gradient)
         learnt = [(flight.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
         if learnt:
             flight.origin.learn(self._of_all_replicas(learnt, flight.rows))
@@ -161,4 +165,5 @@ def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     pieces = torch.split(flat, [other.numel() for other in like])
-    return [piece.view_as(other) for piece, other in zip(pieces, like, strict=True)]
+    # Of several dtypes the widest was sent.
+    return [piece.view_as(other).to(other.dtype) for piece, other in zip(pieces, like, strict=True)]

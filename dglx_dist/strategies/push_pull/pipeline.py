@@ -107,7 +107,6 @@ class Pipeline:
     def begin(self, visit: Visit | None) -> None:
         """Prepare for the model's call on ``visit``; None where its blocks come from elsewhere."""
         self._owner.restore()
-        self._current = None
         self._origins.begin(visit, self._group.part)
         if visit is None:
             return
@@ -118,6 +117,11 @@ class Pipeline:
         flight = self._flights.get(visit.number)
         if flight is not None and flight.inputs is visit.inputs and flight.values is not None:
             self._owner.place(flight.values)
+
+    def resume(self) -> None:
+        """Go on with the batch whose backward is still to come, after a call without gradients."""
+        if self._current is not None and self._current.values is not None:
+            self._owner.place(self._current.values)
 
     def __call__(self, layer: Staged, given: StageInput) -> Sums:
         """Return the sums of all parts for this rank's block; forward and backward are collective.
@@ -167,9 +171,13 @@ class Pipeline:
             self._waited_s = 0.0
         return waited
 
-    def land(self, flight: Flight, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of the sums on, and let the parts do the backward of the batch that is due."""
-        if flight.pushes:
+    def land(self, flight: Flight | None, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of the sums on, and let the parts do the backward of the batch that is due.
+
+        Raises:
+            ConfigError: there is no flight, for it has landed before.
+        """
+        if flight is None:
             raise ConfigError(
                 "backward went through the first layer twice for one batch; call the model once for each "
                 "backward (retain_graph cannot be honoured here)"
@@ -181,9 +189,10 @@ class Pipeline:
 
     def _taken(self, visit: Visit, recipe: Recipe) -> Flight | None:
         """Return the flight of a batch that was begun ahead, if it was and was begun as it should be."""
-        flight = self._flights.pop(visit.number, None)
+        flight = self._flights.get(visit.number)
         if flight is None or flight.inputs is not visit.inputs or not torch.is_grad_enabled():
             return None
+        del self._flights[visit.number]
         if self._recipe != recipe:
             raise ConfigError(
                 "the model gave its first layer other inputs than in the batch before, which batches in "
@@ -193,8 +202,13 @@ class Pipeline:
 
     def _begin_following(self, layer: Staged, visit: Visit, recipe: Recipe) -> None:
         following = visit.following()
-        if following is None or following.number in self._flights:
+        if following is None:
             return
+        begun = self._flights.get(following.number)
+        if begun is not None and begun.inputs is following.inputs:
+            return
+        # What a loop that was left has begun will not be asked for again.
+        self._flights.clear()
         self._recipe = recipe
         edges = recipe.edges(layer, following.inputs[self._group.part].block)
         self._flights[following.number] = self._start(layer, following, recipe, edges)
@@ -269,5 +283,7 @@ class _Landing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.pipeline.land(ctx.flight, gradients)
+        # The graph lives as long as the user keeps the loss, the batch need not.
+        flight, ctx.flight = ctx.flight, None
+        ctx.pipeline.land(flight, gradients)
         return torch.zeros(()), None, None, *[None] * len(gradients)

@@ -34,7 +34,6 @@ class StepWatch:
     def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter], log: VersionLog) -> None:
         self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
         self._side |= {id(parameter): "D" for parameter in owner}
-        self._cut = {key for key, side in self._side.items() if side == "M"}
         self._log = log
         self._known: list[weakref.ref[Optimizer]] = []
         self._held_back: tuple[Side, ...] = ()
@@ -75,10 +74,18 @@ class StepWatch:
         for parameter in _parameters(optimizer) if self._held_back else ():
             if self._side.get(id(parameter)) in self._held_back and _is_zero(parameter.grad):
                 parameter.grad = None
-        if any(ref() is optimizer for ref in self._known) or not self._sides(optimizer):
+        mine = self._stepped_by(optimizer)
+        if not mine:
             return
-        check_optimizer(optimizer)
-        self._known.append(weakref.ref(optimizer))
+        if not any(ref() is optimizer for ref in self._known):
+            check_optimizer(optimizer)
+            self._known.append(weakref.ref(optimizer))
+        # A parameter's optimizer is the last one that stepped it: one that was replaced may live on.
+        self._known = [
+            ref
+            for ref in self._known
+            if (other := ref()) is optimizer or (other is not None and not mine & self._stepped_by(other))
+        ]
 
     def _after(self, optimizer: Optimizer) -> None:
         sides = self._sides(optimizer)
@@ -86,8 +93,10 @@ class StepWatch:
             self._log.stepped(sides)
 
     def _sides(self, optimizer: Optimizer) -> tuple[Side, ...]:
-        ids = map(id, _parameters(optimizer))
-        return tuple(sorted({self._side[one] for one in ids if one in self._side}))
+        return tuple(sorted({self._side[one] for one in self._stepped_by(optimizer)}))
+
+    def _stepped_by(self, optimizer: Optimizer) -> set[int]:
+        return {id(parameter) for parameter in _parameters(optimizer)} & self._side.keys()
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -1,0 +1,232 @@
+"""Loops that users write: other than one call, one backward and one step of one optimizer for each batch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies import STRATEGIES
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.push_pull import runs
+from tests.strategies.test_equality import difference
+
+FIRST = "convs.0.fc_neigh.weight"
+
+
+class Trained:
+    """A model, its loader and the user's step, on one rank."""
+
+    def __init__(self, g: DistGraph, strategy: str = "push_pull", **options: Any) -> None:
+        topology = g.session.topology
+        ids = equality.new_ids_of_training(g)[: runs.BATCH * runs.STEPS]
+        mine = equality.cut(ids, runs.SHARES["even"], topology.rank, topology.world_size)
+        made = STRATEGIES.get(strategy)(g.session, options)
+        size = -(-len(ids) // topology.world_size // runs.STEPS)
+        self.loader = made.loader(g, mine, runs.sampler(), batch_size=size)
+        self.model: Any = made.wrap(runs.first_model("sage"), g)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=equality.RATE)
+
+    def scores(self, blocks: list[Any]) -> Tensor:
+        scores: Tensor = self.model(blocks, blocks[0].srcdata["feat"])
+        return scores
+
+    def loss(self, blocks: list[Any]) -> Tensor:
+        return F.cross_entropy(self.scores(blocks), blocks[-1].dstdata["label"])
+
+    def epoch(self, loss_of: Callable[[list[Any]], Tensor] | None = None, stop_after: int = 99) -> None:
+        for step, (_, _, blocks) in enumerate(self.loader):
+            loss = (loss_of or self.loss)(blocks)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            if step + 1 == stop_after:
+                break
+
+    def weights(self) -> list[Any]:
+        return [p.detach().numpy().copy() for p in self.model.whole().parameters()]
+
+
+def replaced_optimizer(g: DistGraph) -> dict[str, Any]:
+    """An optimizer that the user has replaced lives on; what it steps afterwards, and what the new one."""
+    trained, steps = Trained(g, depth=3), {"old": 0, "new": 0}
+    old = trained.optimizer
+    trained.epoch()
+    old.register_step_post_hook(lambda *_: steps.update(old=steps["old"] + 1))
+    trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
+    trained.optimizer.register_step_post_hook(lambda *_: steps.update(new=steps["new"] + 1))
+    trained.epoch()
+    return steps
+
+
+def two_optimizers(g: DistGraph) -> dict[str, Any]:
+    """One for each half of the parameters; both must step when the pipeline drains."""
+    found = {}
+    for name in ("one", "two"):
+        trained = Trained(g, depth=3)
+        if name == "two":
+            named = list(trained.model.module.parameters())
+            halves = [torch.optim.SGD(half, lr=equality.RATE) for half in (named[:2], named[2:])]
+            trained.optimizer = Both(halves)  # type: ignore[assignment]
+        trained.epoch()
+        found[name] = trained.weights()
+    return found
+
+
+class Both:
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for one in self.optimizers:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+def called_twice(g: DistGraph) -> dict[str, Any]:
+    """Two calls before one backward: right at depth 1, refused where that mixes up batches in flight."""
+    found: dict[str, Any] = {}
+    for strategy in ("push_pull", "data_parallel"):
+        trained = Trained(g, strategy)
+        trained.epoch(lambda blocks, t=trained: t.loss(blocks) + 0.5 * t.loss(blocks))
+        found[strategy] = trained.weights()
+    for depth in (2, 3):
+        trained = Trained(g, depth=depth)
+        try:
+            trained.epoch(lambda blocks, t=trained: t.loss(blocks) + t.loss(blocks))
+        except ConfigError as error:
+            found[f"depth {depth}"] = str(error)
+    return found
+
+
+def looked_at(g: DistGraph) -> dict[str, Any]:
+    """A call without gradients between a batch's loss and its backward changes nothing."""
+    found = {}
+    for name in ("plain", "looked at"):
+        trained = Trained(g, depth=2)
+
+        def loss_of(blocks: list[Any], trained: Trained = trained, look: bool = name != "plain") -> Tensor:
+            loss = trained.loss(blocks)
+            with torch.no_grad():
+                _ = trained.scores(blocks) if look else None
+            return loss
+
+        trained.epoch(loss_of)
+        found[name] = trained.weights()
+    return found
+
+
+def frozen_later(g: DistGraph) -> dict[str, Any]:
+    """A weight of the first layer is frozen after wrapping, under weight decay, which must not touch it."""
+    found: dict[str, Any] = {}
+    for strategy, options in (("push_pull", {}), ("data_parallel", {}), ("push_pull", {"group_size": 1})):
+        trained = Trained(g, strategy, **options)
+        trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1, weight_decay=0.1)
+        trained.epoch()
+        trained.model.module.get_parameter(FIRST).requires_grad_(False)
+        trained.epoch()
+        found[f"{strategy}{options}"] = trained.weights()
+    return found
+
+
+def left_loops(g: DistGraph) -> dict[str, Any]:
+    """How much is kept when the user leaves each epoch early, and keeps every loss."""
+    trained, flights, losses = Trained(g, depth=3), [], []
+    pipeline = trained.model._pipeline
+    land = pipeline.land
+
+    def landed(flight: Any, gradients: Any) -> None:
+        flights.append(weakref.ref(flight))
+        land(flight, gradients)
+
+    def loss_of(blocks: list[Any]) -> Tensor:
+        losses.append(trained.loss(blocks))
+        return losses[-1]
+
+    pipeline.land = landed
+    for _ in range(4):
+        trained.epoch(loss_of, stop_after=2)
+    begun = len(pipeline._flights)
+    trained.epoch(loss_of)
+    return {
+        "begun": begun,
+        "kept": sum(one() is not None for one in flights),
+        "landed": len(flights),
+        "left": runs.left_over(trained.model),
+        "steps": dict(trained.model.versions.steps),
+    }
+
+
+def on_rank(folder: str) -> dict[str, Any]:
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        found = {one.__name__: one(g) for one in SCENES}
+        g.barrier()
+        return found
+
+
+SCENES = (replaced_optimizer, two_optimizers, called_twice, looked_at, frozen_later, left_loops)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = equality.write_parts(tmp_path_factory.mktemp("loops"))
+    return run_ranks(on_rank, 2, args=(str(folder),))
+
+
+def test_an_optimizer_that_was_replaced_steps_no_more(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        assert found["replaced_optimizer"] == {"old": 0, "new": runs.STEPS + 1}
+
+
+def test_several_optimizers_all_step_when_the_pipeline_drains(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        both = found["two_optimizers"]
+        assert all(map(np.array_equal, both["one"], both["two"]))
+
+
+def test_two_calls_before_a_backward_are_right_or_refused(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        twice = found["called_twice"]
+        assert difference(twice["push_pull"], twice["data_parallel"]) <= 1e-12
+        for depth in (2, 3):
+            assert "the model was called twice for one batch" in twice[f"depth {depth}"]
+            assert "use depth=1" in twice[f"depth {depth}"]
+
+
+def test_a_look_before_backward_changes_nothing(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        looked = found["looked_at"]
+        assert all(map(np.array_equal, looked["plain"], looked["looked at"]))
+
+
+def test_a_first_layer_may_be_frozen_while_training(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        plain, *others = (found["frozen_later"][name] for name in sorted(found["frozen_later"]))
+        for other in others:
+            assert difference(plain, other) <= 1e-12
+
+
+def test_what_was_begun_or_kept_by_the_user_does_not_pile_up(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        loops = found["left_loops"]
+        assert loops["begun"] <= 1
+        assert loops["kept"] == 0
+        assert loops["landed"] == 4 * 2 + runs.STEPS
+        assert not any(loops["left"].values())
+        # The last batch of each epoch that was left is stepped in the next one.
+        assert loops["steps"] == {"M": loops["landed"], "D": loops["landed"]}
