@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -88,6 +88,8 @@ class Pipeline:
         self._computed: list[Computed] = []
         """Gone all the way back in the backward that is running."""
         self._current: Flight | None = None
+        self._called: Callable[[], Visit | None] = _nothing
+        """The batch that the model was called on last."""
         self._waited_s = 0.0
         pipelines = session.attached.setdefault(PIPELINES, [])
         assert isinstance(pipelines, list)
@@ -137,6 +139,8 @@ class Pipeline:
                 "other ranks do not know it; feed the model from dglx_dist.DataLoader, and compute without "
                 "the other ranks by model.whole()"
             )
+        if self.looks_ahead and torch.is_grad_enabled():
+            self._check_first_call(visit)
         recipe = read_recipe(layer, given, self._origins)
         flight = self._taken(visit, recipe)
         if flight is None:
@@ -186,6 +190,15 @@ class Pipeline:
         self._landed.append(flight)
         while len(self._landed) > self._options.late:
             self._computed.append(self._go_back(self._landed.pop(0)))
+
+    def _check_first_call(self, visit: Visit) -> None:
+        # The weights of the first call are swapped for others in the second, before its backward.
+        if self._called() is visit:
+            raise ConfigError(
+                f"the model was called twice for one batch, and with depth={self._options.depth} every batch "
+                "has the weights that it began with; call it once for each batch, or use depth=1"
+            )
+        self._called = weakref.ref(visit)
 
     def _taken(self, visit: Visit, recipe: Recipe) -> Flight | None:
         """Return the flight of a batch that was begun ahead, if it was and was begun as it should be."""
@@ -271,6 +284,10 @@ class Pipeline:
             found = wait()
         self._waited_s += time.perf_counter() - begun
         return found
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Landing(torch.autograd.Function):

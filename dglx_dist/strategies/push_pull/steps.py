@@ -61,12 +61,15 @@ class StepWatch:
         optimizers = [found for ref in self._known if (found := ref()) is not None]
         parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
+        pending, held_back = self._log.put_aside(), self._held_back
         self._held_back = ()
         for parameter in parameters:
             parameter.grad = None
         yield
         for one in optimizers:
             one.step()
+        self._log.put_back(pending)
+        self._held_back = held_back
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 

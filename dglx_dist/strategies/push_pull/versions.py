@@ -43,9 +43,19 @@ class VersionLog:
         """Note that the gradients of ``batch`` on one side are there to be stepped."""
         self._pending.append((batch, side, read))
 
+    def put_aside(self) -> list[tuple[int, Side, int]]:
+        """Forget, and return, what was computed and not stepped; for :meth:`put_back`."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def put_back(self, pending: list[tuple[int, Side, int]]) -> None:
+        """Remember again what :meth:`put_aside` returned: its gradients wait for the next step."""
+        self._pending = pending + self._pending
+
     def stepped(self, sides: tuple[Side, ...]) -> None:
         """Note that an optimizer took a step that writes ``sides``; none where no gradient was there."""
-        taken = [one for one in self._pending if one[1] in sides]
+        # A batch on which the model was called twice has one gradient, their sum.
+        taken = list(dict.fromkeys(one for one in self._pending if one[1] in sides))
         self._pending = [one for one in self._pending if one[1] not in sides]
         for batch, side, read in taken:
             self.done.append(Version(batch=batch, side=side, read=read, written=self.steps[side]))

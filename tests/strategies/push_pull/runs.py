@@ -48,6 +48,10 @@ class Run:
     share: str = "uneven"
     drains: tuple[int, ...] = ()
     """After which batches somebody looks at the weights: at the state and the uncut model in turn."""
+    peeks: tuple[int, ...] = ()
+    """In which batches somebody looks between backward and step."""
+    calls: int = 1
+    """How often the model is called for a batch; the loss is the mean."""
     set_to_none: bool = True
     """What the user's zero_grad does."""
     strategy: str = "push_pull"
@@ -102,8 +106,10 @@ def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) ->
     for _ in range(EPOCHS):
         for _, targets, blocks in loader:
             optimizer.zero_grad(set_to_none=run.set_to_none)
-            loss = F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
-            loss.backward()
+            losses = [loss_of(model, blocks) for _ in range(run.calls)]
+            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+            if len(notes.targets) in run.peeks:
+                _ = model.state_dict()
             optimizer.step()
             if len(notes.targets) in run.drains:
                 _ = model.state_dict() if len(notes.targets) % 2 else model.whole()
@@ -142,25 +148,26 @@ def staged_model(kind: str) -> nn.Module:
     return model
 
 
+def loss_of(model: nn.Module, blocks: Any) -> Tensor:
+    """The mean over a batch's own targets."""
+    return F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
+
+
 def own_loss(batches: Sequence[Any]) -> Callable[[nn.Module, int], Tensor]:
     """The loss over the blocks that one rank had."""
 
-    def loss_of(model: nn.Module, batch: int) -> Tensor:
-        blocks = batches[batch]
-        return F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
-
-    return loss_of
+    return lambda model, batch: loss_of(model, batches[batch])
 
 
 def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], Tensor]:
     """The loss of plain DGL over the whole graph; ``targets`` by batch are those of all ranks."""
     graph = equality.plain_graph()
 
-    def loss_of(model: nn.Module, batch: int) -> Tensor:
+    def found(model: nn.Module, batch: int) -> Tensor:
         scores = model([graph, graph], graph.ndata["feat"])[targets[batch]]
         return F.cross_entropy(scores, graph.ndata["label"][targets[batch]])
 
-    return loss_of
+    return found
 
 
 def simulate(

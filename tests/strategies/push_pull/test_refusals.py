@@ -157,7 +157,7 @@ def one_step(g: DistGraph, make: Callable[[], nn.Module], options: dict[str, Any
         model: Any = strategy.wrap(make().double(), g)
         optimizer = how.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
         for _, _, blocks in loader:
-            loss = F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
+            loss: Any = sum(runs.loss_of(model, blocks) for _ in range(how.get("calls", 1)))
             loss.backward(retain_graph=how.get("twice", False))
             if how.get("twice"):
                 loss.backward()
@@ -174,6 +174,7 @@ def on_rank(folder: str) -> dict[str, str]:
         found |= {name: one_step(g, make, options) for name, (make, options) in ACCEPTED.items()}
         for depth in (1, 3):
             found[f"twice {depth}"] = one_step(g, Before, {"depth": depth}, twice=True)
+        found["calls"] = one_step(g, Before, {"depth": 2}, calls=2)
         found["lbfgs"] = one_step(g, Before, {}, optimizer=torch.optim.LBFGS, closure=(lambda: 0.0,))
         # And after all that, what is right still trains.
         found["right"] = one_step(g, Before, {"depth": 3})
@@ -187,6 +188,7 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
             match(found[name], words, name)
         match(found["twice 1"], "backward went through the first layer twice.*call the model once", "twice")
         match(found["twice 3"], "backward went through the first layer twice.*call the model once", "twice")
+        match(found["calls"], "called twice for one batch.*call it once.*depth=1", "calls")
         match(found["lbfgs"], "LBFGS looks at whole parameters.*data_parallel", "lbfgs")
         assert [found[name] for name in (*ACCEPTED, "right")] == [""] * (len(ACCEPTED) + 1)
 
