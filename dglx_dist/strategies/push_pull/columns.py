@@ -167,7 +167,7 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
 
     Args:
         g: A graph of one node type.
-        names: Of matrices, (V, F) with F of 1 or more.
+        names: Of matrices, (V, F) with F of 1 or more; none where the input is an embedding.
         group: Which ranks hold all columns together.
         cache: False: in memory, without looking for files.
 
@@ -219,8 +219,8 @@ def _wanted(g: DistGraph, names: Sequence[str], group: Group, cache: bool) -> li
             f"the graph has the node types {', '.join(g.ntypes)}; push_pull trains on graphs of one: use "
             "strategy='data_parallel'"
         )
-    if not names or len(set(names)) != len(names):
-        raise ConfigError(f"features={list(names)}: name at least one, and each once")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"features={list(names)}: name each once")
     return [_wanted_of(g, name, group, cache) for name in names]
 
 

@@ -4,9 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import dgl
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.errors import ConfigError
@@ -14,6 +16,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.columns import deal_out_columns
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, SparseRows
 from dglx_dist.storage.writer import write_dataset
+from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.push_pull.columns import PHASE, ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.group import Group, make_group
 from tests.helpers.ranks import run_ranks
@@ -167,7 +170,6 @@ def session() -> Any:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "name at least one"),
         (["one", "one"], "each once"),
         (["onee"], "no feature 'onee' .known: .*one, "),
         (["vector"], r"rows of shape \(\); .*\(V, 1\)"),
@@ -180,6 +182,31 @@ def test_what_is_no_matrix_of_the_graph_is_refused(
     g = DistGraph(write(tmp_path))
     with pytest.raises(ConfigError, match=message):
         open_columns(g, names, make_group(session, 1))
+    g.close()
+
+
+class Embedded(nn.Module):
+    """A layer on trained rows of all nodes."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__()
+        self.rows, self.conv = nn.Embedding(num_nodes, 3), dgl.nn.SAGEConv(3, 2, "mean")
+
+    def forward(self, blocks: Any) -> torch.Tensor:
+        out: torch.Tensor = self.conv(blocks[0], self.rows(blocks[0].srcdata[dgl.NID]))
+        return out
+
+
+def test_a_graph_without_features_trains_an_embedding(tmp_path: Path, session: Session) -> None:
+    g = DistGraph(write(tmp_path))
+    assert "feat" not in g.ndata
+    strategy = STRATEGIES.get("push_pull")(session, {})
+    model = strategy.wrap(Embedded(g.num_nodes()), g)
+    sampler = dgl.dataloading.NeighborSampler([2])
+    ((nodes, _, blocks),) = strategy.loader(g, torch.arange(4), sampler, batch_size=4)
+    model(blocks).sum().backward()
+    trained = model.module.rows.weight.grad.any(1).nonzero().flatten()
+    assert torch.equal(trained, nodes.sort().values)
     g.close()
 
 
