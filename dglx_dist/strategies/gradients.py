@@ -236,7 +236,7 @@ class GradientExchange:
         self._before = []
 
     def _arrived(self, late: int) -> dict[int, Tensor | None]:
-        """Wait for the oldest round; return its sums, None where nobody has one; nothing if it may be late."""
+        """Wait for the oldest round; return its sums, None where nobody has one; nothing if it may wait."""
         if len(self._rounds) <= late:
             return {}
         oldest, started = self._rounds.popleft(), time.perf_counter()

@@ -80,11 +80,18 @@ def find_input_modules(
     for place, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
         made[dropout] = ColumnDropout(dropout, layout.seed, place)
     # The first layer's own dropout is a matter of its stages.
+    firsts = all_names(model, first_name)
     return {
         name: made[module]
         for name, module in model.named_modules(remove_duplicate=False)
-        if module in made and not _is_inside(name, first_name)
+        if module in made and not any(_is_inside(name, place) for place in firsts)
     }
+
+
+def all_names(model: nn.Module, name: str) -> list[str]:
+    """Return every name under which ``model`` has the module that it has under ``name``."""
+    module = model.get_submodule(name)
+    return [other for other, one in model.named_modules(remove_duplicate=False) if one is module]
 
 
 def _of_kind(model: nn.Module, kind: type[_Module]) -> Iterator[tuple[str, _Module]]:

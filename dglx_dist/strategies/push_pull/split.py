@@ -15,7 +15,7 @@ from dglx_dist.layers.parts import part_of
 from dglx_dist.layers.staged import Staged
 from dglx_dist.strategies.push_pull.columns import ColumnStore
 from dglx_dist.strategies.push_pull.group import Group
-from dglx_dist.strategies.push_pull.inputs import InputLayout, find_input_modules
+from dglx_dist.strategies.push_pull.inputs import InputLayout, all_names, find_input_modules
 from dglx_dist.strategies.push_pull.options import Sync
 from dglx_dist.strategies.push_pull.origins import Origins
 from dglx_dist.strategies.push_pull.state import Cut, without_weights
@@ -77,13 +77,17 @@ def split_model(
         features=store.names, runs=runs[group.part], num_nodes=facts.num_nodes, seed=facts.seed
     )
     inputs = find_input_modules(model, name, layout, store.moments)
-    prefix = f"{name}." if name else ""
+    before_split = dict(model.named_parameters(remove_duplicate=False))
+    places, prefix = all_names(model, name), _prefix(name)
     cuts = {
-        prefix + inner: Cut(shape=tuple(whole.get_parameter(inner).shape), dimension=dimension, runs=runs)
+        _prefix(place) + inner: Cut(
+            shape=tuple(whole.get_parameter(inner).shape), dimension=dimension, runs=runs
+        )
+        for place in places
         for inner, dimension in whole.cut.items()
     }
     originals = {name: without_weights(model.get_submodule(name), whole.cut)}
-    stashed = [*cuts, *(prefix + shared for shared in whole.shared)]
+    stashed = [prefix + inner for inner in (*whole.cut, *whole.shared)]
     seen: set[nn.Module] = set()
     for place, module in inputs.items():
         module.origins = facts.origins
@@ -96,9 +100,12 @@ def split_model(
         seen.add(module)
         originals[place] = without_weights(before, module.cut)
         _put(model, place, module)
-    part = part_of(whole, runs[group.part])
+    _refuse_ties(before_split, cuts)
+    part = _tied(part_of(whole, runs[group.part]), whole)
+    for place in places if name else ():
+        _put(model, place, part)
     return SplitModel(
-        module=part if name == "" else _put(model, name, part),
+        module=model if name else part,
         layer=part,
         runs=runs[group.part],
         cuts=cuts,
@@ -148,7 +155,30 @@ def input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[
     )
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     owner, _, last = name.rpartition(".")
     setattr(model.get_submodule(owner), last, module)
-    return model
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def _tied(part: Staged, whole: Staged) -> Staged:
+    """Return ``part`` with the uncut parameters of ``whole`` itself: other layers may have them, too."""
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        if name not in whole.cut:
+            owner, _, last = name.rpartition(".")
+            part.get_submodule(owner).register_parameter(last, parameter)
+    return part
+
+
+def _refuse_ties(before_split: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut]) -> None:
+    """Raise ConfigError if something that is not cut has a parameter that is."""
+    cut = {id(before_split[name]): name for name in cuts}
+    for name, parameter in before_split.items():
+        if id(parameter) in cut and name not in cuts:
+            raise ConfigError(
+                f"{cut[id(parameter)]!r} and {name!r} are one parameter, and push_pull cuts the first by "
+                "columns; give each its own, or use strategy='data_parallel'"
+            )

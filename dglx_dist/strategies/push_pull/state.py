@@ -128,7 +128,8 @@ class CutState:
         memo = _memories(module)
         for name, original in self._originals.items():
             part = module.get_submodule(name)
-            memo[id(part)] = _with_room(original, part, state, f"{name}." if name else "")
+            room = _room_for(original, state, f"{name}." if name else "")
+            memo[id(part)] = _with_room(original, part, room, memo)
         try:
             found = copy.deepcopy(module, memo)
         except TypeError as error:
@@ -204,13 +205,31 @@ def without_weights(original: nn.Module, cut: Iterable[str]) -> nn.Module:
     return copy.deepcopy(original, memo)
 
 
-def _with_room(original: nn.Module, part: nn.Module, state: Mapping[str, Tensor], prefix: str) -> nn.Module:
-    """Return a copy of what :func:`without_weights` left, with memory for all of it, in ``part``'s mode."""
-    memo: dict[int, Any] = {}
+def _room_for(original: nn.Module, state: Mapping[str, Tensor], prefix: str) -> dict[int, nn.Parameter]:
+    """Return memory for the parameters that :func:`without_weights` left without, by their ids."""
+    return {
+        id(parameter): nn.Parameter(torch.empty_like(state[prefix + name]), parameter.requires_grad)
+        for name, parameter in original.named_parameters()
+        if parameter.is_meta
+    }
+
+
+def _with_room(
+    original: nn.Module, part: nn.Module, room: Mapping[int, nn.Parameter], copies: dict[int, Any]
+) -> nn.Module:
+    """Return a copy of what :func:`without_weights` left, with memory for all of it, in ``part``'s mode.
+
+    Args:
+        original: The user's module, without its weights.
+        part: What stands in its place.
+        room: Parameters in place of those without memory.
+        copies: What is copied of the model, by id; other layers may have the part's uncut parameters, too.
+    """
+    memo: dict[int, Any] = dict(room)
     for name, parameter in original.named_parameters():
-        if parameter.is_meta:
-            room = torch.empty_like(state[prefix + name])
-            memo[id(parameter)] = nn.Parameter(room, parameter.requires_grad)
+        if not parameter.is_meta:
+            live = part.get_parameter(name)
+            memo[id(parameter)] = copies.setdefault(id(live), copy.deepcopy(live))
     found = copy.deepcopy(original, memo)
     modes = {inner: module.training for inner, module in part.named_modules()}
     for inner, module in found.named_modules():
