@@ -31,7 +31,7 @@ class TrainingLoader(Protocol):
         ...
 
     def state_dict(self) -> Any:
-        """Position, JSON values."""
+        """Position, JSON values; ``epoch`` and ``step``, those done in it, among them."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
@@ -75,8 +75,10 @@ def train_epoch(
     counted = session.ledger.snapshot()
     sums = _Sums()
     begin = time.perf_counter()
-    # Numbered as the loader numbers its batches, so that a trace shows which batch a step is of.
-    for number, batch in enumerate(loader, start=epoch * len(loader)):
+    for batch in loader:
+        # Numbered as the loader numbers its batches, so that a trace shows which batch a step is of.
+        position = loader.state_dict()
+        number = position["epoch"] * len(loader) + position["step"] - 1
         _train_step(step, batch, sums, _Spans(timeline=session.timeline, number=number))
         after_step()
     seconds = time.perf_counter() - begin
