@@ -137,6 +137,8 @@ def wrap(model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> Wrapp
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"wrap takes a torch.nn.Module, not a {type(model).__name__}")
+    if isinstance(model, WrappedModel):
+        raise ConfigError("the model is wrapped already; give wrap the module that you built, once")
     return strategy_of(_distributed(g).session).wrap(model, g, reduction)
 
 

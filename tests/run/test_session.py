@@ -12,6 +12,7 @@ from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
 import dglx_dist as dx
 from dglx_dist.cluster.session import current_session
 from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.base import Parts, WrappedModel
 from tests.sampling import bonds
 
 
@@ -43,6 +44,18 @@ def test_a_graph_of_one_process_is_refused_with_the_remedy(session: None) -> Non
 def test_what_is_no_module_is_refused(session: None) -> None:
     with pytest.raises(ConfigError, match="Module"):
         dx.wrap(torch.nn.functional.relu, None)  # type: ignore[arg-type]
+
+
+def test_a_wrapped_model_is_not_wrapped_again(session: None) -> None:
+    class Wrapped(WrappedModel):
+        parts = Parts(replicated=(), local=())
+
+        def exchange_seconds(self, *, reset: bool = False) -> float:
+            return 0.0
+
+    graph: Any = None
+    with pytest.raises(ConfigError, match="wrapped already"):
+        dx.wrap(Wrapped(), graph)
 
 
 def test_both_names_lead_to_batches_of_edges(session: None, tmp_path: Path) -> None:

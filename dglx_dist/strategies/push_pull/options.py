@@ -123,7 +123,7 @@ def read_size(text: str) -> int:
     try:
         size = int(float(digits) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ConfigError(f"{text!r} is no size in bytes; write it as '4GB', '512MB' or '1000'") from None
+        raise ConfigError(f"{text!r} is no size in bytes; write it as '4GB', '512MB' or '1000B'") from None
     if size < 1:
         raise ConfigError(f"a size of {text!r} leaves no room; write it as '4GB' or '512MB'")
     return size

@@ -14,7 +14,13 @@ from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.push_pull.columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.group import Group, make_group
-from dglx_dist.strategies.push_pull.options import read_push_pull_options, read_size, smallest_group
+from dglx_dist.strategies.push_pull.options import (
+    Sync,
+    read_push_pull_options,
+    read_size,
+    smallest_group,
+)
+from dglx_dist.strategies.push_pull.split import find_first_layer
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -69,6 +75,9 @@ class PushPull(Strategy):
         from dglx_dist.strategies.push_pull.model import PushPullModel
 
         store, group = self._opened(g)
+        if _learns_its_input(model, store, g.num_nodes(), self._options.sync):
+            store = ColumnStore({}, group, self._session)
+        _check_floats(store)
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
 
     def _opened(self, g: DistGraph) -> tuple[ColumnStore, Group]:
@@ -79,6 +88,8 @@ class PushPull(Strategy):
             )
         names = self._features(g)
         group = make_group(self._session, self._options.group_size or self._chosen_size(g, names))
+        if not names:
+            return ColumnStore({}, group, self._session), group
         return open_columns(g, names, group, cache=self._options.cache_columns), group
 
     def _features(self, g: DistGraph) -> tuple[str, ...]:
@@ -98,3 +109,31 @@ class PushPull(Strategy):
             return world_size
         num_bytes = sum(int(np.prod(g.ndata[name].shape)) * g.ndata[name].dtype.itemsize for name in names)
         return smallest_group(world_size, num_bytes, read_size(self._options.memory))
+
+
+def _learns_its_input(model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync) -> bool:
+    """Return whether no layer takes the features, and one the model's embedding of all nodes."""
+    widths = [
+        module.embedding_dim
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings == num_nodes
+    ]
+    features = sum(store.widths.values())
+    return bool(widths) and not _takes(model, features, sync) and _takes(model, widths[0], sync)
+
+
+def _takes(model: nn.Module, width: int, sync: Sync) -> bool:
+    try:
+        find_first_layer(model, width, sync)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_floats(store: ColumnStore) -> None:
+    for name in store.names:
+        if not store.dtype(name).is_floating_point:
+            raise ConfigError(
+                f"the feature {name!r} is {store.dtype(name)}, and the first layer computes with "
+                "floating-point numbers; store it as float32 or float16, or name others with option features="
+            )
