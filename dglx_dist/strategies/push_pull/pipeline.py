@@ -262,7 +262,9 @@ class Pipeline:
         """Leave a batch's gradients for the next step."""
         self._gradients.add(computed)
         flight = computed.flight
-        self.log.computed(flight.number, "M", flight.read["M"])
+        # A frozen side is never stepped.
+        if computed.of_rows or any(leaf.requires_grad for leaf in flight.leaves.values()):
+            self.log.computed(flight.number, "M", flight.read["M"])
         if self._whole:
             self.log.computed(flight.number, "D", flight.read["D"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,21 @@ FIRST = "convs.0.fc_neigh.weight"
 class Trained:
     """A model, its loader and the user's step, on one rank."""
 
-    def __init__(self, g: DistGraph, strategy: str = "push_pull", **options: Any) -> None:
+    def __init__(
+        self, g: DistGraph, strategy: str = "push_pull", frozen: Sequence[str] = (), **options: Any
+    ) -> None:
         topology = g.session.topology
         ids = equality.new_ids_of_training(g)[: runs.BATCH * runs.STEPS]
         mine = equality.cut(ids, runs.SHARES["even"], topology.rank, topology.world_size)
         made = STRATEGIES.get(strategy)(g.session, options)
         size = -(-len(ids) // topology.world_size // runs.STEPS)
         self.loader = made.loader(g, mine, runs.sampler(), batch_size=size)
-        self.model: Any = made.wrap(runs.first_model("sage"), g)
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=equality.RATE)
+        model = runs.first_model("sage")
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        self.model: Any = made.wrap(model, g)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=equality.RATE)
 
     def scores(self, blocks: list[Any]) -> Tensor:
         scores: Tensor = self.model(blocks, blocks[0].srcdata["feat"])
@@ -143,6 +149,18 @@ def frozen_later(g: DistGraph) -> dict[str, Any]:
     return found
 
 
+def frozen_first(g: DistGraph) -> dict[str, Any]:
+    """All of the first layer's cut weights are frozen from the start; nobody will ever step them."""
+    found: dict[str, Any] = {}
+    for strategy, options in (("push_pull", {}), ("data_parallel", {}), ("push_pull", {"depth": 3})):
+        trained = Trained(g, strategy, frozen=runs.PART_NAMES["sage"], **options)
+        trained.epoch()
+        found[f"{strategy}{options}"] = trained.weights()
+        if strategy == "push_pull":
+            found[f"left {options}"] = runs.left_over(trained.model)
+    return found
+
+
 def left_loops(g: DistGraph) -> dict[str, Any]:
     """How much is kept when the user leaves each epoch early, and keeps every loss."""
     trained, flights, losses = Trained(g, depth=3), [], []
@@ -179,7 +197,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         return found
 
 
-SCENES = (replaced_optimizer, two_optimizers, called_twice, looked_at, frozen_later, left_loops)
+SCENES = (replaced_optimizer, two_optimizers, called_twice, looked_at, frozen_later, frozen_first, left_loops)
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +237,14 @@ def test_a_first_layer_may_be_frozen_while_training(seen: list[dict[str, Any]]) 
         plain, *others = (found["frozen_later"][name] for name in sorted(found["frozen_later"]))
         for other in others:
             assert difference(plain, other) <= 1e-12
+
+
+def test_a_first_layer_may_be_frozen_from_the_start(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        frozen = found["frozen_first"]
+        assert difference(frozen["push_pull{}"], frozen["data_parallel{}"]) <= 1e-12
+        assert not any(frozen["left {}"].values())
+        assert not any(frozen["left {'depth': 3}"].values())
 
 
 def test_what_was_begun_or_kept_by_the_user_does_not_pile_up(seen: list[dict[str, Any]]) -> None:
