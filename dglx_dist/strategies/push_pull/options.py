@@ -108,6 +108,10 @@ def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:
     Raises:
         ConfigError: one is unknown, of another type, or has a value that cannot be honoured.
     """
+    memory = options.get("memory")
+    if isinstance(memory, int) and not isinstance(memory, bool):
+        # The command line reads memory=1000 as a number.
+        options = {**options, "memory": str(memory)}
     check_options("push_pull", options, _TYPES)
     return PushPullOptions(**options)  # type: ignore[arg-type]  # checked one line up
 
@@ -123,7 +127,7 @@ def read_size(text: str) -> int:
     try:
         size = int(float(digits) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ConfigError(f"{text!r} is no size in bytes; write it as '4GB', '512MB' or '1000B'") from None
+        raise ConfigError(f"{text!r} is no size in bytes; write it as '4GB', '512MB' or '1000'") from None
     if size < 1:
         raise ConfigError(f"a size of {text!r} leaves no room; write it as '4GB' or '512MB'")
     return size

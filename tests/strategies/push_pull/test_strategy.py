@@ -19,6 +19,7 @@ from dglx_dist.graph import DistGraph
 from dglx_dist.records import NODE_TYPE, Assignment
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.push_pull.options import read_push_pull_options
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull.rounds import NUM_NODES, ring
 
@@ -93,3 +94,9 @@ def test_an_embedding_is_the_input_where_no_layer_takes_features(folder: Path, n
             for key, value in rows.items():
                 np.testing.assert_allclose(cut[key], value, rtol=0, atol=1e-10)
             assert found[f"{name}, late"][0]["rows.weight"].shape == (NUM_NODES, WIDTH)
+
+
+def test_memory_may_be_a_number_of_bytes() -> None:
+    assert read_push_pull_options({"memory": 1000}) == read_push_pull_options({"memory": "1000"})
+    with pytest.raises(dx.ConfigError, match="type str, not bool"):
+        read_push_pull_options({"memory": True})
