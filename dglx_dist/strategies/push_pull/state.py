@@ -178,7 +178,7 @@ class CutState:
 
     def _gathered(self, mine: Tensor, cut: Cut) -> list[Tensor]:
         """Return the pieces of the own group, by part."""
-        mine = mine.detach().contiguous()
+        device, mine = mine.device, mine.detach().contiguous().cpu()
         pieces = [mine.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
         pieces[self._group.part] = mine
         others = self._group.others
@@ -190,7 +190,7 @@ class CutState:
                 one.wait()
         for _, rank in others:
             self._session.ledger.add(PHASE, 1, self._group.rank, rank, mine.numel() * mine.element_size())
-        return pieces
+        return [piece.to(device) for piece in pieces]
 
 
 def without_weights(original: nn.Module, cut: Iterable[str]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torch.optim.optimizer import (
 from dglx_dist.strategies.push_pull.optimizers import check_optimizer
 from dglx_dist.strategies.push_pull.options import Side
 from dglx_dist.strategies.push_pull.versions import VersionLog
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -37,6 +40,9 @@ class StepWatch:
         self._log = log
         self._known: list[weakref.ref[Optimizer]] = []
         self._held_back: tuple[Side, ...] = ()
+        self._meanwhile: set[int] = set()
+        """Optimizers that have stepped since the part side's gradients wait."""
+        self._told = False
         handles = [
             register_optimizer_step_pre_hook(_forwarded(weakref.WeakMethod(self._before))),
             register_optimizer_step_post_hook(_forwarded(weakref.WeakMethod(self._after))),
@@ -94,6 +100,20 @@ class StepWatch:
         sides = self._sides(optimizer)
         if sides:
             self._log.stepped(sides)
+            self._notice_left_out(optimizer)
+
+    def _notice_left_out(self, optimizer: Optimizer) -> None:
+        """Say so if the part side's gradients wait while another optimizer steps for the second time."""
+        if not self._log.waits("M"):
+            self._meanwhile = set()
+        elif id(optimizer) not in self._meanwhile:
+            self._meanwhile.add(id(optimizer))
+        elif not self._told:
+            self._told = True
+            log.warning(
+                "no optimizer steps the first layer's weights, which push_pull cut by columns: was the "
+                "optimizer built before wrap()? Build it from the parameters of what wrap() returned"
+            )
 
     def _sides(self, optimizer: Optimizer) -> tuple[Side, ...]:
         return tuple(sorted({self._side[one] for one in self._stepped_by(optimizer)}))

@@ -105,7 +105,8 @@ class PushPull(Strategy):
 
     def _chosen_size(self, g: DistGraph, names: tuple[str, ...]) -> int:
         world_size = self._session.topology.world_size
-        if not self._options.memory:
+        if not self._options.memory or not names:
+            # What an embedding takes is not known before there is a model.
             return world_size
         num_bytes = sum(int(np.prod(g.ndata[name].shape)) * g.ndata[name].dtype.itemsize for name in names)
         return smallest_group(world_size, num_bytes, read_size(self._options.memory))

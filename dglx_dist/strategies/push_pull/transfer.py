@@ -39,8 +39,8 @@ Received: TypeAlias = list[Tensor]
 class Transfer:
     """Something on its way; :meth:`result` waits for it."""
 
-    def __init__(self, session: Session, what: str) -> None:
-        self._session, self._what = session, what
+    def __init__(self, session: Session, what: str, device: torch.device) -> None:
+        self._session, self._what, self._device = session, what, device
         self._done = threading.Event()
         self._received: Received = []
         self._error: RuntimeError | None = None
@@ -62,7 +62,7 @@ class Transfer:
                 raise PeerError(f"nothing was heard of {self._what} for {4 * self._session.timeout_s:g} s")
             if self._error is not None:
                 raise self._error
-        return self._received
+        return [one.to(self._device) for one in self._received]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,9 @@ class _Lane:
 class Courier:
     """Sends between the members of a group without keeping the caller.
 
+    What lies on a GPU goes through the host's memory: gloo then waits on a thread of its own and matches
+    messages by tag, where NCCL would order all of them on one stream.
+
     Args:
         session: The run.
         group: Who takes part.
@@ -131,7 +134,7 @@ class Courier:
             batch: For the timeline.
         """
         part = self._group.part
-        received = [torch.empty_like(shares[part], memory_format=torch.contiguous_format) for _ in shares]
+        received = [_room_like(shares[part]) for _ in shares]
         received[part] = shares[part].detach()
         return self._swap(_PULL, shares, received, phase, batch)
 
@@ -144,7 +147,7 @@ class Courier:
             phase: For the ledger.
             batch: For the timeline.
         """
-        received = [torch.empty_like(other, memory_format=torch.contiguous_format) for other in like]
+        received = [_room_like(other) for other in like]
         received[self._group.part] = own.detach()
         return self._swap(_PUSH, [own] * self._group.size, received, phase, batch)
 
@@ -153,11 +156,12 @@ class Courier:
     ) -> Transfer:
         """Send ``sent[p]`` to each other member p while ``received[p]`` arrives; nothing where empty."""
         session, others = self._session, self._group.others
-        transfer = Transfer(session, phase if batch is None else f"{phase} of batch {batch}")
+        device = sent[self._group.part].device
+        transfer = Transfer(session, phase if batch is None else f"{phase} of batch {batch}", device)
         if not others:
             transfer.finish(received)
             return transfer
-        outgoing = {part: sent[part].detach().contiguous() for part, _ in others}
+        outgoing = {part: sent[part].detach().contiguous().cpu() for part, _ in others}
         begin = time.perf_counter()
         with peers_named(session, phase):
             works = [dist.irecv(received[p], rank, tag=tag) for p, rank in others if received[p].numel()]
@@ -173,6 +177,10 @@ class Courier:
             _Posted(transfer=transfer, works=works, received=received, kept=[*outgoing.values()], done=done)
         )
         return transfer
+
+
+def _room_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 _NAMES = {_PULL: "pull", _PUSH: "push gradient"}

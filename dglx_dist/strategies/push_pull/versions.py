@@ -39,6 +39,10 @@ class VersionLog:
         """The latest, oldest first."""
         self._pending: list[tuple[int, Side, int]] = []
 
+    def waits(self, side: Side) -> bool:
+        """Whether gradients of ``side`` are there that nobody has stepped."""
+        return any(one[1] == side for one in self._pending)
+
     def computed(self, batch: int, side: Side, read: int) -> None:
         """Note that the gradients of ``batch`` on one side are there to be stepped."""
         self._pending.append((batch, side, read))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,6 +75,24 @@ def replaced_optimizer(g: DistGraph) -> dict[str, Any]:
     trained.optimizer.register_step_post_hook(lambda *_: steps.update(new=steps["new"] + 1))
     trained.epoch()
     return steps
+
+
+def left_out(g: DistGraph) -> dict[str, Any]:
+    """An optimizer that was not given the parts' weights, as one that was built before wrap()."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dglx_dist.strategies.push_pull.steps")
+    logger.addHandler(handler)
+    trained = Trained(g)
+    trained.epoch()
+    right = list(told)
+    cut = trained.model.parts.local
+    rest = [p for name, p in trained.model.module.named_parameters() if name not in cut]
+    trained.optimizer = torch.optim.SGD(rest, lr=0.1)
+    trained.epoch()
+    logger.removeHandler(handler)
+    return {"right": right, "wrong": told}
 
 
 def two_optimizers(g: DistGraph) -> dict[str, Any]:
@@ -197,7 +216,16 @@ def on_rank(folder: str) -> dict[str, Any]:
         return found
 
 
-SCENES = (replaced_optimizer, two_optimizers, called_twice, looked_at, frozen_later, frozen_first, left_loops)
+SCENES = (
+    replaced_optimizer,
+    left_out,
+    two_optimizers,
+    called_twice,
+    looked_at,
+    frozen_later,
+    frozen_first,
+    left_loops,
+)
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +237,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_an_optimizer_that_was_replaced_steps_no_more(seen: list[dict[str, Any]]) -> None:
     for found in seen:
         assert found["replaced_optimizer"] == {"old": 0, "new": runs.STEPS + 1}
+
+
+def test_who_leaves_the_parts_weights_out_is_told_once(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        assert found["left_out"]["right"] == []
+        (message,) = found["left_out"]["wrong"]
+        assert "built before wrap()" in message
 
 
 def test_several_optimizers_all_step_when_the_pipeline_drains(seen: list[dict[str, Any]]) -> None:
