@@ -1,0 +1,215 @@
+"""Dropout anywhere in a model whose masks belong to nodes and edges, not to the rank that computes them.
+
+Two ranks that compute the same node's row then drop the same entries of it, and any number of ranks trains
+what one process trains.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import dgl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dglx_dist.cluster.shared import Shared
+from dglx_dist.errors import ConfigError
+from dglx_dist.layers.columns import Columns
+from dglx_dist.layers.keyed_dropout import MODULES, DropDraws, drop_entries
+
+_KEPT = 8
+"""Forward passes that backward may still come to."""
+_OF_EDGES = ("attn_drop", "edge_drop")
+"""How ``dgl.nn`` calls the dropouts that it applies to values of edges."""
+
+
+def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
+    """Put a :class:`NodeDropout` in place of every ``nn.Dropout`` in ``model``; sends nothing.
+
+    Names of parameters and buffers stay. Subclasses, ``nn.AlphaDropout`` and the like, and calls of
+    ``torch.nn.functional.dropout`` stay torch's: their masks belong to the rank.
+
+    Args:
+        model: Of any modules; changed in place. ``model`` itself is no dropout.
+        seed: Of the run, at least 0.
+
+    Returns:
+        What must be told of every forward pass, see :meth:`NodeDropouts.begin`.
+    """
+    shared = NodeDropouts(seed)
+    made: dict[nn.Module, NodeDropout] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        # A subclass does something else.
+        if type(module) is nn.Dropout:
+            edges = name.rpartition(".")[2] in _OF_EDGES
+            made.setdefault(module, NodeDropout(module, shared, edges=edges))
+            _replace(model, name, made[module])
+    for module in model.modules():
+        if not isinstance(module, NodeDropout):
+            shared.watch(module)
+    return shared
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One forward pass."""
+
+    number: int
+    nodes: Tensor
+    num_calls: int = 0
+    calls: dict[int, int] = field(default_factory=dict)
+    """State of torch's generator, as a draw from it, to the number of the call that met it."""
+
+
+@final
+class NodeDropouts(Shared):
+    """What the dropouts of one model have in common: the pass under way, and whose rows they see.
+
+    Rows outside of a convolution belong to the first nodes of the pass, for a block's destinations come
+    first among its sources, and so on from layer to layer. A module that is called with a graph or a block
+    as its first argument sees that one's sources and edges.
+
+    A layer that ``torch.utils.checkpoint`` computes again gets the masks that it had. Its call is known by
+    the state of torch's generator, which checkpointing restores: a number of calls would have moved on.
+
+    Args:
+        seed: Of the run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._passes: OrderedDict[int, _Pass] = OrderedDict()
+        self._entries: list[tuple[nn.Module, Any]] = []
+        """Modules being called, outermost first, with the graph that each was given, or None."""
+
+    def begin(self, number: int, nodes: Tensor) -> None:
+        """Say that a forward pass begins.
+
+        Passes of one number go on counting where the one before stopped, so that two passes over one batch
+        drop other entries.
+
+        Args:
+            number: Of the step over the whole run, equal on all ranks.
+            nodes: (n,) int64 distinct global ids, of the rows that go in.
+        """
+        before = self._passes.pop(number, None)
+        self._passes[number] = before or _Pass(number=number, nodes=nodes)
+        self._passes[number].nodes = nodes
+        self._entries.clear()
+        while len(self._passes) > _KEPT:
+            self._passes.popitem(last=False)
+
+    def watch(self, module: nn.Module) -> None:
+        """Know from now on which graph ``module`` works on while it is called."""
+        module.register_forward_pre_hook(self._entered, with_kwargs=True)
+        module.register_forward_hook(self._left, with_kwargs=True, always_call=True)
+
+    def drop(self, x: Tensor, probability: float, *, edges: bool) -> Tensor | None:
+        """Return ``x`` with entries dropped; None where nobody knows whose rows they are.
+
+        Args:
+            x: (n, ...) a row for each source, for the first of them, or for each edge.
+            probability: In (0, 1].
+            edges: Whether rows of as many as there are edges are those of the edges.
+
+        Raises:
+            ConfigError: a layer is computed again by a checkpoint that does not restore torch's generator.
+        """
+        if not self._passes or x.dim() == 0:
+            return None
+        begun, call = self._call()
+        keys = self._edge_ids(len(x)) if edges else None
+        if keys is None:
+            keys = self._row_ids(len(x), begun)
+        if keys is None:
+            return None
+        flat = x.reshape(len(x), -1)
+        runs = (Columns(first=0, last=flat.shape[1], width=flat.shape[1]),)
+        draws = DropDraws(seed=self._seed, number=begun.number, nodes=keys, runs=runs)
+        return drop_entries(flat, probability, draws, MODULES + call).reshape(x.shape)
+
+    def _call(self) -> tuple[_Pass, int]:
+        """Return the pass that this call belongs to, and the call's number in it."""
+        state = int(torch.randint(1 << 62, ()).item())
+        if torch._C._current_graph_task_id() == -1:
+            begun = next(reversed(self._passes.values()))
+            call = begun.calls[state] = begun.num_calls
+            begun.num_calls += 1
+            return begun, call
+        for begun in reversed(self._passes.values()):
+            if state in begun.calls:
+                return begun, begun.calls[state]
+        raise ConfigError(
+            "a dropout runs again during backward, and torch's generator is in another state than in "
+            "forward, so its mask would be another one; use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False) with preserve_rng_state=True, its default"
+        )
+
+    def _row_ids(self, count: int, begun: _Pass) -> Tensor | None:
+        graph, nodes = self._graph(), begun.nodes
+        if graph is not None:
+            # Of a graph that the user made nobody knows the nodes.
+            nodes = graph.srcdata.get(dgl.NID, nodes[:0])
+        return nodes[:count] if count <= len(nodes) else None
+
+    def _edge_ids(self, count: int) -> Tensor | None:
+        graph = self._graph()
+        if graph is None or graph.num_edges() != count:
+            return None
+        ids: Tensor | None = graph.edata.get(dgl.EID)
+        return ids
+
+    def _graph(self) -> Any:
+        """Return the graph that the innermost module with one works on; None: none."""
+        return next((graph for _, graph in reversed(self._entries) if graph is not None), None)
+
+    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = args[0] if args else kwargs.get("graph", kwargs.get("g"))
+        self._entries.append((module, first if isinstance(first, dgl.DGLGraph) else None))
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        # Those that an error left on top go too.
+        while self._entries and self._entries.pop()[0] is not module:
+            pass
+
+
+@final
+class NodeDropout(nn.Module):
+    """Stands for ``nn.Dropout``: keyed during a pass of the strategy, torch's own at any other time.
+
+    Args:
+        dropout: What it stands for.
+        shared: Of the model.
+        edges: Whether it is applied to values of edges.
+    """
+
+    def __init__(self, dropout: nn.Dropout, shared: NodeDropouts, *, edges: bool) -> None:
+        super().__init__()
+        self.p, self.inplace = dropout.p, dropout.inplace
+        self._shared, self._edges = shared, edges
+        self.train(dropout.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` ((n, ...)) with entries dropped while training.
+
+        Raises:
+            ConfigError: see :meth:`NodeDropouts.drop`.
+        """
+        if not self.training or self.p == 0:
+            return x
+        dropped = self._shared.drop(x, self.p, edges=self._edges)
+        if dropped is None:
+            return functional.dropout(x, self.p, True, self.inplace)
+        return dropped
+
+    def extra_repr(self) -> str:
+        """Like that of ``nn.Dropout``."""
+        return f"p={self.p}, inplace={self.inplace}"
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    model.get_submodule(parent).register_module(last, module)
