@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def write_plan(folder: Path, plan: RankPlan, facts: Mapping[str, Any] | None = N
     head = {
         "version": VERSION,
         "lengths": [len(array) for array in arrays],
-        "checksum": zlib.crc32(memoryview(flat).cast("B")),
+        "checksum": zlib.crc32(flat),
         "scalars": {name: getattr(plan, name) for name in _scalars()},
         "layers": [
             {name: getattr(layer, name) for name in _COUNTS}
@@ -68,10 +69,10 @@ def read_plan(folder: Path) -> RankPlan:
         flat = np.load(folder / NUMBERS, mmap_mode="r", allow_pickle=False)
         if flat.dtype != np.int64 or flat.shape != (sum(head["lengths"]),):
             raise ValueError(f"it has {flat.shape} numbers of {flat.dtype}")
-        if zlib.crc32(memoryview(np.asarray(flat)).cast("B")) != head["checksum"]:
+        if zlib.crc32(np.asarray(flat)) != head["checksum"]:
             raise ValueError("its checksum differs")
         ends = np.cumsum([0, *head["lengths"]])
-        pieces = iter([np.asarray(flat[first:last]) for first, last in zip(ends[:-1], ends[1:], strict=True)])
+        pieces = iter([np.asarray(flat[first:last]) for first, last in pairwise(ends)])
         nodes = next(pieces)
         layers = tuple(_layer(told, pieces) for told in head["layers"])
         return RankPlan(nodes=nodes, layers=layers, **head["scalars"])
