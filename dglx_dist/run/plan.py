@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.training.kinds import MODEL_KINDS, RELATIONAL_KINDS, check_kind
+from dglx_dist.training.kinds import MODEL_KINDS, RECOMPUTE, RELATIONAL_KINDS, check_kind
 
 _CACHE_POLICIES = ("vip", "degree", "halo")
 _NOT_OF_A_STRATEGY = ("strategy", "timeout", "seed", "backend")
@@ -33,6 +33,8 @@ class TrainPlan:
     hidden: int = 64
     heads: int = 4
     dropout: float = 0.5
+    recompute: str = "none"
+    """What backward computes again, for deep models: one of ``training.kinds.RECOMPUTE``."""
     fanouts: tuple[int, ...] = (25, 10)
     batch_size: int = 512
     epochs: int = 20
@@ -76,6 +78,16 @@ class TrainPlan:
                 "heads",
                 self.model in ("gat", "hgt") and (self.heads < 1 or self.hidden % self.heads > 0),
                 f"a divisor of --hidden {self.hidden}",
+            ),
+            (
+                "recompute",
+                self.recompute not in RECOMPUTE,
+                ", ".join(RECOMPUTE[:-1]) + " or " + RECOMPUTE[-1],
+            ),
+            (
+                "recompute",
+                self.recompute != "none" and self.model != "resgcn",
+                f"left out with --model {self.model}: only layers of resgcn are computed again",
             ),
             ("lr", not 0 < self.lr < math.inf, "above 0"),
             ("weight-decay", not 0 <= self.weight_decay < math.inf, "at least 0"),
