@@ -12,7 +12,7 @@ from dglx_dist.graph.structure import Structure
 from dglx_dist.partition.options import PartitionOptions
 from dglx_dist.partition.registry import PARTITIONERS
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
-from dglx_dist.strategies.granndis.eas_kernels import kept_edges
+from dglx_dist.strategies.granndis.closure import only_from
 
 Composition: TypeAlias = Literal["random", "ordered", "shuffled"]
 """``random``: any seeds, the same in all epochs; ``ordered``: seeds near each other, the same in all epochs;
@@ -104,10 +104,9 @@ def _spanned(structure: Structure, nodes: Array, seeds: Array) -> RawGraph:
     sources, destinations = [], []
     for first in range(0, len(nodes), _NODES_AT_ONCE):
         some = nodes[first : first + _NODES_AT_ONCE]
-        edges = structure.ask("in_edges", some)
-        indptr, places = kept_edges(edges.indptr, edges.sources, nodes)
-        sources.append(np.searchsorted(nodes, edges.sources[places]))
-        destinations.append(first + np.repeat(np.arange(len(some)), np.diff(indptr)))
+        edges = only_from(structure.ask("in_edges", some), nodes)
+        sources.append(np.searchsorted(nodes, edges.sources))
+        destinations.append(first + np.repeat(np.arange(len(some)), np.diff(edges.indptr)))
     return RawGraph(
         name="the nodes of a server",
         num_nodes={NODE_TYPE: len(nodes)},

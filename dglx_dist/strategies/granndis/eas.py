@@ -10,9 +10,10 @@ import numpy as np
 
 from dglx_dist.draws.rng import stream_key
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.in_edges import InEdges
+from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array, EdgeType
-from dglx_dist.strategies.granndis.eas_kernels import choose, kept_edges
+from dglx_dist.strategies.granndis.closure import PRELOAD_STRUCTURE, Selection
+from dglx_dist.strategies.granndis.eas_kernels import choose
 from dglx_dist.strategies.granndis.outside_degrees import outside_degrees
 
 if TYPE_CHECKING:
@@ -118,11 +119,11 @@ def read_eas_options(
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The nodes that a server keeps; it trains on the graph that they span."""
+class Selected:
+    """The nodes that a server keeps, Sel; it trains on the graph that they span."""
 
     nodes: Array
-    """(s,) int64 ascending, Sel: the inner nodes and those chosen."""
+    """(s,) int64 ascending."""
     inner: Array
     """(n,) int64 ascending, what the expansion started from."""
     rounds: tuple[Array, ...]
@@ -132,16 +133,6 @@ class Selection:
     def num_external(self) -> int:
         """How many nodes were chosen."""
         return len(self.nodes) - len(self.inner)
-
-    def keep(self, edges: InEdges) -> InEdges:
-        """Return those of ``edges`` that come from selected nodes; see :func:`keep_selected`."""
-        return keep_selected(edges, self.nodes)
-
-
-def keep_selected(edges: InEdges, nodes: Array) -> InEdges:
-    """Return those in-edges whose source is in the (s,) int64 ascending ``nodes``, in their order."""
-    indptr, places = kept_edges(edges.indptr, edges.sources, nodes)
-    return InEdges(indptr=indptr, sources=edges.sources[places], edge_ids=edges.edge_ids[places])
 
 
 @final
@@ -160,7 +151,7 @@ class EasSelector:
         self._structure = g.structure(etype)
         self._outside = outside_degrees(g, self._structure)
 
-    def select(self, inner: Array, options: EasOptions, *, seed: int, draw: int = 0) -> Selection:
+    def select(self, inner: Array, options: EasOptions, *, seed: int, draw: int = 0) -> Selected:
         """Return the nodes that ``inner`` expands to (algorithms 3.3).
 
         The same on every rank that asks for the same ``inner``: choices are keyed by (seed, draw, node), not
@@ -187,7 +178,23 @@ class EasSelector:
             rounds.append(found)
             selected = np.union1d(selected, found)
             frontier = selected if options.policy == "shadow" else found
-        return Selection(nodes=selected, inner=inner, rounds=tuple(rounds))
+        return Selected(nodes=selected, inner=inner, rounds=tuple(rounds))
+
+    def rule(self, options: EasOptions, *, seed: int, draw: int = 0) -> Selection:
+        """Return what plans are made with: from a server's seeds to the nodes that it may use.
+
+        Where the expansion starts from the server's own nodes, they are chosen once for all seeds.
+        """
+        of_server: list[Array] = []
+
+        def nodes_of(_structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
+            if options.inner == "batch":
+                return self.select(seeds, options, seed=seed, draw=draw).nodes
+            if not of_server:
+                of_server.append(self.select(np.arange(*own), options, seed=seed, draw=draw).nodes)
+            return of_server[0]
+
+        return nodes_of
 
     def _round(
         self, number: int, selected: Array, frontier: Array, options: EasOptions, seed: int, draw: int
@@ -201,7 +208,7 @@ class EasSelector:
         chosen = []
         for first in range(0, len(frontier), _NODES_AT_ONCE):
             nodes = frontier[first : first + _NODES_AT_ONCE]
-            edges = self._structure.ask("in_edges", nodes)
+            edges = self._structure.ask("in_edges", nodes, phase=PRELOAD_STRUCTURE)
             taken = np.empty(0, np.int64) if shadow else selected
             scores = scores_of(edges.sources, taken)
             picked = choose(edges.indptr, edges.sources, nodes, taken, scores, options.fanout, stream)

@@ -92,21 +92,6 @@ def _most(indptr: Array, fanout: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def kept_edges(indptr: Array, sources: Array, nodes: Array) -> tuple[Array, Array]:
-    """Return the (K + 1,) indptr and the (e,) places, int64, of edges with a source in ascending nodes."""
-    kept = np.zeros(len(indptr), np.int64)
-    places = np.empty(len(sources), np.int64)
-    total = 0
-    for i in range(len(indptr) - 1):
-        for edge in range(indptr[i], indptr[i + 1]):
-            if _is_in(sources[edge], nodes):
-                places[total] = edge
-                total += 1
-        kept[i + 1] = total
-    return kept, places[:total].copy()
-
-
-@njit(cache=True, nogil=True)
 def count_outside(
     indptr: Array, indices: Array, first_node: int, nodes: Array, low: int, high: int, out: Array
 ) -> None:
