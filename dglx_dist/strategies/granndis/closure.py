@@ -53,8 +53,14 @@ class Closure:
     @property
     def work(self) -> Array:
         """(n,) int64: for each level above 0 that has the row, its in-edges and one for itself."""
-        levels = (np.arange(len(self.nodes))[:, None] < self.counts[1:]).sum(axis=1)
-        return levels * (self.in_degrees + 1)
+        return self.levels * (self.in_degrees + 1)
+
+    @property
+    def levels(self) -> Array:
+        """(n,) int64; the last level that has the row."""
+        ascending = self.counts[:0:-1]
+        below = np.searchsorted(ascending, np.arange(len(self.nodes)), side="right")
+        return self.num_layers - below
 
     @property
     def in_degrees(self) -> Array:

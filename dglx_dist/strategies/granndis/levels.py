@@ -71,7 +71,7 @@ def grow_levels(
     met = np.empty(0, np.int64)
     for level in range(num_layers - 1, -1, -1):
         sources = grower.sources()
-        met = np.union1d(met, sources)
+        met = np.union1d(met, sources) if len(sources) else met
         if level >= hops:
             grower.add(_wanted_of_own(sources, level, heads, mail))
         else:
