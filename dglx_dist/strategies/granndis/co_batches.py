@@ -1,0 +1,248 @@
+"""The plans of co-batches, made or read ahead while the model trains (GraNNDis, algorithms 3.4)."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TypeAlias, final
+
+import numpy as np
+
+from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array, StepShare
+from dglx_dist.strategies.granndis.batches import Composition, cluster_seeds, compose, draw_of
+from dglx_dist.strategies.granndis.eas import EasOptions, EasSelector
+from dglx_dist.strategies.granndis.plan import RankPlan
+from dglx_dist.strategies.granndis.plan_cache import PlanCache
+from dglx_dist.strategies.granndis.plan_source import PlanSource
+from dglx_dist.strategies.granndis.planning import Planner, PlanRequest
+from dglx_dist.strategies.granndis.server_seeds import ServerSeeds
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+    from dglx_dist.strategies.granndis.closure import Selection
+
+_Key: TypeAlias = tuple[int, int, int]
+"""(draw of the composition, draw of the external nodes, step): equal keys, equal plans."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CoBatchRecipe:
+    """What co-batches are made of."""
+
+    num_layers: int
+    num_batches: int
+    """R, at least 1."""
+    composition: Composition
+    eas: EasOptions | None
+    """None: the whole neighbourhood of all layers."""
+    seed: int
+    """Of the composition and of the external nodes."""
+    split: str = "auto"
+    """The partitioner that deals a co-batch out to a server's ranks."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all epochs have the same co-batches."""
+        return self.composition != "shuffled" and (self.eas is None or not self.eas.resample_every)
+
+
+@final
+class CoBatchPlanner:
+    """Makes the plan of any co-batch. All ranks make one, and ask for the same plans in the same order.
+
+    Args:
+        g: A graph of one node and one edge type.
+        seeds: Of this server.
+
+    Raises:
+        PeerError: a rank did not take part.
+    """
+
+    def __init__(self, g: DistGraph, seeds: ServerSeeds) -> None:
+        self.seeds = seeds
+        self._g = g
+        self._planner = Planner(g)
+        self._selector = EasSelector(g)
+        topology = g.session.topology
+        self._is_head = topology.rank == topology.ranks_of_server(topology.server)[0]
+        self._composed: tuple[CoBatchRecipe, int, tuple[Array, ...]] | None = None
+        self._rule: tuple[CoBatchRecipe, int, Selection] | None = None
+
+    def make(self, recipe: CoBatchRecipe, key: _Key) -> RankPlan:
+        """Return this rank's plan; any thread, one at a time; takes part of all ranks.
+
+        Raises:
+            PeerError: a rank is dead or silent.
+            RemoteError: another rank failed.
+        """
+        composition_draw, eas_draw, step = key
+        request = PlanRequest(
+            # What a server trains on is said once, by its first rank.
+            seeds=self._seeds_of(recipe, composition_draw)[step] if self._is_head else _NONE,
+            num_layers=recipe.num_layers,
+            hops=recipe.num_layers,
+            eas=self._rule_of(recipe, eas_draw),
+            split=recipe.split,
+            show_progress=False,
+        )
+        return self._planner.plan(request)
+
+    def close(self) -> None:
+        """Let go of what planning needs; no plan may be under way."""
+        self._planner.close()
+
+    def _seeds_of(self, recipe: CoBatchRecipe, draw: int) -> tuple[Array, ...]:
+        known = self._composed
+        if known is None or known[:2] != (recipe, draw):
+            clusters = self._clusters(recipe) if recipe.composition == "ordered" else None
+            pieces = compose(
+                self.seeds.own,
+                recipe.num_batches,
+                recipe.composition,
+                seed=recipe.seed,
+                draw=draw,
+                clusters=clusters,
+            )
+            known = self._composed = (recipe, draw, pieces)
+        return known[2]
+
+    def _clusters(self, recipe: CoBatchRecipe) -> Array:
+        server = self._g.session.topology.server
+        first, last = self._g.get_node_partition_policy(self._g.ntypes[0]).bounds[server : server + 2]
+        return cluster_seeds(
+            self._g.structure(),
+            np.arange(first, last),
+            self.seeds.own,
+            recipe.num_batches,
+            seed=recipe.seed,
+        )
+
+    def _rule_of(self, recipe: CoBatchRecipe, draw: int) -> Selection | None:
+        if recipe.eas is None:
+            return None
+        known = self._rule
+        # Kept, because external nodes of a server are chosen once for all of its co-batches.
+        if known is None or known[0].eas != recipe.eas or known[1] != draw:
+            rule = self._selector.rule(recipe.eas, seed=recipe.seed, draw=draw)
+            known = self._rule = (recipe, draw, rule)
+        return known[2]
+
+
+_NONE: Array = np.empty(0, np.int64)
+
+
+@final
+class CoBatchPlans(PlanSource):
+    """One plan per co-batch, each made once or, where epochs differ, when it is needed; the next one ahead.
+
+    Every rank must make it. Plans that are the same in all epochs are kept on disk, if they may.
+
+    Args:
+        g: A graph of one node and one edge type.
+        planner: Of this graph; closed with this.
+        recipe: Of the co-batches.
+        keep: Whether plans may be kept on disk.
+
+    Raises:
+        ConfigError: there are more co-batches than the largest server has seeds.
+        PeerError: a rank did not take part.
+    """
+
+    def __init__(self, g: DistGraph, planner: CoBatchPlanner, recipe: CoBatchRecipe, *, keep: bool) -> None:
+        check_num_batches(recipe.num_batches, planner.seeds)
+        self._planner, self._recipe = planner, recipe
+        self._sizes = planner.seeds.sizes(recipe.num_batches).sum(axis=1)
+        self._cache = _open_cache(g, planner.seeds, recipe) if keep and recipe.is_fixed else None
+        # Of plans that are not on the disk of every rank, all ranks make theirs anew, for they do so together.
+        self._on_disk = _common_steps(g, self._cache, recipe.num_batches)
+        self._held: dict[_Key, RankPlan] = {}
+        self._num_local: dict[_Key, int] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
+        self._under_way: tuple[_Key, Future[RankPlan]] | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        """See :meth:`PlanSource.__len__`: R."""
+        return self._recipe.num_batches
+
+    @property
+    def recipe(self) -> CoBatchRecipe:
+        """What the co-batches are made of."""
+        return self._recipe
+
+    def plan(self, epoch: int, step: int) -> RankPlan:
+        """See :meth:`PlanSource.plan`."""
+        plan = self._begin(self._key(epoch, step)).result()
+        follows = (epoch, step + 1) if step + 1 < len(self) else (epoch + 1, 0)
+        self._begin(self._key(*follows))
+        return plan
+
+    def share(self, epoch: int, step: int) -> StepShare:
+        """See :meth:`PlanSource.share`."""
+        num_local = self._num_local.get(self._key(epoch, step), 0)
+        return StepShare(num_local=num_local, num_global=int(self._sizes[step]))
+
+    def close(self) -> None:
+        """See :meth:`PlanSource.close`; waits for the plan that is under way, as the other ranks do."""
+        if not self._closed:
+            self._closed = True
+            self._pool.shutdown(wait=True)
+            self._planner.close()
+
+    def _begin(self, key: _Key) -> Future[RankPlan]:
+        """Return what is under way for ``key``; the thread works on one after the other, in this order."""
+        if self._under_way is None or self._under_way[0] != key:
+            self._under_way = (key, self._pool.submit(self._make, key))
+        return self._under_way[1]
+
+    def _key(self, epoch: int, step: int) -> _Key:
+        recipe = self._recipe
+        return draw_of(recipe.composition, epoch), recipe.eas.draw(epoch) if recipe.eas else 0, step
+
+    def _make(self, key: _Key) -> RankPlan:
+        if key in self._held:
+            return self._held[key]
+        step = key[-1]
+        if self._cache is not None and step in self._on_disk:
+            plan = self._cache.read(step)
+        else:
+            plan = self._planner.make(self._recipe, key)
+            if self._cache is not None:
+                self._on_disk.add(step)
+                if not self._cache.write(step, plan):
+                    self._held[key] = plan
+        self._num_local[key] = plan.seeds
+        if len(self) == 1:
+            # The same object again, so that its features are kept too.
+            self._held = {key: plan}
+        return plan
+
+
+def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
+    """Raise ConfigError unless every one of ``num_batches`` has seeds on some server."""
+    if not 1 <= num_batches <= max(seeds.counts):
+        raise ConfigError(
+            f"batches={num_batches} co-batches, and the servers have {', '.join(map(str, seeds.counts))} seeds; "
+            f"give 1 to {max(seeds.counts)}"
+        )
+
+
+def _open_cache(g: DistGraph, seeds: ServerSeeds, recipe: CoBatchRecipe) -> PlanCache:
+    facts = asdict(recipe) | {
+        "servers": g.session.topology.server_of_rank,
+        "seeds": [seeds.digest, *seeds.counts],
+        "edges": list(g.canonical_etypes[0]),
+    }
+    return PlanCache(g.dataset, facts, g.session.topology.rank)
+
+
+def _common_steps(g: DistGraph, cache: PlanCache | None, num_batches: int) -> set[int]:
+    """Return the steps whose plans all ranks have on disk; every rank must call it."""
+    mine = [step for step in range(num_batches) if cache.holds(step)] if cache is not None else []
+    found = set(range(num_batches))
+    for steps in gather_json(mine, g.session):
+        found &= set(steps)  # type: ignore[call-overload]  # a list of numbers, as sent
+    return found
