@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from dglx_dist.cli.report_command import draw_or_warn, show
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE
-from dglx_dist.storage.columns import numpy_dtype
 
 if TYPE_CHECKING:
     from dglx_dist.storage.manifest import Manifest
@@ -56,6 +55,8 @@ def show_closure(dataset: StoredDataset, picture: Path, *, hops: int | None, ser
 
 def feature_bytes(manifest: Manifest) -> int:
     """Return the bytes of one node's features; 0 without any."""
+    from dglx_dist.storage.columns import numpy_dtype
+
     info = manifest.node_columns[manifest.node_types[0]].get(FEATURE)
     if info is None:
         return 0
