@@ -15,7 +15,7 @@ Needs = Mapping[tuple[int, int], Sequence[int]]
 
 
 def layer_of(rank: int, own_rows: Sequence[int], needs: Needs) -> HaloLayer:
-    """The layer of ``rank`` where rank r holds ``own_rows[r]`` rows; no exchange reads edges, so it has none."""
+    """The layer of ``rank`` where rank r holds ``own_rows[r]`` rows; without edges, which nobody reads."""
     receive = tuple((peer, len(rows)) for (to, peer), rows in sorted(needs.items()) if to == rank and rows)
     send = tuple(
         (to, np.array(rows, dtype=np.int64))
