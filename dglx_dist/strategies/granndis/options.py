@@ -1,0 +1,77 @@
+"""The options of full-graph training, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.base import check_options
+
+BUCKET_BYTES = 4 * 2**20
+ALL_HOPS = -1
+"""As a number of hops: as many as there are layers."""
+
+COMMON: Mapping[str, type] = {"use_pp": bool, "bucket_bytes": int}
+"""What every strategy of full-graph training knows."""
+PRELOADING: Mapping[str, type] = {**COMMON, "hops": int}
+"""What those know that preload the neighbourhood of a server."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FullGraphOptions:
+    """What the user said of what is exchanged between ranks.
+
+    Raises:
+        ConfigError: a value cannot be honoured.
+    """
+
+    hops: int = ALL_HOPS
+    """k: layers that a server computes without others (algorithms 3.2); -1: all of them."""
+    use_pp: bool = True
+    """Whether the features of the halo are kept from the start on, or sent anew in each epoch."""
+    bucket_bytes: int = BUCKET_BYTES
+    """Gradients of parameters that are sent together."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"option bucket_bytes={self.bucket_bytes} must be at least 1")
+        if self.hops < ALL_HOPS:
+            raise ConfigError(
+                f"option hops={self.hops}: give the number of layers, from the first one on, that a server "
+                "computes without others: 0 is full_graph, -1 is all layers"
+            )
+
+
+def read_full_graph_options(
+    strategy: str, options: Mapping[str, object], known: Mapping[str, type], **fixed: int
+) -> FullGraphOptions:
+    """Return the options of the session.
+
+    Args:
+        strategy: Name for messages.
+        options: What the user gave.
+        known: Option name to the type of its value.
+        fixed: Fields that the strategy sets itself.
+
+    Raises:
+        ConfigError: one is unknown, of another type, or has a value that cannot be honoured.
+    """
+    check_options(strategy, options, known)
+    return FullGraphOptions(**options, **fixed)  # type: ignore[arg-type]  # checked one line up
+
+
+def hops_of(options: FullGraphOptions, num_layers: int) -> int:
+    """Return how many of ``num_layers`` layers are computed without other servers.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if options.hops > num_layers:
+        raise ConfigError(
+            f"option hops={options.hops}, and the sampler has {num_layers} layers: give at most "
+            f"{num_layers}, or leave it out, which is all of them"
+        )
+    return num_layers if options.hops == ALL_HOPS else options.hops

@@ -1,0 +1,104 @@
+"""The columns of a plan: features of its rows, fetched once, labels of its seeds, values of its edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+from torch import Tensor
+
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.records import Array
+from dglx_dist.sampling.attach import LABEL_PHASE, Columns
+from dglx_dist.strategies.granndis.plan import RankPlan
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+PHASE = "preload"
+"""The ledger's name of features and edge values, which are fetched once."""
+
+FillHalo: TypeAlias = Callable[[Tensor], Tensor]
+"""(own rows, *row) to (own rows and halo, *row): what an exchange does, without gradient."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanColumns:
+    """What is attached to the blocks of one plan; tensors that are kept, not copied."""
+
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """(rows of the features, *row): those that this rank holds, or those of all sources of layer 1."""
+    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    """(seeds, *row)."""
+    edges: Sequence[Mapping[str, Tensor]] = ()
+    """(E, *row) of every layer, input-most first; () where nothing is asked for."""
+
+
+@final
+class ColumnReader:
+    """Reads the columns of plans by one-sided calls; any thread.
+
+    Args:
+        g: A graph of one node and one edge type.
+        columns: What to attach.
+    """
+
+    def __init__(self, g: DistGraph, columns: Columns) -> None:
+        self._store: KVStore = g.kvstore
+        self._columns = columns
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the input."""
+        return tuple(name for names in self._columns.inputs.values() for name in names)
+
+    def read(self, plan: RankPlan, fill: FillHalo | None = None) -> PlanColumns:
+        """Return the columns of ``plan``.
+
+        Sends 8 bytes for each row of the features that lies on another server, and receives the row: once
+        per server, for its ranks hold different rows (algorithms 3.1).
+
+        Args:
+            plan: Whose rows.
+            fill: Brings the halo of layer 1; it is then collective. None: inputs are the own rows.
+
+        Raises:
+            PeerError: an owner of rows is dead or silent.
+        """
+        rows = self._rows(_only(self._columns.inputs), plan.nodes, PHASE)
+        if fill is not None:
+            # In the stored type, which may be half as wide as the one to compute in.
+            rows = {name: fill(values) for name, values in rows.items()}
+        return PlanColumns(
+            inputs=self._converted(rows),
+            targets=self._rows(_only(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE),
+            edges=self._edges(plan),
+        )
+
+    def _edges(self, plan: RankPlan) -> list[dict[str, Tensor]]:
+        keys = _only(self._columns.edges)
+        if not keys:
+            return []
+        return [
+            self._converted(self._rows(keys, layer.edge_ids, PHASE, number))
+            for number, layer in enumerate(plan.layers, start=1)
+        ]
+
+    def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
+        pulls = {
+            name: self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
+            for name, key in keys.items()
+        }
+        return {name: pull.result() for name, pull in pulls.items()}
+
+    def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._columns.precision.converted(values) for name, values in rows.items()}
+
+
+def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
+    """Return the columns of the only type; none where nothing is asked of it."""
+    for names in by_type.values():
+        return names
+    return {}
