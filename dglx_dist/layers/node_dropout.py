@@ -14,6 +14,7 @@ import dgl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from dglx_dist.cluster.shared import Shared
 from dglx_dist.errors import ConfigError
@@ -29,7 +30,8 @@ _OF_EDGES = ("attn_drop", "edge_drop")
 def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     """Put a :class:`NodeDropout` in place of every ``nn.Dropout`` in ``model``; sends nothing.
 
-    Names of parameters and buffers stay. Subclasses, ``nn.AlphaDropout`` and the like, and calls of
+    A model that has them already gets new ones, which know nothing of earlier passes. Names of parameters and
+    buffers stay. Subclasses, ``nn.AlphaDropout`` and the like, and calls of
     ``torch.nn.functional.dropout`` stay torch's: their masks belong to the rank.
 
     Args:
@@ -42,10 +44,13 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     shared = NodeDropouts(seed)
     made: dict[nn.Module, NodeDropout] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, NodeDropout):
+            module.leave()
         # A subclass does something else.
-        if type(module) is nn.Dropout:
+        if type(module) in (nn.Dropout, NodeDropout):
             edges = name.rpartition(".")[2] in _OF_EDGES
-            made.setdefault(module, NodeDropout(module, shared, edges=edges))
+            if module not in made:
+                made[module] = NodeDropout(module, shared, edges=edges)
             _replace(model, name, made[module])
     for module in model.modules():
         if not isinstance(module, NodeDropout):
@@ -84,6 +89,7 @@ class NodeDropouts(Shared):
         self._passes: OrderedDict[int, _Pass] = OrderedDict()
         self._entries: list[tuple[nn.Module, Any]] = []
         """Modules being called, outermost first, with the graph that each was given, or None."""
+        self._hooks: list[RemovableHandle] = []
 
     def begin(self, number: int, nodes: Tensor) -> None:
         """Say that a forward pass begins.
@@ -104,8 +110,14 @@ class NodeDropouts(Shared):
 
     def watch(self, module: nn.Module) -> None:
         """Know from now on which graph ``module`` works on while it is called."""
-        module.register_forward_pre_hook(self._entered, with_kwargs=True)
-        module.register_forward_hook(self._left, with_kwargs=True, always_call=True)
+        self._hooks.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(self._left, with_kwargs=True, always_call=True))
+
+    def forget(self) -> None:
+        """Watch no module any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def drop(self, x: Tensor, probability: float, *, edges: bool) -> Tensor | None:
         """Return ``x`` with entries dropped; None where nobody knows whose rows they are.
@@ -186,7 +198,7 @@ class NodeDropout(nn.Module):
         edges: Whether it is applied to values of edges.
     """
 
-    def __init__(self, dropout: nn.Dropout, shared: NodeDropouts, *, edges: bool) -> None:
+    def __init__(self, dropout: nn.Dropout | NodeDropout, shared: NodeDropouts, *, edges: bool) -> None:
         super().__init__()
         self.p, self.inplace = dropout.p, dropout.inplace
         self._shared, self._edges = shared, edges
@@ -204,6 +216,10 @@ class NodeDropout(nn.Module):
         if dropped is None:
             return functional.dropout(x, self.p, True, self.inplace)
         return dropped
+
+    def leave(self) -> None:
+        """Let go of the model's modules, for it gets other dropouts."""
+        self._shared.forget()
 
     def extra_repr(self) -> str:
         """Like that of ``nn.Dropout``."""

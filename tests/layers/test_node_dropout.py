@@ -180,6 +180,22 @@ def test_all_names_of_a_dropout_stay_one_module_and_state_stays() -> None:
     assert str(model.dropout) == "NodeDropout(p=0.4, inplace=False)"
 
 
+def test_dropouts_that_are_there_are_replaced() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))
+    first = install_node_dropouts(model, seed=0)
+    first.begin(0, torch.arange(9))
+    second = install_node_dropouts(model, seed=0)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    assert hooks == [1, 0, 1]
+    torch.manual_seed(0)
+    plain = nn.Dropout(0.5)(torch.ones(9, 8))
+    torch.manual_seed(0)
+    # No pass of the new ones has begun.
+    assert torch.equal(model[0](torch.ones(9, 8)), plain)
+    second.begin(0, torch.arange(9))
+    assert not torch.equal(model[0](torch.ones(9, 8)), plain)
+
+
 def test_a_copy_computes_alone() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2))
     install_node_dropouts(model, seed=0)
