@@ -1,0 +1,96 @@
+"""Layers of ranks that have no edge: the others count on them, forward and backward, all the same.
+
+A rank without targets at a layer may hold rows that others need, and must take their gradients in backward.
+So its output has to depend on what it gave away, although nothing of that went into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dgl
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dglx_dist.strategies.granndis.halo_frame import HaloFrame
+
+
+def tie(output: Any, rows: Tensor) -> Any:
+    """Return ``output``, such that backward through any tensor of it reaches ``rows``, with zeros.
+
+    Args:
+        output: A tensor, or tuples, lists and dicts that hold some.
+        rows: What the exchange returned.
+    """
+    if not (rows.requires_grad and torch.is_grad_enabled()):
+        return output
+    leaves, layout = tree_flatten(output)
+    places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    tied = _Tie.apply(rows, *[leaves[n] for n in places]) if places else ()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    for place, tensor in zip(places, tied, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, layout)
+
+
+def reduce_nothing(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
+    """Return what a user-defined reduction leaves where no message arrives: zeros, as DGL fills in.
+
+    DGL calls no user-defined reduction on a graph without edges and sets no column, so code that reads the
+    result would fail on such a rank alone. The columns' names and shapes come from one imaginary edge, whose
+    message reads the same columns of the sources as on other ranks: what is exchanged then is exchanged.
+
+    Args:
+        block: Of one edge type, without edges; not changed.
+        message: As of ``update_all``.
+        reduce: A function of nodes with a mailbox.
+
+    Returns:
+        (targets, ...) per column, tied to the columns that were read.
+    """
+    read: dict[str, Tensor] = {}
+
+    def bring(name: str, rows: Tensor) -> Tensor:
+        read[name] = rows
+        return _one_row(rows)
+
+    imagined = _one_edge(block)
+    imagined._node_frames[0] = HaloFrame(block._node_frames[0], bring, 1)
+    before = dict(imagined.dstdata.items())
+    imagined.update_all(message, reduce)
+    columns = {
+        name: rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:]))
+        for name, rows in imagined.dstdata.items()
+        if before.get(name) is not rows
+    }
+    for rows in read.values():
+        columns = tie(columns, rows)
+    return columns
+
+
+def _one_edge(block: Any) -> Any:
+    """Return a block of one edge, whose destination and edge have the columns of ``block``, zeros."""
+    (source, relation, destination), device = block.canonical_etypes[0], block.device
+    ends = torch.zeros(1, dtype=block.idtype, device=device)
+    one = dgl.create_block({(source, relation, destination): (ends, ends)}, {source: 1}, {destination: 1})
+    for theirs, ours in ((one.dstdata, block.dstdata), (one.edata, block.edata)):
+        for name, rows in ours.items():
+            theirs[name] = _one_row(rows)
+    return one
+
+
+def _one_row(rows: Tensor) -> Tensor:
+    return torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.options = rows.shape, {"dtype": rows.dtype, "device": rows.device}
+        # Clones, for autograd forbids changing views of several outputs in place, and users do.
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return torch.zeros(ctx.shape, **ctx.options), *gradients

@@ -1,0 +1,154 @@
+"""Exchanges the halo where a layer begins, so that modules written for whole blocks need not know of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from dgl.nn.pytorch.conv.graphconv import EdgeWeightNorm
+from torch import Tensor, nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.granndis.empty_share import tie
+from dglx_dist.strategies.granndis.halo_block import HaloBlock
+
+
+@final
+class Hooks:
+    """What :func:`install` put on a model."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Take it off again."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def install(model: nn.Module) -> Hooks:
+    """Make the modules of ``model`` that are called with a ``HaloBlock`` and rows exchange these first.
+
+    The rows are the argument behind the block, or else the one before it: a tensor of two dimensions or more,
+    or a pair of sources and destinations. It is exchanged in the outermost module that gets it, thus once,
+    and as wide as that module's input (algorithms 3.1); what has a row for each source already stays. Other
+    tensors of own rows, also those of one dimension, are exchanged when they are set on the block's sources.
+    An argument whose name begins with "edge" is never taken for rows of nodes.
+
+    Modules that are called without such a block do what they did; copies of the model keep the hooks.
+
+    Args:
+        model: Of the user. Hooks go on all its modules, those inside other modules included.
+
+    Returns:
+        To take the hooks off.
+    """
+    handles: list[Any] = []
+    for module in model.modules():
+        # One argument is no block and rows; scripted modules take no such hooks.
+        if isinstance(module, torch.jit.ScriptModule) or not _takes_two(module.forward):
+            continue
+        handles.append(module.register_forward_pre_hook(_enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(_leave, with_kwargs=True))
+    return Hooks(handles)
+
+
+class _Place(NamedTuple):
+    """Where a call has its block and its rows."""
+
+    block: HaloBlock
+    key: int | str
+    """Position or name of the argument with the rows."""
+    rows: Any
+    """A tensor, or a pair whose first tensor it is."""
+
+    @property
+    def sources(self) -> Tensor:
+        """Rows of the sources."""
+        found: Tensor = self.rows if torch.is_tensor(self.rows) else self.rows[0]
+        return found
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Exchange the rows among the arguments; torch's forward pre-hook."""
+    if isinstance(module, EdgeWeightNorm):
+        _check_norm(module, args, kwargs)
+    place = _find(module, args, kwargs)
+    if place is None or len(place.sources) != place.block.own_rows:
+        return None
+    whole = place.block.all_rows(place.sources)
+    if whole is place.sources:
+        return None
+    given: Any = whole if torch.is_tensor(place.rows) else (whole, place.rows[1])
+    if isinstance(place.key, str):
+        return args, {**kwargs, place.key: given}
+    return (*args[: place.key], given, *args[place.key + 1 :]), kwargs
+
+
+def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Tie the output of a rank without edges to what it exchanged; torch's forward hook."""
+    place = _find(module, args, kwargs)
+    if place is None or place.block.num_edges():
+        return None
+    return tie(output, place.sources)
+
+
+def _find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Place | None:
+    """Find a block and its rows, by what does not depend on how many rows this rank has."""
+    if not _has_block(args, kwargs):
+        return None
+    named = _named(module.forward, args, kwargs)
+    at = next(n for n, (_, _, value) in enumerate(named) if isinstance(value, HaloBlock))
+    block = named[at][2]
+    for key, name, value in (*named[at + 1 : at + 2], *(named[at - 1 : at] if at else ())):
+        if isinstance(value, dict):
+            raise ConfigError(
+                f"{type(module).__name__} got a dict of rows for a block of one node type; full-graph "
+                "strategies train on graphs of one node and one edge type: use strategy='data_parallel'"
+            )
+        if not name.startswith("edge") and _is_rows(value):
+            return _Place(block, key, value)
+    return None
+
+
+def _named(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[int | str, str, Any]]:
+    """Return (position or name, name, value) of the arguments, in the order of the function's parameters."""
+    names = list(inspect.signature(forward).parameters)
+    found: list[tuple[int | str, str, Any]] = [
+        (n, names[n] if n < len(names) else "", value) for n, value in enumerate(args)
+    ]
+    order = {name: n for n, name in enumerate(names)}
+    for name in sorted(kwargs, key=lambda name: order.get(name, len(order))):
+        found.append((name, name, kwargs[name]))
+    return found
+
+
+def _has_block(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, HaloBlock) for value in (*args, *kwargs.values()))
+
+
+def _is_rows(value: Any) -> bool:
+    if torch.is_tensor(value):
+        return value.dim() > 1
+    # DGL's convolutions take a pair as a tuple, and so do not mistake a list for one.
+    pair = isinstance(value, tuple) and len(value) == 2
+    return pair and all(torch.is_tensor(one) and one.dim() for one in value)
+
+
+def _check_norm(module: EdgeWeightNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if module._norm == "both" and _has_block(args, kwargs):
+        raise ConfigError(
+            "EdgeWeightNorm('both') sums weights over the out-edges of each source, which lie on several "
+            "ranks; normalise the weights of the whole graph beforehand and load them as an edge feature, or "
+            "use EdgeWeightNorm('right')"
+        )
+
+
+def _takes_two(forward: Callable[..., Any]) -> bool:
+    kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
+    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return len(kinds) > 1 or any(kind in many for kind in kinds)
