@@ -38,3 +38,8 @@ class KeptBuffer:
 def bytes_of(tensor: Tensor) -> memoryview:
     """View a contiguous CPU tensor without gradient as its bytes, writable; no copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a socket can read and write the memory of ``tensor``."""
+    return tensor.device.type == "cpu"

@@ -17,7 +17,7 @@ from torch import Tensor
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.strategies.granndis.buffers import bytes_of
+from dglx_dist.strategies.granndis.buffers import bytes_of, is_on_host
 from dglx_dist.strategies.granndis.plan import HaloLayer
 from dglx_dist.strategies.granndis.wire import Incoming, Outgoing, wire_of
 
@@ -158,7 +158,7 @@ class HaloExchange:
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
         """Fill ``halo`` with the peers' rows, and ``own`` with ``h`` meanwhile."""
-        on_host = halo.device.type == "cpu"
+        on_host = is_on_host(halo)
         landing = halo if on_host else self._wire.received.room(halo.shape, halo.dtype)
         incoming = [
             Incoming(rank=rank, room=bytes_of(landing[first:last]))
@@ -221,7 +221,7 @@ class _GiveBack(torch.autograd.Function):
 
 def _gathered(h: Tensor, rows: Tensor, room: Tensor) -> Iterator[memoryview]:
     """Copy ``h[rows]`` into ``room`` piece by piece."""
-    if h.device.type != "cpu":
+    if not is_on_host(h):
         room.copy_(h.index_select(0, rows.to(h.device)))
         yield bytes_of(room)
         return

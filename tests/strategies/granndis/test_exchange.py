@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.strategies.granndis import exchange
 from dglx_dist.strategies.granndis.exchange import HaloExchange
 from dglx_dist.strategies.granndis.wire import wire_of
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -229,6 +231,15 @@ def check_large(session: Session, rank: int) -> None:
     assert wire_of(session).seconds() == 0
 
 
+def check_through_the_host(halo: HaloExchange, rank: int) -> None:
+    """What lies elsewhere is copied to kept memory and from there; the second must not change the first."""
+    x, rows = everything(OWN, 3), rows_of(rank, OWN, NEEDS)
+    with mock.patch.object(exchange, "is_on_host", return_value=False):
+        first, second = halo.exchange(own(x, rank)), halo.exchange(own(-x, rank))
+    assert torch.equal(first, x[rows])
+    assert torch.equal(second, -x[rows])
+
+
 def on_every_rank() -> None:
     with start_session() as session:
         rank = session.topology.rank
@@ -239,6 +250,7 @@ def on_every_rank() -> None:
         check_several_in_one_step(halo, rank)
         check_halves_are_added_wide(halo, rank)
         check_bytes(session, halo, rank)
+        check_through_the_host(halo, rank)
         check_alone(session, rank)
         check_large(session, rank)
 
