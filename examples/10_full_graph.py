@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/10_full_graph.py
 
 Expect, in some ten seconds: each rank prints the loss of its own nodes, one step an epoch, and both the
-same test accuracy, above 0.7. Nothing is sampled: each rank computes its part of the graph, and layers exchange
-the rows of nodes at its border; the weights are those of one process. On several servers, shared_preload in
-the place of full_graph exchanges them inside a server only.
+same test accuracy, above 0.7. Nothing is sampled: each rank computes its part of the graph, and layers
+exchange the rows of nodes at its border; the weights are those of one process. On several servers,
+shared_preload in the place of full_graph exchanges them inside a server only.
 
 What differs from 02_data_parallel.py:
 
@@ -14,8 +14,8 @@ What differs from 02_data_parallel.py:
     -         [10, 5], prefetch_node_feats=["feat"], prefetch_labels=["label"]
     +         [-1, -1], prefetch_node_feats=["feat"], prefetch_labels=["label"]
     -     loader = dx.DataLoader(g, train_nid, sampler, batch_size=64, shuffle=True)
-    -     test_loader = dx.DataLoader(g, test_nid, sampler, batch_size=64)
     +     loader = dx.DataLoader(g, train_nid, sampler)
+    -     test_loader = dx.DataLoader(g, test_nid, sampler, batch_size=64)
     +     test_loader = dx.DataLoader(g, test_nid, sampler)
     -     train(model, loader, epochs=6)
     +     train(model, loader, epochs=40)
