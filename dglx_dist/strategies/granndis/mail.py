@@ -29,7 +29,7 @@ _FAILED = "failed"
 
 
 @final
-class _FailedElsewhere(RemoteError):
+class FailedElsewhereError(RemoteError):
     """Another rank ended the job, and has told everybody."""
 
 
@@ -70,7 +70,7 @@ class Mail:
         self._box.begin(self._job)
         try:
             yield self._job
-        except _FailedElsewhere:
+        except FailedElsewhereError:
             raise
         except Exception as error:
             self._tell_failure(error)
@@ -138,7 +138,7 @@ class Mail:
         session, what = self._session, f"{step!r} of plan {self._job}"
         if (failure := self._box.failure()) is not None:
             rank, text = failure
-            raise _FailedElsewhere(f"rank {rank} on {session.hosts[rank]} could not make its plan: {text}")
+            raise FailedElsewhereError(f"rank {rank} on {session.hosts[rank]} could not make its plan: {text}")
         reported = session.store.first_failure() if session.store is not None else None
         if reported is not None and reported[0] in missing:
             raise PeerError(f"rank {reported[0]} failed before it sent {what}: {reported[1]}")
