@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
 
-from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.cluster.collectives import barrier, gather_json
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.granndis.batches import Composition, cluster_seeds, compose, draw_of
@@ -90,10 +90,6 @@ class CoBatchPlanner:
         )
         return self._planner.plan(request)
 
-    def close(self) -> None:
-        """Let go of what planning needs; no plan may be under way."""
-        self._planner.close()
-
     def _seeds_of(self, recipe: CoBatchRecipe, draw: int) -> tuple[Array, ...]:
         known = self._composed
         if known is None or known[:2] != (recipe, draw):
@@ -132,6 +128,7 @@ class CoBatchPlanner:
 
 
 _NONE: Array = np.empty(0, np.int64)
+_KEPT_EPOCHS = 3
 
 
 @final
@@ -142,7 +139,7 @@ class CoBatchPlans(PlanSource):
 
     Args:
         g: A graph of one node and one edge type.
-        planner: Of this graph; closed with this.
+        planner: Of this graph.
         recipe: Of the co-batches.
         keep: Whether plans may be kept on disk.
 
@@ -153,16 +150,18 @@ class CoBatchPlans(PlanSource):
 
     def __init__(self, g: DistGraph, planner: CoBatchPlanner, recipe: CoBatchRecipe, *, keep: bool) -> None:
         check_num_batches(recipe.num_batches, planner.seeds)
-        self._planner, self._recipe = planner, recipe
+        self._planner, self._recipe, self._session = planner, recipe, g.session
         self._sizes = planner.seeds.sizes(recipe.num_batches).sum(axis=1)
         self._cache = _open_cache(g, planner.seeds, recipe) if keep and recipe.is_fixed else None
-        # Of plans that are not on the disk of every rank, all ranks make theirs anew, for they do so together.
+        # Ranks make plans together: one that is not on the disk of all of them is made anew by all.
         self._on_disk = _common_steps(g, self._cache, recipe.num_batches)
         self._held: dict[_Key, RankPlan] = {}
         self._num_local: dict[_Key, int] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._under_way: tuple[_Key, Future[RankPlan]] | None = None
         self._closed = False
+        # Ranks answer each other's plans, so all must have ended theirs before one goes.
+        g.on_close.append(self.close)
 
     def __len__(self) -> int:
         """See :meth:`PlanSource.__len__`: R."""
@@ -186,11 +185,11 @@ class CoBatchPlans(PlanSource):
         return StepShare(num_local=num_local, num_global=int(self._sizes[step]))
 
     def close(self) -> None:
-        """See :meth:`PlanSource.close`; waits for the plan that is under way, as the other ranks do."""
+        """See :meth:`PlanSource.close`; every rank must call it: the plan under way is finished by all."""
         if not self._closed:
             self._closed = True
             self._pool.shutdown(wait=True)
-            self._planner.close()
+            barrier(self._session, "the last co-batch's plan")
 
     def _begin(self, key: _Key) -> Future[RankPlan]:
         """Return what is under way for ``key``; the thread works on one after the other, in this order."""
@@ -215,6 +214,9 @@ class CoBatchPlans(PlanSource):
                 if not self._cache.write(step, plan):
                     self._held[key] = plan
         self._num_local[key] = plan.seeds
+        # Of shuffled epochs that are over, nobody asks.
+        while len(self._num_local) > _KEPT_EPOCHS * len(self):
+            del self._num_local[next(iter(self._num_local))]
         if len(self) == 1:
             # The same object again, so that its features are kept too.
             self._held = {key: plan}
@@ -225,8 +227,8 @@ def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
     """Raise ConfigError unless every one of ``num_batches`` has seeds on some server."""
     if not 1 <= num_batches <= max(seeds.counts):
         raise ConfigError(
-            f"batches={num_batches} co-batches, and the servers have {', '.join(map(str, seeds.counts))} seeds; "
-            f"give 1 to {max(seeds.counts)}"
+            f"batches={num_batches} co-batches, and the servers have {', '.join(map(str, seeds.counts))} "
+            f"seeds; give 1 to {max(seeds.counts)}"
         )
 
 
