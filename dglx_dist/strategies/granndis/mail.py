@@ -137,8 +137,8 @@ class Mail:
         """Raise what came of the ranks ``missing``; who is late but at work on this job has more time."""
         session, what = self._session, f"{step!r} of plan {self._job}"
         if (failure := self._box.failure()) is not None:
-            rank, text = failure
-            raise FailedElsewhereError(f"rank {rank} on {session.hosts[rank]} could not make its plan: {text}")
+            who = f"rank {failure[0]} on {session.hosts[failure[0]]}"
+            raise FailedElsewhereError(f"{who} could not make its plan: {failure[1]}")
         reported = session.store.first_failure() if session.store is not None else None
         if reported is not None and reported[0] in missing:
             raise PeerError(f"rank {reported[0]} failed before it sent {what}: {reported[1]}")

@@ -30,6 +30,9 @@ from dglx_dist.strategies.granndis.shared_closure import HeldClosure, read_held,
 from dglx_dist.strategies.granndis.split import AUTO, check_split, split_rows
 from dglx_dist.strategies.granndis.wishes import finish_layers
 
+WORTH_SHOWING = 1 << 17
+"""Nodes of a graph from which on rank 0 shows how far it is."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,7 @@ class PlanRequest:
     seeds_stay: bool = False
     """Whether a server computes the seeds that its ranks gave; needs hops == L. False: those it owns."""
     show_progress: bool = True
-    """Whether rank 0 shows a bar."""
+    """Whether rank 0 shows a bar, where the graph is not small."""
 
 
 @final
@@ -138,7 +141,8 @@ class Planner:
     def _find_rows(self, request: PlanRequest, seeds: Array) -> HeldClosure:
         """On a head: return the rows of its server, and give each to one of its ranks."""
         depth = request.num_layers, request.hops
-        shown = request.show_progress and self._topology.rank == 0
+        worth = self._g.num_nodes() >= WORTH_SHOWING
+        shown = request.show_progress and worth and self._topology.rank == 0
         members = self._topology.ranks_of_server(self._topology.server)
         with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
             closure = grow_levels(

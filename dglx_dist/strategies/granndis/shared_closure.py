@@ -45,4 +45,5 @@ def remove_held(folder: Path) -> None:
 
 
 def _mapped(path: Path) -> Array:
-    return np.load(path, mmap_mode="r")
+    # As a plain array, which compiled code knows; it keeps the mapping open.
+    return np.load(path, mmap_mode="r").view(np.ndarray)
