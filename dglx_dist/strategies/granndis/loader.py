@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, TypeAlias, final
 
@@ -60,6 +61,7 @@ class FullGraphLoader:
         self._epoch, self._next_step, self._begun = 0, 0, False
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._number = 0 if self._session.trace is None else self._session.trace.new_loader()
+        g.on_close.append(_if_alive(weakref.WeakMethod(source.close)))
         # Connections are opened together, and not by the thread that makes batches ahead.
         wire_of(self._session)
         if self._keeps:
@@ -184,3 +186,14 @@ class FullGraphLoader:
             self._session.trace.note_pass(
                 Pass(loader=self._number, steps=len(self), seconds=seconds, wait_s=wait_s)
             )
+
+
+def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    """Return what calls ``method`` of an object that may have gone: a graph outlives its loaders."""
+
+    def call() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    return call

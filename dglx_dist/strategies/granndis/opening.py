@@ -16,9 +16,10 @@ from dglx_dist.strategies.base import Reduction
 from dglx_dist.strategies.granndis.loader import FullGraphLoader
 from dglx_dist.strategies.granndis.model import HaloModel
 from dglx_dist.strategies.granndis.options import FullGraphOptions, hops_of
-from dglx_dist.strategies.granndis.plan_source import OnePlan
-from dglx_dist.strategies.granndis.planning import make_plans
-from dglx_dist.strategies.granndis.request import check_one_type, read_request
+from dglx_dist.strategies.granndis.plan_source import OnePlan, PlanSource
+from dglx_dist.strategies.granndis.planning import PlanRequest, make_plans
+from dglx_dist.strategies.granndis.request import Request, check_one_type, read_request
+from dglx_dist.strategies.granndis.resampled import SampledPlans
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -50,10 +51,17 @@ def open_loader(
     check_alike(g.session, f"options of {strategy}", f"{options}")
     request = read_request(strategy, g, indices, sampler, loader_options)
     hops = together(g.session, lambda: hops_of(options, request.num_layers), ConfigError)
-    plan = make_plans(g, request.seeds, request.num_layers, hops)
-    seeds = gather_int64([plan.seeds], g.session)[:, 0]
-    share = StepShare(num_local=plan.seeds, num_global=int(seeds.sum()))
-    return FullGraphLoader(g, OnePlan(plan, share), request, use_pp=options.use_pp)
+    return FullGraphLoader(g, _source(g, request, hops, options), request, use_pp=options.use_pp)
+
+
+def _source(g: DistGraph, request: Request, hops: int, options: FullGraphOptions) -> PlanSource:
+    seeds, num_layers, split = request.seeds, request.num_layers, options.split
+    if options.eas is not None:
+        wanted = PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, split=split)
+        return SampledPlans(g, wanted, options.eas, seed=request.seed)
+    plan = make_plans(g, seeds, num_layers, hops, split=split)
+    counts = gather_int64([plan.seeds], g.session)
+    return OnePlan(plan, StepShare(num_local=plan.seeds, num_global=int(counts.sum())))
 
 
 def wrap_model(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import check_options
+from dglx_dist.strategies.granndis.eas import EasOptions, read_eas_options
+from dglx_dist.strategies.granndis.split import AUTO, check_split
 
 BUCKET_BYTES = 4 * 2**20
 ALL_HOPS = -1
@@ -15,7 +17,14 @@ ALL_HOPS = -1
 
 COMMON: Mapping[str, type] = {"use_pp": bool, "bucket_bytes": int}
 """What every strategy of full-graph training knows."""
-PRELOADING: Mapping[str, type] = {**COMMON, "hops": int}
+EXTERNAL: Mapping[str, type] = {
+    "external_hops": int,
+    "external_fanout": int,
+    "external_policy": str,
+    "resample_every": int,
+}
+"""Of expansion-aware sampling."""
+PRELOADING: Mapping[str, type] = {**COMMON, **EXTERNAL, "hops": int, "split": str}
 """What those know that preload the neighbourhood of a server."""
 
 
@@ -32,6 +41,10 @@ class FullGraphOptions:
     """k: layers that a server computes without others (algorithms 3.2); -1: all of them."""
     use_pp: bool = True
     """Whether the features of the halo are kept from the start on, or sent anew in each epoch."""
+    split: str = AUTO
+    """The partitioner that gives the rows of a server to its ranks."""
+    eas: EasOptions | None = None
+    """How far a server reaches into the others, where it is not the whole neighbourhood."""
     bucket_bytes: int = BUCKET_BYTES
     """Gradients of parameters that are sent together."""
 
@@ -43,6 +56,12 @@ class FullGraphOptions:
                 f"option hops={self.hops}: give the number of layers, from the first one on, that a server "
                 "computes without others: 0 is full_graph, -1 is all layers"
             )
+        if self.eas is not None and self.hops != ALL_HOPS:
+            raise ConfigError(
+                f"option hops={self.hops} says that layers above exchange rows with other servers, and with "
+                f"external_hops={self.eas.hops} none does; leave one of them out"
+            )
+        check_split(self.split)
 
 
 def read_full_graph_options(
@@ -60,7 +79,10 @@ def read_full_graph_options(
         ConfigError: one is unknown, of another type, or has a value that cannot be honoured.
     """
     check_options(strategy, options, known)
-    return FullGraphOptions(**options, **fixed)  # type: ignore[arg-type]  # checked one line up
+    external: dict[str, Any] = {name: value for name, value in options.items() if name in EXTERNAL}
+    others: dict[str, Any] = {name: value for name, value in options.items() if name not in EXTERNAL}
+    asked = {"external_hops": None, "external_fanout": None, **external}
+    return FullGraphOptions(**others, **fixed, eas=read_eas_options(**asked))
 
 
 def hops_of(options: FullGraphOptions, num_layers: int) -> int:

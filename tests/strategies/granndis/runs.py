@@ -1,4 +1,4 @@
-"""One run of full-graph training in a rank: the equality graph, float64, plain SGD, and notes of what moved."""
+"""One run of full-graph training in a rank: the equality graph, float64, plain SGD, and what moved."""
 
 from __future__ import annotations
 

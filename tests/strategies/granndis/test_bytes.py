@@ -119,7 +119,7 @@ def check_preload(
     pairs: Counter[tuple[int, bool]],
     name: str,
 ) -> None:
-    """A row of another server comes once per server, for F x s and the 8 bytes of its id; the halo's besides."""
+    """A row of another server comes once per server, for F x s and 8 bytes of its id; the halo besides."""
     moved = sum((one.making for one in notes), Counter())
     external = 0
     for server in set(servers):
