@@ -64,8 +64,9 @@ class CoBatchPlanner:
     def __init__(self, g: DistGraph, seeds: ServerSeeds) -> None:
         self.seeds = seeds
         self._g = g
-        self._planner = Planner(g)
         self._selector = EasSelector(g)
+        # Waits until all ranks are here, so that all answer before one asks.
+        self._planner = Planner(g)
         topology = g.session.topology
         self._is_head = topology.rank == topology.ranks_of_server(topology.server)[0]
         self._composed: tuple[CoBatchRecipe, int, tuple[Array, ...]] | None = None

@@ -1,0 +1,74 @@
+"""A loader that cannot be opened before there is a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import final
+
+from torch import nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.sampling.stepping import LoaderTimes
+from dglx_dist.strategies.granndis.loader import Batch, FullGraphLoader
+
+
+@final
+class AwaitingLoader:
+    """A :class:`FullGraphLoader` whose number of steps follows from what a model needs.
+
+    All but :meth:`settle` is as there, and may be called once there is a model.
+
+    Args:
+        opened: Opens the loader for a model; collective.
+    """
+
+    def __init__(self, opened: Callable[[nn.Module], FullGraphLoader]) -> None:
+        self._opened = opened
+        self._loader: FullGraphLoader | None = None
+
+    def settle(self, model: nn.Module) -> None:
+        """Open the loader for the user's ``model``; every rank must call it, once."""
+        self._loader = self._opened(model)
+
+    def __len__(self) -> int:
+        """See :meth:`FullGraphLoader.__len__`."""
+        return len(self._settled)
+
+    @property
+    def epoch(self) -> int:
+        """See :attr:`FullGraphLoader.epoch`."""
+        return self._settled.epoch
+
+    @property
+    def num_targets_of_epoch(self) -> tuple[int, int]:
+        """See :attr:`FullGraphLoader.num_targets_of_epoch`."""
+        return self._settled.num_targets_of_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """See :meth:`FullGraphLoader.set_epoch`."""
+        self._settled.set_epoch(epoch)
+
+    def times(self, *, reset: bool = False) -> LoaderTimes:
+        """See :meth:`FullGraphLoader.times`."""
+        return self._settled.times(reset=reset)
+
+    def state_dict(self) -> dict[str, int]:
+        """See :meth:`FullGraphLoader.state_dict`."""
+        return self._settled.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """See :meth:`FullGraphLoader.load_state_dict`."""
+        self._settled.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """See :meth:`FullGraphLoader.__iter__`."""
+        return iter(self._settled)
+
+    @property
+    def _settled(self) -> FullGraphLoader:
+        if self._loader is None:
+            raise ConfigError(
+                "how many co-batches fit into option memory depends on the model; call dx.wrap(model, g) "
+                "before using the loader, or give batches=R in place of memory"
+            )
+        return self._loader
