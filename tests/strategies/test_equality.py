@@ -26,10 +26,12 @@ from tests.strategies.equality import MODELS, SHARES, Column
 COLUMNS = [
     Column("data_parallel"),
     Column("push_pull"),
+    Column("full_graph"),
+    *(Column("shared_preload", (("hops", hops),)) for hops in range(3)),
 ]
 
-# (ranks, ranks per server): one server, then two of them (three ranks: two and one).
-PLACEMENTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 2), (4, 4), (4, 2)]
+# (ranks, ranks per server): one server, several of them, servers of unequal size (three ranks: two and one).
+PLACEMENTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 2), (3, 1), (4, 4), (4, 2), (4, 1)]
 TOLERANCE = 1e-10
 
 
