@@ -70,6 +70,8 @@ class Setting:
     model: str = "sage"
     cut: str = "metis"
     """How the graph is cut into servers."""
+    curve: bool = True
+    """Whether accuracy is measured beside time."""
     label: str = ""
     """What the names of its variants end with; empty where an experiment has one setting only."""
 
@@ -240,7 +242,7 @@ def _variant(
         shape=Shape(servers=SERVERS, ranks_per_server=RANKS_PER_SERVER),
         job=Job(kind="train", params=params, warm={"warmup": 0, "epochs": 1}),
         rate=MatchedPhi(phi=setting.phi, baseline=setting.named(BASE)) if rate is None else rate,
-        curve=curve if rate is None else None,
+        curve=curve if setting.curve and rate is None else None,
     )
 
 
