@@ -20,15 +20,16 @@ from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, ch
 from dglx_dist.strategies.gradients import GradientExchange, mark_output
 from dglx_dist.strategies.granndis.halo_block import HaloBlock
 from dglx_dist.strategies.granndis.hooks import install
+from dglx_dist.strategies.granndis.local_graph import LocalGraph
 from dglx_dist.strategies.granndis.wire import wire_of
-from dglx_dist.strategies.share import find_share
+from dglx_dist.strategies.share import find_share, gradient_weight
 
 
 @final
 class HaloModel(WrappedModel):
-    """The user's model on halo blocks, with the gradients of one process on every rank.
+    """The user's model on halo blocks, or on a local graph, with the gradients of one process on every rank.
 
-    Forward and backward are collective on halo blocks: every rank must run both in every step, also without
+    Forward and backward are collective on these: every rank must run both in every step, also without
     targets, and call its layers in the same order. On other blocks forward never communicates.
 
     The loss is the mean over (or the sum of) this rank's own targets. Its weight n_local / n_global is
@@ -84,13 +85,11 @@ class HaloModel(WrappedModel):
             ConfigError: in training, the blocks are not those of the strategy's loader, or a parameter was
                 unfrozen after wrapping.
         """
-        given = (*args, *kwargs.values())
-        blocks = list(_halo_blocks(given))
-        if not blocks:
+        graphs = list(_exchanging((*args, *kwargs.values())))
+        if not graphs:
             return self._on_other_blocks(args, kwargs)
         if self.training:
-            first = blocks[0]
-            self._dropouts.begin(first.step_number, first.srcdata[dgl.NID])
+            self._dropouts.begin(graphs[0].step_number, graphs[0].srcdata[dgl.NID])
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output
@@ -98,9 +97,8 @@ class HaloModel(WrappedModel):
         world_size = self._session.topology.world_size
         if self._reduction == "sum":
             return mark_output(output, (self._exchange, 1.0))
-        share = find_share(given, self._session)
-        assert share is not None
-        weighed = weigh_gradients(output, world_size * share.num_local / share.num_global)
+        weight = gradient_weight(find_share((graphs,), self._session), self._reduction)
+        weighed = weigh_gradients(output, world_size * weight)
         # 1 / W of what was multiplied by W: a penalty on the weights, which goes past the model's output,
         # counts once in all, not once per rank.
         return mark_output(weighed, (self._exchange, 1.0 / world_size))
@@ -116,9 +114,9 @@ class HaloModel(WrappedModel):
     def _on_other_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.training and torch.is_grad_enabled() and self._trained:
             raise ConfigError(
-                "the wrapped model was not given blocks of the strategy's loader, whose layers know what the "
-                "other ranks need; feed it from dx.DataLoader, or evaluate model.whole() after model.eval(), "
-                "under torch.no_grad()"
+                "the wrapped model was not given blocks of the strategy's loader, nor dx.local_graph(g), which "
+                "know what the other ranks need; feed it from dx.DataLoader, or evaluate model.whole() under "
+                "torch.no_grad()"
             )
         return self.module(*args, **kwargs)
 
@@ -169,8 +167,9 @@ class _Weighed(torch.autograd.Function):
         return gradients[0] * ctx.weight, None
 
 
-def _halo_blocks(arguments: tuple[Any, ...]) -> Iterator[HaloBlock]:
+def _exchanging(arguments: tuple[Any, ...]) -> Iterator[HaloBlock | LocalGraph]:
+    """Yield the graphs among a model's arguments whose rows lie on several ranks."""
     for argument in arguments:
         for one in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(one, HaloBlock):
+            if isinstance(one, HaloBlock | LocalGraph):
                 yield one
