@@ -114,9 +114,9 @@ class HaloModel(WrappedModel):
     def _on_other_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.training and torch.is_grad_enabled() and self._trained:
             raise ConfigError(
-                "the wrapped model was not given blocks of the strategy's loader, nor dx.local_graph(g), which "
-                "know what the other ranks need; feed it from dx.DataLoader, or evaluate model.whole() under "
-                "torch.no_grad()"
+                "the wrapped model was given neither blocks of the strategy's loader nor dx.local_graph(g), "
+                "which know what the other ranks need; feed it from dx.DataLoader, or evaluate model.whole() "
+                "under torch.no_grad()"
             )
         return self.module(*args, **kwargs)
 

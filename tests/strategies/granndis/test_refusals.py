@@ -153,7 +153,7 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
             match(found[f"{name}/edge loader"], "trains on nodes, not on batches of edges", name)
             match(found[f"{name}/batch norm"], "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm", name)
             match(found[f"{name}/reduction"], "reduction='max' must be 'mean' or 'sum'", name)
-            match(found[f"{name}/other blocks"], r"blocks of the strategy's loader.*model\.whole\(\)", name)
+            match(found[f"{name}/other blocks"], r"neither blocks of the strategy's loader.*model\.whole\(\)", name)
             match(found[f"{name}/cut rows"], "fit no side of a block", name)
         match(found["hops"], "hops=3, and the sampler has 2 layers: give at most 2", "hops")
         match(found["differing"], "options of full_graph", "differing")
