@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,9 @@ def test_bytes_are_those_that_the_formulas_foretell(bench: BenchPlan, model: str
         0
     ]
     assert found == plan.facts[PREDICTED_BYTES]
+
+
+def test_the_script_knows_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
+    script = importlib.import_module("granndis")
+    assert list(script.ALL) == [one.EXPERIMENT.id for one in (g1, g2, g3, g4, g5)]
