@@ -1,0 +1,118 @@
+"""Plans in files, and those kept beside a dataset."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.errors import StorageError
+from dglx_dist.strategies.granndis.plan import HaloLayer, RankPlan
+from dglx_dist.strategies.granndis.plan_cache import PlanCache
+from dglx_dist.strategies.granndis.plan_files import HEAD, NUMBERS, read_facts, read_plan, write_plan
+
+
+def a_plan(seeds: int = 1) -> RankPlan:
+    """Rank 0 of 3: nodes 5, 2, 9; layer 1 needs one row of rank 2, layer 2 nothing."""
+    first = HaloLayer(
+        own_rows=3,
+        targets=2,
+        indptr=np.array([0, 2, 3]),
+        indices=np.array([1, 3, 2]),
+        edge_ids=np.array([10, 11, 17]),
+        halo_nodes=np.array([40]),
+        receive=((2, 1),),
+        send=((1, np.array([0, 2])), (2, np.array([1]))),
+    )
+    none = np.empty(0, np.int64)
+    second = HaloLayer(
+        own_rows=2,
+        targets=seeds,
+        indptr=np.zeros(seeds + 1, np.int64),
+        indices=none,
+        edge_ids=none,
+        halo_nodes=none,
+        receive=(),
+        send=(),
+    )
+    return RankPlan(
+        nodes=np.array([5, 2, 9]),
+        layers=(first, second),
+        hops=2,
+        server_nodes=4,
+        inner_nodes=3,
+        external_nodes=1,
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, HaloLayer | RankPlan):
+        return all(same(getattr(one, name), getattr(other, name)) for name in one.__dataclass_fields__)
+    return bool(one == other)
+
+
+def test_a_plan_comes_back(tmp_path: Path) -> None:
+    write_plan(tmp_path, a_plan(), {"made": "today"})
+    assert same(a_plan(), read_plan(tmp_path))
+    assert read_facts(tmp_path) == {"made": "today"}
+
+
+def test_what_is_mapped_is_read_only(tmp_path: Path) -> None:
+    write_plan(tmp_path, a_plan())
+    with pytest.raises(ValueError, match="read-only"):
+        read_plan(tmp_path).nodes[0] = 1
+
+
+def test_damage_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="no plan was written"):
+        read_plan(tmp_path)
+    write_plan(tmp_path, a_plan())
+    numbers = bytearray((tmp_path / NUMBERS).read_bytes())
+    numbers[-3] ^= 1
+    (tmp_path / NUMBERS).write_bytes(bytes(numbers))
+    with pytest.raises(StorageError, match="checksum differs"):
+        read_plan(tmp_path)
+    (tmp_path / NUMBERS).write_bytes(bytes(numbers[:-8]))
+    with pytest.raises(StorageError, match="damaged"):
+        read_plan(tmp_path)
+    head = json.loads((tmp_path / HEAD).read_text()) | {"version": 0}
+    (tmp_path / HEAD).write_text(json.dumps(head))
+    with pytest.raises(StorageError, match="version 0"):
+        read_plan(tmp_path)
+
+
+def cache_at(folder: Path, rank: int = 0, **facts: Any) -> PlanCache:
+    dataset: Any = SimpleNamespace(folder=folder, manifest=SimpleNamespace(checksum="abc"))
+    return PlanCache(dataset, {"batches": 2, **facts}, rank)
+
+
+def test_plans_are_found_again_by_all_that_they_depend_on(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    assert not cache.holds(0)
+    assert cache.write(0, a_plan())
+    assert cache.holds(0)
+    assert not cache.holds(1)
+    assert same(cache_at(tmp_path).read(0), a_plan())
+    assert not cache_at(tmp_path, rank=1).holds(0)
+    assert not cache_at(tmp_path, seed=1).holds(0)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_damaged_plan_is_replaced(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    cache.write(0, a_plan())
+    (cache.folder / "0-0" / NUMBERS).write_bytes(b"nothing")
+    assert not cache.holds(0)
+    assert cache.write(0, a_plan(2))
+    assert cache.read(0).seeds == 2
+    # A sound one stays: somebody else was faster.
+    assert cache.write(0, a_plan(1))
+    assert cache.read(0).seeds == 2
