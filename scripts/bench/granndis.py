@@ -1,7 +1,7 @@
 """Full-graph training on emulated servers: the experiments G1 to G5, and what they came to.
 
     sudo .venv/bin/python scripts/bench/granndis.py --out runs/granndis             # all of them
-    sudo .venv/bin/python scripts/bench/granndis.py --out runs/granndis --quick     # 1 repetition, small graphs
+    sudo .venv/bin/python scripts/bench/granndis.py --out runs/granndis --quick     # 1 repetition, less
     sudo .venv/bin/python scripts/bench/granndis.py --out runs/granndis --only G1,G4
 
 The same as ``dglx bench --suite papers --only G1,G2,...``, with bytes by phase beside the formulas, accuracy
