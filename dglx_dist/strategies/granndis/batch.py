@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import dgl
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,12 +47,13 @@ class HaloBatch:
         exchanges = [
             HaloExchange(g.session, layer, number) for number, layer in enumerate(plan.layers, start=1)
         ]
-        nodes = torch.from_numpy(plan.nodes)
+        # A plan out of a file may not be written to, of which torch warns.
+        nodes = torch.from_numpy(np.require(plan.nodes, requirements="W"))
         self._blocks = [
             halo_block(layer, nodes, exchange, etype=g.canonical_etypes[0], out_degrees=g.out_degrees)
             for layer, exchange in zip(plan.layers, exchanges, strict=True)
         ]
-        columns = reader.read(plan, _with_halo(exchanges[0]) if filled else None)
+        columns = reader.read(plan, partial(exchanges[0].fetch, phase=PHASE) if filled else None)
         self._attach(columns)
         self._blocks = [block.to(device) for block in self._blocks]
         self._input_nodes = (self._blocks[0].srcdata[dgl.NID] if filled else nodes).to(device)
@@ -77,7 +79,3 @@ class HaloBatch:
         last.dstdata.update(columns.targets)
         for block, edges in zip(self._blocks, columns.edges, strict=bool(columns.edges)):
             block.edata.update(edges)
-
-
-def _with_halo(exchange: HaloExchange) -> Callable[[Tensor], Tensor]:
-    return lambda rows: torch.cat([rows, exchange.fetch(rows, PHASE)])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from torch import Tensor
 
+from dglx_dist.graph.dtypes import empty_rows
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.records import Array
 from dglx_dist.sampling.attach import LABEL_PHASE, Columns
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 PHASE = "preload"
 """The ledger's name of features and edge values, which are fetched once."""
 
-FillHalo: TypeAlias = Callable[[Tensor], Tensor]
-"""(own rows, *row) to (own rows and halo, *row): what an exchange does, without gradient."""
+FetchHalo: TypeAlias = Callable[[Tensor], Tensor]
+"""(own rows, *row) to the (n_halo, *row) of the others; collective."""
 
 
 @final
@@ -54,7 +55,7 @@ class ColumnReader:
         """The columns of the input."""
         return tuple(name for names in self._columns.inputs.values() for name in names)
 
-    def read(self, plan: RankPlan, fill: FillHalo | None = None) -> PlanColumns:
+    def read(self, plan: RankPlan, fetch: FetchHalo | None = None) -> PlanColumns:
         """Return the columns of ``plan``.
 
         Sends 8 bytes for each row of the features that lies on another server, and receives the row: once
@@ -62,20 +63,31 @@ class ColumnReader:
 
         Args:
             plan: Whose rows.
-            fill: Brings the halo of layer 1; it is then collective. None: inputs are the own rows.
+            fetch: Brings the halo of layer 1, in the stored type, which may be half as wide as the one to
+                compute in; this is collective then. None: inputs are the own rows.
 
         Raises:
             PeerError: an owner of rows is dead or silent.
         """
-        rows = self._rows(_only(self._columns.inputs), plan.nodes, PHASE)
-        if fill is not None:
-            # In the stored type, which may be half as wide as the one to compute in.
-            rows = {name: fill(values) for name, values in rows.items()}
         return PlanColumns(
-            inputs=self._converted(rows),
+            inputs=self._converted(self._inputs(plan, fetch)),
             targets=self._rows(_only(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE),
             edges=self._edges(plan),
         )
+
+    def _inputs(self, plan: RankPlan, fetch: FetchHalo | None) -> dict[str, Tensor]:
+        keys = _only(self._columns.inputs)
+        if fetch is None:
+            return self._rows(keys, plan.nodes, PHASE)
+        found = {}
+        for name, key in keys.items():
+            # Both into their place: features are most of what a rank holds.
+            rows = empty_rows(plan.layers[0].num_sources, self._store.column(key).info)
+            own = rows[: len(plan.nodes)]
+            self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
+            rows[len(plan.nodes) :] = fetch(own)
+            found[name] = rows
+        return found
 
     def _edges(self, plan: RankPlan) -> list[dict[str, Tensor]]:
         keys = _only(self._columns.edges)
