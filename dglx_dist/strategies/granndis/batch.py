@@ -49,10 +49,16 @@ class HaloBatch:
         ]
         # A plan out of a file may not be written to, of which torch warns.
         nodes = torch.from_numpy(np.require(plan.nodes, requirements="W"))
-        self._blocks = [
-            halo_block(layer, nodes, exchange, etype=g.canonical_etypes[0], out_degrees=g.out_degrees)
-            for layer, exchange in zip(plan.layers, exchanges, strict=True)
-        ]
+        self._blocks: list[HaloBlock] = []
+        for depth, (layer, exchange) in enumerate(zip(plan.layers, exchanges, strict=True)):
+            if depth and layer is plan.layers[depth - 1]:
+                # Deep models have many layers over one structure.
+                self._blocks.append(self._blocks[-1].through(exchange))
+            else:
+                etype = g.canonical_etypes[0]
+                self._blocks.append(
+                    halo_block(layer, nodes, exchange, etype=etype, out_degrees=g.out_degrees)
+                )
         columns = reader.read(plan, partial(exchanges[0].fetch, phase=PHASE) if filled else None)
         self._attach(columns)
         self._blocks = [block.to(device) for block in self._blocks]

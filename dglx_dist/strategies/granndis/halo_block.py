@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
@@ -94,6 +95,13 @@ class HaloBlock(DGLBlock):
     def fresh(self) -> HaloBlock:
         """Return a block of the same structure and columns, to which other columns can be added."""
         block: HaloBlock = self.local_var()
+        return block
+
+    def through(self, exchange: Exchange) -> HaloBlock:
+        """Return a :meth:`fresh` block whose halo comes by ``exchange``, of a layer that is alike."""
+        block = self.fresh()
+        block._halo = copy.copy(self._halo)
+        block._halo.exchange = exchange
         return block
 
     def all_rows(self, h: Tensor, *, kept: Tensor | None = None) -> Tensor:
