@@ -37,18 +37,21 @@ def install(model: nn.Module) -> Hooks:
     tensors of own rows, also those of one dimension, are exchanged when they are set on the block's sources.
     An argument whose name begins with "edge" is never taken for rows of nodes.
 
-    Modules that are called without such a block do what they did; copies of the model keep the hooks.
+    Modules that are called without such a block do what they did; copies of the model keep the hooks. Modules
+    that have them already get no more.
 
     Args:
         model: Of the user. Hooks go on all its modules, those inside other modules included.
 
     Returns:
-        To take the hooks off.
+        To take the hooks off that this call put on.
     """
     handles: list[Any] = []
     for module in model.modules():
         # One argument is no block and rows; scripted modules take no such hooks.
         if isinstance(module, torch.jit.ScriptModule) or not _takes_two(module.forward):
+            continue
+        if _enter in module._forward_pre_hooks.values():
             continue
         handles.append(module.register_forward_pre_hook(_enter, with_kwargs=True))
         handles.append(module.register_forward_hook(_leave, with_kwargs=True))

@@ -189,6 +189,8 @@ def test_hooks_can_be_taken_off_and_leave_other_graphs_alone() -> None:
     expected = conv(whole_graph(), features())
     hooks = install(conv)
     assert torch.equal(conv(whole_graph(), features()), expected)
+    install(conv).remove()
+    assert len(conv._forward_pre_hooks) == 1
     hooks.remove()
     assert not conv._forward_pre_hooks
     assert not conv._forward_hooks
