@@ -61,5 +61,5 @@ def test_two_rings_with_one_bridge_are_two_clusters() -> None:
 
 
 def test_an_unknown_composition_is_refused() -> None:
-    with pytest.raises(ConfigError, match="composition='metis'.*'ordered'"):
+    with pytest.raises(ConfigError, match=r"composition='metis'.*'ordered'"):
         check_composition("metis")

@@ -90,7 +90,7 @@ def test_one_co_batch_that_is_larger_than_the_probes_counts() -> None:
 
 def test_no_room_is_refused_with_the_way_out() -> None:
     _, worst = needs(10**6)
-    with pytest.raises(ConfigError, match="do not hold even one of 50 co-batches.*grant more"):
+    with pytest.raises(ConfigError, match=r"do not hold even one of 50 co-batches.*grant more"):
         choose_num_batches(worst, 100, 50)
 
 

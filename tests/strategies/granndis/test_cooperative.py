@@ -1,0 +1,308 @@
+"""Cooperative batching on real ranks (algorithms 3.8 (5)): float64, plain SGD."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.granndis.cooperative_options import CooperativeOptions, read_cooperative_options
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.equality import Column
+from tests.strategies.granndis import runs
+
+TOLERANCE = 1e-10
+PLACEMENTS = [(1, 1), (2, 2), (2, 1), (4, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("cooperative"))
+
+
+@functools.cache
+def plain_weights(kind: str) -> list[Any]:
+    return equality.one_process(kind)[0]
+
+
+def difference(mine: list[Any], other: list[Any]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), PLACEMENTS)
+def test_one_co_batch_is_one_process(folder: Path, ranks: int, per_server: int) -> None:
+    columns = [
+        Column("cooperative"),
+        Column("cooperative", (("external_hops", 2), ("external_fanout", -1), ("keep", "rebuild"))),
+    ]
+    results = run_ranks(equality.on_ranks, ranks, args=(str(folder), columns), ranks_per_server=per_server)
+    for result in results:
+        wrong = {
+            cell: difference(weights, plain_weights(cell.split("/")[1]))
+            for cell, weights in result.items()
+            if not difference(weights, plain_weights(cell.split("/")[1])) <= TOLERANCE
+        }
+        assert not wrong
+
+
+def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: int = 2) -> dict[str, Any]:
+    """Gradients of each step at the first weights, and who trained on what."""
+    session = g.session
+    strategy: Any = STRATEGIES.get("cooperative")(session, options)
+    before = session.ledger.snapshot()
+    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    wrapped = strategy.wrap(runs.first_model(kind), g)
+    seeds, gradients, rows, counts = [], [], [], []
+    moved: list[dict[str, int]] = []
+    for _ in range(epochs):
+        of_epoch: list[list[int]] = []
+        for _, output_nodes, blocks in loader:
+            scores = wrapped(blocks, blocks[0].srcdata["feat"])
+            labels = blocks[-1].dstdata["label"]
+            wrapped.zero_grad()
+            F.cross_entropy(scores, labels).backward()
+            share = blocks[-1].step_share
+            assert share.num_local == len(output_nodes)
+            counts.append(share.num_global)
+            gradients.append([p.grad.clone().numpy() for p in wrapped.parameters()])
+            of_epoch.append(output_nodes.tolist())
+            rows.append(blocks[0].own_rows)
+        seeds.append(of_epoch)
+        moved.append({})
+        for row in session.ledger.since(before):
+            moved[-1][row.phase] = moved[-1].get(row.phase, 0) + row.num_bytes
+        before = session.ledger.snapshot()
+    return {"seeds": seeds, "gradients": gradients, "rows": rows, "counts": counts, "moved": moved}
+
+
+def epochs_of(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    start_session(timeout_s=60)
+    g = DistGraph(folder, structure="partitioned")
+    found = {"epochs": [an_epoch(g, case) for case in cases]}
+    found["train"] = g.ndata["train_mask"][:].nonzero()[:, 0].tolist()
+    bounds = g.get_node_partition_policy("_N").bounds
+    found["own"] = bounds[g.session.topology.server : g.session.topology.server + 2].tolist()
+    g.close()
+    return found
+
+
+CASES: list[dict[str, Any]] = [
+    {"batches": 3},
+    {"batches": 3, "composition": "ordered", "keep": "rebuild"},
+    {"batches": 3, "composition": "shuffled"},
+    {"batches": 4, "external_hops": 1, "external_fanout": 2, "external_inner": "batch"},
+    {"batches": 2, "external_hops": 1, "external_fanout": 2, "resample_every": 1},
+]
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (4, 2)])
+def epochs(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    ranks, per_server = request.param
+    return run_ranks(epochs_of, ranks, args=(str(folder), CASES), ranks_per_server=per_server)
+
+
+def test_every_seed_is_in_one_co_batch_of_its_server(epochs: list[dict[str, Any]]) -> None:
+    train = epochs[0]["train"]
+    for number, case in enumerate(CASES):
+        for epoch in range(2):
+            steps = [result["epochs"][number]["seeds"][epoch] for result in epochs]
+            assert all(len(of_rank) == case["batches"] for of_rank in steps)
+            everything = [node for of_rank in steps for seeds in of_rank for node in seeds]
+            assert sorted(everything) == train
+            for result, of_rank in zip(epochs, steps, strict=True):
+                first, last = result["own"]
+                assert all(first <= node < last for seeds in of_rank for node in seeds)
+
+
+def test_steps_weigh_their_seeds(epochs: list[dict[str, Any]]) -> None:
+    for number, case in enumerate(CASES):
+        for result in epochs:
+            counts = result["epochs"][number]["counts"]
+            assert counts == epochs[0]["epochs"][number]["counts"]
+            assert sum(counts[: case["batches"]]) == len(result["train"])
+
+
+def test_gradients_of_an_epoch_add_up_to_the_whole_graphs(epochs: list[dict[str, Any]]) -> None:
+    graph = equality.plain_graph()
+    model = runs.first_model("sage")
+    targets = graph.ndata["train_mask"].nonzero()[:, 0]
+    F.cross_entropy(
+        model([graph, graph], graph.ndata["feat"])[targets], graph.ndata["label"][targets]
+    ).backward()
+    whole = [p.grad.numpy() for p in model.parameters()]
+    for number in range(3):
+        for result in epochs:
+            found = result["epochs"][number]
+            for epoch in range(2):
+                steps = slice(3 * epoch, 3 * epoch + 3)
+                total = [
+                    sum(g * n for g, n in zip(of_parameter, found["counts"][steps], strict=True))
+                    / len(targets)
+                    for of_parameter in zip(*found["gradients"][steps], strict=True)
+                ]
+                assert difference(total, whole) <= TOLERANCE
+
+
+def test_compositions_are_what_they_say(epochs: list[dict[str, Any]]) -> None:
+    for result in epochs:
+        random, ordered, shuffled = [result["epochs"][n]["seeds"] for n in range(3)]
+        assert [sorted(one) for one in random[0]] == [sorted(one) for one in random[1]]
+        assert [sorted(one) for one in ordered[0]] == [sorted(one) for one in ordered[1]]
+    assert any(
+        sorted(result["epochs"][2]["seeds"][0][0]) != sorted(result["epochs"][2]["seeds"][1][0])
+        for result in epochs
+    )
+
+
+def test_structure_is_asked_for_once_where_plans_are_kept(epochs: list[dict[str, Any]]) -> None:
+    asked = [
+        [sum(r["epochs"][n]["moved"][epoch].get("preload_structure", 0) for r in epochs) for epoch in (0, 1)]
+        for n in range(3)
+    ]
+    assert asked[0][0] > 0
+    assert asked[0][1] == 0
+    assert asked[1][1] > 0
+    assert asked[2][1] > 0
+
+
+def second_run(folder: str) -> dict[str, Any]:
+    start_session(timeout_s=60)
+    g = DistGraph(folder, structure="partitioned")
+    found = an_epoch(g, CASES[0])
+    g.close()
+    return found
+
+
+def test_a_later_run_reads_the_plans(folder: Path) -> None:
+    first = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
+    again = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
+    assert sum(one["moved"][0].get("preload_structure", 0) for one in first) > 0
+    assert sum(sum(moved.get("preload_structure", 0) for moved in one["moved"]) for one in again) == 0
+    for one, other in zip(first, again, strict=True):
+        assert one["seeds"] == other["seeds"]
+        for mine, theirs in zip(one["gradients"], other["gradients"], strict=True):
+            assert difference(mine, theirs) == 0
+
+
+def rows_fetched(folder: str) -> dict[str, int]:
+    """Rows of the features that this rank fetches for a third of its server's seeds: together, and alone."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    source: Any = STRATEGIES.get("cooperative")(session, {"batches": 3, "keep": "rebuild"})
+    loader = source.loader(g, runs.my_share(g), runs.sampler())
+    together = alone = 0
+    for _, output_nodes, blocks in loader:
+        together += blocks[0].own_rows
+        # What a rank would fetch for its own seeds, without the others of the server.
+        known, frontier = set(output_nodes.tolist()), output_nodes.numpy()
+        for _ in range(2):
+            found = g.structure().ask("in_edges", frontier).sources
+            frontier = np.array(sorted(set(found.tolist()) - known), np.int64)
+            known |= set(frontier.tolist())
+        alone += len(known)
+    g.close()
+    return {"together": together, "alone": alone, "server": session.topology.server}
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), (4, 2)])
+def test_fetching_once_per_server_moves_no_more_rows(folder: Path, ranks: int, per_server: int) -> None:
+    results = run_ranks(rows_fetched, ranks, args=(str(folder),), ranks_per_server=per_server)
+    for server in {result["server"] for result in results}:
+        mine = [result for result in results if result["server"] == server]
+        together, alone = sum(one["together"] for one in mine), sum(one["alone"] for one in mine)
+        assert together == alone if per_server == 1 else together < alone
+
+
+def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    lengths = []
+    for size in sizes:
+        strategy: Any = STRATEGIES.get("cooperative")(session, {"memory": size, "keep": "rebuild"})
+        model = runs.first_model("sage")
+        if wrap_first:
+            wrapped = strategy.wrap(model, g)
+            loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+        else:
+            loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+            with pytest.raises(ConfigError, match=r"dx.wrap\(model, g\) before"):
+                len(loader)
+            wrapped = strategy.wrap(model, g)
+        for _, _, blocks in loader:
+            scores = wrapped(blocks, blocks[0].srcdata["feat"])
+            F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+        lengths.append(len(loader))
+        del wrapped
+    with pytest.raises(ConfigError, match="do not hold even one"):
+        strategy = STRATEGIES.get("cooperative")(session, {"memory": "1000"})
+        loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+        strategy.wrap(runs.first_model("sage"), g)
+        len(loader)
+    g.close()
+    return lengths
+
+
+@pytest.mark.parametrize("wrap_first", [False, True])
+def test_less_memory_more_co_batches(folder: Path, wrap_first: bool) -> None:
+    results = run_ranks(
+        with_memory, 2, args=(str(folder), ["1GB", "300KB", "200KB"], wrap_first), ranks_per_server=2
+    )
+    assert results[0] == results[1]
+    one, some, more = results[0]
+    assert one == 1
+    assert 1 < some < more
+
+
+def too_many(folder: str) -> str:
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 1000})
+    with pytest.raises(ConfigError) as refused:
+        strategy.loader(g, torch.arange(6), runs.sampler())
+    g.close()
+    return str(refused.value)
+
+
+def test_more_co_batches_than_seeds_are_refused(folder: Path) -> None:
+    (told,) = run_ranks(too_many, 1, args=(str(folder),))
+    assert "batches=1000 co-batches, and the servers have 6 seeds; give 1 to 6" in told
+
+
+def test_options() -> None:
+    assert read_cooperative_options("cooperative", {}) == CooperativeOptions()
+    read = read_cooperative_options(
+        "cooperative", {"memory": "1MB", "external_fanout": 3, "external_inner": "batch"}
+    )
+    assert (read.batches, read.memory) == (0, 2**20)
+    assert read.eas is not None
+    assert (read.eas.hops, read.eas.fanout, read.eas.inner) == (1, 3, "batch")
+    assert read_cooperative_options("cooperative", {"memory": 5000}).memory == 5000
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"batches": 0}, "batches=0"),
+        ({"batches": -1}, "batches=-1"),
+        ({"batches": 2, "memory": "1GB"}, "and not both"),
+        ({"memory": "much"}, "'much' is no size"),
+        ({"composition": "any"}, "composition='any'"),
+        ({"keep": "tape"}, "keep='tape'"),
+        ({"external_hops": 1}, "without external_fanout"),
+        ({"external_inner": "batch"}, "external_inner='batch'"),
+        ({"hops": 1}, "no option 'hops'"),
+    ],
+)
+def test_what_cannot_be_honoured(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_cooperative_options("cooperative", options)
