@@ -21,7 +21,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.columns import Columns
 from dglx_dist.layers.keyed_dropout import MODULES, DropDraws, drop_entries
 
-_KEPT = 8
+_KEPT = 4
 """Forward passes that backward may still come to."""
 _OF_EDGES = ("attn_drop", "edge_drop")
 """How ``dgl.nn`` calls the dropouts that it applies to values of edges."""
@@ -53,7 +53,8 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
                 made[module] = NodeDropout(module, shared, edges=edges)
             _replace(model, name, made[module])
     for module in model.modules():
-        if not isinstance(module, NodeDropout):
+        # Scripted modules take no such hooks.
+        if not isinstance(module, NodeDropout | torch.jit.ScriptModule):
             shared.watch(module)
     return shared
 
