@@ -16,15 +16,24 @@ from dglx_dist.strategies.granndis.loader import Batch, FullGraphLoader
 class AwaitingLoader:
     """A :class:`FullGraphLoader` whose number of steps follows from what a model needs.
 
-    All but :meth:`settle` is as there, and may be called once there is a model.
+    All but :meth:`settle` is as there, and may be called once there is a model: the next that is wrapped, or
+    an earlier one when iterating begins without.
 
     Args:
         opened: Opens the loader for a model; collective.
+        earlier: Returns the model that was wrapped last, equally on all ranks; None: none.
     """
 
-    def __init__(self, opened: Callable[[nn.Module], FullGraphLoader]) -> None:
-        self._opened = opened
+    def __init__(
+        self, opened: Callable[[nn.Module], FullGraphLoader], earlier: Callable[[], nn.Module | None]
+    ) -> None:
+        self._opened, self._earlier = opened, earlier
         self._loader: FullGraphLoader | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has got its model."""
+        return self._loader is not None
 
     def settle(self, model: nn.Module) -> None:
         """Open the loader for the user's ``model``; every rank must call it, once."""
@@ -62,6 +71,9 @@ class AwaitingLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """See :meth:`FullGraphLoader.__iter__`."""
+        model = self._earlier()
+        if not self.is_settled and model is not None:
+            self.settle(model)
         return iter(self._settled)
 
     @property

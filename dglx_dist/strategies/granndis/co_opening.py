@@ -54,8 +54,8 @@ def open_co_loader(
     if options.batches:
         return opened(options.batches)
     choice = MemoryChoice(g, planner, _recipe(request, options, 1), request, options.memory)
-    loader = AwaitingLoader(lambda model: opened(choice.num_batches(model)))
     state = _state(g)
+    loader = AwaitingLoader(lambda model: opened(choice.num_batches(model)), state.model)
     state.settle_or_await(loader)
     return loader
 
@@ -91,22 +91,31 @@ class _State:
 
     def __init__(self) -> None:
         self._model: weakref.ref[HaloModel] | None = None
+        self._is_new = False
+        """Whether the model was wrapped after all loaders that there are."""
         self._awaiting: list[AwaitingLoader] = []
 
+    def model(self) -> nn.Module | None:
+        """Return the user's model that was wrapped last, if it is still there."""
+        wrapped = self._model() if self._model is not None else None
+        return None if wrapped is None else wrapped.module
+
     def settle_or_await(self, loader: AwaitingLoader) -> None:
-        """Give ``loader`` the model that was wrapped last, or the one that will be."""
-        model = self._model() if self._model is not None else None
-        if model is None:
+        """Give ``loader`` the model that was wrapped for it, or the one that will be."""
+        model = self.model()
+        if model is None or not self._is_new:
             self._awaiting.append(loader)
         else:
-            loader.settle(model.module)
+            self._is_new = False
+            loader.settle(model)
 
-    def model_is(self, model: HaloModel) -> None:
-        """Give ``model`` to all that wait."""
-        self._model = weakref.ref(model)
-        awaiting, self._awaiting = self._awaiting, []
+    def model_is(self, wrapped: HaloModel) -> None:
+        """Give ``wrapped`` to all that wait, or else to the next one that comes."""
+        self._model, awaiting = weakref.ref(wrapped), self._awaiting
+        self._awaiting, self._is_new = [], not awaiting
         for loader in awaiting:
-            loader.settle(model.module)
+            if not loader.is_settled:
+                loader.settle(wrapped.module)
 
 
 def _state(g: DistGraph) -> _State:
