@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeAlias, final
@@ -151,7 +153,7 @@ class CoBatchPlans(PlanSource):
 
     def __init__(self, g: DistGraph, planner: CoBatchPlanner, recipe: CoBatchRecipe, *, keep: bool) -> None:
         check_num_batches(recipe.num_batches, planner.seeds)
-        self._planner, self._recipe, self._session = planner, recipe, g.session
+        self._planner, self._recipe = planner, recipe
         self._sizes = planner.seeds.sizes(recipe.num_batches).sum(axis=1)
         self._cache = _open_cache(g, planner.seeds, recipe) if keep and recipe.is_fixed else None
         # Ranks make plans together: one that is not on the disk of all of them is made anew by all.
@@ -160,9 +162,7 @@ class CoBatchPlans(PlanSource):
         self._num_local: dict[_Key, int] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._under_way: tuple[_Key, Future[RankPlan]] | None = None
-        self._closed = False
-        # Ranks answer each other's plans, so all must have ended theirs before one goes.
-        g.on_close.append(self.close)
+        _end_together(g, self)
 
     def __len__(self) -> int:
         """See :meth:`PlanSource.__len__`: R."""
@@ -186,11 +186,8 @@ class CoBatchPlans(PlanSource):
         return StepShare(num_local=num_local, num_global=int(self._sizes[step]))
 
     def close(self) -> None:
-        """See :meth:`PlanSource.close`; every rank must call it: the plan under way is finished by all."""
-        if not self._closed:
-            self._closed = True
-            self._pool.shutdown(wait=True)
-            barrier(self._session, "the last co-batch's plan")
+        """See :meth:`PlanSource.close`; waits for the plan that is under way, in which all ranks take part."""
+        self._pool.shutdown(wait=True)
 
     def _begin(self, key: _Key) -> Future[RankPlan]:
         """Return what is under way for ``key``; the thread works on one after the other, in this order."""
@@ -222,6 +219,24 @@ class CoBatchPlans(PlanSource):
             # The same object again, so that its features are kept too.
             self._held = {key: plan}
         return plan
+
+
+def _end_together(g: DistGraph, plans: CoBatchPlans) -> None:
+    """Have ranks that answer each other's plans go on doing so until all have ended theirs."""
+    # Not kept: who lets a loader go lets go of what it has read.
+    known, left = weakref.ref(plans), threading.Event()
+
+    def leave() -> None:
+        if left.is_set():
+            return
+        left.set()
+        found = known()
+        if found is not None:
+            found.close()
+        barrier(g.session, "the last co-batch's plan")
+
+    g.on_close.append(leave)
+    g.session.before_close.append(leave)
 
 
 def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
