@@ -186,7 +186,7 @@ class CoBatchPlans(PlanSource):
         return StepShare(num_local=num_local, num_global=int(self._sizes[step]))
 
     def close(self) -> None:
-        """See :meth:`PlanSource.close`; waits for the plan that is under way, in which all ranks take part."""
+        """See :meth:`PlanSource.close`; waits for the plan under way, in which all ranks take part."""
         self._pool.shutdown(wait=True)
 
     def _begin(self, key: _Key) -> Future[RankPlan]:

@@ -1,0 +1,124 @@
+"""What is foretold against what a process really takes, where sizes are large enough to be stable."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dglx_dist.cluster.session import start_session
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import NODE_TYPE, Assignment
+from dglx_dist.storage.writer import write_dataset
+from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.granndis.memory import MemoryEstimate, estimate
+from dglx_dist.strategies.granndis.rehearsal import rehearse
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+from tests.strategies.granndis import runs
+
+WITHIN = 0.15
+LAYERS, FEATURES, HIDDEN = 3, 64, 128
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A small graph, to have everything compiled and loaded, and one that fills 300 MB."""
+    return [str(_written(tmp_path_factory.mktemp("peak"), nodes)) for nodes in (2000, 60000)]
+
+
+def _written(folder: Path, nodes: int) -> Path:
+    raw = generate(
+        SyntheticConfig(nodes=nodes, degree=8, features=FEATURES, classes=10, train_rate=0.5, seed=0)
+    )
+    part_of = np.arange(nodes, dtype=np.int32) * 2 // nodes
+    assignment = Assignment(num_parts=2, part_of={NODE_TYPE: part_of}, method="test", seed=0)
+    write_dataset(raw, assignment, folder / "parts")
+    return folder / "parts"
+
+
+def _status() -> dict[str, int]:
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[0].startswith(("Rss", "Vm"))
+    }
+
+
+def _my_share(g: DistGraph) -> torch.Tensor:
+    ids = g.ndata["train_mask"][:].nonzero()[:, 0]
+    return ids[g.session.topology.rank :: g.session.topology.world_size]
+
+
+def _model(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_model(kind, FEATURES, HIDDEN, 10, LAYERS, dropout=0.5, heads=2)
+
+
+def _trained(folder: str, kind: str, options: dict[str, Any]) -> tuple[int, MemoryEstimate]:
+    """Return the bytes that two epochs took at their peak, and the estimate of the largest co-batch."""
+    session = start_session(timeout_s=100)
+    g = DistGraph(folder)
+    strategy: Any = STRATEGIES.get("cooperative")(session, options)
+    model = strategy.wrap(_model(kind), g)
+    optimizer = torch.optim.Adam(model.parameters())
+    gc.collect()
+    before = _status()
+    Path("/proc/self/clear_refs").write_text("5")
+    loader = strategy.loader(g, _my_share(g), runs.sampler(LAYERS))
+    for _ in range(2):
+        for _, _, blocks in loader:
+            scores = model(blocks, blocks[0].srcdata["feat"])
+            loss = F.cross_entropy(scores, blocks[-1].dstdata["label"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    after = _status()
+    # Files of the dataset that were mapped meanwhile are the system's.
+    mapped = sum(after[name] - before[name] for name in ("RssFile", "RssShmem"))
+    taken = after["VmHWM"] - before["VmRSS"] - mapped
+    plans = [loader._source.plan(0, step) for step in range(len(loader))]
+    topology = session.topology
+    rehearsal = rehearse(
+        _model(kind),
+        LAYERS,
+        torch.zeros(1, FEATURES),
+        with_halo=len(topology.ranks_of_server(0)) > 1,
+        etype=g.canonical_etypes[0],
+    )
+    ahead = 0 if len(plans) == 1 else 1
+    found = [estimate(plan, rehearsal, FEATURES * 4, ahead=ahead) for plan in plans]
+    del loader, model, blocks, plans
+    g.close()
+    session.close()
+    return taken, max(found, key=lambda one: one.total)
+
+
+def measured(folders: list[str], kind: str, options: dict[str, Any]) -> tuple[int, MemoryEstimate]:
+    small, large = folders
+    _trained(small, kind, options)
+    return _trained(large, kind, options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "options"),
+    [
+        ("sage", 1, {"batches": 1, "keep": "rebuild"}),
+        ("sage", 1, {"batches": 3, "keep": "rebuild"}),
+        ("gcn", 1, {"batches": 1, "keep": "rebuild"}),
+        ("sage", 2, {"batches": 2, "keep": "rebuild"}),
+    ],
+)
+def test_the_peak_is_within_15_percent(
+    folders: list[str], kind: str, ranks: int, options: dict[str, Any]
+) -> None:
+    results = run_ranks(measured, ranks, args=(folders, kind, options), ranks_per_server=ranks)
+    taken = max(one[0] for one in results)
+    found = max((one[1] for one in results), key=lambda one: one.total)
+    assert taken > 100e6
+    assert found.total == pytest.approx(taken, rel=WITHIN), "\n".join(found.lines())
