@@ -161,7 +161,9 @@ class CoBatchPlans(PlanSource):
         self._held: dict[_Key, RankPlan] = {}
         self._num_local: dict[_Key, int] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
-        self._under_way: tuple[_Key, Future[RankPlan]] | None = None
+        self._under_way: dict[tuple[int, int], Future[RankPlan]] = {}
+        self._position = (0, recipe.num_batches)
+        """Epoch, and the step that follows the one that was asked for last."""
         _end_together(g, self)
 
     def __len__(self) -> int:
@@ -174,11 +176,19 @@ class CoBatchPlans(PlanSource):
         return self._recipe
 
     def plan(self, epoch: int, step: int) -> RankPlan:
-        """See :meth:`PlanSource.plan`."""
-        plan = self._begin(self._key(epoch, step)).result()
-        follows = (epoch, step + 1) if step + 1 < len(self) else (epoch + 1, 0)
-        self._begin(self._key(*follows))
-        return plan
+        """See :meth:`PlanSource.plan`.
+
+        An epoch that is left for another step than the next one is planned to its end all the same: how far
+        the ranks' loaders had run ahead is a matter of time, and they must make the same plans.
+        """
+        if (epoch, step) != self._position:
+            self._finish_epoch()
+            self._position = (epoch, step)
+        self._begin(epoch, step)
+        if step + 1 < len(self):
+            self._begin(epoch, step + 1)
+        self._position = (epoch, step + 1)
+        return self._under_way.pop((epoch, step)).result()
 
     def share(self, epoch: int, step: int) -> StepShare:
         """See :meth:`PlanSource.share`."""
@@ -186,14 +196,20 @@ class CoBatchPlans(PlanSource):
         return StepShare(num_local=num_local, num_global=int(self._sizes[step]))
 
     def close(self) -> None:
-        """See :meth:`PlanSource.close`; waits for the plan under way, in which all ranks take part."""
+        """See :meth:`PlanSource.close`; waits for plans of the epoch, in which all ranks take part."""
+        self._finish_epoch()
         self._pool.shutdown(wait=True)
 
-    def _begin(self, key: _Key) -> Future[RankPlan]:
-        """Return what is under way for ``key``; the thread works on one after the other, in this order."""
-        if self._under_way is None or self._under_way[0] != key:
-            self._under_way = (key, self._pool.submit(self._make, key))
-        return self._under_way[1]
+    def _begin(self, epoch: int, step: int) -> None:
+        """Have the thread make a plan, unless it does already; it makes one after the other."""
+        if (epoch, step) not in self._under_way:
+            self._under_way[epoch, step] = self._pool.submit(self._make, self._key(epoch, step))
+
+    def _finish_epoch(self) -> None:
+        epoch, first = self._position
+        for step in range(first, len(self)):
+            self._begin(epoch, step)
+        self._under_way.clear()
 
     def _key(self, epoch: int, step: int) -> _Key:
         recipe = self._recipe

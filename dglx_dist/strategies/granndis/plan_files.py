@@ -57,7 +57,7 @@ def write_plan(folder: Path, plan: RankPlan, facts: Mapping[str, Any] | None = N
 
 
 def read_plan(folder: Path) -> RankPlan:
-    """Return the plan in ``folder``, with arrays that are mapped and read-only.
+    """Return the plan in ``folder``, with arrays that are mapped; what is written to them stays in memory.
 
     Reads the numbers once, to compare their checksum.
 
@@ -66,7 +66,7 @@ def read_plan(folder: Path) -> RankPlan:
     """
     head = _read_head(folder)
     try:
-        flat = np.load(folder / NUMBERS, mmap_mode="r", allow_pickle=False)
+        flat = np.load(folder / NUMBERS, mmap_mode="c", allow_pickle=False)
         if flat.dtype != np.int64 or flat.shape != (sum(head["lengths"]),):
             raise ValueError(f"it has {flat.shape} numbers of {flat.dtype}")
         if zlib.crc32(np.asarray(flat)) != head["checksum"]:

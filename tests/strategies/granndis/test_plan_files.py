@@ -65,10 +65,10 @@ def test_a_plan_comes_back(tmp_path: Path) -> None:
     assert read_facts(tmp_path) == {"made": "today"}
 
 
-def test_what_is_mapped_is_read_only(tmp_path: Path) -> None:
+def test_what_is_written_to_it_does_not_reach_the_file(tmp_path: Path) -> None:
     write_plan(tmp_path, a_plan())
-    with pytest.raises(ValueError, match="read-only"):
-        read_plan(tmp_path).nodes[0] = 1
+    read_plan(tmp_path).nodes[0] = 1
+    assert same(a_plan(), read_plan(tmp_path))
 
 
 def test_damage_is_told(tmp_path: Path) -> None:
