@@ -49,13 +49,14 @@ class Halo:
         self.repeats = needs_repeated_row(layer)
         self.exchange = exchange
         self._nodes, self._ask = nodes, out_degrees
-        self._degrees: Tensor | None = None
+        # In a list that blocks of other layers on the same structure share, for asking reads every edge.
+        self._degrees: list[Tensor] = []
 
     def out_degrees(self) -> Tensor | None:
         """Return (num_sources,) out-degrees in the whole graph; None: nobody said how to know them."""
-        if self._degrees is None and self._ask is not None:
-            self._degrees = self._ask(self._nodes)
-        return self._degrees
+        if not self._degrees and self._ask is not None:
+            self._degrees.append(self._ask(self._nodes))
+        return self._degrees[0] if self._degrees else None
 
 
 @final
