@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from dglx_dist.cluster.session import start_session
 from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import NODE_TYPE, Assignment
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.granndis.memory import MemoryEstimate, estimate
@@ -122,3 +123,74 @@ def test_the_peak_is_within_15_percent(
     found = max((one[1] for one in results), key=lambda one: one.total)
     assert taken > 100e6
     assert found.total == pytest.approx(taken, rel=WITHIN), "\n".join(found.lines())
+
+
+def _ring(folder: Path) -> Path:
+    """60000 nodes, each of which reads the four on either side: a co-batch of neighbours needs few others."""
+    nodes = 60000
+    steps = np.array([-4, -3, -2, -1, 1, 2, 3, 4])
+    destination = np.repeat(np.arange(nodes), len(steps))
+    source = (destination + np.tile(steps, nodes)) % nodes
+    random = np.random.default_rng(0)
+    raw = RawGraph(
+        name="ring",
+        num_nodes={NODE_TYPE: nodes},
+        edges={EDGE_TYPE: (source, destination)},
+        node_data={
+            NODE_TYPE: {
+                "feat": random.standard_normal((nodes, FEATURES), dtype=np.float32),
+                "label": random.integers(10, size=nodes),
+                "train_mask": np.ones(nodes, dtype=bool),
+            }
+        },
+        num_classes={NODE_TYPE: 10},
+    )
+    part_of = np.arange(nodes, dtype=np.int32) * 2 // nodes
+    assignment = Assignment(num_parts=2, part_of={NODE_TYPE: part_of}, method="test", seed=0)
+    write_dataset(raw, assignment, folder / "parts")
+    return folder / "parts"
+
+
+def _steps_within(folder: str, strategy_name: str, options: dict[str, Any], limit: int) -> int:
+    """Train an epoch with at most ``limit`` bytes more than now; return the number of steps."""
+    session = start_session(timeout_s=100)
+    g = DistGraph(folder)
+    strategy: Any = STRATEGIES.get(strategy_name)(session, options)
+    model = strategy.wrap(_model("sage"), g)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (_status()["VmData"] + limit, before[1]))
+    try:
+        loader = strategy.loader(g, _my_share(g), runs.sampler(LAYERS))
+        for _, _, blocks in loader:
+            scores = model(blocks, blocks[0].srcdata["feat"])
+            F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    steps = len(loader)
+    g.close()
+    session.close()
+    return steps
+
+
+def limited(folders: list[str], ring: str) -> tuple[str, int]:
+    limit = 120 * 2**20
+    ordered = {"composition": "ordered", "keep": "rebuild"}
+    # Everything that is loaded and compiled once.
+    _steps_within(folders[0], "cooperative", ordered, 0)
+    # What fits is granted; the rest is for threads and what the allocator cannot use.
+    steps = _steps_within(ring, "cooperative", {**ordered, "memory": "80MB"}, limit)
+    try:
+        _steps_within(ring, "full_graph", {}, limit)
+    except (RuntimeError, MemoryError) as error:
+        return str(error), steps
+    return "", steps
+
+
+def test_what_full_graph_cannot_hold_trains_in_co_batches(
+    folders: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    ring = str(_ring(tmp_path_factory.mktemp("ring")))
+    ((failure, steps),) = run_ranks(limited, 1, args=(folders, ring))
+    assert "allocate memory" in failure or "MemoryError" in failure
+    assert 3 <= steps <= 20
