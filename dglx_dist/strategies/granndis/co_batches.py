@@ -209,6 +209,7 @@ class CoBatchPlans(PlanSource):
         epoch, first = self._position
         for step in range(first, len(self)):
             self._begin(epoch, step)
+        self._position = (epoch, len(self))
         self._under_way.clear()
 
     def _key(self, epoch: int, step: int) -> _Key:
