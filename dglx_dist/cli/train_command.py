@@ -69,7 +69,7 @@ def train(  # noqa: PLR0913  # one argument per option
             metavar="K,K",
             rich_help_panel=_LOADER,
             help="Neighbours drawn per node and layer, input-most first; -1: all. Default: 25, then 10 "
-            "for each other layer.",
+            "for each other layer; all where the strategy takes the whole graph.",
         ),
     ] = None,
     batch_size: Annotated[
@@ -156,6 +156,7 @@ def train(  # noqa: PLR0913  # one argument per option
     them again.
     """
     from dglx_dist.run.plan import TrainPlan
+    from dglx_dist.run.session import default_fanouts
 
     plan = TrainPlan(
         data=str(data),
@@ -168,7 +169,7 @@ def train(  # noqa: PLR0913  # one argument per option
         heads=heads,
         dropout=dropout,
         recompute=recompute,
-        fanouts=(25, *[10] * (layers - 1))[:layers] if fanout is None else whole_numbers(fanout, "--fanout"),
+        fanouts=default_fanouts(strategy, layers) if fanout is None else whole_numbers(fanout, "--fanout"),
         batch_size=batch_size,
         epochs=epochs,
         lr=lr,

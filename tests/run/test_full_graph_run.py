@@ -108,13 +108,11 @@ def fit_on_rank(dataset: str, trace: str) -> list[Any]:
         seen: list[Any] = []
         torch.manual_seed(2)
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES, 2, dropout=0.3)
-        wrapped, result = dx.fit(
-            model, g, config=FitConfig(epochs=3, trace=trace), fanouts=[-1, -1], callbacks=[seen.append]
-        )
+        wrapped, result = dx.fit(model, g, config=FitConfig(epochs=3, trace=trace), callbacks=[seen.append])
         assert wrapped.module is wrapped.whole() is model
         assert seen == result.epochs
         # What was fitted once may be again.
-        dx.fit(model, g, config=FitConfig(epochs=1), fanouts=[-1, -1])
+        dx.fit(model, g, config=FitConfig(epochs=1))
         g.barrier()
         assert session.step_share is None
         return [(one.loss, one.num_samples, one.bytes_inside + one.bytes_outside) for one in seen]

@@ -90,6 +90,9 @@ class HaloModel(WrappedModel):
             return self._on_other_blocks(args, kwargs)
         if self.training:
             self._dropouts.begin(graphs[0].step_number, graphs[0].srcdata[dgl.NID])
+            if isinstance(graphs[0], LocalGraph):
+                # One and the same for all steps, while a loader numbers its blocks.
+                graphs[0].step_number += 1
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output

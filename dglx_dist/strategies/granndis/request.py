@@ -19,7 +19,7 @@ from dglx_dist.sampling.columns import find_columns
 from dglx_dist.sampling.items import read_items
 from dglx_dist.sampling.neighbor import Fanout, SamplePlan, read_sampler
 from dglx_dist.sampling.opening import check_alike
-from dglx_dist.sampling.options import read_options, whole_number
+from dglx_dist.sampling.options import read_options
 from dglx_dist.sampling.precision import Precision
 from dglx_dist.sampling.stepping import seed_of
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _ALIVE = 2
 """Batches beside those made ahead: the one the training loop holds, and the one its backward pass holds."""
+
+_OF_MINI_BATCHES = ("batch_size", "shuffle", "drop_last")
+"""Options of a loader that have no meaning here."""
 
 
 @final
@@ -54,8 +57,8 @@ def read_request(
 ) -> Request:
     """Return what the loader shall do; every rank must call it.
 
-    Fan-outs and the batch size have no meaning where every neighbour of every seed is taken; rank 0 warns
-    of those that would have had one.
+    The batch size has no meaning where all seeds are trained together, and fan-outs have none where every
+    neighbour is taken: rank 0 warns of those that would draw.
 
     Args:
         strategy: Name for messages.
@@ -69,7 +72,7 @@ def read_request(
             cannot be honoured, or the ranks were given other layers.
         IndexError: a seed is no node; ConfigError on the other ranks.
     """
-    request, ignored = together(
+    request, fanouts = together(
         g.session, lambda: _read(strategy, g, indices, sampler, dict(loader_options)), ConfigError
     )
     columns = request.columns
@@ -78,10 +81,10 @@ def read_request(
         f"inputs={columns.inputs}, targets={columns.targets}, edges={columns.edges}"
     )
     check_alike(g.session, "loaders with", told)
-    if ignored and g.session.topology.rank == 0:
+    if g.session.topology.rank == 0 and any(one != -1 for fanout in fanouts for one in _numbers(fanout)):
         warnings.warn(
-            f"{strategy} takes all neighbours of all seeds in each step, so {' and '.join(ignored)} of the "
-            "loader have no effect; strategy='data_parallel' trains on sampled mini-batches",
+            f"{strategy} takes all neighbours, so the fan-outs {list(fanouts)} have no effect; give -1 for "
+            "each layer, or use strategy='data_parallel', which draws",
             stacklevel=4,
         )
     return request
@@ -89,9 +92,10 @@ def read_request(
 
 def _read(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, given: dict[str, Any]
-) -> tuple[Request, list[str]]:
+) -> tuple[Request, Sequence[Fanout]]:
     check_one_type(strategy, g)
-    batch_size, _, _ = given.pop("batch_size", None), given.pop("shuffle", None), given.pop("drop_last", None)
+    for name in _OF_MINI_BATCHES:
+        given.pop(name, None)
     options = read_options(given)
     if options.exclude is not None:
         raise ConfigError(
@@ -110,7 +114,7 @@ def _read(
         depth=options.depth,
         device=torch.device(g.session.device if options.device is None else options.device),
     )
-    return request, _ignored(fanouts, batch_size, len(ids))
+    return request, fanouts
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:
@@ -141,20 +145,6 @@ def _fanouts(strategy: str, sampler: object, plan: SamplePlan) -> Sequence[Fanou
             "mask= out, or use strategy='data_parallel'"
         )
     return plan.fanouts
-
-
-def _ignored(fanouts: Sequence[Fanout], batch_size: object, num_seeds: int) -> list[str]:
-    """Return what would have meant something to a loader of mini-batches.
-
-    Raises:
-        ConfigError: ``batch_size`` is no whole number of at least 1.
-    """
-    ignored = []
-    if any(one != -1 for fanout in fanouts for one in _numbers(fanout)):
-        ignored.append(f"the fan-outs {list(fanouts)}")
-    if batch_size is not None and whole_number("batch_size", batch_size, least=1) < num_seeds:
-        ignored.append(f"batch_size={batch_size}")
-    return ignored
 
 
 def _numbers(fanout: Fanout) -> list[int]:
