@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from dglx_dist.draws.rng import hash_ids, stream_key
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.node_dropout import install_node_dropouts
+from dglx_dist.layers.node_dropout import NodeDropout, install_node_dropouts
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.granndis.halo_block import HaloBlock, halo_block, needs_repeated_row
 from dglx_dist.strategies.granndis.hooks import install
@@ -97,6 +97,7 @@ def rehearse(
         ConfigError: the model fails on it.
     """
     copied = copy.deepcopy(model).train()
+    _with_plain_dropouts(copied)
     install(copied)
     dropouts = install_node_dropouts(copied, seed)
     primes = _primes(3 * num_layers + 1)
@@ -113,15 +114,24 @@ def rehearse(
     rows = row.new_zeros((int(counts[1]), *row.shape[1:]))
     dropouts.begin(0, blocks[0].srcdata[dgl.NID])
     try:
-        # What a first step makes and keeps (formats of blocks, out-degrees) is not of every step.
-        _step(copied, blocks, rows)
-        events = _recorded(copied, [block.fresh() for block in blocks], rows)
+        with torch.random.fork_rng(devices=[]):
+            # What a first step makes and keeps (formats of blocks, out-degrees) is not of every step.
+            _step(copied, blocks, rows)
+            events = _recorded(copied, [block.fresh() for block in blocks], rows)
     except Exception as problem:
         raise ConfigError(
             f"the model could not be tried out on a tiny graph ({type(problem).__name__}: {problem}), which "
             "option memory needs; give batches=R in its place"
         ) from problem
     return _read(events, counts, num_layers, exchanges, copied)
+
+
+def _with_plain_dropouts(copied: nn.Module) -> None:
+    """Take the keyed dropouts out of a copy: they belong to the model that it is a copy of."""
+    for name, module in list(copied.named_modules(remove_duplicate=False)):
+        if isinstance(module, NodeDropout):
+            parent, _, last = name.rpartition(".")
+            copied.get_submodule(parent).register_module(last, nn.Dropout(module.p, module.inplace))
 
 
 @final
