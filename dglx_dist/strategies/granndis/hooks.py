@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.granndis.empty_share import tie
 from dglx_dist.strategies.granndis.halo_block import HaloBlock
+from dglx_dist.strategies.granndis.local_graph import LocalGraph
 
 
 @final
@@ -143,7 +144,8 @@ def _is_rows(value: Any) -> bool:
 
 
 def _check_norm(module: EdgeWeightNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if module._norm == "both" and _has_block(args, kwargs):
+    several = any(isinstance(value, HaloBlock | LocalGraph) for value in (*args, *kwargs.values()))
+    if module._norm == "both" and several:
         raise ConfigError(
             "EdgeWeightNorm('both') sums weights over the out-edges of each source, which lie on several "
             "ranks; normalise the weights of the whole graph beforehand and load them as an edge feature, or "

@@ -75,8 +75,8 @@ class LocalGraph(DGLGraph):
     given it as it is.
 
     What stays outside: functions of the reversed graph (``edge_softmax(norm_by="src")``,
-    ``EdgeWeightNorm("both")``), edges by their ends, subgraphs, readouts over all nodes, and ``dgl.ops`` on
-    it, all of which see this rank alone.
+    ``EdgeWeightNorm("both")``, and with it edge weights of SGConv, TAGConv, APPNPConv and GCN2Conv), edges by
+    their ends, subgraphs, readouts over all nodes, and ``dgl.ops`` on it, all of which see this rank alone.
 
     Args:
         block: Of one layer whose destinations are all of its own rows.
@@ -195,10 +195,8 @@ class LocalGraph(DGLGraph):
         for name, rows in data.items():
             if len(rows) != self.num_nodes():
                 raise ConfigError(
-                    f"{len(rows)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; give it "
-                    "the rows of this rank's nodes (functions of the reversed graph, as "
-                    "EdgeWeightNorm('both') uses them, have others and cannot be used: load normalised "
-                    "weights as an edge feature)"
+                    f"{len(rows)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; give it the "
+                    "rows of this rank's nodes"
                 )
         self._node_frames[0].update(data)
 
@@ -221,6 +219,7 @@ class LocalGraph(DGLGraph):
     has_edges_between = _refused("has_edges_between", _ENDS)
     predecessors = _refused("predecessors", _ENDS)
     successors = _refused("successors", _ENDS)
+    reverse = _refused("reverse", _ENDS)
     adj = _refused("adj", _ENDS)
     adj_external = _refused("adj_external", _ENDS)
     adj_tensors = _refused("adj_tensors", _ENDS)

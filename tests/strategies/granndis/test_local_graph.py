@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.granndis.hooks import install
 from dglx_dist.strategies.granndis.local_graph import LocalGraph
 from tests.strategies.granndis.layers_of_dgl import LAYERS, ON_GRAPHS, Stack, weights
 from tests.strategies.granndis.threads import World, gradients_of, whole_graph
@@ -135,8 +136,12 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         graph.add_edges([0], [1])
     with pytest.raises(ConfigError, match="at once"):
         graph.apply_edges(fn.copy_u("x", "e"), edges=torch.tensor([0]))
-    with pytest.raises(ConfigError, match=r"EdgeWeightNorm\('both'\)"):
-        dgl.nn.EdgeWeightNorm("both")(graph, weights(graph))
+    norm = dgl.nn.EdgeWeightNorm("both")
+    with pytest.raises(dgl.DGLError):
+        norm(graph, weights(graph))
+    install(norm)
+    with pytest.raises(ConfigError, match="out-edges of each source"):
+        norm(graph, weights(graph))
     two_layers = World(whole_graph(), np.array([0]), 2)
     with pytest.raises(ConfigError, match="every node as a seed"):
         LocalGraph(two_layers.blocks[0][0])
