@@ -195,8 +195,8 @@ class LocalGraph(DGLGraph):
         for name, rows in data.items():
             if len(rows) != self.num_nodes():
                 raise ConfigError(
-                    f"{len(rows)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; give it the "
-                    "rows of this rank's nodes"
+                    f"{len(rows)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; give it "
+                    "the rows of this rank's nodes"
                 )
         self._node_frames[0].update(data)
 

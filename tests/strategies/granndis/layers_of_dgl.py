@@ -125,8 +125,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gcn right": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="right"),
     "gcn none": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="none"),
     "gcn weighted": lambda: EdgeValues(dglnn.GraphConv(WIDTH, WIDTH), edge_weight=weights),
-    "gat": lambda: Flat(dglnn.GATConv(WIDTH, 2, 2, residual=True)),
-    "gatv2": lambda: Flat(dglnn.GATv2Conv(WIDTH, 2, 2, residual=True)),
+    "gat": lambda: Flat(dglnn.GATConv(WIDTH, 2, 2)),
+    "gatv2": lambda: Flat(dglnn.GATv2Conv(WIDTH, 2, 2)),
     "gin": lambda: dglnn.GINConv(_mlp(), "sum", learn_eps=True),
     "gin max": lambda: dglnn.GINConv(_mlp(), "max"),
     "edge": lambda: dglnn.EdgeConv(WIDTH, WIDTH),
@@ -145,7 +145,6 @@ ON_GRAPHS: dict[str, Callable[[], nn.Module]] = {
     "sgc": lambda: dglnn.SGConv(WIDTH, WIDTH, k=2),
     "tag": lambda: dglnn.TAGConv(WIDTH, WIDTH, k=2),
     "cheb": lambda: dglnn.ChebConv(WIDTH, WIDTH, 3),
-    "appnp": lambda: dglnn.APPNPConv(3, 0.2),
     "gated": lambda: dglnn.GatedGraphConv(WIDTH, WIDTH, 2, 1),
 }
 """Those that DGL runs on whole graphs alone."""

@@ -55,6 +55,17 @@ def test_models_compute_what_they_compute_on_the_whole_graph(name: str) -> None:
     assert all(list(graph.ndata.keys()) == [dgl.NID] for graph in graphs)
 
 
+def test_several_hops_of_a_layer_that_dgl_has_in_float32_only() -> None:
+    conv = dgl.nn.APPNPConv(3, 0.2)
+    expected = conv(whole_graph(), features().float())
+    world = World(whole_graph(), ALL, 1)
+    graphs = graphs_of(world)
+    for rank, out in enumerate(
+        world.run(lambda rank: conv(graphs[rank], features()[world.plans[rank].nodes].float()))
+    ):
+        torch.testing.assert_close(out, expected[world.plans[rank].nodes])
+
+
 def test_a_value_is_exchanged_once_and_a_kept_one_never() -> None:
     world = World(whole_graph(), ALL, 1)
     graphs = graphs_of(world)
