@@ -24,9 +24,13 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, two
 
 
+def pieces(data: bytes, step: int) -> Iterator[memoryview]:
+    yield from (memoryview(data)[at : at + step] for at in range(0, len(data), step))
+
+
 def test_more_than_fits_goes_both_ways() -> None:
     """Neither end waits for the other: each sends what there is room for, and takes what is there."""
-    size, step = 3_000_000, 100_000
+    size = 3_000_000
     data = [bytes([number]) * size for number in (1, 2)]
     rooms = [bytearray(size), bytearray(size)]
     head = head_of(1, size, "halo of layer 1")
@@ -35,9 +39,7 @@ def test_more_than_fits_goes_both_ways() -> None:
             End(
                 rank=1 - number,
                 connection=sockets[number],
-                sender=Sender(
-                    head, (memoryview(data[number])[at : at + step] for at in range(0, size, step))
-                ),
+                sender=Sender(head, pieces(data[number], 100_000)),
                 receiver=Receiver(head, memoryview(rooms[number])),
             )
             for number in (0, 1)
