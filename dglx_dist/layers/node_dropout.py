@@ -6,6 +6,7 @@ what one process trains.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -139,7 +140,8 @@ class NodeDropouts(Shared):
             keys = self._row_ids(len(x), begun)
         if keys is None:
             return None
-        flat = x.reshape(len(x), -1)
+        # Of no rows -1 would be ambiguous.
+        flat = x.reshape(len(x), math.prod(x.shape[1:]))
         runs = (Columns(first=0, last=flat.shape[1], width=flat.shape[1]),)
         draws = DropDraws(seed=self._seed, number=begun.number, nodes=keys, runs=runs)
         return drop_entries(flat, probability, draws, MODULES + call).reshape(x.shape)
