@@ -157,7 +157,7 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
                 r"neither blocks of the strategy's loader.*model\.whole\(\)",
                 name,
             )
-            match(found[f"{name}/cut rows"], "fit no side of a block", name)
+            match(found[f"{name}/cut rows"], "source rows of shape .* for a block of", name)
         match(found["hops"], "hops=3, and the sampler has 2 layers: give at most 2", "hops")
         match(found["differing"], "options of full_graph", "differing")
 
