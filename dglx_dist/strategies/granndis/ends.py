@@ -25,7 +25,7 @@ class Sender:
 
     def __init__(self, head: bytes, pieces: Iterator[memoryview]) -> None:
         self._now, self._pieces = memoryview(head), pieces
-        self._more = socket.MSG_MORE
+        self._more = int(socket.MSG_MORE)
 
     def send(self, connection: socket.socket) -> bool:
         """Send as much as there is room for; return whether that was all."""
