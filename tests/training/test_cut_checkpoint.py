@@ -118,13 +118,15 @@ def plain() -> dict[str, Any]:
     return found
 
 
-def test_saved_by_parts_of_which_one_is_empty_and_loaded_uncut(tmp_path: Any, plain: Any) -> None:
+def on_four(by_parts: str, uncut: str) -> list[dict[str, Any]]:
+    """Save by four parts; load by two parts, each of which has two replicas."""
+    return [on_rank(by_parts, 4, False), on_rank(uncut, 2, True)]
+
+
+def test_what_is_saved_by_parts_or_uncut_is_loaded_uncut_or_by_parts(tmp_path: Any, plain: Any) -> None:
+    by_parts, uncut = str(tmp_path / "parts"), str(tmp_path / "uncut")
+    assert on_rank(uncut, 0, False) == plain
     # The fourth part has no columns, hence no gradient and no optimizer state of its own.
-    assert run_ranks(on_rank, 4, args=(str(tmp_path), 4, False)) == [plain] * 4
-    assert run_ranks(on_rank, 1, args=(str(tmp_path), 0, True)) == [plain]
-    assert run_ranks(on_rank, 2, args=(str(tmp_path), 2, True)) == [plain] * 2
-
-
-def test_saved_uncut_and_loaded_by_parts_and_replicas(tmp_path: Any, plain: Any) -> None:
-    assert run_ranks(on_rank, 1, args=(str(tmp_path), 0, False)) == [plain]
-    assert run_ranks(on_rank, 4, args=(str(tmp_path), 2, True)) == [plain] * 4
+    assert run_ranks(on_four, 4, args=(by_parts, uncut)) == [[plain] * 2] * 4
+    assert on_rank(by_parts, 0, True) == plain
+    assert run_ranks(on_rank, 2, args=(by_parts, 2, True)) == [plain] * 2

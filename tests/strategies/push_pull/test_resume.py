@@ -20,9 +20,10 @@ from dglx_dist.training.fit import FitConfig
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import equality
 
-EPOCHS, BATCH = 3, 20
+EPOCHS, BATCH = 2, 20
 KILLED_AT = 7
 """Call of the model in which rank 1 dies: there are 5 in an epoch."""
+DEPTHS = (1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ class Net(nn.Module):
         return [lambda block, h: torch.relu(self.first(block, h)), lambda block, h: self.second(block, h)]
 
 
-def on_rank(
+def trained(
     dataset: str, checkpoints: str, options: dict[str, Any], kill: bool
 ) -> tuple[dict[str, Any], int, dict[str, float]]:
     """Return the weights, the first epoch and the accuracy."""
@@ -66,27 +67,24 @@ def on_rank(
         return weights, result.first_epoch, result.accuracy
 
 
+def restarted(dataset: str, folder: str) -> dict[int, Any]:
+    """By depth: what a run that nobody disturbs gives, and what the restart of the killed one does."""
+    return {
+        depth: [trained(dataset, f"{folder}/{name}-{depth}", {"depth": depth}, False) for name in "ab"]
+        for depth in DEPTHS
+    }
+
+
 def test_a_killed_rank_costs_no_bit(dataset: str, tmp_path: Path) -> None:
-    undisturbed = run_ranks(on_rank, 2, args=(dataset, str(tmp_path / "a"), {}, False))
-    assert [first for _, first, _ in undisturbed] == [0, 0]
-    assert undisturbed[0] == undisturbed[1]
-    outcomes = start_ranks(on_rank, 2, args=(dataset, str(tmp_path / "b"), {}, True))
-    assert outcomes[1].exitcode == -signal.SIGKILL
-    assert re.search(r"PeerError.*rank 1", outcomes[0].error)
-    again = run_ranks(on_rank, 2, args=(dataset, str(tmp_path / "b"), {}, False))
-    assert [first for _, first, _ in again] == [1, 1]
-    assert [(weights, accuracy) for weights, _, accuracy in again] == [
-        (weights, accuracy) for weights, _, accuracy in undisturbed
-    ]
-
-
-def test_with_three_batches_in_flight_the_others_end_and_the_restart_goes_on(
-    dataset: str, tmp_path: Path
-) -> None:
-    options = {"depth": 3}
-    outcomes = start_ranks(on_rank, 2, args=(dataset, str(tmp_path), options, True))
-    assert outcomes[1].exitcode == -signal.SIGKILL
-    assert re.search(r"PeerError.*rank 1", outcomes[0].error)
-    again = run_ranks(on_rank, 2, args=(dataset, str(tmp_path), options, False))
-    assert [first for _, first, _ in again] == [1, 1]
-    assert again[0] == again[1]
+    """Also with three batches in flight the others end and the restart goes on."""
+    for depth in DEPTHS:
+        place = str(tmp_path / f"b-{depth}")
+        outcomes = start_ranks(trained, 2, args=(dataset, place, {"depth": depth}, True))
+        assert outcomes[1].exitcode == -signal.SIGKILL
+        assert re.search(r"PeerError.*rank 1", outcomes[0].error)
+    found = run_ranks(restarted, 2, args=(dataset, str(tmp_path)))
+    for depth in DEPTHS:
+        assert found[0][depth] == found[1][depth]
+        undisturbed, again = found[0][depth]
+        assert (undisturbed[1], again[1]) == (0, 1)
+        assert (again[0], again[2]) == (undisturbed[0], undisturbed[2])
