@@ -7,8 +7,8 @@ import time
 from typing import final
 
 from dglx_dist.cluster.collectives import peers_named
+from dglx_dist.cluster.missing import raise_for_missing
 from dglx_dist.cluster.session import Session
-from dglx_dist.errors import PeerError
 from dglx_dist.graph.sparse_message import StepMessage
 
 _CHECK_EVERY_S = 1.0
@@ -61,15 +61,12 @@ class Inbox:
             return missing()
 
     def _check(self, missing: list[int], what: str, *, late: bool) -> None:
-        session = self._session
-        failure = session.store.first_failure() if session.store is not None else None
-        if failure is not None and failure[0] in missing:
-            raise PeerError(f"rank {failure[0]} failed before {what!r}: {failure[1]}")
-        session.raise_for_dead(missing, what)
-        if late:
-            names = ", ".join(f"rank {rank} on {session.hosts[rank]}" for rank in missing)
-            raise PeerError(
-                f"{names} sent nothing for {what!r} within {session.timeout_s:g} s "
-                f"({session.describe_failure(what)}); every rank must call step(), also without gradients, "
-                "or raise timeout_s (DGLX_TIMEOUT)"
-            )
+        raise_for_missing(
+            self._session,
+            missing,
+            what,
+            before=f"before {what!r}",
+            undone=f"sent nothing for {what!r}",
+            advice="every rank must call step(), also without gradients",
+            late=late,
+        )

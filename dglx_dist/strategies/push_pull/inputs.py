@@ -63,7 +63,11 @@ def find_input_modules(
         ConfigError: something before the first layer cannot work on columns; the message has the reason.
     """
     _refuse_batch_norms(model, first_name, layout.width)
-    embeddings = list(_embeddings(model, layout))
+    embeddings = [
+        (name, embedding)
+        for name, embedding in embeddings_of_all_nodes(model, layout.num_nodes)
+        if embedding.embedding_dim == layout.width
+    ]
     norms = list(_norms(model, first_name, layout.width))
     if embeddings and norms:
         raise ConfigError(
@@ -101,9 +105,10 @@ def _of_kind(model: nn.Module, kind: type[_Module]) -> Iterator[tuple[str, _Modu
             yield name, module
 
 
-def _embeddings(model: nn.Module, layout: InputLayout) -> Iterator[tuple[str, nn.Embedding]]:
+def embeddings_of_all_nodes(model: nn.Module, num_nodes: int) -> Iterator[tuple[str, nn.Embedding]]:
+    """Yield the embeddings that have a row for every node, by name."""
     for name, embedding in _of_kind(model, nn.Embedding):
-        if tuple(embedding.weight.shape) == (layout.num_nodes, layout.width):
+        if embedding.num_embeddings == num_nodes:
             yield name, embedding
 
 

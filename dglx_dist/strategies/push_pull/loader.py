@@ -28,13 +28,10 @@ from dglx_dist.strategies.push_pull.group import Group
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.structure import SMALL_NODES
 from dglx_dist.strategies.push_pull.structure_choice import ChoosingStructure, ChosenStructure
-from dglx_dist.strategies.push_pull.visit import OwnersInput, Visit
+from dglx_dist.strategies.push_pull.visit import PIPELINES, OwnersInput, Visit
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
-
-PIPELINES = "push_pull"
-"""Where in ``session.attached`` the pipelines are listed that an epoch's end drains: weak references."""
 
 _LOADERS = "push_pull.loaders"
 

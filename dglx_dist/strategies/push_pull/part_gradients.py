@@ -88,10 +88,8 @@ class PartGradients:
         flat = _flat(gradients, like)
         with peers_named(self._session, "the sum of gradients over replicas"):
             dist.all_reduce(flat, group=self._replicas)
-        place = self._group.replicas.index(self._group.rank)
-        sent = ring_bytes(flat.numel() * flat.element_size(), count, place)
-        following = self._group.replicas[(place + 1) % count]
-        self._session.ledger.add(PHASE, 1, self._group.rank, following, sent)
+        sent = ring_bytes(flat.numel() * flat.element_size(), count, self._group.place)
+        self._session.ledger.add(PHASE, 1, self._group.rank, self._group.next_replica, sent)
         return _unflattened(flat, like)
 
     def _of_all_replicas(
@@ -113,9 +111,10 @@ class PartGradients:
             dist.all_gather(sizes, torch.tensor([len(nodes)]), group=self._replicas)
             most = max(int(size) for size in sizes)
             of_replicas = [_padded_gather(one, most, count, self._replicas) for one in (nodes, values)]
-        following = self._group.replicas[(self._group.replicas.index(self._group.rank) + 1) % count]
         num_bytes = most * (nodes.element_size() + values.element_size() * values.shape[1])
-        self._session.ledger.add(PHASE, 1, self._group.rank, following, (count - 1) * num_bytes)
+        self._session.ledger.add(
+            PHASE, 1, self._group.rank, self._group.next_replica, (count - 1) * num_bytes
+        )
         owners = learnt[0][0]
         return [
             (replace(owners, nodes=ids[: int(size)]), gradient[: int(size)])

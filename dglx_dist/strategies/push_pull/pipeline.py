@@ -32,10 +32,7 @@ from dglx_dist.strategies.push_pull.stash import OwnerSide, PartSide
 from dglx_dist.strategies.push_pull.steps import StepWatch
 from dglx_dist.strategies.push_pull.transfer import Courier
 from dglx_dist.strategies.push_pull.versions import VersionLog
-from dglx_dist.strategies.push_pull.visit import OwnersInput, Visit
-
-PIPELINES = "push_pull"
-"""Under which ``session.attached`` lists the pipelines, for loaders to drain."""
+from dglx_dist.strategies.push_pull.visit import PIPELINES, OwnersInput, Visit
 
 
 @final
@@ -233,7 +230,7 @@ class Pipeline:
                 number=visit.number,
                 inputs=visit.inputs,
                 origin=recipe.origin,
-                leaves=self._part.leaves(copied=self.looks_ahead),
+                leaves=self._part.leaves(copied=self.looks_ahead and torch.is_grad_enabled()),
                 read=dict(self.log.steps),
                 values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
             )

@@ -15,7 +15,12 @@ from dglx_dist.layers.parts import part_of
 from dglx_dist.layers.staged import Staged
 from dglx_dist.strategies.push_pull.columns import ColumnStore
 from dglx_dist.strategies.push_pull.group import Group
-from dglx_dist.strategies.push_pull.inputs import InputLayout, all_names, find_input_modules
+from dglx_dist.strategies.push_pull.inputs import (
+    InputLayout,
+    all_names,
+    embeddings_of_all_nodes,
+    find_input_modules,
+)
 from dglx_dist.strategies.push_pull.options import Sync
 from dglx_dist.strategies.push_pull.origins import Origins
 from dglx_dist.strategies.push_pull.state import Cut, without_weights
@@ -146,9 +151,8 @@ def input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[
     """
     if store.names:
         return tuple(store.widths[name] for name in store.names)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.num_embeddings == num_nodes:
-            return (module.embedding_dim,)
+    for _, embedding in embeddings_of_all_nodes(model, num_nodes):
+        return (embedding.embedding_dim,)
     raise ConfigError(
         f"the nodes have none of the features that the strategy was told of, and the model has no "
         f"torch.nn.Embedding({num_nodes}, ...) in their place; name the features with the option features="

@@ -14,6 +14,7 @@ from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.push_pull.columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.group import Group, make_group
+from dglx_dist.strategies.push_pull.inputs import embeddings_of_all_nodes
 from dglx_dist.strategies.push_pull.options import (
     Sync,
     read_push_pull_options,
@@ -114,11 +115,7 @@ class PushPull(Strategy):
 
 def _learns_its_input(model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync) -> bool:
     """Return whether no layer takes the features, and one the model's embedding of all nodes."""
-    widths = [
-        module.embedding_dim
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module.num_embeddings == num_nodes
-    ]
+    widths = [embedding.embedding_dim for _, embedding in embeddings_of_all_nodes(model, num_nodes)]
     features = sum(store.widths.values())
     return bool(widths) and not _takes(model, features, sync) and _takes(model, widths[0], sync)
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import final
 
+from dglx_dist.cluster.missing import raise_for_missing
 from dglx_dist.cluster.session import Session
-from dglx_dist.errors import DglxError, PeerError
+from dglx_dist.errors import DglxError
 from dglx_dist.records import Array
 from dglx_dist.strategies.push_pull.group import Group
 from dglx_dist.strategies.push_pull.structure import Place
@@ -97,16 +98,13 @@ class StructureInbox:
             return missing()
 
     def _check(self, place: Place, missing: list[int], *, late: bool) -> None:
-        session = self._session
         what = f"the structure of step {place.step} of epoch {place.epoch}"
-        failure = session.store.first_failure() if session.store is not None else None
-        if failure is not None and failure[0] in missing:
-            raise PeerError(f"rank {failure[0]} failed before it sent {what}: {failure[1]}")
-        session.raise_for_dead(missing, what)
-        if late:
-            names = ", ".join(f"rank {rank} on {session.hosts[rank]}" for rank in missing)
-            raise PeerError(
-                f"{names} did not send {what} within {session.timeout_s:g} s "
-                f"({session.describe_failure(what)}); every rank must iterate over the loader alike, or "
-                "raise timeout_s (DGLX_TIMEOUT)"
-            )
+        raise_for_missing(
+            self._session,
+            missing,
+            what,
+            before=f"before it sent {what}",
+            undone=f"did not send {what}",
+            advice="every rank must iterate over the loader alike",
+            late=late,
+        )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dglx_dist.cluster.collectives import peers_named
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.timeline import NETWORK
 from dglx_dist.errors import PeerError
 from dglx_dist.strategies.push_pull.group import Group
 
@@ -62,7 +63,8 @@ class Transfer:
                 raise PeerError(f"nothing was heard of {self._what} for {4 * self._session.timeout_s:g} s")
             if self._error is not None:
                 raise self._error
-        return [one.to(self._device) for one in self._received]
+        self._received = [one.to(self._device) for one in self._received]
+        return self._received
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,7 @@ class Courier:
             session.ledger.add(phase, 1, self._group.rank, rank, num_bytes)
 
         def done() -> None:
-            session.timeline.add(_NAMES[tag], "network", begin, time.perf_counter(), batch)
+            session.timeline.add(_NAMES[tag], NETWORK, begin, time.perf_counter(), batch)
 
         self._lanes[tag].jobs.put(
             _Posted(transfer=transfer, works=works, received=received, kept=[*outgoing.values()], done=done)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
+PIPELINES = "push_pull"
+"""Where ``session.attached`` lists the pipelines, weak references, for loaders to drain at an epoch's end."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OwnersInput:
