@@ -118,10 +118,10 @@ class _Marks:
             for kind in (np.uint8, np.uint16, np.uint32, np.uint64)
             if np.iinfo(kind).bits >= self._servers
         )
-        self._marks = np.zeros(int(self._offsets[-1]), dtype)
+        self._marks: Array = np.zeros(int(self._offsets[-1]), dtype)
         for server in range(self._servers):
             self._marks[bounds[server] : bounds[server + 1]] = dtype(1 << server)
-        self._fresh = self._marks.copy()
+        self._fresh: Array = self._marks.copy()
 
     def follow(self, hops: int) -> tuple[Array, Array]:
         """Return (K + 1, S) int64 nodes and in-edges within 0 to ``hops`` hops."""

@@ -203,7 +203,8 @@ class NodeDropout(nn.Module):
 
     def __init__(self, dropout: nn.Dropout | NodeDropout, shared: NodeDropouts, *, edges: bool) -> None:
         super().__init__()
-        self.p, self.inplace = dropout.p, dropout.inplace
+        self.p: float = dropout.p
+        self.inplace: bool = dropout.inplace
         self._shared, self._edges = shared, edges
         self.train(dropout.training)
 

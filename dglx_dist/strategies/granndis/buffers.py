@@ -37,7 +37,7 @@ class KeptBuffer:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """View a contiguous CPU tensor without gradient as its bytes, writable; no copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def is_on_host(tensor: Tensor) -> bool:

@@ -12,12 +12,12 @@ from dglx_dist.records import Array
 @njit(cache=True, nogil=True)
 def _is_in(value: int, ascending: Array) -> bool:
     place = np.searchsorted(ascending, value)
-    return place < len(ascending) and ascending[place] == value
+    return bool(place < len(ascending) and ascending[place] == value)
 
 
 @njit(cache=True, nogil=True)
 def _goes_before(score: int, draw: np.uint64, other_score: int, other_draw: np.uint64) -> bool:
-    return score > other_score or (score == other_score and draw < other_draw)
+    return score > other_score or (score == other_score and bool(draw < other_draw))
 
 
 @njit(cache=True, nogil=True)

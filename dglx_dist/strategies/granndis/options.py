@@ -65,7 +65,7 @@ class FullGraphOptions:
 
 
 def read_full_graph_options(
-    strategy: str, options: Mapping[str, object], known: Mapping[str, type], **fixed: int
+    strategy: str, options: Mapping[str, object], known: Mapping[str, type], **fixed: Any
 ) -> FullGraphOptions:
     """Return the options of the session.
 

@@ -44,7 +44,7 @@ def write_plan(folder: Path, plan: RankPlan, facts: Mapping[str, Any] | None = N
     head = {
         "version": VERSION,
         "lengths": [len(array) for array in arrays],
-        "checksum": zlib.crc32(flat),
+        "checksum": zlib.crc32(flat.data),
         "scalars": {name: getattr(plan, name) for name in _scalars()},
         "layers": [
             {name: getattr(layer, name) for name in _COUNTS}
@@ -69,7 +69,7 @@ def read_plan(folder: Path) -> RankPlan:
         flat = np.load(folder / NUMBERS, mmap_mode="c", allow_pickle=False)
         if flat.dtype != np.int64 or flat.shape != (sum(head["lengths"]),):
             raise ValueError(f"it has {flat.shape} numbers of {flat.dtype}")
-        if zlib.crc32(np.asarray(flat)) != head["checksum"]:
+        if zlib.crc32(np.asarray(flat).data) != head["checksum"]:
             raise ValueError("its checksum differs")
         ends = np.cumsum([0, *head["lengths"]])
         pieces = iter([np.asarray(flat[first:last]) for first, last in pairwise(ends)])
@@ -118,9 +118,10 @@ def _arrays(plan: RankPlan) -> Iterator[Array]:
 
 
 def _layer(told: Mapping[str, Any], pieces: Iterator[Array]) -> HaloLayer:
-    arrays = {name: next(pieces) for name in _ARRAYS}
+    scalars: dict[str, Any] = {name: int(told[name]) for name in _COUNTS}
+    arrays: dict[str, Any] = {name: next(pieces) for name in _ARRAYS}
     return HaloLayer(
-        **{name: int(told[name]) for name in _COUNTS},
+        **scalars,
         **arrays,
         receive=tuple((int(rank), int(count)) for rank, count in told["receive"]),
         send=tuple((int(rank), next(pieces)) for rank in told["send"]),

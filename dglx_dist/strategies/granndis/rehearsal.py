@@ -180,7 +180,7 @@ def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[t
     """Return (time, address, bytes; negative: freed) of every allocation, and (time, 0, 0) of backward."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _step(model, blocks, rows)
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]  # set by the end of the block
+    results = profiler.profiler.kineto_results
     found = []
     for event in _every(results.experimental_event_tree()):
         if event.tag == _EventType.Allocation:
@@ -206,7 +206,9 @@ def _read(
     exchanges: list[_Echo],
     model: nn.Module,
 ) -> Rehearsal:
-    kinds, row_bytes, backward_at = [], [], 0
+    kinds: list[int] = []
+    row_bytes: list[int] = []
+    backward_at = 0
     held: dict[int, tuple[int, int]] = {}
     for _, address, num_bytes in events:
         if not num_bytes:

@@ -121,10 +121,10 @@ class Wire:
             if one.num_bytes:
                 head = head_of(_next(self._sequence_to, one.rank), one.num_bytes, name)
                 self._end(ends, one.rank).sender = Sender(head, one.pieces)
-        for one in incoming:
-            if len(one.room):
-                head = head_of(_next(self._sequence_from, one.rank), len(one.room), name)
-                self._end(ends, one.rank).receiver = Receiver(head, one.room)
+        for other in incoming:
+            if len(other.room):
+                head = head_of(_next(self._sequence_from, other.rank), len(other.room), name)
+                self._end(ends, other.rank).receiver = Receiver(head, other.room)
         return list(ends.values())
 
     def _end(self, ends: dict[int, End], rank: int) -> End:
