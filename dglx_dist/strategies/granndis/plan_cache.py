@@ -64,6 +64,9 @@ class PlanCache:
     def write(self, step: int, plan: RankPlan) -> bool:
         """Keep the plan of ``step``; return whether that could be done. Logged when not.
 
+        What is there is replaced, sound or not: it may be of an earlier run whose plans the other ranks have
+        lost, and the ranks' plans fit together only when they were made together.
+
         Raises:
             StorageError: the system fails in another way than by refusing to write.
         """
@@ -71,7 +74,7 @@ class PlanCache:
         try:
             with partial_folder(target) as partial:
                 write_plan(partial, plan)
-                if not publish(partial, target) and not self.holds(step):
+                if not publish(partial, target):
                     replace_folder(partial, target)
         except OSError as problem:
             if problem.errno in _NO_ROOM:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import StorageError
+from dglx_dist.strategies.granndis import plan_cache, plan_files
 from dglx_dist.strategies.granndis.plan import HaloLayer, RankPlan
 from dglx_dist.strategies.granndis.plan_cache import PlanCache
 from dglx_dist.strategies.granndis.plan_files import HEAD, NUMBERS, read_facts, read_plan, write_plan
@@ -89,8 +94,8 @@ def test_damage_is_told(tmp_path: Path) -> None:
         read_plan(tmp_path)
 
 
-def cache_at(folder: Path, rank: int = 0, **facts: Any) -> PlanCache:
-    dataset: Any = SimpleNamespace(folder=folder, manifest=SimpleNamespace(checksum="abc"))
+def cache_at(folder: Path, rank: int = 0, checksum: str = "abc", **facts: Any) -> PlanCache:
+    dataset: Any = SimpleNamespace(folder=folder, manifest=SimpleNamespace(checksum=checksum))
     return PlanCache(dataset, {"batches": 2, **facts}, rank)
 
 
@@ -113,6 +118,63 @@ def test_a_damaged_plan_is_replaced(tmp_path: Path) -> None:
     assert not cache.holds(0)
     assert cache.write(0, a_plan(2))
     assert cache.read(0).seeds == 2
-    # A sound one stays: somebody else was faster.
-    assert cache.write(0, a_plan(1))
-    assert cache.read(0).seeds == 2
+
+
+def test_plans_that_were_made_together_take_the_place_of_one_that_was_left(tmp_path: Path) -> None:
+    """Rank 0 has kept a plan of an earlier run, rank 1 has lost its own: both keep what they made now."""
+    caches = [cache_at(tmp_path, rank) for rank in (0, 1)]
+    caches[0].write(0, a_plan(1))
+    kept = caches[0].read(0)
+    for cache in caches:
+        assert cache.write(0, a_plan(2))
+    assert [cache.read(0).seeds for cache in caches] == [2, 2]
+    # Who has it open already reads on what it was.
+    assert same(kept, a_plan(1))
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_another_dataset_or_version_does_not_find_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_at(tmp_path).write(0, a_plan())
+    assert not cache_at(tmp_path, checksum="abd").holds(0)
+    monkeypatch.setattr("dglx_dist.strategies.granndis.plan_cache.VERSION", 0)
+    assert not cache_at(tmp_path).holds(0)
+
+
+def _killed_while_writing(folder: Path, after: str) -> None:
+    """Write a plan, in a process of its own that is killed once file ``after`` is there."""
+
+    def killed(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if after == NUMBERS:
+        plan_files.json = SimpleNamespace(dumps=killed)
+    else:
+        plan_cache.publish = killed
+    cache_at(folder).write(0, a_plan())
+
+
+@pytest.mark.parametrize("after", [NUMBERS, HEAD])
+def test_who_is_killed_while_writing_leaves_nothing_half_written(tmp_path: Path, after: str) -> None:
+    writer = multiprocessing.get_context("fork").Process(target=_killed_while_writing, args=(tmp_path, after))
+    writer.start()
+    writer.join(60)
+    assert writer.exitcode == -signal.SIGKILL
+    cache = cache_at(tmp_path)
+    assert list(cache.folder.iterdir())
+    assert not cache.holds(0)
+    assert cache.write(0, a_plan())
+    assert same(cache.read(0), a_plan())
+
+
+def test_a_disk_without_room_is_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plan_cache, "write_plan", full)
+    assert not cache_at(tmp_path).write(0, a_plan())
+    assert "kept in memory" in caplog.text
+    assert not list(cache_at(tmp_path).folder.iterdir())
