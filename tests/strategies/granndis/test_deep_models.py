@@ -1,4 +1,4 @@
-"""Deep models with dropout on 1, 2 and 4 ranks: recomputed or not, they train what one process trains."""
+"""Deep models with dropout on 1, 2 and 4 ranks of 1 and 2 servers: recomputed or not, they train alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ from dglx_dist.training.kinds import RECOMPUTE
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
-LAYERS, HIDDEN, STEPS = 4, 6, 3
+LAYERS, HIDDEN, STEPS = 3, 6, 2
+DEEP = 28
+"""Layers of the model without dropout, which plain DGL can train too."""
+SHAPES = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2))
+"""(servers, ranks per server)."""
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fb+pp": ("full_graph", {"use_pp": True}),
+    "fb": ("full_graph", {"use_pp": False}),
+    "flx": ("shared_preload", {}),
+    "one hop": ("shared_preload", {"hops": 1, "use_pp": False}),
+}
 
 
 class Attending(nn.Module):
@@ -29,56 +39,62 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        drops: dict[str, Any] = {"feat_drop": 0.3, "attn_drop": 0.3, "allow_zero_in_degree": True}
+        drops: dict[str, Any] = {"feat_drop": 0.5, "attn_drop": 0.5, "allow_zero_in_degree": True}
         self.first = GATConv(equality.WIDTH, 3, 2, **drops)
         self.second = GATConv(6, equality.CLASSES, 2, **drops)
-        self.dropout = nn.Dropout(0.4)
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
         h = self.dropout(functional.elu(self.first(blocks[0], self.dropout(h)).flatten(1)))
         return checkpoint(lambda h: self.second(blocks[1], self.dropout(h)).mean(1), h, use_reentrant=False)
 
 
-def models() -> dict[str, tuple[nn.Module, int]]:
-    """By name, with the number of layers; the same weights at every call."""
-    made: dict[str, tuple[nn.Module, int]] = {}
-    for recompute in RECOMPUTE:
-        torch.manual_seed(1)
-        deep = build_resgcn(
-            equality.WIDTH, HIDDEN, equality.CLASSES, LAYERS, dropout=0.4, recompute=recompute
-        )
-        made[f"resgcn/{recompute}"] = deep.double(), LAYERS
+def resgcn(layers: int, dropout: float, recompute: str) -> nn.Module:
+    """The same weights at every call."""
+    torch.manual_seed(1)
+    return build_resgcn(
+        equality.WIDTH, HIDDEN, equality.CLASSES, layers, dropout=dropout, recompute=recompute
+    ).double()
+
+
+def models(way: str) -> dict[str, tuple[nn.Module, int]]:
+    """By name, with the number of layers; without use_pp and without hops, all ways to recompute."""
+    made = {
+        f"resgcn/{recompute}": (resgcn(LAYERS, 0.5, recompute), LAYERS)
+        for recompute in (RECOMPUTE if way in ("fb+pp", "fb") else ("exchange",))
+    }
     torch.manual_seed(1)
     made["gat"] = Attending().double(), 2
+    if way in ("fb+pp", "flx"):
+        made["deep"] = resgcn(DEEP, 0.0, "exchange"), DEEP
     return made
 
 
 def on_ranks(folder: str) -> dict[str, Any]:
-    """Weights and halo bytes by ``strategy use_pp/model``."""
+    """Weights and halo bytes by ``way/model``."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     topology = session.topology
     train_ids = equality.new_ids_of_training(g)
     mine = equality.cut(train_ids, equality.SHARES["uneven"], topology.rank, topology.world_size)
     results: dict[str, Any] = {}
-    for name in ("full_graph", "shared_preload"):
-        for use_pp in (True, False):
-            strategy = STRATEGIES.get(name)(session, {"use_pp": use_pp})
-            for kind, (module, layers) in models().items():
-                sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-                    layers, prefetch_node_feats=["feat"], prefetch_labels=["label"]
-                )
-                loader, model = strategy.loader(g, mine, sampler), strategy.wrap(module, g)
-                # Functional draws of torch differ between ranks, and must not matter.
-                torch.manual_seed(topology.rank)
-                before = session.ledger.snapshot()
-                equality.train(model, loader, STEPS)
-                sent: dict[str, int] = {}
-                for row in session.ledger.since(before):
-                    sent[row.phase] = sent.get(row.phase, 0) + row.num_bytes
-                weights = [p.detach().numpy().copy() for p in module.parameters()]
-                halo = [sent.get(phase, 0) for phase in ("halo", "halo_gradients")]
-                results[f"{name} {use_pp}/{kind}"] = weights, halo
+    for way, (name, options) in WAYS.items():
+        strategy = STRATEGIES.get(name)(session, dict(options))
+        for kind, (module, layers) in models(way).items():
+            sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+                layers, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+            )
+            loader, model = strategy.loader(g, mine, sampler), strategy.wrap(module, g)
+            # Functional draws of torch differ between ranks, and must not matter.
+            torch.manual_seed(topology.rank)
+            before = session.ledger.snapshot()
+            equality.train(model, loader, STEPS)
+            sent: dict[str, int] = {}
+            for row in session.ledger.since(before):
+                sent[row.phase] = sent.get(row.phase, 0) + row.num_bytes
+            weights = [p.detach().numpy().copy() for p in module.parameters()]
+            halo = [sent.get(phase, 0) for phase in ("halo", "halo_gradients")]
+            results[f"{way}/{kind}"] = weights, halo
     return results
 
 
@@ -86,43 +102,63 @@ def on_ranks(folder: str) -> dict[str, Any]:
 def placed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[dict[str, Any]]]:
     """By (servers, ranks per server), of each rank."""
     folder = str(equality.write_parts(tmp_path_factory.mktemp("deep")))
-    shapes: list[tuple[int, int]] = [(1, 1), (1, 2), (2, 2)]
     return {
-        (servers, ranks): run_ranks(on_ranks, servers * ranks, args=(folder,), ranks_per_server=ranks)
-        for servers, ranks in shapes
+        (servers, ranks): run_ranks(
+            on_ranks, servers * ranks, args=(folder,), ranks_per_server=ranks, timeout_s=240
+        )
+        for servers, ranks in SHAPES
     }
+
+
+def plain_deep(layers: int, dropout: float) -> list[Any]:
+    """Weights that plain DGL trains on the whole graph in one process."""
+    graph, module = equality.plain_graph(), resgcn(layers, dropout, "none")
+    optimizer = torch.optim.SGD(module.parameters(), lr=equality.RATE)
+    targets = graph.ndata["train_mask"].nonzero()[:, 0]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        scores = module(graph, graph.ndata["feat"])[targets]
+        functional.cross_entropy(scores, graph.ndata["label"][targets]).backward()
+        optimizer.step()
+    return [p.detach().numpy() for p in module.parameters()]
 
 
 def test_dropout_and_recomputing_depend_on_no_rank(placed: Any) -> None:
-    expected = placed[1, 1][0]
+    one = placed[1, 1][0]
+    expected = {
+        "resgcn": one["fb+pp/resgcn/none"][0],
+        "gat": one["fb+pp/gat"][0],
+        "deep": plain_deep(DEEP, 0.0),
+    }
     for shape, ranks in placed.items():
         for rank in ranks:
             for name, (weights, _) in rank.items():
-                kind = name.partition("/")[2]
-                reference = expected[
-                    f"full_graph True/{kind.replace('exchange', 'none').replace('keep', 'none')}"
-                ]
-                for got, want in zip(weights, reference[0], strict=True):
+                for got, want in zip(weights, expected[name.split("/")[1]], strict=True):
                     np.testing.assert_allclose(got, want, rtol=0, atol=1e-10, err_msg=f"{shape} {name}")
 
 
-def test_what_is_computed_again_is_exchanged_again_or_kept(placed: Any) -> None:
-    for use_pp in (True, False):
-        by_way = {
-            way: [rank[f"full_graph {use_pp}/resgcn/{way}"][1] for rank in placed[2, 2]] for way in RECOMPUTE
-        }
-        none, again, kept = (np.array(by_way[way]).sum(0) for way in RECOMPUTE)
-        assert none[0] > 0
-        assert again.tolist() == [2 * none[0], none[1]]
-        assert kept.tolist() == none.tolist()
+def test_dropout_was_there(placed: Any) -> None:
+    """Else any number of ranks would train the same."""
+    dropped, plain = placed[1, 1][0]["fb/resgcn/none"][0], plain_deep(LAYERS, 0.0)
+    assert max(np.abs(got - want).max() for got, want in zip(dropped, plain, strict=True)) > 1e-3
+
+
+def halo_bytes(placed: Any, way: str, kind: str) -> Any:
+    """(halo, halo_gradients) of all ranks on 2 servers of 2."""
+    return np.array([rank[f"{way}/{kind}"][1] for rank in placed[2, 2]]).sum(0)
+
+
+@pytest.mark.parametrize("way", ["fb", "fb+pp"])
+def test_what_is_computed_again_is_exchanged_again_or_kept(placed: Any, way: str) -> None:
+    none, again, kept = (halo_bytes(placed, way, f"resgcn/{recompute}") for recompute in RECOMPUTE)
+    assert none[0] > 0
+    assert again.tolist() == [2 * none[0], none[1]]
+    assert kept.tolist() == none.tolist()
 
 
 def test_cached_features_spare_the_first_layer_behind_an_encoder(placed: Any) -> None:
-    sums = {
-        use_pp: np.array([rank[f"full_graph {use_pp}/resgcn/none"][1] for rank in placed[2, 2]]).sum(0)
-        for use_pp in (True, False)
-    }
-    assert (sums[True] < sums[False]).all()
+    spared, all_layers = (halo_bytes(placed, way, "resgcn/none") for way in ("fb+pp", "fb"))
+    assert (spared < all_layers).all()
     # Forward and backward send the same rows, with an encoder also those of layer 1.
-    for halo, gradients in sums.values():
+    for halo, gradients in (spared, all_layers):
         assert halo == gradients
