@@ -151,22 +151,47 @@ def plans_of(folder: str) -> list[dict[str, Any]]:
     barrier(session, "selectors")
     seeds = np.flatnonzero(g.ndata["train_mask"][:].numpy())
     found = []
-    for options in (None, EasOptions(hops=3, fanout=-1), EasOptions(hops=0)):
+    server = session.topology.server
+    inner = np.arange(*g.get_node_partition_policy("_N").bounds[server : server + 2])
+    ends = g.find_edges(np.arange(g.num_edges()))
+    for options in (None, EasOptions(hops=3, fanout=-1), EasOptions(hops=0), EasOptions(fanout=1)):
         rule = None if options is None else selector.rule(options, seed=3)
         plan = make_plans(g, seeds, 3, 3, eas=rule)
         found.append(
             {
                 "nodes": plan.nodes.copy(),
                 "edges": [layer.edge_ids.copy() for layer in plan.layers],
+                "rows": [plan.rows(level).copy() for level in range(4)],
                 "external": plan.external_nodes,
+                "selected": inner if options is None else selector.select(inner, options, seed=3).nodes,
+                "ends": [end.numpy() for end in ends],
             }
         )
+    barrier(session, "everybody has chosen")
     g.close()
     return found
 
 
-def test_all_hops_and_all_neighbours_are_the_whole_closure(folder: Path) -> None:
-    for whole, everything, nothing in run_ranks(plans_of, 3, args=(str(folder),), ranks_per_server=1):
+@pytest.fixture(scope="module")
+def plans(folder: Path) -> list[Any]:
+    return run_ranks(plans_of, 3, args=(str(folder),), ranks_per_server=1)
+
+
+def test_every_edge_between_chosen_nodes_is_kept_and_no_other(plans: list[Any]) -> None:
+    """Of inner nodes and external ones alike, in-edges of every row that is computed."""
+    for _, *sampled in plans:
+        for plan in sampled:
+            source, destination = plan["ends"]
+            inside = np.isin(source, plan["selected"]) & np.isin(destination, plan["selected"])
+            for level, edges in enumerate(plan["edges"], start=1):
+                wanted = np.flatnonzero(inside & np.isin(destination, plan["rows"][level]))
+                assert np.array_equal(np.sort(edges), wanted)
+                assert set(source[wanted]) <= set(plan["rows"][level - 1].tolist())
+    assert any(0 < few["external"] < everything["external"] for _, everything, _, few in plans)
+
+
+def test_all_hops_and_all_neighbours_are_the_whole_closure(plans: list[Any]) -> None:
+    for whole, everything, nothing, _ in plans:
         assert np.array_equal(whole["nodes"], everything["nodes"])
         for one, other in zip(whole["edges"], everything["edges"], strict=True):
             assert np.array_equal(one, other)
