@@ -73,8 +73,12 @@ def train(  # noqa: PLR0913  # one argument per option
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(rich_help_panel=_LOADER, help="Targets per rank and step.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            rich_help_panel=_LOADER,
+            help="Targets per rank and step. Default: 512; all where the strategy takes the whole graph.",
+        ),
+    ] = None,
     structure: Annotated[
         str, typer.Option(rich_help_panel=_LOADER, help="auto, replicated on each server, or partitioned.")
     ] = "auto",
@@ -156,7 +160,6 @@ def train(  # noqa: PLR0913  # one argument per option
     them again.
     """
     from dglx_dist.run.plan import TrainPlan
-    from dglx_dist.run.session import default_fanouts
 
     plan = TrainPlan(
         data=str(data),
@@ -169,7 +172,7 @@ def train(  # noqa: PLR0913  # one argument per option
         heads=heads,
         dropout=dropout,
         recompute=recompute,
-        fanouts=default_fanouts(strategy, layers) if fanout is None else whole_numbers(fanout, "--fanout"),
+        fanouts=None if fanout is None else whole_numbers(fanout, "--fanout"),
         batch_size=batch_size,
         epochs=epochs,
         lr=lr,

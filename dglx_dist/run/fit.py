@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.run.session import DataLoader, default_fanouts, strategy_of, wrap
+from dglx_dist.run.session import DataLoader, default_batch_size, default_fanouts, strategy_of, wrap
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import TrainingLoader
@@ -30,7 +30,7 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     *,
     config: FitConfig | None = None,
     fanouts: Sequence[int] | None = None,
-    batch_size: int = 512,
+    batch_size: int | None = None,
     lr: float = 0.01,
     make_optimizer: MakeOptimizer | None = None,
     callbacks: Sequence[Callback] = (),
@@ -52,7 +52,7 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         config: How long, how often to evaluate, where checkpoints lie; defaults when not given.
         fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all. None: two layers, 25
             and 10; all where the strategy takes the whole graph.
-        batch_size: Targets per rank and step.
+        batch_size: Targets per rank and step. None: 512, where the strategy has mini-batches.
         lr: Of Adam.
         make_optimizer: Makes another optimizer from the parameters; ``lr`` is then unused.
         callbacks: Called after each epoch with its record.
@@ -84,7 +84,10 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     _check_inputs(g, config.inputs)
     if loader is None:
         fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
-        options = {"batch_size": batch_size, "shuffle": True, **loader_options}
+        batch_size = default_batch_size(g.session.strategy) if batch_size is None else batch_size
+        options = {"shuffle": True, **loader_options}
+        if batch_size is not None:
+            options["batch_size"] = batch_size
         loader = _node_loader(g, config, fanouts, options)
     wrapped = wrap(model, g)
     if make_optimizer is None:

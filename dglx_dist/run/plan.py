@@ -35,8 +35,10 @@ class TrainPlan:
     dropout: float = 0.5
     recompute: str = "none"
     """What backward computes again, for deep models: one of ``training.kinds.RECOMPUTE``."""
-    fanouts: tuple[int, ...] = (25, 10)
-    batch_size: int = 512
+    fanouts: tuple[int, ...] | None = None
+    """One for each layer; None: the strategy's own."""
+    batch_size: int | None = None
+    """Targets per rank and step; None: the strategy's own, where it has mini-batches."""
     epochs: int = 20
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -71,7 +73,7 @@ class TrainPlan:
         for name, wrong, allowed in (
             ("layers", self.layers < 1, "at least 1"),
             ("hidden", self.hidden < 1, "at least 1"),
-            ("batch-size", self.batch_size < 1, "at least 1"),
+            ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
             ("epochs", self.epochs < 1, "at least 1"),
             ("dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"),
             (
@@ -121,7 +123,7 @@ class TrainPlan:
             if wrong:
                 field_name = {"timeout": "timeout_s"}.get(name, name.replace("-", "_"))
                 raise ConfigError(f"--{name} {getattr(self, field_name)} must be {allowed}")
-        if len(self.fanouts) != self.layers:
+        if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
                 f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"

@@ -12,8 +12,6 @@ from dglx_dist.strategies.granndis.eas import EasOptions, read_eas_options
 from dglx_dist.strategies.granndis.split import AUTO, check_split
 
 BUCKET_BYTES = 4 * 2**20
-ALL_HOPS = -1
-"""As a number of hops: as many as there are layers."""
 
 COMMON: Mapping[str, type] = {"use_pp": bool, "bucket_bytes": int}
 """What every strategy of full-graph training knows."""
@@ -37,8 +35,8 @@ class FullGraphOptions:
         ConfigError: a value cannot be honoured.
     """
 
-    hops: int = ALL_HOPS
-    """k: layers that a server computes without others (algorithms 3.2); -1: all of them."""
+    hops: int | None = None
+    """k: layers that a server computes without others (algorithms 3.2); None: all of them."""
     use_pp: bool = True
     """Whether the features of the halo are kept from the start on, or sent anew in each epoch."""
     split: str = AUTO
@@ -51,12 +49,12 @@ class FullGraphOptions:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ConfigError(f"option bucket_bytes={self.bucket_bytes} must be at least 1")
-        if self.hops < ALL_HOPS:
+        if self.hops is not None and self.hops < 0:
             raise ConfigError(
-                f"option hops={self.hops}: give the number of layers, from the first one on, that a server "
-                "computes without others: 0 is full_graph, -1 is all layers"
+                f"option hops={self.hops} must be at least 0: it is the number of layers, from the first one "
+                "on, that a server computes without others; 0 is full_graph, and left out it is all layers"
             )
-        if self.eas is not None and self.hops != ALL_HOPS:
+        if self.eas is not None and self.hops is not None:
             raise ConfigError(
                 f"option hops={self.hops} says that layers above exchange rows with other servers, and with "
                 f"external_hops={self.eas.hops} none does; leave one of them out"
@@ -91,9 +89,11 @@ def hops_of(options: FullGraphOptions, num_layers: int) -> int:
     Raises:
         ConfigError: there are not so many.
     """
+    if options.hops is None:
+        return num_layers
     if options.hops > num_layers:
         raise ConfigError(
             f"option hops={options.hops}, and the sampler has {num_layers} layers: give at most "
             f"{num_layers}, or leave it out, which is all of them"
         )
-    return num_layers if options.hops == ALL_HOPS else options.hops
+    return options.hops

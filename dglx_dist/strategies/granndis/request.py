@@ -58,7 +58,7 @@ def read_request(
     """Return what the loader shall do; every rank must call it.
 
     The batch size has no meaning where all seeds are trained together, and fan-outs have none where every
-    neighbour is taken: rank 0 warns of those that would draw.
+    neighbour is taken: rank 0 warns of a batch size, and of fan-outs that would draw.
 
     Args:
         strategy: Name for messages.
@@ -72,8 +72,10 @@ def read_request(
             cannot be honoured, or the ranks were given other layers.
         IndexError: a seed is no node; ConfigError on the other ranks.
     """
+    given = dict(loader_options)
+    idle = {name: given.pop(name) for name in _OF_MINI_BATCHES if name in given}
     request, fanouts = together(
-        g.session, lambda: _read(strategy, g, indices, sampler, dict(loader_options)), ConfigError
+        g.session, lambda: _read(strategy, g, indices, sampler, given), ConfigError
     )
     columns = request.columns
     told = (
@@ -81,21 +83,29 @@ def read_request(
         f"inputs={columns.inputs}, targets={columns.targets}, edges={columns.edges}"
     )
     check_alike(g.session, "loaders with", told)
-    if g.session.topology.rank == 0 and any(one != -1 for fanout in fanouts for one in _numbers(fanout)):
-        warnings.warn(
-            f"{strategy} takes all neighbours, so the fan-outs {list(fanouts)} have no effect; give -1 for "
-            "each layer, or use strategy='data_parallel', which draws",
-            stacklevel=4,
-        )
+    if g.session.topology.rank == 0:
+        _warn_of_idle(strategy, fanouts, idle.get("batch_size"))
     return request
+
+
+def _warn_of_idle(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) -> None:
+    idle = []
+    if any(one != -1 for fanout in fanouts for one in _numbers(fanout)):
+        idle.append(f"the fan-outs {list(fanouts)} (give -1 for each layer)")
+    if batch_size is not None:
+        idle.append(f"batch_size={batch_size} (leave it out)")
+    if idle:
+        warnings.warn(
+            f"{strategy} takes all neighbours of whole sets of seeds, so there is no effect of "
+            f"{' and '.join(idle)}; strategy='data_parallel' draws mini-batches",
+            stacklevel=5,
+        )
 
 
 def _read(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, given: dict[str, Any]
 ) -> tuple[Request, Sequence[Fanout]]:
     check_one_type(strategy, g)
-    for name in _OF_MINI_BATCHES:
-        given.pop(name, None)
     options = read_options(given)
     if options.exclude is not None:
         raise ConfigError(

@@ -21,8 +21,8 @@ NAME = "shared_preload"
 class SharedPreload(Strategy):
     """One step an epoch; a server computes what its nodes need of others itself, for the first layers.
 
-    Options: ``hops`` (int): layers, from the first one on, that are computed without other servers; -1, all
-    of them, when not given, and with 0 it is full_graph. ``split`` (name of a partitioner): how a server's
+    Options: ``hops`` (int): layers, from the first one on, that are computed without other servers; all of
+    them when not given, and with 0 it is full_graph. ``split`` (name of a partitioner): how a server's
     rows are given to its ranks, METIS when not given. ``use_pp`` and ``bucket_bytes`` as under full_graph.
 
     Expansion-aware sampling: ``external_hops`` (int) and ``external_fanout`` (int) take in only so many nodes
