@@ -45,11 +45,23 @@ class Sender:
 
 
 @final
-class Receiver:
-    """What is still to come from one peer."""
+@dataclass(kw_only=True)
+class Incoming:
+    """What comes from one peer."""
 
-    def __init__(self, expected: bytes, room: memoryview) -> None:
-        self._expected, self._room = expected, room
+    rank: int
+    room: memoryview
+    """Writable; as many bytes as will come."""
+    num_arrived: int = 0
+    """Bytes at the beginning of ``room`` that are there; grows."""
+
+
+@final
+class Receiver:
+    """Fills the room of what comes from one peer."""
+
+    def __init__(self, expected: bytes, incoming: Incoming) -> None:
+        self._expected, self._incoming = expected, incoming
         self._head = memoryview(bytearray(len(expected)))
         self._read = 0
 
@@ -67,8 +79,10 @@ class Receiver:
                 return False
             _check_same(bytes(self._head), self._expected, rank)
             return False
-        self._room = self._room[_receive_into(connection, self._room[:_RECEIVE_BYTES]) :]
-        return not self._room
+        incoming = self._incoming
+        at = incoming.num_arrived
+        incoming.num_arrived += _receive_into(connection, incoming.room[at : at + _RECEIVE_BYTES])
+        return incoming.num_arrived == len(incoming.room)
 
 
 @dataclass(kw_only=True)

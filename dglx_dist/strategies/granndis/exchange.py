@@ -7,7 +7,7 @@ gradients of those copies go back to the ranks that hold the rows, which add the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, cast, final
 
 import numpy as np
@@ -18,17 +18,14 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.strategies.granndis.buffers import bytes_of, is_on_host
+from dglx_dist.strategies.granndis.device_wire import Message
+from dglx_dist.strategies.granndis.ends import Incoming
 from dglx_dist.strategies.granndis.plan import HaloLayer
-from dglx_dist.strategies.granndis.wire import Incoming, Outgoing, wire_of
+from dglx_dist.strategies.granndis.row_work import added, copied, gathered
+from dglx_dist.strategies.granndis.wire import Outgoing, wire_of
 
 FORWARD, BACKWARD = "halo", "halo_gradients"
 """The ledger's names of what is sent in forward and in backward."""
-
-_PIECE_BYTES = 256 * 1024
-"""Rows are copied to be sent in pieces of this size, so that one is on its way while the next is copied."""
-
-_STEP_BYTES = 1 << 20
-"""Rows are copied on this rank in steps of this size."""
 
 _SUMMED_WIDER = (torch.float16, torch.bfloat16)
 
@@ -54,9 +51,8 @@ class HaloExchange:
         self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
         _check(layer, session.topology.rank)
         # Plans that were kept on disk are read-only, which torch does not know.
-        self._sent_rows = [
-            (rank, torch.from_numpy(np.require(rows, np.int64, ("C", "W")))) for rank, rows in layer.send
-        ]
+        self._sent_rows = [torch.from_numpy(np.require(rows, np.int64, ("C", "W"))) for _, rows in layer.send]
+        self._sent_to = [rank for rank, _ in layer.send]
         self._sent_at = _bounds([len(rows) for _, rows in layer.send])
         self._received_from = [rank for rank, _ in layer.receive]
         self._received_at = _bounds([count for _, count in layer.receive])
@@ -69,17 +65,18 @@ class HaloExchange:
     @property
     def has_peers(self) -> bool:
         """Whether this rank sends or receives anything."""
-        return bool(self._sent_rows or self._received_from)
+        return bool(self._sent_to or self._received_from)
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
         """Append the rows of the halo to this rank's own; the layer's peers must call it too.
 
-        The way back adds what the peers have for a row in the order of their ranks, halves in float32, so the
-        bits do not depend on who was first; every peer's backward must come by. May be differentiated twice.
+        The way back adds what the peers have for a row in an order that the layer and the width give, halves
+        in float32, so the bits do not depend on who was first; every peer's backward must come by. May be
+        differentiated twice.
 
         Args:
             h: (own_rows, ...), any dtype; what follows the rows is the same on all ranks. What lies on an
-                accelerator goes through the host's memory.
+                accelerator goes by NCCL where every rank has one to itself, else through the host's memory.
             kept: (n_halo, ...): the halo as an earlier call returned it for the same ``h``. Forward then
                 sends nothing; give it on all ranks or on none.
 
@@ -137,50 +134,71 @@ class HaloExchange:
             (own_rows, ...): the own rows of ``gradient``, and what the peers have for them added.
         """
         gradient = gradient.detach()
-        halo = gradient[self.own_rows :].cpu().contiguous()
-        outgoing = [
-            self._outgoing(rank, halo[first:last], BACKWARD)
-            for rank, (first, last) in zip(self._received_from, pairwise(self._received_at), strict=True)
-        ]
-        came = self._wire.received.room((self._sent_at[-1], *gradient.shape[1:]), gradient.dtype)
-        parts = [came[first:last] for first, last in pairwise(self._sent_at)]
-        incoming = [
-            Incoming(rank=rank, room=bytes_of(part))
-            for (rank, _), part in zip(self._sent_rows, parts, strict=True)
-        ]
-        own = gradient[: self.own_rows]
+        own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
         wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
-        self._wire.swap(outgoing, incoming, self._name(BACKWARD), _copied(own, total))
-        for (_, rows), part in zip(self._sent_rows, parts, strict=True):
-            total.index_add_(0, rows.to(total.device), part.to(total.device, wider))
+        came_shape = (self._sent_at[-1], *gradient.shape[1:])
+        going = self._by_sender(halo.contiguous() if self._is_direct(halo) else halo.cpu().contiguous())
+        self._count(BACKWARD, going)
+        if self._is_direct(halo):
+            parts = self._by_receiver(halo.new_empty(came_shape))
+            self._swap_directly(going, parts, BACKWARD)
+            total.copy_(own)
+            for rows, (_, part) in zip(self._sent_rows, parts, strict=True):
+                total.index_add_(0, rows.to(total.device), part.to(wider))
+            return total.to(gradient.dtype)
+        parts = self._by_receiver(self._wire.received.room(came_shape, gradient.dtype))
+        incoming = [Incoming(rank=rank, room=bytes_of(part)) for rank, part in parts]
+        adding = added(total, self._sent_rows, [part for _, part in parts], incoming)
+        outgoing = [_outgoing(rank, part, iter([bytes_of(part)])) for rank, part in going]
+        self._wire.swap(outgoing, incoming, self._name(BACKWARD), chain(copied(own, total), adding))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
         """Fill ``halo`` with the peers' rows, and ``own`` with ``h`` meanwhile."""
+        if self._is_direct(halo):
+            rows_of = zip(self._sent_to, self._sent_rows, strict=True)
+            going = [(rank, h.index_select(0, rows.to(h.device))) for rank, rows in rows_of]
+            self._count(phase, going)
+            self._swap_directly(going, self._by_sender(halo), phase)
+            if own is not None:
+                own.copy_(h)
+            return
         on_host = is_on_host(halo)
         landing = halo if on_host else self._wire.received.room(halo.shape, halo.dtype)
-        incoming = [
-            Incoming(rank=rank, room=bytes_of(landing[first:last]))
-            for rank, (first, last) in zip(self._received_from, pairwise(self._received_at), strict=True)
-        ]
-        room = self._wire.sent.room((self._sent_at[-1], *h.shape[1:]), h.dtype)
+        incoming = [Incoming(rank=rank, room=bytes_of(part)) for rank, part in self._by_sender(landing)]
+        going = self._by_receiver(self._wire.sent.room((self._sent_at[-1], *h.shape[1:]), h.dtype))
+        self._count(phase, going)
         outgoing = [
-            self._outgoing(rank, room[first:last], phase, (h, rows))
-            for (rank, rows), (first, last) in zip(self._sent_rows, pairwise(self._sent_at), strict=True)
+            _outgoing(rank, part, gathered(h, rows, part))
+            for (rank, part), rows in zip(going, self._sent_rows, strict=True)
         ]
-        self._wire.swap(outgoing, incoming, self._name(phase), () if own is None else _copied(h, own))
+        self._wire.swap(outgoing, incoming, self._name(phase), () if own is None else copied(h, own))
         if not on_host:
             halo.copy_(landing)
 
-    def _outgoing(
-        self, rank: int, room: Tensor, phase: str, source: tuple[Tensor, Tensor] | None = None
-    ) -> Outgoing:
-        """Count and describe what goes to ``rank``: ``room``, filled from ``source`` (h, rows) if given."""
-        num_bytes = room.numel() * room.element_size()
-        self._session.ledger.add(phase, self.number, self._session.topology.rank, rank, num_bytes)
-        pieces = iter([bytes_of(room)]) if source is None else _gathered(*source, room)
-        return Outgoing(rank=rank, num_bytes=num_bytes, pieces=pieces)
+    def _is_direct(self, rows: Tensor) -> bool:
+        """Whether ``rows`` travel from accelerator to accelerator."""
+        return self._wire.devices is not None and not is_on_host(rows)
+
+    def _swap_directly(self, going: Sequence[Message], coming: Sequence[Message], phase: str) -> None:
+        assert self._wire.devices is not None
+        self._wire.devices.swap(going, coming, self._name(phase))
+
+    def _by_sender(self, halo: Tensor) -> list[Message]:
+        """Cut the (n_halo, ...) rows at those of each rank that sends them forward."""
+        bounds = pairwise(self._received_at)
+        return [(rank, halo[a:b]) for rank, (a, b) in zip(self._received_from, bounds, strict=True)]
+
+    def _by_receiver(self, rows: Tensor) -> list[Message]:
+        """Cut the rows that go forward to others at those of each rank."""
+        bounds = pairwise(self._sent_at)
+        return [(rank, rows[a:b]) for rank, (a, b) in zip(self._sent_to, bounds, strict=True)]
+
+    def _count(self, phase: str, going: Sequence[Message]) -> None:
+        for rank, rows in going:
+            num_bytes = rows.numel() * rows.element_size()
+            self._session.ledger.add(phase, self.number, self._session.topology.rank, rank, num_bytes)
 
     def _name(self, phase: str) -> str:
         return f"{phase.replace('_', ' ')} of layer {self.number}"
@@ -219,26 +237,8 @@ class _GiveBack(torch.autograd.Function):
         return None, _Append.apply(ctx.halo, gradient, None)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
-def _gathered(h: Tensor, rows: Tensor, room: Tensor) -> Iterator[memoryview]:
-    """Copy ``h[rows]`` into ``room`` piece by piece."""
-    if not is_on_host(h):
-        room.copy_(h.index_select(0, rows.to(h.device)))
-        yield bytes_of(room)
-        return
-    row_bytes = room.numel() * room.element_size() // max(len(rows), 1)
-    step = max(_PIECE_BYTES // max(row_bytes, 1), 1)
-    for first in range(0, len(rows), step):
-        piece = room[first : first + step]
-        torch.index_select(h, 0, rows[first : first + step], out=piece)
-        yield bytes_of(piece)
-
-
-def _copied(source: Tensor, target: Tensor) -> Iterator[None]:
-    """Copy ``source`` to ``target`` in steps short enough for the network to be served between them."""
-    step = max(len(source) * _STEP_BYTES // max(source.numel() * source.element_size(), 1), 1)
-    for first in range(0, len(source), step):
-        target[first : first + step].copy_(source[first : first + step])
-        yield
+def _outgoing(rank: int, rows: Tensor, pieces: Iterator[memoryview]) -> Outgoing:
+    return Outgoing(rank=rank, num_bytes=rows.numel() * rows.element_size(), pieces=pieces)
 
 
 def _bounds(counts: Sequence[int]) -> list[int]:

@@ -19,10 +19,10 @@ from dglx_dist.cluster.streams import Streams, open_streams
 from dglx_dist.cluster.timeline import NETWORK
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.strategies.granndis.buffers import KeptBuffer
-from dglx_dist.strategies.granndis.ends import End, Receiver, Sender, head_of
+from dglx_dist.strategies.granndis.device_wire import make_device_wire
+from dglx_dist.strategies.granndis.ends import End, Incoming, Receiver, Sender, head_of
 
 _KEPT = "halo wire"
-_END = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,6 @@ class Outgoing:
     num_bytes: int
     pieces: Iterator[memoryview]
     """Made when there is room to send them; together num_bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Incoming:
-    """What comes from one peer."""
-
-    rank: int
-    room: memoryview
-    """Writable; as many bytes as will come."""
 
 
 @final
@@ -55,6 +46,8 @@ class Wire:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._streams: Streams = open_streams(session)
+        self.devices = make_device_wire(session)
+        """For what lies on accelerators; None: that goes through the host too."""
         self.sent, self.received = KeptBuffer(), KeptBuffer()
         """For the exchange that runs."""
         self._in_use = threading.Lock()
@@ -68,14 +61,14 @@ class Wire:
         spent = self._seconds
         if reset:
             self._seconds = 0.0
-        return spent
+        return spent + (0.0 if self.devices is None else self.devices.seconds(reset=reset))
 
     def swap(
         self,
         outgoing: Sequence[Outgoing],
         incoming: Sequence[Incoming],
         name: str,
-        meanwhile: Iterable[None] = (),
+        meanwhile: Iterable[bool] = (),
     ) -> None:
         """Send all of ``outgoing`` while all of ``incoming`` arrives.
 
@@ -85,7 +78,8 @@ class Wire:
             outgoing: At most one for each peer.
             incoming: At most one for each peer.
             name: What is exchanged, at most 32 characters; equal at both ends.
-            meanwhile: Own work in small steps, done while bytes are on their way.
+            meanwhile: Own work in small steps, done while bytes are on their way. Yields whether more can be
+                done at once; False: not before more of ``incoming`` has arrived.
 
         Raises:
             PeerError: a peer is dead, silent for the time-out, or is at another exchange; it is named.
@@ -124,7 +118,7 @@ class Wire:
         for other in incoming:
             if len(other.room):
                 head = head_of(_next(self._sequence_from, other.rank), len(other.room), name)
-                self._end(ends, other.rank).receiver = Receiver(head, other.room)
+                self._end(ends, other.rank).receiver = Receiver(head, other)
         return list(ends.values())
 
     def _end(self, ends: dict[int, End], rank: int) -> End:
@@ -132,21 +126,25 @@ class Wire:
             ends[rank] = End(rank=rank, connection=self._streams.to(rank))
         return ends[rank]
 
-    def _run(self, ends: Sequence[End], name: str, work: Iterator[None]) -> None:
+    def _run(self, ends: Sequence[End], name: str, work: Iterator[bool]) -> None:
         with selectors.DefaultSelector() as selector:
-            waiting, working = 0, True
+            waiting, working, idle = 0, True, False
             for end in ends:
                 self._serve(end, selectors.EVENT_WRITE)
                 if end.events:
                     selector.register(end.connection, end.events, end)
                     waiting += 1
             while waiting or working:
-                ready = selector.select(0 if working else self._session.timeout_s) if waiting else []
-                if not ready and not working:
+                busy = working and not idle
+                ready = selector.select(0 if busy else self._session.timeout_s) if waiting else []
+                if not ready and not busy:
+                    # Work that still waits when all is there is a bug, and would not end.
+                    assert waiting, f"work beside the {name} waits for more than comes"
                     self._name_missing([key.data for key in selector.get_map().values()], name)
                 for key, events in ready:
                     waiting -= self._go_on(selector, key, events)
-                working = working and next(work, _END) is None
+                more = next(work, None) if working else None
+                working, idle = more is not None, more is False
 
     def _go_on(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> bool:
         """Serve one connection; return whether it has nothing left to do."""

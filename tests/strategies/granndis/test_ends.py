@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from dglx_dist.errors import PeerError
-from dglx_dist.strategies.granndis.ends import End, Receiver, Sender, head_of
+from dglx_dist.strategies.granndis.ends import End, Incoming, Receiver, Sender, head_of
 
 BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
@@ -28,6 +28,10 @@ def pieces(data: bytes, step: int) -> Iterator[memoryview]:
     yield from (memoryview(data)[at : at + step] for at in range(0, len(data), step))
 
 
+def to(room: bytearray) -> Incoming:
+    return Incoming(rank=0, room=memoryview(room))
+
+
 def test_more_than_fits_goes_both_ways() -> None:
     """Neither end waits for the other: each sends what there is room for, and takes what is there."""
     size = 3_000_000
@@ -40,7 +44,7 @@ def test_more_than_fits_goes_both_ways() -> None:
                 rank=1 - number,
                 connection=sockets[number],
                 sender=Sender(head, pieces(data[number], 100_000)),
-                receiver=Receiver(head, memoryview(rooms[number])),
+                receiver=Receiver(head, to(rooms[number])),
             )
             for number in (0, 1)
         ]
@@ -60,7 +64,7 @@ def test_a_message_ends_where_it_ends() -> None:
             assert Sender(head_of(number, 4, "x"), iter([memoryview(byte * 4)])).send(one)
         for number, byte in ((1, b"a"), (2, b"b")):
             room = bytearray(4)
-            receiver = Receiver(head_of(number, 4, "x"), memoryview(room))
+            receiver = Receiver(head_of(number, 4, "x"), to(room))
             while not receiver.receive(two, 0):
                 pass
             assert room == byte * 4
@@ -78,7 +82,7 @@ def test_a_message_ends_where_it_ends() -> None:
 def test_anything_else_is_refused(sent: bytes, told: str) -> None:
     with pair() as (one, two):
         one.send(sent)
-        receiver = Receiver(head_of(1, 8, "halo of layer 1"), memoryview(bytearray(8)))
+        receiver = Receiver(head_of(1, 8, "halo of layer 1"), to(bytearray(8)))
         with pytest.raises(PeerError, match=told):
             receiver.receive(two, 5)
 
@@ -87,4 +91,4 @@ def test_closed_end_is_an_error() -> None:
     with pair() as (one, two):
         one.close()
         with pytest.raises(ConnectionResetError, match="closed at the other end"):
-            Receiver(head_of(1, 8, "x"), memoryview(bytearray(8))).receive(two, 0)
+            Receiver(head_of(1, 8, "x"), to(bytearray(8))).receive(two, 0)

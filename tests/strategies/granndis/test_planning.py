@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dglx_dist.strategies.granndis.planning import Planner, PlanRequest, make_pl
 from tests.helpers.ranks import run_ranks
 from tests.strategies.granndis.plan_cases import NUM_NODES, Whole, check_plans, write_chains
 
-DEPTHS = (1, 2, 3)
+DEPTHS = (1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def whole_of(result: dict[str, Any], servers: int, per_server: int) -> Whole:
     return Whole(**result["facts"], topology=Topology(0, len(server_of_rank), server_of_rank))
 
 
-def plan_everything(folder: str, structure: Any) -> dict[str, Any]:
+def plan_everything(folder: str, structure: Any, depths: Sequence[int] = DEPTHS) -> dict[str, Any]:
     session = start_session(timeout_s=60)
     g = DistGraph(folder, structure=structure)
     rank, world_size = session.topology.rank, session.topology.world_size
@@ -62,7 +63,7 @@ def plan_everything(folder: str, structure: Any) -> dict[str, Any]:
     found: dict[Any, Any] = {}
     for name in ("spread", "one"):
         seeds = seeds_of(name, rank, world_size, g)
-        for num_layers in DEPTHS:
+        for num_layers in depths:
             for hops in range(num_layers + 1):
                 before, _ = session.ledger.snapshot(), asked.clear()
                 plan = planner.plan(PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops))
@@ -78,7 +79,7 @@ def plan_everything(folder: str, structure: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("servers", "per_server"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (2, 3)])
+@pytest.mark.parametrize(("servers", "per_server"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (2, 3)])
 def test_plans_are_those_of_the_definition(folder: Path, servers: int, per_server: int) -> None:
     results = run_ranks(
         plan_everything,
@@ -100,6 +101,9 @@ def test_plans_are_those_of_the_definition(folder: Path, servers: int, per_serve
                 assert (owners.rank_of(plan.nodes) == rank).all()
                 assert plan.external_nodes == 0
         _check_asked(results, key, whole, rows)
+        if name == "one" and servers == 2:
+            # Of 240 nodes, two seeds and three hops need a few, and nobody reads more.
+            assert sum(result["found"][key][2] for result in results) < NUM_NODES // 4
 
 
 def _check_asked(results: list[Any], key: Any, whole: Whole, rows: list[list[set[int]]]) -> None:
@@ -115,17 +119,9 @@ def _check_asked(results: list[Any], key: Any, whole: Whole, rows: list[list[set
         assert not other_phases
 
 
-def test_one_seed_far_from_the_other_server_reads_little_of_the_graph(folder: Path) -> None:
-    """Of 240 nodes, two seeds and three hops need a few, and nobody reads more."""
-    results = run_ranks(plan_everything, 2, args=(str(folder), "partitioned"), ranks_per_server=1)
-    for hops in range(4):
-        asked = [result["found"]["one", 3, hops][2] for result in results]
-        assert sum(asked) < NUM_NODES // 4
-
-
 def test_replicated_structure_gives_the_same_plans(folder: Path) -> None:
     one, other = (
-        run_ranks(plan_everything, 4, args=(str(folder), structure), ranks_per_server=2)
+        run_ranks(plan_everything, 2, args=(str(folder), structure, (2,)), ranks_per_server=1)
         for structure in ("partitioned", "replicated")
     )
     for first, second in zip(one, other, strict=True):
@@ -174,7 +170,7 @@ def _beside_collectives(g: DistGraph, seeds: Array) -> dict[str, Any]:
 
     thread = threading.Thread(target=work)
     thread.start()
-    for number in range(200):
+    for number in range(30):
         assert (gather_int64([number], g.session)[:, 0] == number).all()
     thread.join(60)
     return made
@@ -191,8 +187,8 @@ def test_selections_other_splits_and_threads(folder: Path) -> None:
         check_plans(plans[name], whole, whole.needed(seeds, 2, hops))
     check_plans(plans["one layer is enough"], whole, whole.needed(set(range(NUM_NODES)), 9, 4))
     layers = plans["one layer is enough"][0].layers
-    assert layers[3] is layers[2]
-    assert layers[8] is layers[5]
+    assert layers[8] is layers[5] is layers[4]
+    assert layers[3].own_rows > layers[3].targets
     _check_half(plans["half"], whole, seeds)
     _check_stay(plans["stay"], whole, [result["seeds"] for result in results])
 
@@ -247,10 +243,9 @@ def bad_selection(_structure: Any, own: tuple[int, int], _seeds: Array) -> Array
 
 def test_what_makes_no_sense_is_refused_on_every_rank(folder: Path) -> None:
     first, second = run_ranks(refuse, 2, args=(str(folder),), ranks_per_server=1)
+    assert first[0].startswith("ConfigError: rank 0 plans with hops 1 and rank 1 with 2; give the same")
+    assert second[0].startswith("ConfigError: rank 1 plans with hops 2 and rank 0 with 1; give the same")
     for told in (first, second):
-        assert "hops 1" in told[0]
-        assert "hops" in told[0]
-        assert told[0].startswith("ConfigError")
         assert told[1] == "ConfigError: no rank was given a node to compute; give the loader at least one"
     assert second[2].startswith("IndexError")
     assert first[2].startswith("FailedElsewhereError: rank 1")
