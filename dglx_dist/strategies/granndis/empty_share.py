@@ -1,19 +1,63 @@
 """Layers of ranks that have no edge: the others count on them, forward and backward, all the same.
 
 A rank without targets at a layer may hold rows that others need, and must take their gradients in backward.
-So its output has to depend on what it gave away, although nothing of that went into it.
+So its output has to depend on what it gave away, although nothing of that went into it. And its layers have to
+run on no rows at all, which those of DGL do but for shapes that torch cannot complete.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import dgl
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dglx_dist.strategies.granndis.halo_frame import HaloFrame
+
+
+@final
+class NoRows(TorchFunctionMode):  # type: ignore[misc]  # torch leaves it bare
+    """While it is on, ``view`` and ``reshape`` complete -1 for a tensor without rows, too.
+
+    ``h.view(len(h), -1, width)``, which the residuals of DGL's attention layers write, has any number there
+    for torch; here it has that of a tensor with rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Complete the shape where ``func`` is one of those two."""
+        if func in _RESHAPING and not kwargs and not args[0].numel():
+            given = args[1] if isinstance(args[1], Sequence) else args[1:]
+            if all(isinstance(size, int) for size in given):
+                return func(args[0], _completed(args[0].shape, given))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def leave() -> None:
+        """Turn off the one that was turned on last in this thread, if it is on."""
+        mode = _get_current_function_mode()
+        if isinstance(mode, NoRows):
+            mode.__exit__(None, None, None)
+
+
+_RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)
+
+
+def _completed(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """Return ``wanted``, where -1 stands for what makes rows as long as those of ``shape``."""
+    known = math.prod(size for size in wanted[1:] if size != -1)
+    if len(shape) < 2 or shape[0] or not wanted or wanted[0] or -1 not in wanted or not known:
+        return tuple(wanted)
+    return tuple(math.prod(shape[1:]) // known if size == -1 else size for size in wanted)
 
 
 def tie(output: Any, rows: Tensor) -> Any:

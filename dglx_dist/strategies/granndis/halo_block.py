@@ -17,6 +17,7 @@ from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 from dglx_dist.sampling.blocks import BlockBuilder
 from dglx_dist.strategies.granndis.empty_share import reduce_nothing
 from dglx_dist.strategies.granndis.halo_frame import HaloFrame, OwnRows
+from dglx_dist.strategies.granndis.one_way import OneWay
 from dglx_dist.strategies.granndis.plan import HaloLayer
 
 
@@ -76,13 +77,15 @@ class HaloBlock(DGLBlock):
     ``out_degrees()`` are those of the whole graph where the block knows them; in-degrees are complete, for
     all in-edges of every destination are here.
 
-    What stays outside: functions of the reversed block (sums over the out-edges of a source, as
+    What is refused: functions of the reversed block (sums over the out-edges of a source, as
     ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")`` form), for a source's out-edges lie on
-    several ranks; several node or edge types; and what DGL refuses for every block (SGConv, TAGConv,
-    ChebConv: for these there is :func:`dglx_dist.local_graph`).
+    several ranks; several node or edge types; and what DGL runs on no block (``hooks.NO_BLOCKS``: for these
+    there is :func:`dglx_dist.local_graph`).
 
     Make one by :func:`halo_block`.
     """
+
+    _graph = OneWay()
 
     def __init__(self, index: Any, ntypes: Any, etypes: Any, nodes: Any, edges: Any, *, halo: Halo) -> None:
         super().__init__(index, ntypes, etypes, nodes, edges)

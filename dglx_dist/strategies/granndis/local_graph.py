@@ -18,6 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.granndis.halo_block import HaloBlock
 from dglx_dist.strategies.granndis.halo_frame import HaloFrame
+from dglx_dist.strategies.granndis.one_way import OneWay
 
 
 @final
@@ -56,6 +57,10 @@ _ENDS = (
     "the sources of its edges lie on several ranks, so they have no rows here; use update_all or "
     "apply_edges, which see both ends"
 )
+_READOUT = (
+    "functions of all nodes or edges of a graph would be those of this rank's alone; reduce the rows of ndata, "
+    "then sum over the ranks with torch.distributed.all_reduce"
+)
 _ALL_EDGES = (
     "messages go along all edges at once, or the ranks would not agree on what to exchange; use update_all"
 )
@@ -74,13 +79,16 @@ class LocalGraph(DGLGraph):
     A column whose halo was fetched beforehand (``use_pp``) is not exchanged again, as long as a layer is
     given it as it is.
 
-    What stays outside: functions of the reversed graph (``edge_softmax(norm_by="src")``,
+    What is refused: functions of the reversed graph (``edge_softmax(norm_by="src")``,
     ``EdgeWeightNorm("both")``, and with it edge weights of SGConv, TAGConv, APPNPConv and GCN2Conv), edges by
-    their ends, subgraphs, readouts over all nodes, and ``dgl.ops`` on it, all of which see this rank alone.
+    their ends, subgraphs, other graphs made of it, readouts over all nodes, and ``dgl.ops`` on it, all of
+    which would see this rank alone.
 
     Args:
         block: Of one layer whose destinations are all of its own rows.
     """
+
+    _graph = OneWay()
 
     def __init__(self, block: HaloBlock) -> None:
         rows, own = block.num_dst_nodes(), block.own_rows
@@ -205,12 +213,28 @@ class LocalGraph(DGLGraph):
         return super()._pop_n_repr(ntid, key)
 
     def __getitem__(self, key: Any) -> Any:
+        self._block[key]  # refuses what is not the one edge type
         return self
+
+    @property
+    def batch_size(self) -> int:
+        """1: this is one graph."""
+        return 1
+
+    def has_nodes(self, vid: Any, ntype: str | None = None) -> Any:
+        """Return whether this rank has the nodes ``vid``, as DGL does."""
+        ids = torch.as_tensor(vid)
+        found = (ids >= 0) & (ids < self.num_nodes())
+        return found if ids.dim() else bool(found)
 
     add_nodes = _refused("add_nodes", _FIXED)
     add_edges = _refused("add_edges", _FIXED)
     remove_nodes = _refused("remove_nodes", _FIXED)
     remove_edges = _refused("remove_edges", _FIXED)
+    add_self_loop = _refused("add_self_loop", _FIXED)
+    remove_self_loop = _refused("remove_self_loop", _FIXED)
+    to_simple = _refused("to_simple", _FIXED)
+    reorder_graph = _refused("reorder_graph", _FIXED)
     all_edges = _refused("all_edges", _ENDS)
     find_edges = _refused("find_edges", _ENDS)
     in_edges = _refused("in_edges", _ENDS)
@@ -224,6 +248,24 @@ class LocalGraph(DGLGraph):
     adj_external = _refused("adj_external", _ENDS)
     adj_tensors = _refused("adj_tensors", _ENDS)
     inc = _refused("inc", _ENDS)
+    line_graph = _refused("line_graph", _ENDS)
+    adjacency_matrix = _refused("adjacency_matrix", _ENDS)
+    incidence_matrix = _refused("incidence_matrix", _ENDS)
+    to_networkx = _refused("to_networkx", _ENDS)
+    to_cugraph = _refused("to_cugraph", _ENDS)
+    filter_edges = _refused("filter_edges", _ENDS)
+    subgraph = _refused("subgraph", _ENDS)
+    edge_subgraph = _refused("edge_subgraph", _ENDS)
+    in_subgraph = _refused("in_subgraph", _ENDS)
+    out_subgraph = _refused("out_subgraph", _ENDS)
+    khop_in_subgraph = _refused("khop_in_subgraph", _ENDS)
+    khop_out_subgraph = _refused("khop_out_subgraph", _ENDS)
+    node_type_subgraph = _refused("node_type_subgraph", _ENDS)
+    edge_type_subgraph = _refused("edge_type_subgraph", _ENDS)
+    sample_neighbors = _refused("sample_neighbors", _ENDS)
+    global_uniform_negative_sampling = _refused("global_uniform_negative_sampling", _ENDS)
+    batch_num_nodes = _refused("batch_num_nodes", _READOUT)
+    batch_num_edges = _refused("batch_num_edges", _READOUT)
     send_and_recv = _refused("send_and_recv", _ALL_EDGES)
     pull = _refused("pull", _ALL_EDGES)
     push = _refused("push", _ALL_EDGES)

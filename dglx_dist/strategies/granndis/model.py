@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, final
 
 import dgl
@@ -18,6 +19,7 @@ from dglx_dist.strategies.base import Parts, Reduction, WrappedModel
 from dglx_dist.strategies.buffers import BufferMeans
 from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
 from dglx_dist.strategies.gradients import GradientExchange, mark_output
+from dglx_dist.strategies.granndis.empty_share import NoRows
 from dglx_dist.strategies.granndis.halo_block import HaloBlock
 from dglx_dist.strategies.granndis.hooks import install
 from dglx_dist.strategies.granndis.local_graph import LocalGraph
@@ -93,7 +95,9 @@ class HaloModel(WrappedModel):
             if isinstance(graphs[0], LocalGraph):
                 # One and the same for all steps, while a loader numbers its blocks.
                 graphs[0].step_number += 1
-        output = self.module(*args, **kwargs)
+        has_targets = all(one.num_dst_nodes() for one in graphs)
+        with nullcontext() if has_targets else NoRows():
+            output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output
         check_frozen(self.module, self._trained)
