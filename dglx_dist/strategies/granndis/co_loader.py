@@ -10,6 +10,8 @@ from torch import nn
 from dglx_dist.errors import ConfigError
 from dglx_dist.sampling.stepping import LoaderTimes
 from dglx_dist.strategies.granndis.loader import Batch, FullGraphLoader
+from dglx_dist.strategies.granndis.memory import MemoryEstimate
+from dglx_dist.strategies.granndis.plan import RankPlan
 
 
 @final
@@ -20,24 +22,37 @@ class AwaitingLoader:
     an earlier one when iterating begins without.
 
     Args:
-        opened: Opens the loader for a model; collective.
+        opened: Opens the loader for a model, and says what it needs; collective.
         earlier: Returns the model that was wrapped last, equally on all ranks; None: none.
     """
 
     def __init__(
-        self, opened: Callable[[nn.Module], FullGraphLoader], earlier: Callable[[], nn.Module | None]
+        self,
+        opened: Callable[[nn.Module], tuple[FullGraphLoader, MemoryEstimate]],
+        earlier: Callable[[], nn.Module | None],
     ) -> None:
         self._opened, self._earlier = opened, earlier
         self._loader: FullGraphLoader | None = None
+        self._memory: MemoryEstimate | None = None
 
     @property
     def is_settled(self) -> bool:
         """Whether it has got its model."""
         return self._loader is not None
 
+    @property
+    def memory(self) -> MemoryEstimate | None:
+        """What the largest co-batch needs on this rank; None: there is no model yet."""
+        return self._memory
+
+    @property
+    def plan(self) -> RankPlan | None:
+        """See :attr:`FullGraphLoader.plan`."""
+        return self._settled.plan
+
     def settle(self, model: nn.Module) -> None:
         """Open the loader for the user's ``model``; every rank must call it, once."""
-        self._loader = self._opened(model)
+        self._loader, self._memory = self._opened(model)
 
     def __len__(self) -> int:
         """See :meth:`FullGraphLoader.__len__`."""

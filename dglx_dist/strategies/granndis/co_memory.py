@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dglx_dist.cluster.allocator import return_memory
 from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.opening import together
@@ -46,15 +47,20 @@ class MemoryChoice:
         self._g, self._planner, self._recipe = g, planner, recipe
         self._request, self._memory_bytes = request, memory_bytes
 
-    def num_batches(self, model: nn.Module) -> int:
+    def choose(self, model: nn.Module) -> tuple[int, MemoryEstimate]:
         """Return the fewest co-batches that ``model`` trains on within the memory; every rank must call it.
 
-        Rank 0 tells what the largest one needs.
+        Rank 0 tells what the largest one needs. From now on what is freed goes back to the system, for what
+        an allocator keeps would be half as much again.
+
+        Returns:
+            Their number, equal on all ranks, and what the largest one needs on this rank.
 
         Raises:
             ConfigError: on all ranks: the model cannot be tried out, or not even the smallest co-batch fits.
             PeerError: a rank did not take part.
         """
+        return_memory()
         row = together(self._g.session, lambda: self._row(), ConfigError)
         rehearsal = together(self._g.session, lambda: self._rehearsed(model, row), ConfigError)
         feature_bytes = row.numel() * row.element_size()
@@ -72,7 +78,7 @@ class MemoryChoice:
             advance.say(f"{number} co-batches an epoch; the largest of rank 0 needs")
             for line in largest[number].lines():
                 advance.say(line)
-        return number
+        return number, largest[number]
 
     def _needed(self, number: int, step: int, rehearsal: Rehearsal, feature_bytes: int) -> MemoryEstimate:
         plan = self._planner.make(replace(self._recipe, num_batches=number), (0, 0, step))

@@ -15,6 +15,7 @@ from dglx_dist.strategies.granndis.co_loader import AwaitingLoader
 from dglx_dist.strategies.granndis.co_memory import MemoryChoice
 from dglx_dist.strategies.granndis.cooperative_options import CooperativeOptions
 from dglx_dist.strategies.granndis.loader import FullGraphLoader
+from dglx_dist.strategies.granndis.memory import MemoryEstimate
 from dglx_dist.strategies.granndis.model import HaloModel
 from dglx_dist.strategies.granndis.request import Request, check_one_type, read_request
 from dglx_dist.strategies.granndis.server_seeds import gather_seeds
@@ -55,7 +56,12 @@ def open_co_loader(
         return opened(options.batches)
     choice = MemoryChoice(g, planner, _recipe(request, options, 1), request, options.memory)
     state = _state(g)
-    loader = AwaitingLoader(lambda model: opened(choice.num_batches(model)), state.model)
+
+    def fitting(model: nn.Module) -> tuple[FullGraphLoader, MemoryEstimate]:
+        num_batches, needed = choice.choose(model)
+        return opened(num_batches), needed
+
+    loader = AwaitingLoader(fitting, state.model)
     state.settle_or_await(loader)
     return loader
 
