@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.strategies.granndis import exchange, row_work
+from dglx_dist.strategies.granndis.buffers import bytes_of
 from dglx_dist.strategies.granndis.device_wire import DeviceWire
 from dglx_dist.strategies.granndis.exchange import HaloExchange
 from dglx_dist.strategies.granndis.wire import wire_of
@@ -351,24 +353,48 @@ def test_silent_rank_is_named() -> None:
     assert "rank 1" in told.partition("nothing moved")[0]
 
 
-def with_a_dying_rank() -> str:
+def dies_on_the_way(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    yield next(pieces)
+    yield next(pieces)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_a_dying_rank(backward: bool) -> str:
+    """Rank 1 is killed when a part of its rows has left; 0 and 2 need nothing of each other."""
     session = start_session(timeout_s=30)
-    first, _ = two_layers(session)
-    if session.topology.rank == 1:
-        os._exit(7)
+    rank, sizes = session.topology.rank, [40_000] * 3
+    everybody = range(sizes[0])
+    needs = {(0, 1): everybody, (1, 0): everybody, (1, 2): everybody, (2, 1): everybody}
+    halo = HaloExchange(session, layer_of(rank, sizes, needs), 1)
+    h = torch.zeros(sizes[rank], 32, requires_grad=True)
+    if rank == 1:
+        outgoing = exchange._outgoing
+        if backward:
+            rows = halo.exchange(h)
+        with mock.patch.object(
+            exchange,
+            "_outgoing",
+            lambda to, part, _pieces: outgoing(to, part, dies_on_the_way(map(bytes_of, part.split(1000)))),
+        ):
+            rows.sum().backward() if backward else halo.exchange(h)
     started = time.monotonic()
     with pytest.raises(PeerError) as error:
-        first.exchange(torch.zeros(3, 2))
+        halo.exchange(h).sum().backward()
     assert time.monotonic() - started < 20
+    with pytest.raises(PeerError, match="broken off half-way"):
+        halo.exchange(h)
     session.close(failed=True)
     return str(error.value)
 
 
-def test_dead_rank_is_named_at_once() -> None:
-    outcomes = start_ranks(with_a_dying_rank, 2)
-    assert outcomes[0].error == ""
-    assert "rank 1 on" in outcomes[0].result
-    assert "probably dead" in outcomes[0].result
+@pytest.mark.parametrize("backward", [False, True])
+def test_rank_killed_in_the_middle_is_named_at_once(backward: bool) -> None:
+    outcomes = start_ranks(with_a_dying_rank, 3, args=(backward,))
+    for rank in (0, 2):
+        assert outcomes[rank].error == ""
+        assert "rank 1 on" in outcomes[rank].result
+        assert "probably dead" in outcomes[rank].result
+        assert "halo gradients" in outcomes[rank].result if backward else "halo of" in outcomes[rank].result
 
 
 def from_two_threads() -> None:
