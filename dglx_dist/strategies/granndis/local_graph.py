@@ -19,6 +19,7 @@ from dglx_dist.records import StepShare
 from dglx_dist.strategies.granndis.halo_block import HaloBlock
 from dglx_dist.strategies.granndis.halo_frame import HaloFrame
 from dglx_dist.strategies.granndis.one_way import OneWay
+from dglx_dist.strategies.granndis.own_counts import OwnCount
 
 
 @final
@@ -56,10 +57,6 @@ _FIXED = "its structure is planned with all ranks; change the graph before it is
 _ENDS = (
     "the sources of its edges lie on several ranks, so they have no rows here; use update_all or "
     "apply_edges, which see both ends"
-)
-_READOUT = (
-    "functions of all nodes or edges of a graph would be those of this rank's alone; reduce the rows of ndata, "
-    "then sum over the ranks with torch.distributed.all_reduce"
 )
 _ALL_EDGES = (
     "messages go along all edges at once, or the ranks would not agree on what to exchange; use update_all"
@@ -221,6 +218,14 @@ class LocalGraph(DGLGraph):
         """1: this is one graph."""
         return 1
 
+    def batch_num_nodes(self, ntype: str | None = None) -> Tensor:
+        """Return (1,) how many nodes this rank has, for ``dgl.broadcast_nodes``; readouts are refused."""
+        return OwnCount.of(self.num_nodes(), self.device)
+
+    def batch_num_edges(self, etype: Any = None) -> Tensor:
+        """Return (1,) how many edges this rank has, for ``dgl.broadcast_edges``; readouts are refused."""
+        return OwnCount.of(self.num_edges(), self.device)
+
     def has_nodes(self, vid: Any, ntype: str | None = None) -> Any:
         """Return whether this rank has the nodes ``vid``, as DGL does."""
         ids = torch.as_tensor(vid)
@@ -264,8 +269,6 @@ class LocalGraph(DGLGraph):
     edge_type_subgraph = _refused("edge_type_subgraph", _ENDS)
     sample_neighbors = _refused("sample_neighbors", _ENDS)
     global_uniform_negative_sampling = _refused("global_uniform_negative_sampling", _ENDS)
-    batch_num_nodes = _refused("batch_num_nodes", _READOUT)
-    batch_num_edges = _refused("batch_num_edges", _READOUT)
     send_and_recv = _refused("send_and_recv", _ALL_EDGES)
     pull = _refused("pull", _ALL_EDGES)
     push = _refused("push", _ALL_EDGES)

@@ -1,4 +1,8 @@
-"""Layers to compare, each from width 4 to width 4, as modules of (graph, h)."""
+"""Layers to compare, each from width 4 to width 4, as modules of (graph, h): all of dgl.nn, and by hand.
+
+What runs where is the table at the end: LAYERS on blocks and on local graphs; ON_GRAPHS on local graphs alone,
+as DGL runs them on no block; REFUSED nowhere, with the words of the refusal.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,9 @@ class Flat(nn.Module):
 class Residual(nn.Module):
     """A module around a convolution: norm, activation, and the destinations' own rows added."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.conv = nn.LayerNorm(WIDTH), dglnn.SAGEConv(WIDTH, WIDTH, "mean")
+        self.norm, self.conv = nn.LayerNorm(width), dglnn.SAGEConv(width, width, "mean")
 
     def forward(self, block: Any, h: Tensor) -> Tensor:
         return h[: block.num_dst_nodes()] + self.conv(block, torch.relu(self.norm(h)))
@@ -88,26 +92,139 @@ class Functions(nn.Module):
 
 
 class EdgeValues(nn.Module):
-    """A convolution that takes a value per edge."""
+    """A convolution that takes a value per edge; the first tensor of those that return several."""
 
     def __init__(self, conv: nn.Module, **taken: Callable[[Any], Tensor]) -> None:
         super().__init__()
         self.conv, self._taken = conv, taken
 
     def forward(self, g: Any, h: Tensor) -> Tensor:
-        return self.conv(g, h, **{name: take(g) for name, take in self._taken.items()})
+        out = self.conv(g, h, **{name: take(g) for name, take in self._taken.items()})
+        return out[0] if isinstance(out, tuple) else out
+
+
+class Heads(nn.Module):
+    """Messages of three dimensions, which the edges weigh head by head, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata["h"] = self.linear(h).view(len(h), -1, 2)
+            g.edata["w"] = features(2)(g).unsqueeze(-1)
+            g.update_all(fn.u_mul_e("h", "w", "m"), fn.max("m", "o"))
+            return g.dstdata["o"].flatten(1)
+
+
+class Between(nn.Module):
+    """Functions of the user's of both ends of an edge, then a sum of what is on the edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata["h"], g.dstdata["t"] = h, h[: g.num_dst_nodes()]
+            g.apply_edges(lambda edges: {"e": torch.cat([edges.src["h"], edges.dst["t"]], 1)})
+            g.edata["e"] = torch.relu(self.linear(g.edata["e"]))
+            g.update_all(fn.copy_e("e", "m"), fn.sum("m", "o"), lambda nodes: {"o": nodes.data["o"] * 2})
+            return g.dstdata["o"]
+
+
+class OfPair(nn.Module):
+    """A convolution that takes the rows of sources and of destinations of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dglnn.EGATConv((WIDTH, WIDTH), 3, 2, 3, 2)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, (h, h[: g.num_dst_nodes()]), features(3)(g))[0].flatten(1)
+
+
+class Transformer(nn.Module):
+    """Types of the nodes beside their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dglnn.HGTConv(WIDTH, 2, 2, 2, NUM_RELATIONS, 0.0)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h, (h[:, 0] > 0).long(), relations(g))
+
+
+class Coordinates(nn.Module):
+    """Two matrices of the nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dglnn.EGNNConv(WIDTH, 5, WIDTH, 3)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h, h[:, :3], features(3)(g))[0]
+
+
+class Initial(nn.Module):
+    """A convolution that takes the first features beside the last ones."""
+
+    def __init__(self, **taken: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.conv, self._taken = dglnn.GCN2Conv(WIDTH, 1, alpha=0.3), taken
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h, torch.sin(h), **{name: take(g) for name, take in self._taken.items()})
+
+
+class Atoms(nn.Module):
+    """Pooling by distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ones = torch.ones(1, 2)
+        self.conv = dglnn.AtomicConv(torch.tensor([[1.0, 2.0]]), ones, ones)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h[:, :1], features(1)(g).abs()).repeat(1, 2)
+
+
+class Reversible(nn.Module):
+    """Layers that DGL computes again in backward, where they exchange again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dglnn.GroupRevRes(Residual(2), 2)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h.clone())  # it takes the memory of what it is given
+
+
+class OverSources(nn.Module):
+    """A softmax over the out-edges of each source."""
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return dgl.ops.edge_softmax(g, features(1)(g), norm_by="src")
+
+
+def _ids(g: Any) -> Tensor:
+    return g.edata[dgl.EID] if dgl.EID in g.edata else torch.arange(g.num_edges())
 
 
 def weights(g: Any) -> Tensor:
     """(E,) positive weights, each of its edge."""
-    ids = g.edata[dgl.EID] if dgl.EID in g.edata else torch.arange(g.num_edges())
-    return 1.0 + (ids % 5).double() / 7
+    return 1.0 + (_ids(g) % 5).double() / 7
 
 
 def relations(g: Any) -> Tensor:
     """(E,) edge types."""
-    ids = g.edata[dgl.EID] if dgl.EID in g.edata else torch.arange(g.num_edges())
-    return ids % NUM_RELATIONS
+    return _ids(g) % NUM_RELATIONS
+
+
+def features(width: int) -> Callable[[Any], Tensor]:
+    """Give (E, width) features of edges, each of its edge."""
+    return lambda g: torch.cos(_ids(g).double().unsqueeze(1) * torch.arange(1.0, width + 1))
 
 
 def _mlp() -> nn.Module:
@@ -135,19 +252,64 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "relations": lambda: EdgeValues(
         dglnn.RelGraphConv(WIDTH, WIDTH, NUM_RELATIONS, num_bases=2), etypes=relations
     ),
+    "gat residual": lambda: Flat(dglnn.GATConv(WIDTH, 2, 2, residual=True)),
+    "gatv2 residual": lambda: Flat(dglnn.GATv2Conv(WIDTH, 2, 2, residual=True)),
+    "gat weighted": lambda: Flat(EdgeValues(dglnn.GATConv(WIDTH, 2, 2), edge_weight=weights)),
+    "edge gat": lambda: Flat(EdgeValues(dglnn.EdgeGATConv(WIDTH, 3, 2, 2), edge_feat=features(3))),
+    "egat": OfPair,
+    "gine": lambda: EdgeValues(dglnn.GINEConv(_mlp(), learn_eps=True), edge_feat=features(WIDTH)),
+    "nn": lambda: EdgeValues(
+        dglnn.NNConv(WIDTH, WIDTH, nn.Linear(3, WIDTH * WIDTH), "mean", residual=True), efeat=features(3)
+    ),
+    "cf": lambda: EdgeValues(dglnn.CFConv(WIDTH, 3, 5, WIDTH), edge_feats=features(3)),
+    "gmm": lambda: EdgeValues(
+        dglnn.GMMConv(WIDTH, WIDTH, 3, 2, "mean", residual=True), pseudo=features(3)
+    ),
+    "hgt": Transformer,
     "residual": Residual,
     "by hand": ByHand,
     "attention": Attention,
     "functions": Functions,
+    "heads": Heads,
+    "between": Between,
 }
+"""On blocks and on local graphs."""
 
 ON_GRAPHS: dict[str, Callable[[], nn.Module]] = {
     "sgc": lambda: dglnn.SGConv(WIDTH, WIDTH, k=2),
     "tag": lambda: dglnn.TAGConv(WIDTH, WIDTH, k=2),
     "cheb": lambda: dglnn.ChebConv(WIDTH, WIDTH, 3),
     "gated": lambda: dglnn.GatedGraphConv(WIDTH, WIDTH, 2, 1),
+    "gcn2": Initial,
+    "egnn": Coordinates,
+    "atomic": Atoms,
+    "egat alone": lambda: Flat(EdgeValues(dglnn.EGATConv(WIDTH, 3, 2, 3, 2), efeats=features(3))),
 }
 """Those that DGL runs on whole graphs alone."""
+
+RECOMPUTED: dict[str, Callable[[], nn.Module]] = {"reversible": Reversible}
+"""As ON_GRAPHS, where all ranks go backward at the same time, as processes do."""
+
+_REVERSED, _OF_ALL = "out-edges of each source", "this rank's alone"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "over sources": (OverSources, _REVERSED),
+    "gcn2 weighted": (lambda: Initial(edge_weight=weights), _REVERSED),
+    "tag weighted": (lambda: EdgeValues(dglnn.TAGConv(WIDTH, WIDTH, 2), edge_weight=weights), _REVERSED),
+    "sgc weighted": (lambda: EdgeValues(dglnn.SGConv(WIDTH, WIDTH, 2), edge_weight=weights), _REVERSED),
+    "appnp weighted": (lambda: EdgeValues(dglnn.APPNPConv(2, 0.2), edge_weight=weights), _REVERSED),
+    "gated types": (
+        lambda: EdgeValues(dglnn.GatedGraphConv(WIDTH, WIDTH, 2, NUM_RELATIONS), etypes=relations),
+        "all edges at once",
+    ),
+    # These two have a batch norm, besides: HaloModel refuses them earlier.
+    "pna": (lambda: dglnn.PNAConv(WIDTH, WIDTH, ["mean"], ["identity"], 2.5), _OF_ALL),
+    "dgn": (lambda: dglnn.DGNConv(WIDTH, WIDTH, ["sum"], ["identity"], 2.5), _OF_ALL),
+    "twirls": (
+        lambda: dglnn.TWIRLSConv(WIDTH, WIDTH, 8, 2, num_mlp_before=1, num_mlp_after=1, norm="none"),
+        "change the graph before it is partitioned",
+    ),
+}
+"""On local graphs; on blocks they are refused, too."""
 
 
 class Stack(nn.Module):

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.granndis.hooks import install
 from dglx_dist.strategies.granndis.local_graph import LocalGraph
-from tests.strategies.granndis.layers_of_dgl import LAYERS, ON_GRAPHS, Stack, weights
+from tests.strategies.granndis.layers_of_dgl import LAYERS, ON_GRAPHS, REFUSED, Stack, weights
 from tests.strategies.granndis.threads import World, gradients_of, whole_graph
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
@@ -53,6 +52,15 @@ def test_models_compute_what_they_compute_on_the_whole_graph(name: str) -> None:
     for one, other in zip(gradients_of([x, *model.parameters()]), gradients, strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
     assert all(list(graph.ndata.keys()) == [dgl.NID] for graph in graphs)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_would_see_this_rank_alone_are_refused(name: str) -> None:
+    make, reason = REFUSED[name]
+    model = make().double()
+    graph = graphs_of(world := World(whole_graph(), ALL, 1))[0]
+    with pytest.raises(ConfigError, match=reason):
+        model(graph, features()[world.plans[0].nodes])
 
 
 def test_several_hops_of_a_layer_that_dgl_has_in_float32_only() -> None:
@@ -114,6 +122,8 @@ def test_it_looks_like_a_graph_of_the_ranks_nodes() -> None:
         graph.apply_nodes(lambda batch: {"z": batch.data[dgl.NID] * 2})
         assert torch.equal(graph.ndata["z"], nodes * 2)
         assert "num_nodes" in repr(graph)
+        assert graph.to("cpu").num_nodes() == graph.local_var().num_nodes() == len(nodes)
+        assert graph.has_nodes([0, len(nodes)]).tolist() == [True, False]
 
 
 def test_apply_node_func_sees_what_was_reduced() -> None:
@@ -148,11 +158,21 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="at once"):
         graph.apply_edges(fn.copy_u("x", "e"), edges=torch.tensor([0]))
     norm = dgl.nn.EdgeWeightNorm("both")
-    with pytest.raises(dgl.DGLError):
-        norm(graph, weights(graph))
-    install(norm)
-    with pytest.raises(ConfigError, match="out-edges of each source"):
-        norm(graph, weights(graph))
+    for moved in (graph, graph.to("cpu"), graph.formats("csc"), graph.local_var()):
+        with pytest.raises(ConfigError, match="out-edges of each source"):
+            norm(moved, weights(graph))
+        with pytest.raises(ConfigError, match="out-edges of each source"):
+            dgl.reverse(moved)
+    for changed in (dgl.add_self_loop, dgl.remove_self_loop, dgl.transforms.AddSelfLoop()):
+        with pytest.raises(ConfigError, match="local graph"):
+            changed(graph)
+    graph.ndata["x"] = torch.ones(5, 2)
+    with pytest.raises(ConfigError, match="this rank's alone"):
+        dgl.mean_nodes(graph, "x")
+    with pytest.raises(ConfigError, match="adj of a local graph"):
+        graph.adj()
+    with pytest.raises(ConfigError, match="'likes'"):
+        graph["likes"]
     two_layers = World(whole_graph(), np.array([0]), 2)
     with pytest.raises(ConfigError, match="every node as a seed"):
         LocalGraph(two_layers.blocks[0][0])
