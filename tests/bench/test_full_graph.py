@@ -10,9 +10,21 @@ import numpy as np
 import pytest
 
 from dglx_dist.bench import full_graph, suites
+from dglx_dist.bench.closed_form import PREDICTED_ONCE
 from dglx_dist.bench.driver import check_plan
 from dglx_dist.bench.experiments import g1, g2, g3, g4, g5
-from dglx_dist.bench.full_graph import BASE, BASE_PP, PRELOAD, PRELOAD_PP, RANKS_PER_SERVER, SERVERS, Size
+from dglx_dist.bench.full_graph import (
+    BASE,
+    BASE_PP,
+    COOPERATIVE,
+    EAS,
+    PRELOAD,
+    PRELOAD_PP,
+    RANKS_PER_SERVER,
+    SERVERS,
+    Size,
+)
+from dglx_dist.bench.full_graph_stock import STOCK
 from dglx_dist.bench.halo_bytes import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
 from dglx_dist.bench.jobs import train
 from dglx_dist.bench.jobs.train_params import read_params
@@ -26,7 +38,7 @@ from tests.bench.graphs import context
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
-TINY = Size(nodes=1200, degree=8, epochs=1, curve_epochs=1)
+TINY = Size(nodes=2400, epochs=1, curve_epochs=1, deep_layers=4)
 WIDTHS = Widths(first=10, hidden=3, first_learns=False, gradient_bytes=40)
 
 
@@ -42,12 +54,17 @@ def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None
     check_plan(module.EXPERIMENT.id, plan)
     foretold = plan.facts[PREDICTED_BYTES]
     for variant in plan.variants:
+        if variant.job.kind != "train":
+            assert variant.name == STOCK
+            assert Path(variant.job.params["data"]).is_file()
+            continue
         told = read_params({**variant.job.params, **variant.job.warm})
         assert Path(told.data).is_dir()
         assert variant.shape.servers * variant.shape.ranks_per_server == 4
         if isinstance(variant.rate, MatchedPhi):
             assert sum(foretold[variant.name].values()) > 0
-    assert all(ratio.predicted for ratio in plan.ratios if "gbit" not in ratio.name)
+    unforetold = [one.name for one in plan.ratios if one.predicted is None]
+    assert all("gbit" in name or name.startswith(STOCK) for name in unforetold)
     assert suites.find(module.EXPERIMENT.id).build is not None
 
 
@@ -96,31 +113,39 @@ def test_bytes_by_hand() -> None:
     assert gradient_bytes(WIDTHS, topology_of(1, 4)) == 0
 
 
-def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """On every rank: what each job moved between servers by phase."""
-    found = {}
-    for name, params in jobs.items():
-        phases = train.run({**params, "warmup": 1}, context())["extra"]["bytes_outside_by_phase"]
+def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """On every rank: what each job tells besides times."""
+    return {name: train.run({**params, "warmup": 1}, context())["extra"] for name, params in jobs.items()}
+
+
+def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
+    settings = [
+        full_graph.Setting(phi=0.8, features=20, layers=2, hidden=8, label="flat", raw=()),
+        full_graph.Setting(phi=0.8, features=20, layers=3, hidden=8, model="resgcn", label="deep", raw=()),
+    ]
+    plan = full_graph.plan_of(bench, TINY, settings, [])
+    jobs = {variant.name: dict(variant.job.params) for variant in plan.variants}
+    found = run_ranks(train_all, SERVERS * RANKS_PER_SERVER, args=(jobs,), ranks_per_server=RANKS_PER_SERVER)
+    sent = {name: dict(extra["bytes_outside_by_phase"]) for name, extra in found[0].items()}
+    for phases in sent.values():
         # How the ranks agree is nobody's payload.
         phases.pop("control", None)
-        found[name] = phases
-    return found
-
-
-@pytest.mark.parametrize(("model", "layers"), [("sage", 2), ("resgcn", 3)])
-def test_bytes_are_those_that_the_formulas_foretell(bench: BenchPlan, model: str, layers: int) -> None:
-    setting = full_graph.Setting(phi=0.8, features=20, layers=layers, hidden=8, model=model)
-    ways = [way for way in full_graph.WAYS if way.name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP)]
-    plan = full_graph.plan_of(bench, TINY, [setting], [], ways)
-    jobs = {
-        variant.name: dict(variant.job.params)
-        for variant in plan.variants
-        if isinstance(variant.rate, MatchedPhi)
-    }
-    found = run_ranks(train_all, SERVERS * RANKS_PER_SERVER, args=(jobs,), ranks_per_server=RANKS_PER_SERVER)[
-        0
-    ]
-    assert found == plan.facts[PREDICTED_BYTES]
+    assert sent == plan.facts[PREDICTED_BYTES]
+    once = plan.facts[PREDICTED_ONCE]
+    assert set(once) == {one.named(name) for one in settings for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP)}
+    assert once == {name: found[0][name]["bytes_outside_before"].get("preload", 0) for name in once}
+    for one in settings:
+        counted = full_graph._count(bench, TINY, one)
+        for name, work in {
+            BASE: counted.exchanging,
+            BASE_PP: counted.exchanging,
+            PRELOAD: counted.preloading,
+            PRELOAD_PP: counted.preloading,
+            COOPERATIVE: counted.batches,
+        }.items():
+            assert found[0][one.named(name)]["edges"] == sum(work.edges)
+        # No node has 15 foreign in-neighbours here, or few.
+        assert 0 <= sum(counted.sampled.edges) - found[0][one.named(EAS)]["edges"] <= 10
 
 
 def test_the_script_knows_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:

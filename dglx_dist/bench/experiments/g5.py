@@ -34,9 +34,10 @@ def build(plan: BenchPlan) -> ExperimentPlan:
 
 def plan_at(plan: BenchPlan, size: Size) -> ExperimentPlan:
     """Return the experiment at ``size``; makes datasets and counts bytes, which takes seconds."""
-    return plan_of(
-        plan, size, [Setting(phi=_PHI, features=100, layers=3, cut=cut, label=cut) for cut in _CUTS], _BOUNDS
-    )
+    settings = [
+        Setting(phi=_PHI, features=100, layers=3, cut=cut, label=cut, raw=(), curve=False) for cut in _CUTS
+    ]
+    return plan_of(plan, size, settings, _BOUNDS)
 
 
 EXPERIMENT = Experiment(
