@@ -106,7 +106,8 @@ def estimate(plan: RankPlan, rehearsal: Rehearsal, feature_bytes: int, *, ahead:
         LayerMemory(
             features=layer.own_rows * feature_bytes if number == 0 else 0,
             activations=int(kept[number + 1]) + (int(kept[0]) if number == 0 else 0),
-            structure=structure_bytes(layer),
+            # Layers that are alike share one block.
+            structure=0 if number and layer is plan.layers[number - 1] else structure_bytes(layer),
             halo=2 * sum(len(rows) for _, rows in layer.send) * int(rehearsal.exchanged[number]),
         )
         for number, layer in enumerate(plan.layers)

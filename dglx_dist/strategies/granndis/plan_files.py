@@ -20,7 +20,7 @@ from dglx_dist.errors import StorageError
 from dglx_dist.records import Array
 from dglx_dist.strategies.granndis.plan import HaloLayer, RankPlan
 
-VERSION = 1
+VERSION = 2
 NUMBERS, HEAD = "numbers.npy", "plan.json"
 
 _ARRAYS = ("indptr", "indices", "edge_ids", "halo_nodes")
@@ -49,8 +49,9 @@ def write_plan(folder: Path, plan: RankPlan, facts: Mapping[str, Any] | None = N
         "layers": [
             {name: getattr(layer, name) for name in _COUNTS}
             | {"receive": layer.receive, "send": [rank for rank, _ in layer.send]}
-            for layer in plan.layers
+            for layer in _distinct(plan)
         ],
+        "same_as_before": [bool(n) and layer is plan.layers[n - 1] for n, layer in enumerate(plan.layers)],
         "facts": dict(facts or {}),
     }
     (folder / HEAD).write_text(json.dumps(head))
@@ -74,9 +75,12 @@ def read_plan(folder: Path) -> RankPlan:
         ends = np.cumsum([0, *head["lengths"]])
         pieces = iter([np.asarray(flat[first:last]) for first, last in pairwise(ends)])
         nodes = next(pieces)
-        layers = tuple(_layer(told, pieces) for told in head["layers"])
-        return RankPlan(nodes=nodes, layers=layers, **head["scalars"])
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as problem:
+        distinct = iter([_layer(told, pieces) for told in head["layers"]])
+        layers: list[HaloLayer] = []
+        for is_same in head["same_as_before"]:
+            layers.append(layers[-1] if is_same else next(distinct))
+        return RankPlan(nodes=nodes, layers=tuple(layers), **head["scalars"])
+    except (OSError, ValueError, LookupError, TypeError, StopIteration) as problem:
         raise StorageError(f"{folder} is damaged ({problem}); remove it, and it is made anew") from problem
 
 
@@ -108,9 +112,14 @@ def _scalars() -> tuple[str, ...]:
     return tuple(field.name for field in fields(RankPlan) if field.name not in ("nodes", "layers"))
 
 
+def _distinct(plan: RankPlan) -> list[HaloLayer]:
+    """Return the layers that are not the one before: deep models have many on one structure."""
+    return [one for n, one in enumerate(plan.layers) if not n or one is not plan.layers[n - 1]]
+
+
 def _arrays(plan: RankPlan) -> Iterator[Array]:
     yield plan.nodes
-    for layer in plan.layers:
+    for layer in _distinct(plan):
         for name in _ARRAYS:
             yield getattr(layer, name)
         for _, rows in layer.send:

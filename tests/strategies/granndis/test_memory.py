@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,16 @@ def test_layers_and_their_sum() -> None:
     assert found.optimizer == 200
     assert found.total == 120 + 24 + sum(structure) + 48 + 100 + 200 + found.ahead
     assert len(found.lines()) == 4
+
+
+def test_layers_on_one_structure_need_it_once() -> None:
+    one, other = a_plan().layers
+    rehearsal = a_rehearsal()
+    alike = replace(a_plan(), layers=(one, one))
+    found = [layer.structure for layer in estimate(alike, rehearsal, 40, ahead=0).layers]
+    assert found == [structure_bytes(one), 0]
+    apart = replace(a_plan(), layers=(one, other))
+    assert estimate(apart, rehearsal, 40, ahead=0).layers[1].structure == structure_bytes(other) > 0
 
 
 def needs(total: int) -> tuple[list[int], Callable[[int, Array], int]]:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,16 @@ def test_a_plan_comes_back(tmp_path: Path) -> None:
     write_plan(tmp_path, a_plan(), {"made": "today"})
     assert same(a_plan(), read_plan(tmp_path))
     assert read_facts(tmp_path) == {"made": "today"}
+
+
+def test_layers_that_are_one_stay_one(tmp_path: Path) -> None:
+    """Those of deep models on a closure that is the whole graph."""
+    layer, last = replace(a_plan().layers[0], own_rows=2), a_plan().layers[1]
+    deep = replace(a_plan(), layers=(layer, layer, layer, last))
+    write_plan(tmp_path, deep)
+    found = read_plan(tmp_path)
+    assert same(found, deep)
+    assert found.layers[0] is found.layers[1] is found.layers[2]
 
 
 def test_what_is_written_to_it_does_not_reach_the_file(tmp_path: Path) -> None:
