@@ -83,15 +83,12 @@ def _added_of_one(total: Tensor, rows: Tensor, part: Tensor, incoming: Incoming)
         yield True
 
 
-def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
-    return rows.split(_piece_rows(rows))
+def _pieces(rows: Tensor) -> Iterator[Tensor]:
+    return _pieces_like(rows, rows)
 
 
-def _pieces_like(ids: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    """Split the (k,) ``ids`` of the (k, ...) ``rows`` as these are."""
-    return ids.split(_piece_rows(rows))
-
-
-def _piece_rows(rows: Tensor) -> int:
+def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
+    """Split the (k, ...) ``ids`` as the (k, ...) ``rows`` are."""
     row_bytes = rows.numel() * rows.element_size() // max(len(rows), 1)
-    return max(PIECE_BYTES // max(row_bytes, 1), 1)
+    step = max(PIECE_BYTES // max(row_bytes, 1), 1)
+    return (ids[first : first + step] for first in range(0, len(ids), step))
