@@ -42,7 +42,7 @@ def return_memory() -> bool:
     """Tell glibc to give what is freed back to the system, in this process, from now on.
 
     The contrary of :func:`keep_memory`, for those who have less memory than time. What is kept lies in
-    pieces that fit nothing else: full-graph training of GraphSAGE then held 1.4 to 1.6 times the memory that it
+    pieces that fit nothing else: full-graph training of GraphSAGE held 1.4 to 1.6 times the memory that it
     had in use at any time.
 
     Returns:

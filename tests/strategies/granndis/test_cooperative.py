@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.granndis.cooperative_options import CooperativeOptions, read_cooperative_options
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-from tests.strategies.equality import Column
 from tests.strategies.granndis import runs
 
 TOLERANCE = 1e-10
-PLACEMENTS = [(1, 1), (2, 2), (2, 1), (4, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -30,29 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return equality.write_parts(tmp_path_factory.mktemp("cooperative"))
 
 
-@functools.cache
-def plain_weights(kind: str) -> list[Any]:
-    return equality.one_process(kind)[0]
-
-
 def difference(mine: list[Any], other: list[Any]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(mine, other, strict=True))
-
-
-@pytest.mark.parametrize(("ranks", "per_server"), PLACEMENTS)
-def test_one_co_batch_is_one_process(folder: Path, ranks: int, per_server: int) -> None:
-    columns = [
-        Column("cooperative"),
-        Column("cooperative", (("external_hops", 2), ("external_fanout", -1), ("keep", "rebuild"))),
-    ]
-    results = run_ranks(equality.on_ranks, ranks, args=(str(folder), columns), ranks_per_server=per_server)
-    for result in results:
-        wrong = {
-            cell: difference(weights, plain_weights(cell.split("/")[1]))
-            for cell, weights in result.items()
-            if not difference(weights, plain_weights(cell.split("/")[1])) <= TOLERANCE
-        }
-        assert not wrong
 
 
 def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: int = 2) -> dict[str, Any]:
@@ -105,10 +82,20 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (4, 2)])
-def epochs(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    ranks, per_server = request.param
-    return run_ranks(epochs_of, ranks, args=(str(folder), CASES), ranks_per_server=per_server)
+@pytest.fixture(scope="module")
+def everything(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """By the number of ranks, on two servers."""
+    return {
+        ranks: run_ranks(epochs_of, ranks, args=(str(folder), CASES), ranks_per_server=ranks // 2)
+        for ranks in (2, 4)
+    }
+
+
+@pytest.fixture(params=[2, 4])
+def epochs(
+    everything: dict[int, list[dict[str, Any]]], request: pytest.FixtureRequest
+) -> list[dict[str, Any]]:
+    return everything[request.param]
 
 
 def test_every_seed_is_in_one_co_batch_of_its_server(epochs: list[dict[str, Any]]) -> None:
@@ -151,6 +138,25 @@ def test_gradients_of_an_epoch_add_up_to_the_whole_graphs(epochs: list[dict[str,
                     for of_parameter in zip(*found["gradients"][steps], strict=True)
                 ]
                 assert difference(total, whole) <= TOLERANCE
+
+
+def test_ranks_of_a_server_share_the_co_batches_of_one(everything: dict[int, list[dict[str, Any]]]) -> None:
+    """Seeds, external nodes and gradients of a step are the same on any number of ranks per server."""
+    for number in range(len(CASES)):
+        for server, alone in enumerate(everything[2]):
+            pair = everything[4][2 * server : 2 * server + 2]
+            for epoch in range(2):
+                shared = zip(*(one["epochs"][number]["seeds"][epoch] for one in pair), strict=True)
+                assert [sorted(first + second) for first, second in shared] == [
+                    sorted(seeds) for seeds in alone["epochs"][number]["seeds"][epoch]
+                ]
+            rows = zip(*(one["epochs"][number]["rows"] for one in pair), strict=True)
+            assert [sum(step) for step in rows] == alone["epochs"][number]["rows"]
+            for one in pair:
+                for mine, other in zip(
+                    one["epochs"][number]["gradients"], alone["epochs"][number]["gradients"], strict=True
+                ):
+                    assert difference(mine, other) <= TOLERANCE
 
 
 def test_compositions_are_what_they_say(epochs: list[dict[str, Any]]) -> None:
@@ -262,18 +268,38 @@ def test_less_memory_more_co_batches(folder: Path, wrap_first: bool) -> None:
     assert 1 < some < more
 
 
-def too_many(folder: str) -> str:
+def alone(folder: str) -> tuple[list[int], str]:
+    """How many co-batches had been read in the body of each step of an epoch; what too many are told."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
+    ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
+    loader = ahead.loader(g, runs.my_share(g), runs.sampler(), prefetch=1)
+    read, original = threading.Semaphore(0), loader._reader.read
+
+    def counted(*args: Any) -> Any:
+        columns = original(*args)
+        read.release()
+        return columns
+
+    loader._reader.read = counted
+    found = 0
+    waits = []
+    for step, _ in enumerate(loader):
+        wanted = min(step + 2, 4)
+        # The loop's own thread stands still here, so somebody else must read the next one.
+        while found < wanted and read.acquire(timeout=30):
+            found += 1
+        waits.append(found)
     strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 1000})
     with pytest.raises(ConfigError) as refused:
         strategy.loader(g, torch.arange(6), runs.sampler())
     g.close()
-    return str(refused.value)
+    return waits, str(refused.value)
 
 
-def test_more_co_batches_than_seeds_are_refused(folder: Path) -> None:
-    (told,) = run_ranks(too_many, 1, args=(str(folder),))
+def test_the_next_co_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
+    ((waits, told),) = run_ranks(alone, 1, args=(str(folder),))
+    assert waits == [2, 3, 4, 4]
     assert "batches=1000 co-batches, and the servers have 6 seeds; give 1 to 6" in told
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
 
 
 def an_epoch(loader: Any, model: Any) -> dict[str, Any]:
-    ((input_nodes, output_nodes, blocks),) = loader
+    ((_, output_nodes, blocks),) = loader
     model.zero_grad()
     scores = model(blocks, blocks[0].srcdata["feat"])
     F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
