@@ -9,8 +9,8 @@ from typing import Any, final
 import dgl
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
@@ -22,6 +22,7 @@ from dglx_dist.strategies.gradients import GradientExchange, mark_output
 from dglx_dist.strategies.granndis.empty_share import NoRows
 from dglx_dist.strategies.granndis.halo_block import HaloBlock
 from dglx_dist.strategies.granndis.hooks import install
+from dglx_dist.strategies.granndis.layerwise import check_rows_out, check_rows_stay_apart
 from dglx_dist.strategies.granndis.local_graph import LocalGraph
 from dglx_dist.strategies.granndis.wire import wire_of
 from dglx_dist.strategies.share import find_share, gradient_weight
@@ -46,8 +47,8 @@ class HaloModel(WrappedModel):
         bucket_bytes: Gradients that are sent together.
 
     Raises:
-        ConfigError: the model has a batch norm, whose statistics would count rows of several ranks twice; or
-            as for data parallel models.
+        ConfigError: the model has a module that mixes rows of nodes that are no neighbours, as a batch norm
+            does, whose statistics would count rows of several ranks twice; or as for data parallel models.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class HaloModel(WrappedModel):
         """Call the user's module; what is special about a step is read from the blocks among the arguments.
 
         Raises:
-            ConfigError: in training, the blocks are not those of the strategy's loader, or a parameter was
-                unfrozen after wrapping.
+            ConfigError: in training, the blocks are not those of the strategy's loader, a parameter was
+                unfrozen after wrapping, or the model has fewer layers than there are blocks.
         """
         graphs = list(_exchanging((*args, *kwargs.values())))
         if not graphs:
@@ -96,10 +97,15 @@ class HaloModel(WrappedModel):
                 # One and the same for all steps, while a loader numbers its blocks.
                 graphs[0].step_number += 1
         has_targets = all(one.num_dst_nodes() for one in graphs)
-        with nullcontext() if has_targets else NoRows():
+        # What backward computes again goes to its end: else torch stops where a rank has all it needs, which
+        # may lie before an exchange on one and behind it on another.
+        with set_checkpoint_early_stop(False), nullcontext() if has_targets else NoRows():
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output
+        blocks = [one for one in graphs if isinstance(one, HaloBlock)]
+        if blocks:
+            check_rows_out(output, blocks)
         check_frozen(self.module, self._trained)
         world_size = self._session.topology.world_size
         if self._reduction == "sum":
@@ -132,17 +138,6 @@ class HaloModel(WrappedModel):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._buffer_means.note()
         return result
-
-
-def check_rows_stay_apart(model: nn.Module) -> None:
-    """Raise ConfigError if a module of ``model`` mixes rows of nodes that are no neighbours."""
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
-            raise ConfigError(
-                f"{name!r} is a {type(module).__name__}: its statistics would be those of this rank's rows, "
-                "and rows that several ranks hold would count twice; use torch.nn.LayerNorm, or "
-                "strategy='data_parallel'"
-            )
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:

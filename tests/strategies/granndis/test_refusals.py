@@ -53,6 +53,32 @@ class Normed(nn.Module):
         return out
 
 
+class Pooled(nn.Module):
+    """Scores and the mean of all nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = runs.first_model("sage")
+        self.pool = dgl.nn.AvgPooling()
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        scores = self.inner(blocks, x)
+        out: Tensor = scores + self.pool(blocks[-1], scores)
+        return out
+
+
+class Shallow(nn.Module):
+    """One layer, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dgl.nn.SAGEConv(equality.WIDTH, equality.CLASSES, "mean").double()
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(blocks[0], x)
+        return out
+
+
 def weighted() -> Any:
     return NeighborSampler([-1, -1], prob="weight")
 
@@ -115,6 +141,7 @@ def on_rank(folder: str) -> dict[str, str]:
                 lambda: strategy.edge_loader(g, torch.arange(3), as_edge_prediction_sampler(runs.sampler()))  # noqa: B023
             )
             found[f"{name}/batch norm"] = refusal(lambda: strategy.wrap(Normed(), g))  # noqa: B023
+            found[f"{name}/pooling"] = refusal(lambda: strategy.wrap(Pooled(), g))  # noqa: B023
             found[f"{name}/reduction"] = refusal(lambda: strategy.wrap(runs.first_model("sage"), g, "max"))  # noqa: B023
             found |= {f"{name}/{case}": text for case, text in in_training(g, strategy).items()}
         too_many: Any = STRATEGIES.get("shared_preload")(session, {"hops": 3})
@@ -136,6 +163,8 @@ def in_training(g: DistGraph, strategy: Any) -> dict[str, str]:
     with torch.no_grad():
         assert model(plain, x).shape == (6, equality.CLASSES)
     ((_, _, blocks),) = loader
+    shallow = strategy.wrap(Shallow(), g)
+    found["shallow"] = refusal(lambda: shallow(blocks, blocks[0].srcdata["feat"]))
     cut = blocks[0].srcdata["feat"][: blocks[0].own_rows // 2]
     found["cut rows"] = refusal(lambda: model(blocks, cut))
     model(blocks, blocks[0].srcdata["feat"]).sum().backward()
@@ -151,6 +180,12 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
             match(found[f"{name}/on one rank"], "node 3 more than once", f"{name}, rank {rank}")
             match(found[f"{name}/edge loader"], "trains on nodes, not on batches of edges", name)
             match(found[f"{name}/batch norm"], "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm", name)
+            match(
+                found[f"{name}/pooling"], "'pool' is a AvgPooling, which reads all nodes.*layerwise_in", name
+            )
+            match(
+                found[f"{name}/shallow"], "rows for .* seeds, as if it had fewer layers than the 2 bl", name
+            )
             match(found[f"{name}/reduction"], "reduction='max' must be 'mean' or 'sum'", name)
             match(
                 found[f"{name}/other blocks"],
