@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import dgl
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.training.kinds import check_recompute
@@ -83,9 +83,7 @@ class ResGCN(nn.Module):
         if self.recompute == "none" or not torch.is_grad_enabled():
             h = residual(h)
         else:
-            # To the end, for ranks must agree on whether rows are exchanged again.
-            with set_checkpoint_early_stop(False):
-                h = checkpoint(residual, h, use_reentrant=False)
+            h = checkpoint(residual, h, use_reentrant=False)
         return self.decoder(self._activated(h, depth + 1)) if depth == len(self.layers) - 1 else h
 
     def _residual(self, depth: int, block: Any, halo: _Halo, h: Tensor) -> Tensor:

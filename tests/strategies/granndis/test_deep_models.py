@@ -8,7 +8,7 @@ import dgl
 import numpy as np
 import pytest
 import torch
-from dgl.nn import GATConv
+from dgl.nn import GATConv, GraphConv
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -49,6 +49,23 @@ class Attending(nn.Module):
         return checkpoint(lambda h: self.second(blocks[1], self.dropout(h)).mean(1), h, use_reentrant=False)
 
 
+class Late(nn.Module):
+    """What is computed again ends with an exchange, behind all that backward needs of it."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(equality.WIDTH, equality.CLASSES)
+        self.sums = GraphConv(1, 1, norm="none", weight=False, bias=False, allow_zero_in_degree=True)
+        self.again = again
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        def mixed(h: Tensor) -> Tensor:
+            return self.sums(blocks[1], self.first(h) / 20)
+
+        h = self.sums(blocks[0], h)
+        return checkpoint(mixed, h, use_reentrant=False) if self.again else mixed(h)
+
+
 def resgcn(layers: int, dropout: float, recompute: str) -> nn.Module:
     """The same weights at every call."""
     torch.manual_seed(1)
@@ -65,6 +82,10 @@ def models(way: str) -> dict[str, tuple[nn.Module, int]]:
     }
     torch.manual_seed(1)
     made["gat"] = Attending().double(), 2
+    if way == "fb":
+        for again in (False, True):
+            torch.manual_seed(1)
+            made[f"late/{again}"] = Late(again).double(), 2
     if way in ("fb+pp", "flx"):
         made["deep"] = resgcn(DEEP, 0.0, "exchange"), DEEP
     return made
@@ -128,6 +149,7 @@ def test_dropout_and_recomputing_depend_on_no_rank(placed: Any) -> None:
     expected = {
         "resgcn": one["fb+pp/resgcn/none"][0],
         "gat": one["fb+pp/gat"][0],
+        "late": one["fb/late/False"][0],
         "deep": plain_deep(DEEP, 0.0),
     }
     for shape, ranks in placed.items():
@@ -154,6 +176,13 @@ def test_what_is_computed_again_is_exchanged_again_or_kept(placed: Any, way: str
     assert none[0] > 0
     assert again.tolist() == [2 * none[0], none[1]]
     assert kept.tolist() == none.tolist()
+
+
+def test_what_is_computed_again_is_so_to_its_end(placed: Any) -> None:
+    """Torch would stop before the exchange: on one rank perhaps, and not on another that waits for it."""
+    once, again = (halo_bytes(placed, "fb", f"late/{again}") for again in (False, True))
+    # Rows of the first layer are WIDTH wide and need no gradient, those of the second CLASSES wide.
+    assert again[0] - once[0] == once[1] == again[1] > 0
 
 
 def test_cached_features_spare_the_first_layer_behind_an_encoder(placed: Any) -> None:
