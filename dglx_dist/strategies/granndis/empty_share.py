@@ -1,8 +1,8 @@
 """Layers of ranks that have no edge: the others count on them, forward and backward, all the same.
 
 A rank without targets at a layer may hold rows that others need, and must take their gradients in backward.
-So its output has to depend on what it gave away, although nothing of that went into it. And its layers have to
-run on no rows at all, which those of DGL do but for shapes that torch cannot complete.
+So its output has to depend on what it gave away, although nothing of that went into it. And its layers have
+to run on no rows at all, which those of DGL do but for shapes that torch cannot complete.
 """
 
 from __future__ import annotations

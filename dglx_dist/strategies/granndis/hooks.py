@@ -107,8 +107,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     if isinstance(module, NO_BLOCKS):
         raise ConfigError(
-            f"{type(module).__name__} got a block, and DGL runs it on whole graphs alone (it writes rows where "
-            "it reads them, as layers of several hops do); call the model as model(g, x) with "
+            f"{type(module).__name__} got a block, and DGL runs it on whole graphs alone (it writes rows "
+            "where it reads them, as layers of several hops do); call the model as model(g, x) with "
             "g = dx.local_graph(...)"
         )
     place = _find(module, args, kwargs)

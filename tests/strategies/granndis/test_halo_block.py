@@ -12,9 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.granndis.empty_share import NoRows
 from dglx_dist.strategies.granndis.halo_block import needs_repeated_row
 from dglx_dist.strategies.granndis.hooks import install
-from tests.strategies.granndis.layers_of_dgl import LAYERS, ByHand, Functions, Stack
+from tests.strategies.granndis.layers_of_dgl import (
+    LAYERS,
+    ON_GRAPHS,
+    RECOMPUTED,
+    REFUSED,
+    ByHand,
+    Flat,
+    Functions,
+    Stack,
+)
 from tests.strategies.granndis.threads import OWNER, SEEDS, World, gradients_of, whole_graph
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
@@ -68,6 +78,53 @@ def test_layers_compute_what_they_compute_on_the_whole_graph(name: str, hooked: 
     torch.testing.assert_close(torch.stack([found[node] for node in SEEDS.tolist()]), expected, **TOLERANCE)
     for one, other in zip(found_gradients, gradients, strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [*ON_GRAPHS, *RECOMPUTED, *REFUSED])
+def test_layers_that_dgl_runs_on_no_block_are_refused(name: str) -> None:
+    model = {**ON_GRAPHS, **RECOMPUTED, **{n: make for n, (make, _) in REFUSED.items()}}[name]().double()
+    install(model)
+    world = World(whole_graph(), SEEDS, 1, np.zeros(12, np.int64))
+    # EGATConv takes blocks, but pairs of rows alone, and DGL says so by their number.
+    error, reason = (
+        (dgl.DGLError, "number of nodes") if name == "egat alone" else (ConfigError, "local_graph|out-edges")
+    )
+    with pytest.raises(error, match=reason):
+        model(world.blocks[0][0], features()[world.plans[0].nodes])
+
+
+def test_the_table_of_layers_is_whole() -> None:
+    made = [make() for make in ({**LAYERS, **ON_GRAPHS, **RECOMPUTED}).values()]
+    made += [make() for make, _ in REFUSED.values()]
+    named = {type(module).__name__ for model in made for module in model.modules()}
+    of_dgl = {
+        name
+        for name, found in vars(dgl.nn.pytorch.conv).items()
+        if isinstance(found, type) and issubclass(found, nn.Module)
+    }
+    # Dense ones take a matrix, those of cuGraph a GPU and its own library; a norm of weights is no layer.
+    elsewhere = {name for name in of_dgl if name.startswith(("Dense", "CuGraph"))} | {"EdgeWeightNorm"}
+    assert of_dgl - elsewhere - named <= {"TWIRLSUnfoldingAndAttention"}
+
+
+def test_a_rank_without_targets_may_reshape() -> None:
+    world = World(whole_graph(), SEEDS, 2)
+    model = Flat(dgl.nn.GATConv(4, 2, 2, residual=True))
+    install(model)
+    block = world.blocks[2][1]
+    out = model(block, torch.zeros(block.num_src_nodes(), 4))
+    assert out.shape == (0, 4)
+    with NoRows():
+        assert torch.zeros(0, 6).view(0, -1, 2).shape == (0, 3, 2)
+        assert torch.zeros(0, 3, 2).reshape(0, -1).shape == (0, 6)
+        assert torch.zeros(2, 3).view(-1).shape == (6,)
+        with pytest.raises(RuntimeError):
+            torch.zeros(0, 6).view(2, -1, 0)
+    # Off again, also where forward raised.
+    with pytest.raises(RuntimeError):
+        model(block, torch.zeros(block.num_src_nodes(), 3))
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        torch.zeros(0, 6).view(0, -1, 2)
 
 
 def test_the_graph_has_the_ranks_that_matter() -> None:
