@@ -21,7 +21,7 @@ from dglx_dist.strategies.granndis.halo_frame import HaloFrame
 
 
 @final
-class NoRows(TorchFunctionMode):  # type: ignore[misc]  # torch leaves it bare
+class NoRows(TorchFunctionMode):
     """While it is on, ``view`` and ``reshape`` complete -1 for a tensor without rows, too.
 
     ``h.view(len(h), -1, width)``, which the residuals of DGL's attention layers write, has any number there
@@ -29,7 +29,7 @@ class NoRows(TorchFunctionMode):  # type: ignore[misc]  # torch leaves it bare
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        super().__init__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -44,9 +44,9 @@ class NoRows(TorchFunctionMode):  # type: ignore[misc]  # torch leaves it bare
     @staticmethod
     def leave() -> None:
         """Turn off the one that was turned on last in this thread, if it is on."""
-        mode = _get_current_function_mode()
+        mode = _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch leaves it bare
         if isinstance(mode, NoRows):
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)

@@ -120,7 +120,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.block.own_rows:
                 args, kwargs = _with(args, kwargs, key, place.block.all_rows(value))
     if _has_no_targets(args, kwargs):
-        NoRows().__enter__()
+        NoRows().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
     return args, kwargs
 
 

@@ -33,7 +33,7 @@ class OneWay:
         graph.__dict__["_graph"] = index
 
 
-class _OneWayIndex(HeteroGraphIndex):  # type: ignore[misc]  # dgl has no types
+class _OneWayIndex(HeteroGraphIndex):
     """The index, whose in-edges alone are complete."""
 
     def reverse(self) -> Any:
