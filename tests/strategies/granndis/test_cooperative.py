@@ -273,7 +273,7 @@ def alone(folder: str) -> tuple[list[int], str]:
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
-    loader = ahead.loader(g, runs.my_share(g), runs.sampler(), prefetch=1)
+    loader = ahead.loader(g, runs.my_share(g), runs.sampler())
     read, original = threading.Semaphore(0), loader._reader.read
 
     def counted(*args: Any) -> Any:
