@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,33 +120,36 @@ def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
-    settings = [
-        full_graph.Setting(phi=0.8, features=20, layers=2, hidden=8, label="flat", raw=()),
-        full_graph.Setting(phi=0.8, features=20, layers=3, hidden=8, model="resgcn", label="deep", raw=()),
-    ]
-    plan = full_graph.plan_of(bench, TINY, settings, [])
-    jobs = {variant.name: dict(variant.job.params) for variant in plan.variants}
-    found = run_ranks(train_all, SERVERS * RANKS_PER_SERVER, args=(jobs,), ranks_per_server=RANKS_PER_SERVER)
-    sent = {name: dict(extra["bytes_outside_by_phase"]) for name, extra in found[0].items()}
+    flat = full_graph.Setting(phi=0.8, features=20, layers=2, hidden=8, raw=())
+    deep = full_graph.Setting(phi=0.8, features=20, layers=3, hidden=8, model="resgcn", label="deep", raw=())
+    size = replace(TINY, nodes=1200)
+    plans = [full_graph.plan_of(bench, size, [flat], [])]
+    # Others of deep models are as the flat ones.
+    some = [way for way in full_graph.WAYS if way.name in (BASE, BASE_PP, PRELOAD)]
+    plans.append(full_graph.plan_of(bench, size, [deep], [], some))
+    jobs = {variant.name: dict(variant.job.params) for plan in plans for variant in plan.variants}
+    found = run_ranks(
+        train_all,
+        SERVERS * RANKS_PER_SERVER,
+        args=(jobs,),
+        ranks_per_server=RANKS_PER_SERVER,
+        timeout_s=240.0,
+    )[0]
+    sent = {name: dict(extra["bytes_outside_by_phase"]) for name, extra in found.items()}
     for phases in sent.values():
         # How the ranks agree is nobody's payload.
         phases.pop("control", None)
-    assert sent == plan.facts[PREDICTED_BYTES]
-    once = plan.facts[PREDICTED_ONCE]
-    assert set(once) == {one.named(name) for one in settings for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP)}
-    assert once == {name: found[0][name]["bytes_outside_before"].get("preload", 0) for name in once}
-    for one in settings:
-        counted = full_graph._count(bench, TINY, one)
-        for name, work in {
-            BASE: counted.exchanging,
-            BASE_PP: counted.exchanging,
-            PRELOAD: counted.preloading,
-            PRELOAD_PP: counted.preloading,
-            COOPERATIVE: counted.batches,
-        }.items():
-            assert found[0][one.named(name)]["edges"] == sum(work.edges)
-        # No node has 15 foreign in-neighbours here, or few.
-        assert 0 <= sum(counted.sampled.edges) - found[0][one.named(EAS)]["edges"] <= 10
+    assert sent == {name: one for plan in plans for name, one in plan.facts[PREDICTED_BYTES].items()}
+    once = {name: one for plan in plans for name, one in plan.facts[PREDICTED_ONCE].items()}
+    assert set(once) == set(jobs) - {EAS, COOPERATIVE}
+    assert once == {name: found[name]["bytes_outside_before"].get("preload", 0) for name in once}
+    counted = full_graph._count(bench, size, flat)
+    edges = {name: found[name]["edges"] for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP, EAS, COOPERATIVE)}
+    assert edges[BASE] == edges[BASE_PP] == sum(counted.exchanging.edges)
+    assert edges[PRELOAD] == edges[PRELOAD_PP] == sum(counted.preloading.edges)
+    assert edges[COOPERATIVE] == sum(counted.batches.edges)
+    # Few nodes have more than 15 foreign in-neighbours here.
+    assert 0.99 * sum(counted.sampled.edges) <= edges[EAS] <= sum(counted.sampled.edges)
 
 
 def test_the_script_knows_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
