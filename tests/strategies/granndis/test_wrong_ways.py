@@ -11,11 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.cluster.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import StepShare
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.granndis import batch as batches
 from dglx_dist.strategies.granndis.hooks import install
+from dglx_dist.strategies.granndis.loader import FullGraphLoader
+from dglx_dist.strategies.granndis.plan_source import OnePlan
+from dglx_dist.strategies.granndis.planning import Planner, PlanRequest, make_plans
+from dglx_dist.strategies.granndis.request import read_request
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.granndis import runs
@@ -72,10 +78,17 @@ WRONG: dict[str, Wrap] = {
 
 
 def train(g: DistGraph, wrap: Wrap, kind: str) -> list[Any]:
-    strategy: Any = STRATEGIES.get("full_graph")(g.session, {})
+    strategy = right_strategy(g)
     loader = strategy.loader(g, runs.my_share(g), runs.sampler())
-    model = runs.first_model(kind)
-    wrapped = wrap(g, strategy, model)
+    return steps_on(loader, runs.first_model(kind), lambda model: wrap(g, strategy, model))
+
+
+def right_strategy(g: DistGraph) -> Any:
+    return STRATEGIES.get("full_graph")(g.session, {})
+
+
+def steps_on(loader: Any, model: nn.Module, wrap: Callable[[nn.Module], Any]) -> list[Any]:
+    wrapped = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
     for _ in range(EPOCHS):
         for _, _, blocks in loader:
@@ -86,11 +99,27 @@ def train(g: DistGraph, wrap: Wrap, kind: str) -> list[Any]:
     return [p.detach().numpy().copy() for p in model.parameters()]
 
 
+def counting_replicas(g: DistGraph) -> list[Any]:
+    """Every server's loss on all training nodes that it holds, those of other servers included."""
+    is_training = g.ndata["train_mask"][:]
+    held = make_plans(g, g.local_nodes(), 1, 1).nodes
+    seeds = torch.from_numpy(held)[is_training[held]]
+    planner = Planner(g)
+    plan = planner.plan(PlanRequest(seeds=seeds.numpy(), num_layers=2, hops=2, seeds_stay=True))
+    counts = gather_int64([plan.seeds], g.session)
+    share = StepShare(num_local=plan.seeds, num_global=int(counts.sum()))
+    assert share.num_global > int(is_training.sum())
+    request = read_request("full_graph", g, seeds, runs.sampler(), {})
+    loader = FullGraphLoader(g, OnePlan(plan, share), request, use_pp=True)
+    return steps_on(loader, runs.first_model("sage"), lambda model: right_strategy(g).wrap(model, g))
+
+
 def on_rank(folder: str) -> dict[str, list[Any]]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
         found = {name: train(g, wrap, "sage") for name, wrap in WRONG.items()}
         found["right"] = train(g, right, "sage")
+        found["replicas count"] = counting_replicas(g)
         found["right norm"] = train(g, right, "gcn_symmetric")
         # Degrees of the piece of the graph in place of those of the whole.
         made = batches.halo_block
@@ -110,4 +139,5 @@ def test_mistakes_are_told_apart(folder: Path) -> None:
         assert difference(found["right norm"], expected["gcn_symmetric"]) <= TOLERANCE
         for name in WRONG:
             assert difference(found[name], expected["sage"]) > 1e-4, name
+        assert difference(found["replicas count"], expected["sage"]) > 1e-4
         assert difference(found["degrees of a piece"], expected["gcn_symmetric"]) > 1e-4
