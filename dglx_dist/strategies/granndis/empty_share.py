@@ -28,8 +28,9 @@ class NoRows(TorchFunctionMode):
     for torch; here it has that of a tensor with rows.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def turn_on(self) -> None:
+        """Turn it on in this thread, until :meth:`turn_off`."""
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,7 +43,7 @@ class NoRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     @staticmethod
-    def leave() -> None:
+    def turn_off() -> None:
         """Turn off the one that was turned on last in this thread, if it is on."""
         mode = _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch leaves it bare
         if isinstance(mode, NoRows):

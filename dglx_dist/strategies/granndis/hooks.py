@@ -120,7 +120,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.block.own_rows:
                 args, kwargs = _with(args, kwargs, key, place.block.all_rows(value))
     if _has_no_targets(args, kwargs):
-        NoRows().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        NoRows().turn_on()
     return args, kwargs
 
 
@@ -135,7 +135,7 @@ def _with(
 def _release(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Turn off what ``_enter`` turned on, also where forward raised; torch's forward hook."""
     if _has_no_targets(args, kwargs):
-        NoRows.leave()
+        NoRows.turn_off()
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

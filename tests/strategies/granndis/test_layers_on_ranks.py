@@ -29,12 +29,17 @@ PART_OF = np.random.default_rng(4).choice(RANKS, size=NUM_NODES, p=[0.4, 0.3, 0.
 SEEDS = np.flatnonzero((PART_OF < 3) & (np.arange(NUM_NODES) % 3 > 0))
 """Original ids; the last rank has none of them."""
 
+# An LSTM reads neighbours in the order of the edges, and parts have an order of their own.
 MODELS: dict[str, Any] = (
-    {name: lambda make=make: Stack(make) for name, make in {**LAYERS, **ON_GRAPHS, **RECOMPUTED}.items()}
+    {
+        name: lambda make=make: Stack(make)
+        for name, make in {**LAYERS, **ON_GRAPHS, **RECOMPUTED}.items()
+        if name != "sage lstm"
+    }
     | {"appnp": lambda: Stack(lambda: dgl.nn.APPNPConv(3, 0.2))}
     | {"jumping": lambda: Jumping(NUM_NODES)}
 )
-ON_BLOCKS = (*LAYERS, "jumping")
+ON_BLOCKS = (*LAYERS.keys() - {"sage lstm"}, "jumping")
 
 
 def raw_graph() -> RawGraph:
@@ -81,9 +86,10 @@ def on_rank(folder: str) -> dict[str, Any]:
             x = _features()[nodes].requires_grad_()
             with NoRows():  # as in HaloModel
                 out = model(graphs, x)
-            last = nodes[: len(out)]
+            # Reversible layers take the memory of their output in backward.
+            last, scores = nodes[: len(out)], out.detach().numpy().copy()
             of_x, of_weights = _gradients((out * loss_weights()[last]).sum(), x, model)
-            results[f"{name}/{kind}"] = (last.numpy(), out.detach().numpy(), nodes.numpy(), of_x, of_weights)
+            results[f"{name}/{kind}"] = (last.numpy(), scores, nodes.numpy(), of_x, of_weights)
     g.close()
     return results
 
@@ -135,12 +141,13 @@ def test_layers_compute_on_ranks_what_they_compute_in_one_process(
             continue
         x = _features().requires_grad_()
         out = model(graph, x)
+        expected = out.detach().numpy().copy()
         of_x, of_weights = _gradients((out[seeds] * loss_weights()[seeds]).sum(), x, model)
         found = [one[f"{name}/{kind}"] for one in results]
         assert sorted(node for last, *_ in found for node in last.tolist()) == seeds.tolist()
         moved = np.zeros_like(of_x)
         for last, rows, nodes, of_own, _ in found:
-            np.testing.assert_allclose(rows, out.detach().numpy()[last], rtol=0, atol=1e-10)
+            np.testing.assert_allclose(rows, expected[last], rtol=0, atol=1e-10)
             moved[nodes] += of_own
         np.testing.assert_allclose(moved, of_x, rtol=0, atol=1e-10)
         for mine, theirs in zip(zip(*(one[4] for one in found), strict=True), of_weights, strict=True):
