@@ -144,7 +144,7 @@ def run(folder: Path, case: dict[str, Any], ranks: int) -> dict[str, Any] | str:
         found: dict[str, Any] = json.loads(to.read_text(encoding="utf-8"))
         return found
     told = [line for line in done.stderr.splitlines() if "allocate memory" in line or "MemoryError" in line]
-    return told[0].strip() if told else done.stderr[-2000:]
+    return "no memory left" if told else done.stderr[-2000:]
 
 
 def line_of(name: str, granted: str, limit: str, found: dict[str, Any] | str) -> str:
