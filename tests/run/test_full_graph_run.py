@@ -42,7 +42,6 @@ def plan_of(dataset: str, out: Path, **changes: Any) -> TrainPlan:
         hidden=8,
         dropout=0.0,
         fanouts=(-1, -1),
-        batch_size=equality.NUM_NODES,
         epochs=EPOCHS,
         predictions=str(out / "classes"),
         save_embeddings=str(out / "rows"),
@@ -60,7 +59,10 @@ def written(out: Path) -> tuple[Any, Any]:
 def train_each_way(dataset: str, folder: str) -> None:
     for name, (strategy, options) in WAYS.items():
         out = Path(folder) / name
-        plan = plan_of(dataset, out, strategy=strategy, strategy_options=options, model="gcn")
+        batch_size = equality.NUM_NODES if strategy == "data_parallel" else None
+        plan = plan_of(
+            dataset, out, strategy=strategy, strategy_options=options, model="gcn", batch_size=batch_size
+        )
         trained = train_dataset(plan)
         assert [one.num_samples for one in trained.epochs] == [167] * EPOCHS
     check_resuming(dataset, Path(folder))
@@ -129,3 +131,5 @@ def test_fit_tells_what_an_epoch_was(dataset: str, tmp_path: Path) -> None:
     assert len({moved for _, _, moved in mine}) == 1
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event}
     assert {"forward", "backward", "step"} <= names
+    assert any(name.startswith("halo of") for name in names)
+    assert any(name.startswith("halo gradients of") for name in names)
