@@ -74,9 +74,7 @@ def read_request(
     """
     given = dict(loader_options)
     idle = {name: given.pop(name) for name in _OF_MINI_BATCHES if name in given}
-    request, fanouts = together(
-        g.session, lambda: _read(strategy, g, indices, sampler, given), ConfigError
-    )
+    request, fanouts = together(g.session, lambda: _read(strategy, g, indices, sampler, given), ConfigError)
     columns = request.columns
     told = (
         f"{request.num_layers} layers, seed={request.seed}, depth={request.depth}, "
