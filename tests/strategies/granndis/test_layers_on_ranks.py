@@ -87,7 +87,7 @@ def on_rank(folder: str) -> dict[str, Any]:
             with NoRows():  # as in HaloModel
                 out = model(graphs, x)
             # Reversible layers take the memory of their output in backward.
-            last, scores = nodes[: len(out)], out.detach().numpy().copy()
+            last, scores = nodes[: len(out)], out.detach().clone().numpy()
             of_x, of_weights = _gradients((out * loss_weights()[last]).sum(), x, model)
             results[f"{name}/{kind}"] = (last.numpy(), scores, nodes.numpy(), of_x, of_weights)
     g.close()
@@ -141,7 +141,7 @@ def test_layers_compute_on_ranks_what_they_compute_in_one_process(
             continue
         x = _features().requires_grad_()
         out = model(graph, x)
-        expected = out.detach().numpy().copy()
+        expected = out.detach().clone().numpy()
         of_x, of_weights = _gradients((out[seeds] * loss_weights()[seeds]).sum(), x, model)
         found = [one[f"{name}/{kind}"] for one in results]
         assert sorted(node for last, *_ in found for node in last.tolist()) == seeds.tolist()
