@@ -26,11 +26,24 @@ class NoRows(TorchFunctionMode):
 
     ``h.view(len(h), -1, width)``, which the residuals of DGL's attention layers write, has any number there
     for torch; here it has that of a tensor with rows.
+
+    Args:
+        owner: Who turns it on by :meth:`turn_on`; None: it is used in a ``with``.
     """
+
+    def __init__(self, owner: object = None) -> None:
+        super().__init__()
+        self._owner = owner
 
     def turn_on(self) -> None:
         """Turn it on in this thread, until :meth:`turn_off`."""
         self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+    def __exit__(self, *error: Any) -> None:
+        """Turn it off, and those inside that an interrupt left on: torch calls no hooks then."""
+        while (mode := _current_mode()) is not self and isinstance(mode, NoRows):
+            mode.__exit__()
+        super().__exit__(*(error or (None, None, None)))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,11 +56,15 @@ class NoRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     @staticmethod
-    def turn_off() -> None:
-        """Turn off the one that was turned on last in this thread, if it is on."""
-        mode = _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch leaves it bare
-        if isinstance(mode, NoRows):
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    def turn_off(owner: object) -> None:
+        """Turn off the one that was turned on last in this thread, if it is on and ``owner`` did it."""
+        mode = _current_mode()
+        if isinstance(mode, NoRows) and mode._owner is owner:
+            mode.__exit__()
+
+
+def _current_mode() -> object:
+    return _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)

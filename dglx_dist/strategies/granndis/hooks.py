@@ -120,7 +120,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.block.own_rows:
                 args, kwargs = _with(args, kwargs, key, place.block.all_rows(value))
     if _has_no_targets(args, kwargs):
-        NoRows().turn_on()
+        NoRows(module).turn_on()
     return args, kwargs
 
 
@@ -135,7 +135,8 @@ def _with(
 def _release(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Turn off what ``_enter`` turned on, also where forward raised; torch's forward hook."""
     if _has_no_targets(args, kwargs):
-        NoRows.turn_off()
+        # Where the exchange raised, it was not turned on, and one that is on belongs to an outer module.
+        NoRows.turn_off(module)
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

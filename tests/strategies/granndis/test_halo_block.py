@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import dgl
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.granndis.empty_share import NoRows
@@ -125,6 +128,41 @@ def test_a_rank_without_targets_may_reshape() -> None:
         model(block, torch.zeros(block.num_src_nodes(), 3))
     with pytest.raises(RuntimeError, match="ambiguous"):
         torch.zeros(0, 6).view(0, -1, 2)
+
+
+class Calling(nn.Module):
+    """Calls ``inner`` with a block, as users' modules do; then reshapes nothing."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, block: Any, h: Tensor) -> Tensor:
+        with contextlib.suppress(ConfigError):
+            self.inner(block, h)
+        return h.new_zeros(0, 6).view(0, -1, 2)
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_errors_inside_of_a_layer_turn_off_what_it_turned_on_and_no_more() -> None:
+    block = World(whole_graph(), SEEDS, 2).blocks[2][1]
+    rows = torch.zeros(block.num_src_nodes(), 4)
+    # What DGL runs on no block is refused before anything is turned on; the outer one's stays on.
+    refused = Calling(dgl.nn.SGConv(4, 2))
+    install(refused)
+    assert refused(block, rows).shape == (0, 3, 2)
+    with NoRows() as outermost, pytest.raises(ConfigError):  # as in HaloModel
+        refused.inner(block, rows)
+    assert outermost is not _get_current_function_mode()
+    # Torch calls no hooks on an interrupt.
+    stopped = Calling(interrupted)
+    install(stopped)
+    with pytest.raises(KeyboardInterrupt), NoRows():
+        stopped(block, rows)
+    assert _get_current_function_mode() is None
 
 
 def test_the_graph_has_the_ranks_that_matter() -> None:
