@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import NoReturn, final
 
 import numpy as np
 
@@ -151,15 +151,18 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
     def fits(number: int, checked: int = _PROBES) -> bool:
         return worst(number, spread(number, checked)) <= memory_bytes
 
+    def refuse(checked: int) -> NoReturn:
+        needed = worst(most, spread(most, checked))
+        raise ConfigError(
+            f"memory={memory_bytes} bytes for each rank do not hold even one of {most} co-batches, which "
+            f"needs {needed}; grant more, use more servers or ranks, or bound the neighbourhood with "
+            "external_hops=1, external_fanout=15 and external_inner=batch"
+        )
+
     few, many = 0, min(_FIRST_TRIED, most)
     while not fits(many):
         if many == most:
-            needed = worst(most, spread(most, _PROBES))
-            raise ConfigError(
-                f"memory={memory_bytes} bytes for each rank do not hold even one of {most} co-batches, which "
-                f"needs {needed}; grant more, use more servers or ranks, or bound the neighbourhood with "
-                "external_hops=1, external_fanout=15 and external_inner=batch"
-            )
+            refuse(_PROBES)
         few, many = many, min(2 * many, most)
     while few == 0 and many > 1:
         if fits(many // 2):
@@ -169,7 +172,9 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
     while few and many - few > max(1, many // 8):
         middle = (few + many) // 2
         few, many = (few, middle) if fits(middle) else (middle, many)
-    while not fits(many, _MOST_CHECKED) and many < most:
+    while not fits(many, _MOST_CHECKED):
+        if many == most:
+            refuse(_MOST_CHECKED)
         many = min(many + max(1, many // 8), most)
     return many
 

@@ -105,6 +105,14 @@ def test_no_room_is_refused_with_the_way_out() -> None:
         choose_num_batches(worst, 100, 50)
 
 
+def test_a_co_batch_that_is_never_small_enough_is_found_behind_the_probes() -> None:
+    def worst(_number: int, steps: Array) -> int:
+        return 60 if 1 in steps else 1
+
+    with pytest.raises(ConfigError, match="do not hold even one of 5 co-batches, which needs 60"):
+        choose_num_batches(worst, 50, 5)
+
+
 def test_spread_numbers() -> None:
     assert spread(1, 3).tolist() == [0]
     assert spread(2, 3).tolist() == [0, 1]
