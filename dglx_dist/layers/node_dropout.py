@@ -7,6 +7,7 @@ what one process trains.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -67,8 +68,8 @@ class _Pass:
     number: int
     nodes: Tensor
     num_calls: int = 0
-    calls: dict[int, int] = field(default_factory=dict)
-    """State of torch's generator, as a draw from it, to the number of the call that met it."""
+    calls: dict[int, tuple[int, weakref.ref[Any] | None]] = field(default_factory=dict)
+    """State of torch's generator, as a draw from it, to the number of the call that met it, and its graph."""
 
 
 @final
@@ -77,10 +78,11 @@ class NodeDropouts(Shared):
 
     Rows outside of a convolution belong to the first nodes of the pass, for a block's destinations come
     first among its sources, and so on from layer to layer. A module that is called with a graph or a block
-    as its first argument sees that one's sources and edges.
+    sees that one's sources and edges.
 
     A layer that ``torch.utils.checkpoint`` computes again gets the masks that it had. Its call is known by
-    the state of torch's generator, which checkpointing restores: a number of calls would have moved on.
+    the state of torch's generator, which checkpointing restores: a number of calls would have moved on. So
+    is its graph, for the module that was called with it need not be called again.
 
     Args:
         seed: Of the run.
@@ -134,10 +136,10 @@ class NodeDropouts(Shared):
         """
         if not self._passes or x.dim() == 0:
             return None
-        begun, call = self._call()
-        keys = self._edge_ids(len(x)) if edges else None
+        begun, call, graph = self._call()
+        keys = _edge_ids(graph, len(x)) if edges else None
         if keys is None:
-            keys = self._row_ids(len(x), begun)
+            keys = _row_ids(graph, len(x), begun)
         if keys is None:
             return None
         # Of no rows -1 would be ambiguous.
@@ -146,44 +148,33 @@ class NodeDropouts(Shared):
         draws = DropDraws(seed=self._seed, number=begun.number, nodes=keys, runs=runs)
         return drop_entries(flat, probability, draws, MODULES + call).reshape(x.shape)
 
-    def _call(self) -> tuple[_Pass, int]:
-        """Return the pass that this call belongs to, and the call's number in it."""
+    def _call(self) -> tuple[_Pass, int, Any]:
+        """Return the pass that this call belongs to, the call's number in it, and its graph, or None."""
         state = int(torch.randint(1 << 62, ()).item())
         if torch._C._current_graph_task_id() == -1:
-            begun = next(reversed(self._passes.values()))
-            call = begun.calls[state] = begun.num_calls
+            begun, graph = next(reversed(self._passes.values())), self._graph()
+            call = begun.num_calls
+            begun.calls[state] = call, None if graph is None else weakref.ref(graph)
             begun.num_calls += 1
-            return begun, call
+            return begun, call, graph
         for begun in reversed(self._passes.values()):
             if state in begun.calls:
-                return begun, begun.calls[state]
+                call, known = begun.calls[state]
+                # Alive, for what is computed again refers to it.
+                return begun, call, None if known is None else known()
         raise ConfigError(
             "a dropout runs again during backward, and torch's generator is in another state than in "
             "forward, so its mask would be another one; use torch.utils.checkpoint.checkpoint(..., "
             "use_reentrant=False) with preserve_rng_state=True, its default"
         )
 
-    def _row_ids(self, count: int, begun: _Pass) -> Tensor | None:
-        graph, nodes = self._graph(), begun.nodes
-        if graph is not None:
-            # Of a graph that the user made nobody knows the nodes.
-            nodes = graph.srcdata.get(dgl.NID, nodes[:0])
-        return nodes[:count] if count <= len(nodes) else None
-
-    def _edge_ids(self, count: int) -> Tensor | None:
-        graph = self._graph()
-        if graph is None or graph.num_edges() != count:
-            return None
-        ids: Tensor | None = graph.edata.get(dgl.EID)
-        return ids
-
     def _graph(self) -> Any:
         """Return the graph that the innermost module with one works on; None: none."""
         return next((graph for _, graph in reversed(self._entries) if graph is not None), None)
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first = args[0] if args else kwargs.get("graph", kwargs.get("g"))
-        self._entries.append((module, first if isinstance(first, dgl.DGLGraph) else None))
+        graphs = (one for one in (*args, *kwargs.values()) if isinstance(one, dgl.DGLGraph))
+        self._entries.append((module, next(graphs, None)))
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
         # Those that an error left on top go too.
@@ -228,6 +219,21 @@ class NodeDropout(nn.Module):
     def extra_repr(self) -> str:
         """Like that of ``nn.Dropout``."""
         return f"p={self.p}, inplace={self.inplace}"
+
+
+def _row_ids(graph: Any, count: int, begun: _Pass) -> Tensor | None:
+    nodes = begun.nodes
+    if graph is not None:
+        # Of a graph that the user made nobody knows the nodes.
+        nodes = graph.srcdata.get(dgl.NID, nodes[:0])
+    return nodes[:count] if count <= len(nodes) else None
+
+
+def _edge_ids(graph: Any, count: int) -> Tensor | None:
+    if graph is None or graph.num_edges() != count:
+        return None
+    ids: Tensor | None = graph.edata.get(dgl.EID)
+    return ids
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

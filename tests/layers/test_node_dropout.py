@@ -163,6 +163,53 @@ def test_what_is_computed_again_drops_what_it_dropped(passes: int) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+class Layer(nn.Module):
+    """Drops rows of all sources of its block, which are others than the first nodes of the pass."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.dropout, self.linear, self.again = nn.Dropout(0.5), nn.Linear(6, 6), again
+
+    def forward(self, block: Any, h: Tensor) -> Tensor:
+        return checkpoint(self.run, h, use_reentrant=False) if self.again else self.run(h)
+
+    def run(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.dropout(h)))
+
+
+class LayerOfRows(Layer):
+    def forward(self, h: Tensor, block: Any) -> Tensor:
+        return super().forward(block, h)
+
+
+def of_a_layer(model: Layer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return what ``model`` gives of arguments with a block, and the gradient of its weight."""
+    torch.manual_seed(0)
+    model.double().linear.reset_parameters()
+    install_node_dropouts(model, seed=1).begin(0, torch.arange(100, 100 + NODES))
+    out = model(*args, **kwargs)
+    out.square().sum().backward()
+    assert model.linear.weight.grad is not None
+    return out, model.linear.weight.grad
+
+
+def test_a_layer_that_computes_a_part_of_itself_again() -> None:
+    block = block_of([3, 0, 7])
+    x = torch.ones(block.num_src_nodes(), 6, dtype=torch.float64)
+    for got, expected in zip(
+        of_a_layer(Layer(True), block, x), of_a_layer(Layer(False), block, x), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_a_layer_may_be_given_its_block_anywhere() -> None:
+    block = block_of([3, 0, 7])
+    x = torch.ones(block.num_src_nodes(), 6, dtype=torch.float64)
+    expected, _ = of_a_layer(Layer(False), block, x)
+    assert torch.equal(of_a_layer(LayerOfRows(False), x, block)[0], expected)
+    assert torch.equal(of_a_layer(Layer(False), h=x, block=block)[0], expected)
+
+
 def test_a_checkpoint_that_forgets_the_generator_is_refused() -> None:
     with pytest.raises(ConfigError, match="preserve_rng_state=True"):
         gradients(False)
