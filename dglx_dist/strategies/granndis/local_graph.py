@@ -29,6 +29,7 @@ class _Brought:
 
     own: Tensor
     version: int
+    """:data:`_UNKNOWN` where changes of it are not counted."""
     whole: Tensor
 
     def is_of(self, rows: Tensor) -> bool:
@@ -39,11 +40,19 @@ class _Brought:
             same
             and rows.dtype == self.own.dtype
             and rows.stride() == self.own.stride()
-            and rows._version == self.version
+            and _version_of(rows) == self.version != _UNKNOWN
             # Two tensors on one memory may still have gradients of their own.
             and (rows is self.own or not with_gradient)
             and with_gradient == self.whole.requires_grad
         )
+
+
+_UNKNOWN = -1
+
+
+def _version_of(rows: Tensor) -> int:
+    # Of what was made in inference mode torch counts no changes.
+    return _UNKNOWN if rows.is_inference() else rows._version
 
 
 def _refused(name: str, why: str) -> Callable[..., NoReturn]:
@@ -110,7 +119,7 @@ class LocalGraph(DGLGraph):
         own = self.ndata[name]
         self._block.set_all(name, torch.cat([own, halo]))
         whole = self._block.srcdata.pop(name)
-        self._known = (*self._known, _Brought(own, own._version, whole))
+        self._known = (*self._known, _Brought(own, _version_of(own), whole))
 
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Any:
         """Return the in-degrees of this rank's nodes, as DGL does; all their in-edges are here."""
@@ -170,7 +179,7 @@ class LocalGraph(DGLGraph):
         moved._block = self._block.to(device, **kwargs)
         moved._brought, names = {}, list(self.ndata.keys())
         moved._known = tuple(
-            _Brought(rows, rows._version, one.whole.to(device, **kwargs))
+            _Brought(rows, _version_of(rows), one.whole.to(device, **kwargs))
             for one in self._known
             for rows in [moved.ndata[name] for name in names if self.ndata[name] is one.own]
         )
@@ -190,7 +199,7 @@ class LocalGraph(DGLGraph):
             if one.is_of(rows):
                 return one.whole
         whole = self._block.all_rows(rows)
-        self._brought[name] = _Brought(rows, rows._version, whole)
+        self._brought[name] = _Brought(rows, _version_of(rows), whole)
         return whole
 
     def _set_n_repr(self, ntid: int, u: Any, data: Any) -> None:

@@ -103,6 +103,29 @@ def test_a_value_is_exchanged_once_and_a_kept_one_never() -> None:
     world.run(work)
 
 
+def test_models_run_in_inference_mode() -> None:
+    model = Stack(LAYERS["sage mean"])
+    expected = model(whole_graph(), features())
+    world = World(whole_graph(), ALL, 1)
+    graphs = graphs_of(world)
+
+    @torch.inference_mode()
+    def work(rank: int) -> None:
+        nodes = torch.from_numpy(world.plans[rank].nodes)
+        torch.testing.assert_close(model(graphs[rank], features()[nodes]), expected[nodes], **TOLERANCE)
+        graphs[rank].ndata["x"] = features()[nodes] * 1
+        for _ in range(2):
+            # Changed in place, which nobody counts.
+            graphs[rank].ndata["x"].mul_(2)
+            graphs[rank].update_all(fn.copy_u("x", "m"), fn.sum("m", "a"))
+        g = whole_graph()
+        g.ndata["x"] = features() * 4
+        g.update_all(fn.copy_u("x", "m"), fn.sum("m", "a"))
+        torch.testing.assert_close(graphs[rank].ndata["a"], g.ndata["a"][nodes], **TOLERANCE)
+
+    world.run(work)
+
+
 def test_it_looks_like_a_graph_of_the_ranks_nodes() -> None:
     g, world = whole_graph(), World(whole_graph(), ALL, 1)
     for rank, graph in enumerate(graphs_of(world)):
