@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 
 import torch
 from dgl.base import ALL, is_all
+from dgl.core import invoke_node_udf
 from dgl.function import BuiltinFunction
 from dgl.heterograph import DGLBlock
 from torch import Tensor
@@ -177,10 +178,14 @@ class HaloBlock(DGLBlock):
         """Send messages along all edges and reduce them, as DGL does; also where there are no edges."""
         block = self._completing()
         # DGL's own functions reduce nothing to zeros that autograd still sees the sources behind.
-        if self.num_edges() or isinstance(reduce_func, BuiltinFunction) or apply_node_func is not None:
+        if self.num_edges() or isinstance(reduce_func, BuiltinFunction):
             DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
             return
-        self._set_n_repr(1, ALL, reduce_nothing(block, message_func, reduce_func))
+        columns = reduce_nothing(block, message_func, reduce_func)
+        if apply_node_func is not None:
+            seen = {**self.dstdata, **columns}
+            columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=seen)
+        self._set_n_repr(1, ALL, columns)
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         """Compute columns of the edges from their ends, as DGL does."""

@@ -240,6 +240,26 @@ def test_a_rank_without_edges_takes_the_gradients_of_the_rows_it_sent(make: Any)
     assert [one.backwards for one in world.exchanges[2]] == [1, 1]
 
 
+@pytest.mark.filterwarnings("ignore:The input graph for the user-defined edge function")
+def test_apply_node_func_sees_what_was_reduced_also_without_edges() -> None:
+    def apply(nodes: Any) -> dict[str, Tensor]:
+        return {"a": nodes.data["m"] * 2 + nodes.data["b"]}
+
+    def run(graph: Any, rows: Tensor) -> Tensor:
+        graph.srcdata["h"] = rows
+        graph.dstdata["b"] = torch.ones(graph.num_dst_nodes(), 4, dtype=torch.float64)
+        send = lambda edges: {"m": edges.src["h"]}  # noqa: E731
+        graph.update_all(send, lambda nodes: {"m": nodes.mailbox["m"].sum(1)}, apply)
+        return graph.dstdata["a"]
+
+    expected = run(whole_graph(), features())
+    world = World(whole_graph(), SEEDS, 1)
+    assert not world.blocks[2][0].num_edges()
+    done = world.run(lambda rank: run(world.blocks[rank][0], features()[world.plans[rank].nodes]))
+    for plan, out in zip(world.plans, done, strict=True):
+        torch.testing.assert_close(out, expected[torch.from_numpy(plan.rows(1))], **TOLERANCE)
+
+
 def test_degrees_are_those_of_the_whole_graph() -> None:
     g = whole_graph()
     for blocks, plan in zip((w := World(g, SEEDS, 2)).blocks, w.plans, strict=True):
