@@ -19,6 +19,7 @@ from dglx_dist.strategies.granndis.plan import RankPlan
 from dglx_dist.strategies.granndis.plan_cache import PlanCache
 from dglx_dist.strategies.granndis.plan_source import PlanSource
 from dglx_dist.strategies.granndis.planning import Planner, PlanRequest
+from dglx_dist.strategies.granndis.row_files import RowFiles
 from dglx_dist.strategies.granndis.server_seeds import ServerSeeds
 
 if TYPE_CHECKING:
@@ -138,13 +139,14 @@ _KEPT_EPOCHS = 3
 class CoBatchPlans(PlanSource):
     """One plan per co-batch, each made once or, where epochs differ, when it is needed; the next one ahead.
 
-    Every rank must make it. Plans that are the same in all epochs are kept on disk, if they may.
+    Every rank must make it. Plans that are the same in all epochs are kept on disk, if they may, and where
+    there are several, what is fetched for them too.
 
     Args:
         g: A graph of one node and one edge type.
         planner: Of this graph.
         recipe: Of the co-batches.
-        keep: Whether plans may be kept on disk.
+        keep: Whether plans, and what is fetched for them, may be kept on disk.
 
     Raises:
         ConfigError: there are more co-batches than the largest server has seeds.
@@ -156,6 +158,9 @@ class CoBatchPlans(PlanSource):
         self._planner, self._recipe = planner, recipe
         self._sizes = planner.seeds.sizes(recipe.num_batches).sum(axis=1)
         self._cache = _open_cache(g, planner.seeds, recipe) if keep and recipe.is_fixed else None
+        self._row_files: RowFiles | None = None
+        if self._cache is not None and len(self) > 1:
+            self._row_files = RowFiles(self._cache.rows_folder, g.session.topology.server)
         # Ranks make plans together: one that is not on the disk of all of them is made anew by all.
         self._on_disk = _common_steps(g, self._cache, recipe.num_batches)
         self._held: dict[_Key, RankPlan] = {}
@@ -169,6 +174,11 @@ class CoBatchPlans(PlanSource):
     def __len__(self) -> int:
         """See :meth:`PlanSource.__len__`: R."""
         return self._recipe.num_batches
+
+    @property
+    def row_files(self) -> RowFiles | None:
+        """See :attr:`PlanSource.row_files`; of one co-batch, the loader holds the rows."""
+        return self._row_files
 
     @property
     def recipe(self) -> CoBatchRecipe:

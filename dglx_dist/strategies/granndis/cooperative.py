@@ -27,7 +27,8 @@ class Cooperative(Strategy):
     Options: ``batches`` (int): co-batches of an epoch, 1 when not given, which is shared_preload; or
     ``memory`` ("4GB"): what a rank may need, from which their number follows. ``composition``: "random" seeds
     together, the same in all epochs, "ordered" ones near each other, or "shuffled" anew in each epoch.
-    ``keep``: "disk" keeps plans that all epochs share beside the dataset, "rebuild" makes them in each epoch.
+    ``keep``: "disk" keeps plans that all epochs share, and the rows fetched for them, beside the dataset;
+    "rebuild" makes and fetches them in each epoch.
     ``external_hops``, ``external_fanout``, ``external_policy``, ``resample_every`` as under shared_preload;
     ``external_inner``: whether the expansion starts from the "server" or from the seeds of the "batch".
     ``split``, ``use_pp`` and ``bucket_bytes`` as under shared_preload. See docs/strategies/granndis.md.

@@ -40,7 +40,8 @@ class CooperativeOptions:
     """Bytes that a rank may need for training; 0: nobody said."""
     composition: Composition = "random"
     keep: Keep = "disk"
-    """Whether plans are kept beside the dataset, or made again in each epoch."""
+    """Whether plans and what is fetched for them are kept beside the dataset, or made and fetched again in
+    each epoch. Of no meaning where all epochs have other co-batches."""
     eas: EasOptions | None = None
     split: str = "auto"
     use_pp: bool = True

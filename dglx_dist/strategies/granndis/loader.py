@@ -40,7 +40,8 @@ class FullGraphLoader:
     The seeds of a batch are those of all ranks, each computed by one of them, so ``output_nodes`` are others
     than the indices that this rank was given: take labels from ``blocks[-1].dstdata``, or by
     ``output_nodes``. With one step an epoch the structure and the columns are kept from epoch to epoch; with
-    several the next step's are read while one is trained. Each iteration is the next epoch.
+    several the next step's are read while one is trained, from the disk if the source keeps them there. Each
+    iteration is the next epoch.
 
     Args:
         g: A graph of one node and one edge type.
@@ -55,7 +56,7 @@ class FullGraphLoader:
 
     def __init__(self, g: DistGraph, source: PlanSource, request: Request, *, use_pp: bool) -> None:
         self._g, self._session, self._source, self._request = g, g.session, source, request
-        self._reader = ColumnReader(g, request.columns)
+        self._reader = ColumnReader(g, request.columns, source.row_files)
         self._keeps, self._use_pp = len(source) == 1, use_pp
         self._kept: HaloBatch | None = None
         self._epoch, self._next_step, self._begun = 0, 0, False

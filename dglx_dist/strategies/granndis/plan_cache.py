@@ -1,12 +1,12 @@
 """Plans of co-batches that are kept beside the dataset, for later epochs and later runs.
 
 ``<dataset>/cache/cobatches-<checksum>/<key>/<step>-<rank>/``, where the key stands for everything that the
-plans depend on. A folder appears whole or not at all.
+plans depend on; ``rows-<rank>/`` beside them has the columns of their rows. A folder appears whole or not at
+all.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import Any, final
 
 from dglx_dist.errors import StorageError
-from dglx_dist.storage.folders import partial_folder, publish, replace_folder
+from dglx_dist.storage.folders import remove_abandoned
 from dglx_dist.storage.layout import CACHE
 from dglx_dist.storage.reader import StoredDataset
+from dglx_dist.strategies.granndis.kept_folders import keep_folder
 from dglx_dist.strategies.granndis.plan import RankPlan
 from dglx_dist.strategies.granndis.plan_files import VERSION, read_plan, write_plan
 
 _LOG = logging.getLogger(__name__)
-_NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 @final
 class PlanCache:
     """The plans of one rank. Not collective; one thread at a time.
+
+    What a rank that was killed left half written is removed, of any plans of the dataset.
 
     Args:
         dataset: Beside which they are kept.
@@ -40,6 +42,12 @@ class PlanCache:
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self.folder = dataset.folder / CACHE / f"cobatches-{dataset.manifest.checksum}" / key
         self._rank = rank
+        remove_abandoned(self.folder.parent)
+
+    @property
+    def rows_folder(self) -> Path:
+        """Where this rank keeps the columns of its plans' rows; see :class:`RowFiles`."""
+        return self.folder / f"rows-{self._rank}"
 
     def holds(self, step: int) -> bool:
         """Whether the plan of ``step`` is here and sound; a damaged one is logged."""
@@ -70,18 +78,7 @@ class PlanCache:
         Raises:
             StorageError: the system fails in another way than by refusing to write.
         """
-        target = self._of(step)
-        try:
-            with partial_folder(target) as partial:
-                write_plan(partial, plan)
-                if not publish(partial, target):
-                    replace_folder(partial, target)
-        except OSError as problem:
-            if problem.errno in _NO_ROOM:
-                _LOG.warning("%s cannot be written (%s): the plan is kept in memory", target, problem)
-                return False
-            raise StorageError(f"{target} cannot be written ({problem}); see to the disk") from problem
-        return True
+        return keep_folder(self._of(step), lambda partial: write_plan(partial, plan), "the plan")
 
     def _of(self, step: int) -> Path:
         return self.folder / f"{step}-{self._rank}"

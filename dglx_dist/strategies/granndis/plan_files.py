@@ -80,7 +80,7 @@ def read_plan(folder: Path) -> RankPlan:
         for is_same in head["same_as_before"]:
             layers.append(layers[-1] if is_same else next(distinct))
         return RankPlan(nodes=nodes, layers=tuple(layers), **head["scalars"])
-    except (OSError, ValueError, LookupError, TypeError, StopIteration) as problem:
+    except (OSError, EOFError, ValueError, LookupError, TypeError, StopIteration) as problem:
         raise StorageError(f"{folder} is damaged ({problem}); remove it, and it is made anew") from problem
 
 

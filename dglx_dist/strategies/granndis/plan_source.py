@@ -7,6 +7,7 @@ from typing import final
 
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.granndis.plan import RankPlan
+from dglx_dist.strategies.granndis.row_files import RowFiles
 
 
 class PlanSource(ABC):
@@ -30,6 +31,11 @@ class PlanSource(ABC):
     @abstractmethod
     def share(self, epoch: int, step: int) -> StepShare:
         """Return how many seeds this rank and all ranks have in a step; for steps that were planned."""
+
+    @property
+    def row_files(self) -> RowFiles | None:
+        """Where the columns of the plans' rows are kept on disk; None: nowhere, or the loader holds them."""
+        return None
 
     def close(self) -> None:
         """End what is under way; nothing is asked for afterwards. May be called twice."""

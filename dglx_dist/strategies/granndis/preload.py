@@ -13,6 +13,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.records import Array
 from dglx_dist.sampling.attach import LABEL_PHASE, Columns
 from dglx_dist.strategies.granndis.plan import RankPlan
+from dglx_dist.strategies.granndis.row_files import RowFiles
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -44,11 +45,12 @@ class ColumnReader:
     Args:
         g: A graph of one node and one edge type.
         columns: What to attach.
+        files: Where rows are kept on disk, to be fetched once; None: they are fetched each time.
     """
 
-    def __init__(self, g: DistGraph, columns: Columns) -> None:
+    def __init__(self, g: DistGraph, columns: Columns, files: RowFiles | None = None) -> None:
         self._store: KVStore = g.kvstore
-        self._columns = columns
+        self._columns, self._files = columns, files
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,7 +61,8 @@ class ColumnReader:
         """Return the columns of ``plan``.
 
         Sends 8 bytes for each row of the features that lies on another server, and receives the row: once
-        per server, for its ranks hold different rows (algorithms 3.1).
+        per server, for its ranks hold different rows (algorithms 3.1). Rows that are kept on disk by now are
+        mapped, and nothing is sent for them.
 
         Args:
             plan: Whose rows.
@@ -99,11 +102,28 @@ class ColumnReader:
         ]
 
     def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
-        pulls = {
-            name: self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
-            for name, key in keys.items()
-        }
-        return {name: pull.result() for name, pull in pulls.items()}
+        found, pulls = {}, {}
+        for name, key in keys.items():
+            kept = self._kept(key, ids)
+            if kept is None:
+                pulls[name] = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
+            else:
+                found[name] = kept
+        for name, pull in pulls.items():
+            found[name] = pull.result()
+            self._keep(keys[name], ids, found[name])
+        return found
+
+    def _kept(self, key: str, ids: Array) -> Tensor | None:
+        column = self._store.column(key)
+        if self._files is None or not self._files.takes(column, ids):
+            return None
+        return self._files.read(column, ids)
+
+    def _keep(self, key: str, ids: Array, rows: Tensor) -> None:
+        column = self._store.column(key)
+        if self._files is not None and self._files.takes(column, ids):
+            self._files.write(column, ids, rows)
 
     def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._columns.precision.converted(values) for name, values in rows.items()}

@@ -181,6 +181,20 @@ def test_structure_is_asked_for_once_where_plans_are_kept(epochs: list[dict[str,
     assert asked[2][1] > 0
 
 
+def test_features_come_once_where_co_batches_are_kept(epochs: list[dict[str, Any]]) -> None:
+    """3.8 (7): 0 feature bytes from the second epoch on; made again or anew, they come again."""
+    moved = [
+        [sum(r["epochs"][n]["moved"][epoch].get("preload", 0) for r in epochs) for epoch in (0, 1)]
+        for n in range(len(CASES))
+    ]
+    for kept in (0, 3):
+        assert moved[kept][0] > 0
+        assert moved[kept][1] == 0
+    assert moved[1][0] == moved[1][1] > 0
+    assert moved[2][1] > 0
+    assert moved[4][1] > 0
+
+
 def second_run(folder: str) -> dict[str, Any]:
     start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
@@ -193,7 +207,8 @@ def test_a_later_run_reads_the_plans(folder: Path) -> None:
     first = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
     again = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
     assert sum(one["moved"][0].get("preload_structure", 0) for one in first) > 0
-    assert sum(sum(moved.get("preload_structure", 0) for moved in one["moved"]) for one in again) == 0
+    for phase in ("preload_structure", "preload"):
+        assert sum(sum(moved.get(phase, 0) for moved in one["moved"]) for one in again) == 0
     for one, other in zip(first, again, strict=True):
         assert one["seeds"] == other["seeds"]
         for mine, theirs in zip(one["gradients"], other["gradients"], strict=True):

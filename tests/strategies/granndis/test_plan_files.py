@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import StorageError
-from dglx_dist.strategies.granndis import plan_cache, plan_files
+from dglx_dist.strategies.granndis import kept_folders, plan_cache, plan_files
 from dglx_dist.strategies.granndis.plan import HaloLayer, RankPlan
 from dglx_dist.strategies.granndis.plan_cache import PlanCache
 from dglx_dist.strategies.granndis.plan_files import HEAD, NUMBERS, read_facts, read_plan, write_plan
@@ -96,9 +96,10 @@ def test_damage_is_told(tmp_path: Path) -> None:
     (tmp_path / NUMBERS).write_bytes(bytes(numbers))
     with pytest.raises(StorageError, match="checksum differs"):
         read_plan(tmp_path)
-    (tmp_path / NUMBERS).write_bytes(bytes(numbers[:-8]))
-    with pytest.raises(StorageError, match="damaged"):
-        read_plan(tmp_path)
+    for half in (bytes(numbers[:-8]), b""):
+        (tmp_path / NUMBERS).write_bytes(half)
+        with pytest.raises(StorageError, match="damaged"):
+            read_plan(tmp_path)
     head = json.loads((tmp_path / HEAD).read_text()) | {"version": 0}
     (tmp_path / HEAD).write_text(json.dumps(head))
     with pytest.raises(StorageError, match="version 0"):
@@ -162,7 +163,7 @@ def _killed_while_writing(folder: Path, after: str) -> None:
     if after == NUMBERS:
         plan_files.json = SimpleNamespace(dumps=killed)
     else:
-        plan_cache.publish = killed
+        kept_folders.publish = killed
     cache_at(folder).write(0, a_plan())
 
 
@@ -172,8 +173,11 @@ def test_who_is_killed_while_writing_leaves_nothing_half_written(tmp_path: Path,
     writer.start()
     writer.join(60)
     assert writer.exitcode == -signal.SIGKILL
+    assert list(tmp_path.rglob("*.partial"))
+    # Who opens plans of other seeds removes it, too.
+    cache_at(tmp_path, seeds=7)
+    assert not list(tmp_path.rglob("*.partial"))
     cache = cache_at(tmp_path)
-    assert list(cache.folder.iterdir())
     assert not cache.holds(0)
     assert cache.write(0, a_plan())
     assert same(cache.read(0), a_plan())
@@ -187,5 +191,5 @@ def test_a_disk_without_room_is_survived(
 
     monkeypatch.setattr(plan_cache, "write_plan", full)
     assert not cache_at(tmp_path).write(0, a_plan())
-    assert "kept in memory" in caplog.text
+    assert "the plan is not kept on disk" in caplog.text
     assert not list(cache_at(tmp_path).folder.iterdir())
