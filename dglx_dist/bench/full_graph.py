@@ -36,8 +36,8 @@ HOW = (
     "limited, the one inside is not. One clustered graph, one step an epoch. full_graph exchanges the "
     "border's rows in every layer; with pp the features of the border are sent once, its cheap "
     "optimisation, which shared_preload has too between the ranks of a server. EAS takes 1 hop of at most"
-    " 15 foreign in-neighbours; cooperative has 2 co-batches an epoch, whose features are fetched again in "
-    "each. The rate is chosen so that full_graph without pp spends the share phi of its time on the "
+    " 15 foreign in-neighbours; cooperative has 2 co-batches an epoch, whose features are fetched once and "
+    "kept on disk. The rate is chosen so that full_graph without pp spends the share phi of its time on the "
     "network, and is the same for all; the two with pp again at 1 and 10 Gbit/s, where it says so. What is "
     "done once is left out of the epochs and told beside them."
 )

@@ -78,13 +78,15 @@ class Counted:
         """Return what crosses in an epoch of one step, by the ledger's phases; see ``outside_bytes``."""
         return outside_bytes(self.pairs, self.widths, self.topology, preloaded=preloaded, use_pp=use_pp)
 
+    @property
+    def co_batch_features(self) -> int:
+        """Bytes that cross once for all co-batches, which are kept on disk then (algorithms 3.4)."""
+        return sum(self.batches.foreign) * self._row
+
     def co_batch_bytes(self) -> Mapping[str, int]:
-        """Return what crosses in an epoch of co-batches (algorithms 3.4): their features, and R steps."""
-        found = {
-            "gradients": self.num_batches * gradient_bytes(self.widths, self.topology),
-            "preload": sum(self.batches.foreign) * self._row,
-        }
-        return {phase: num_bytes for phase, num_bytes in found.items() if num_bytes}
+        """Return what crosses in an epoch of co-batches that are on disk (algorithms 3.4): R steps."""
+        found = self.num_batches * gradient_bytes(self.widths, self.topology)
+        return {"gradients": found} if found else {}
 
     @property
     def _row(self) -> int:

@@ -144,6 +144,8 @@ def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
     assert set(once) == set(jobs) - {EAS, COOPERATIVE}
     assert once == {name: found[name]["bytes_outside_before"].get("preload", 0) for name in once}
     counted = full_graph._count(bench, size, flat)
+    # In the first epoch; there is nothing of co-batches among the bytes of the later ones.
+    assert found[COOPERATIVE]["bytes_outside_before"]["preload"] == counted.co_batch_features > 0
     edges = {name: found[name]["edges"] for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP, EAS, COOPERATIVE)}
     assert edges[BASE] == edges[BASE_PP] == sum(counted.exchanging.edges)
     assert edges[PRELOAD] == edges[PRELOAD_PP] == sum(counted.preloading.edges)
