@@ -103,6 +103,8 @@ class Session:
         """What lower rooms keep as long as the session lasts, such as the graph opened last."""
         self.before_close: list[Callable[[], None]] = []
         """Called by :meth:`close` before anything ends, unless it failed: work that is still under way."""
+        self.on_close: list[Callable[[], None]] = []
+        """Called by :meth:`close` behind these, also when it failed: what is open; waits for nobody."""
         self._scratch, self._owns_group, self._job = parts.scratch, parts.owns_group, parts.job
         self._closed = False
         self._watch = (
@@ -142,6 +144,8 @@ class Session:
             self._finish_work()
         self._closed = True
         atexit.unregister(self._at_exit)
+        for let_go in self.on_close:
+            let_go()
         self.rpc.doing = _END
         if self.trace is not None:
             self.trace.write(self._job, self.topology, self.ledger, failed=failed)

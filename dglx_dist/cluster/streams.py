@@ -76,7 +76,8 @@ def open_streams(session: Session) -> Streams:
         return kept
     streams = Streams(_connect_all(session) if session.topology.world_size > 1 else {})
     session.attached[_KEPT] = streams
-    session.before_close.append(streams.close)
+    # Also where it failed: peers that wait for this rank's rows are told by the end of the connection.
+    session.on_close.append(streams.close)
     return streams
 
 

@@ -115,6 +115,24 @@ def test_every_rank_reaches_every_other_one(curve: str) -> None:
     run_ranks(connect_all, 3, environment={"DGLX_CURVE": curve})
 
 
+def fail_on_rank_one() -> int:
+    """Rank 1 fails and lives on; rank 0 waits for bytes of it."""
+    session = start_session(timeout_s=60)
+    connection = open_streams(session).to(1 - session.topology.rank)
+    if session.topology.rank == 1:
+        session.fail(ValueError("a bug"))
+        session.close(failed=True)
+        return connection.fileno()
+    connection.settimeout(20)
+    received = connection.recv(1)
+    session.close(failed=True)
+    return len(received)
+
+
+def test_peers_of_a_rank_that_failed_are_told_by_the_end_of_the_connection() -> None:
+    assert run_ranks(fail_on_rank_one, 2) == [0, -1]
+
+
 def test_one_rank_needs_none() -> None:
     with start_session() as session:
         open_streams(session)
