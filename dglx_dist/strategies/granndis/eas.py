@@ -89,25 +89,24 @@ def read_eas_options(
 ) -> EasOptions | None:
     """Return what the user asked for; None where nothing was said of external nodes.
 
-    A fan-out or a policy alone means one hop, as in the paper.
+    A fan-out or a policy alone means one hop, a policy alone 15 neighbours, as in the paper.
 
     Raises:
         ConfigError: hops without a fan-out, anything else of it without both, or a value that cannot be
             honoured.
     """
-    if external_fanout is None and external_policy is None:
-        if external_hops:
+    if external_fanout is None and external_hops:
+        raise ConfigError(
+            f"external_hops={external_hops} without external_fanout leaves open how many external "
+            "neighbours a node may take; give external_fanout=15 (the paper's) or -1 for all"
+        )
+    if external_fanout is None and external_policy is None and external_hops is None:
+        if resample_every or external_inner != "server":
             raise ConfigError(
-                f"external_hops={external_hops} without external_fanout leaves open how many external "
-                "neighbours a node may take; give external_fanout=15 (the paper's) or -1 for all"
+                f"resample_every={resample_every} and external_inner={external_inner!r} belong to "
+                "expansion-aware sampling; give external_hops=1 and external_fanout=15 with them"
             )
-        if external_hops is None:
-            if resample_every or external_inner != "server":
-                raise ConfigError(
-                    f"resample_every={resample_every} and external_inner={external_inner!r} belong to "
-                    "expansion-aware sampling; give external_hops=1 and external_fanout=15 with them"
-                )
-            return None
+        return None
     return EasOptions(
         hops=1 if external_hops is None else external_hops,
         fanout=15 if external_fanout is None else external_fanout,

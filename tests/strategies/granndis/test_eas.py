@@ -227,5 +227,7 @@ def test_what_the_user_may_leave_out() -> None:
     assert only_policy == EasOptions(hops=1, fanout=15, policy="degree")
     with pytest.raises(ConfigError, match="external_hops=2 without external_fanout"):
         read_eas_options(external_hops=2, external_fanout=None)
+    with pytest.raises(ConfigError, match="external_hops=1 without external_fanout"):
+        read_eas_options(external_hops=1, external_fanout=None, external_policy="degree")
     with pytest.raises(ConfigError, match="resample_every=2"):
         read_eas_options(external_hops=None, external_fanout=None, resample_every=2)
