@@ -43,7 +43,7 @@ class NoRows(TorchFunctionMode):
         """Turn it off, and those inside that an interrupt left on: torch calls no hooks then."""
         while (mode := _current_mode()) is not self and isinstance(mode, NoRows):
             mode.__exit__()
-        super().__exit__(*(error or (None, None, None)))
+        super().__exit__(*(error or (None, None, None)))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
