@@ -74,7 +74,8 @@ def make_device_wire(session: Session) -> DeviceWire | None:
         PeerError: a rank is dead or did not come within the time-out; it is named.
     """
     device = session.device
-    on_nccl = device.type == "cuda" and dist.get_backend_config().find("nccl") >= 0
+    # One rank alone has no process group to ask.
+    on_nccl = device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
     mine = str(torch.cuda.get_device_properties(device).uuid) if on_nccl else ""
     told = [str(one) for one in gather_json(mine, session)]
     if "" in told or len(set(told)) < len(told):

@@ -35,6 +35,7 @@ def test_only_ranks_with_an_accelerator_each(
 
     with (
         mock.patch.object(device_wire, "gather_json", gather),
+        mock.patch.object(device_wire.dist, "is_initialized", return_value=True),
         mock.patch.object(device_wire.dist, "get_backend_config", return_value=backend),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid="a")),
         mock.patch.object(device_wire, "DeviceWire") as wire,
@@ -47,4 +48,10 @@ def test_only_ranks_with_an_accelerator_each(
 
 def test_without_accelerators_there_is_none() -> None:
     with start_session() as session:
+        assert make_device_wire(session) is None
+
+
+def test_one_rank_with_an_accelerator_has_nobody_to_talk_to() -> None:
+    with start_session() as session:
+        session.device = torch.device("cuda", 0)
         assert make_device_wire(session) is None
