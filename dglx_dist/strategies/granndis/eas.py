@@ -85,7 +85,6 @@ def read_eas_options(
     external_fanout: int | None,
     external_policy: str | None = None,
     resample_every: int = 0,
-    external_inner: str = "server",
 ) -> EasOptions | None:
     """Return what the user asked for; None where nothing was said of external nodes.
 
@@ -101,10 +100,10 @@ def read_eas_options(
             "neighbours a node may take; give external_fanout=15 (the paper's) or -1 for all"
         )
     if external_fanout is None and external_policy is None and external_hops is None:
-        if resample_every or external_inner != "server":
+        if resample_every:
             raise ConfigError(
-                f"resample_every={resample_every} and external_inner={external_inner!r} belong to "
-                "expansion-aware sampling; give external_hops=1 and external_fanout=15 with them"
+                f"resample_every={resample_every} belongs to expansion-aware sampling; give external_hops=1 "
+                "and external_fanout=15 with it"
             )
         return None
     return EasOptions(
@@ -112,7 +111,6 @@ def read_eas_options(
         fanout=15 if external_fanout is None else external_fanout,
         policy=external_policy or "uniform_external",  # type: ignore[arg-type]  # checked by EasOptions
         resample_every=resample_every,
-        inner=external_inner,  # type: ignore[arg-type]  # checked by EasOptions
     )
 
 
