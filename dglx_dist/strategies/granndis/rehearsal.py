@@ -8,7 +8,7 @@ plan in their place, the same sequence of allocations and frees gives the peak o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -16,7 +16,6 @@ import dgl
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +29,7 @@ from dglx_dist.strategies.granndis.plan import HaloLayer, RankPlan
 
 _BACKWARD = "dglx backward of the rehearsal"
 _FIRST_PRIME = 211
-"""Larger than most widths, so that a divisor is a number of rows."""
+"""Larger than what there are few of, such as heads, so that a divisor is a number of rows."""
 
 
 @final
@@ -100,7 +99,8 @@ def rehearse(
     _with_plain_dropouts(copied)
     install(copied)
     dropouts = install_node_dropouts(copied, seed)
-    primes = _primes(3 * num_layers + 1)
+    widths = {size for tensor in (row, *model.parameters(), *model.buffers()) for size in tensor.shape}
+    primes = _primes(3 * num_layers + 1, widths)
     # Levels shrink towards the output; a layer has more sources than own rows when there is a halo.
     counts = np.array([1, *primes[: num_layers + 1][::-1], *primes[num_layers + 1 :]], np.int64)
     if not with_halo:
@@ -180,6 +180,9 @@ def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[t
     """Return (time, address, bytes; negative: freed) of every allocation, and (time, 0, 0) of backward."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _step(model, blocks, rows)
+    # Torch has no public name for single events; where it has another one, the user is told of batches=R.
+    from torch._C._profiler import _EventType
+
     results = profiler.profiler.kineto_results
     found = []
     for event in _every(results.experimental_event_tree()):
@@ -270,11 +273,13 @@ def _layer(counts: Array, number: int, num_layers: int) -> HaloLayer:
     )
 
 
-def _primes(count: int) -> list[int]:
+def _primes(count: int, widths: Collection[int]) -> list[int]:
+    """Return ``count`` primes that divide no width: what is as large as a parameter is not of any rows."""
     found: list[int] = []
     number = _FIRST_PRIME
     while len(found) < count:
-        if all(number % divisor for divisor in range(2, int(number**0.5) + 1)):
+        is_prime = all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+        if is_prime and all(width % number for width in widths if width):
             found.append(number)
         number += 1
     return found

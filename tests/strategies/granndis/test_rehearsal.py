@@ -24,10 +24,10 @@ WIDTH, HIDDEN, CLASSES = 12, 20, 5
 class Model(nn.Module):
     """Two convolutions with what users put between them."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, width: int = WIDTH) -> None:
         super().__init__()
         if kind == "sage":
-            convs = [dgl.nn.SAGEConv(WIDTH, HIDDEN, "mean"), dgl.nn.SAGEConv(HIDDEN, CLASSES, "mean")]
+            convs = [dgl.nn.SAGEConv(width, HIDDEN, "mean"), dgl.nn.SAGEConv(HIDDEN, CLASSES, "mean")]
         elif kind == "gcn":
             convs = [
                 dgl.nn.GraphConv(WIDTH, HIDDEN, allow_zero_in_degree=True),
@@ -74,7 +74,7 @@ def random_plan(levels: list[int], halos: list[int], edges: list[int]) -> RankPl
     )
 
 
-def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:
+def allocated(model: nn.Module, plan: RankPlan, width: int = WIDTH) -> tuple[int, int]:
     """Return the peak of a real step on ``plan``, and what forward leaves, in bytes."""
     install(model)
     dropouts = tested.install_node_dropouts(model, 0)
@@ -83,7 +83,7 @@ def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:
         halo_block(layer, torch.arange(layer.own_rows), exchange, etype=EDGE_TYPE)
         for layer, exchange in zip(plan.layers, exchanges, strict=True)
     ]
-    rows = torch.zeros(len(plan.nodes), WIDTH)
+    rows = torch.zeros(len(plan.nodes), width)
     dropouts.begin(0, blocks[0].srcdata[dgl.NID])
     tested._step(model, blocks, rows)
     events = tested._recorded(model, [block.fresh() for block in blocks], rows)
@@ -112,6 +112,23 @@ def test_the_peak_of_a_step_follows_from_a_tiny_one(kind: str, halos: list[int])
     assert found.kept(counts_of(plan)).sum() == pytest.approx(kept, rel=0.02)
     assert found.exchanged.tolist() == ([WIDTH * 4, HIDDEN * 4] if halos[0] else [0, 0])
     assert found.parameter_bytes == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_widths_are_not_taken_for_numbers_of_rows() -> None:
+    """446 = 2 x 223, which would else be the rows of a level."""
+    torch.manual_seed(0)
+    model, plan = Model("sage", 446), random_plan([400, 300, 200], [0, 0], [1000, 900])
+    found = rehearse(model, 2, torch.zeros(1, 446), with_halo=False, etype=EDGE_TYPE)
+    peak, _ = allocated(model, plan, 446)
+    assert found.running(counts_of(plan)).max() == pytest.approx(peak, rel=0.02)
+
+
+def test_a_torch_whose_profiler_has_other_names_is_told_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch._C._profiler, "_EventType")
+    with pytest.raises(ConfigError, match=r"_EventType.*batches=R"):
+        rehearse(Model("sage"), 2, torch.zeros(1, WIDTH), with_halo=False, etype=EDGE_TYPE)
 
 
 def test_the_model_is_as_before() -> None:
