@@ -53,7 +53,7 @@ class RankPlan:
     """One rank's share of a full-graph step.
 
     Rows are ordered by the last layer that needs them, latest first, and by id within: the rows of layer l
-    are the first ones of the rows of layer l - 1.
+    are the first ones of the rows of layer l - 1, and their in-edges the first ones of layer l - 1's.
     """
 
     nodes: Array

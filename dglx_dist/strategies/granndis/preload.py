@@ -61,8 +61,8 @@ class ColumnReader:
         """Return the columns of ``plan``.
 
         Sends 8 bytes for each row of the features that lies on another server, and receives the row: once
-        per server, for its ranks hold different rows (algorithms 3.1). Rows that are kept on disk by now are
-        mapped, and nothing is sent for them.
+        per server, for its ranks hold different rows (algorithms 3.1); for values of edges likewise, once for
+        all layers. Rows that are kept on disk by now are mapped, and nothing is sent for them.
 
         Args:
             plan: Whose rows.
@@ -96,9 +96,10 @@ class ColumnReader:
         keys = _only(self._columns.edges)
         if not keys:
             return []
+        # The edges of every layer are the first ones of layer 1's, so these values serve all.
+        rows = self._converted(self._rows(keys, plan.layers[0].edge_ids, PHASE, 1))
         return [
-            self._converted(self._rows(keys, layer.edge_ids, PHASE, number))
-            for number, layer in enumerate(plan.layers, start=1)
+            {name: values[: len(layer.edge_ids)] for name, values in rows.items()} for layer in plan.layers
         ]
 
     def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
