@@ -107,11 +107,9 @@ class Session:
         """Called by :meth:`close` behind these, also when it failed: what is open; waits for nobody."""
         self._scratch, self._owns_group, self._job = parts.scratch, parts.owns_group, parts.job
         self._closed = False
-        self._watch = (
-            None
-            if self.store is None
-            else FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
-        )
+        self._watch: FailureWatch | None = None
+        if self.store is not None:
+            self._watch = FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
         atexit.register(self._at_exit)
         _call_in_forks(weakref.WeakMethod(self._leave_to_parent))
 
