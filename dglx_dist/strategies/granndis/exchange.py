@@ -94,11 +94,12 @@ class HaloExchange:
             return h
         return cast("Tensor", _Append.apply(self, h, kept))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
-    def fetch(self, rows: Tensor, phase: str) -> Tensor:
+    def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
         """Return the halo's rows alone, without a gradient: for rows that are fetched once and kept.
 
         Args:
             rows: (own_rows, ...), any dtype.
+            out: (n_halo, ...) contiguous, to fill, like ``rows`` in all else; None: a new one.
             phase: For the ledger, at most 18 characters.
 
         Returns:
@@ -109,7 +110,7 @@ class HaloExchange:
             PeerError: a peer is dead, silent, or at another exchange; it is named.
         """
         self._check_rows(rows, self.own_rows, "its own rows")
-        halo = rows.new_empty((self.num_halo, *rows.shape[1:]))
+        halo = rows.new_empty((self.num_halo, *rows.shape[1:])) if out is None else out
         self._receive(rows.detach(), halo, phase)
         return halo
 

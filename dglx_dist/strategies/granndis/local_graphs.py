@@ -76,7 +76,7 @@ def local_graph(
         lg.ndata[name] = precision.converted(rows)
         if use_pp and rows.is_floating_point() and rows.dim() > 1:
             # In the stored type, which may be half as wide as the one to compute in.
-            lg.keep_halo(name, precision.converted(exchange.fetch(rows, PHASE)))
+            lg.keep_halo(name, precision.converted(exchange.fetch(rows, phase=PHASE)))
     if targets is not None and targets in lg.ndata:
         lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
     return lg

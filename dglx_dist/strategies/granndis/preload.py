@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PHASE = "preload"
 """The ledger's name of features and edge values, which are fetched once."""
 
-FetchHalo: TypeAlias = Callable[[Tensor], Tensor]
-"""(own rows, *row) to the (n_halo, *row) of the others; collective."""
+FetchHalo: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""((own rows, *row), room for the (n_halo, *row) of the others, which it fills and returns); collective."""
 
 
 @final
@@ -88,7 +88,7 @@ class ColumnReader:
             rows = empty_rows(plan.layers[0].num_sources, self._store.column(key).info)
             own = rows[: len(plan.nodes)]
             self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
-            rows[len(plan.nodes) :] = fetch(own)
+            fetch(own, rows[len(plan.nodes) :])
             found[name] = rows
         return found
 

@@ -90,7 +90,10 @@ def check_values(halo: HaloExchange, rank: int) -> None:
         assert torch.equal(halo.exchange(own(x, rank)), x[rows])
     x = everything(OWN, 4, 6).transpose(1, 2)[:, ::2]
     assert torch.equal(halo.exchange(own(x, rank)), x[rows])
-    assert torch.equal(halo.fetch(own(x, rank).requires_grad_(), "preload"), x[rows][OWN[rank] :])
+    assert torch.equal(halo.fetch(own(x, rank).requires_grad_(), phase="preload"), x[rows][OWN[rank] :])
+    room = torch.zeros(halo.num_halo, *x.shape[1:], dtype=x.dtype)
+    assert halo.fetch(own(x, rank), room, phase="preload") is room
+    assert torch.equal(room, x[rows][OWN[rank] :])
     h = own(x, rank).detach().requires_grad_()
     again = halo.exchange(h, kept=x[rows][OWN[rank] :])
     assert torch.equal(again, x[rows])
@@ -175,7 +178,7 @@ def check_bytes(session: Session, halo: HaloExchange, rank: int) -> None:
     before = session.ledger.snapshot()
     h = own(everything(OWN, 3), rank).clone().requires_grad_()
     halo.exchange(h).sum().backward()
-    halo.fetch(h, "preload")
+    halo.fetch(h, phase="preload")
     found = {
         (row.phase, row.layer, row.source, row.destination, row.inside): row.num_bytes
         for row in session.ledger.since(before)
@@ -200,7 +203,7 @@ def check_alone(session: Session, rank: int) -> None:
     if rank == 0:
         h = everything(OWN, 3)[: OWN[0]].requires_grad_()
         assert halo.exchange(h) is h
-        assert halo.fetch(h, "preload").shape == (0, 3)
+        assert halo.fetch(h, phase="preload").shape == (0, 3)
     with pytest.raises(
         ConfigError, match=rf"layer 1 exchanges .*\(99, 3\).* this rank has {OWN[rank]} rows there"
     ):
