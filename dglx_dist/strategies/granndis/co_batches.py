@@ -250,8 +250,8 @@ class CoBatchPlans(PlanSource):
 
 def _end_together(g: DistGraph, plans: CoBatchPlans) -> None:
     """Have ranks that answer each other's plans go on doing so until all have ended theirs."""
-    # Not kept: who lets a loader go lets go of what it has read.
-    known, left = weakref.ref(plans), threading.Event()
+    # Not kept: who lets a loader go lets go of what it has read, and a closed graph goes before the session.
+    known, left, session = weakref.ref(plans), threading.Event(), g.session
 
     def leave() -> None:
         if left.is_set():
@@ -260,10 +260,10 @@ def _end_together(g: DistGraph, plans: CoBatchPlans) -> None:
         found = known()
         if found is not None:
             found.close()
-        barrier(g.session, "the last co-batch's plan")
+        barrier(session, "the last co-batch's plan")
 
     g.on_close.append(leave)
-    g.session.before_close.append(leave)
+    session.before_close.append(leave)
 
 
 def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
@@ -278,6 +278,8 @@ def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
 def _open_cache(g: DistGraph, seeds: ServerSeeds, recipe: CoBatchRecipe) -> PlanCache:
     facts = asdict(recipe) | {
         "servers": g.session.topology.server_of_rank,
+        # Of the partitioner, while that of the recipe is the loader's.
+        "split_seed": g.session.seed,
         "seeds": [seeds.digest, *seeds.counts],
         "edges": list(g.canonical_etypes[0]),
     }

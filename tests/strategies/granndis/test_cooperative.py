@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,30 @@ def test_a_later_run_reads_the_plans(folder: Path) -> None:
         assert one["seeds"] == other["seeds"]
         for mine, theirs in zip(one["gradients"], other["gradients"], strict=True):
             assert difference(mine, theirs) == 0
+
+
+def kept_at(folder: str, seed: int) -> tuple[str, bool]:
+    """Where the plans of a loader with a seed of its own are kept, and whether a closed graph is let go."""
+    with start_session(timeout_s=60, seed=seed) as session:
+        g = DistGraph(folder)
+        strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 3})
+        loader = strategy.loader(g, runs.my_share(g), runs.sampler(), seed=5)
+        kept = str(loader._source._cache.folder)
+        g.close()
+        graph = weakref.ref(g)
+        del g, loader
+        gc.collect()
+        return kept, graph() is None
+
+
+def test_plans_that_were_split_by_another_seed_are_not_found(folder: Path) -> None:
+    (first,), (again,), (other,) = (run_ranks(kept_at, 1, args=(str(folder), seed)) for seed in (0, 0, 1))
+    assert first[0] == again[0] != other[0]
+
+
+def test_a_closed_graph_is_let_go_before_the_session_ends(folder: Path) -> None:
+    ((_, is_gone),) = run_ranks(kept_at, 1, args=(str(folder), 0))
+    assert is_gone
 
 
 def rows_fetched(folder: str) -> dict[str, int]:
