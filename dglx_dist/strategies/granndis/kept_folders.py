@@ -11,7 +11,8 @@ from dglx_dist.errors import StorageError
 from dglx_dist.storage.folders import partial_folder, publish, replace_folder
 
 _LOG = logging.getLogger(__name__)
-_NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+# What numpy raises in the middle of an array, when the disk is full, has no number.
+_NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, None)
 
 
 def keep_folder(target: Path, fill: Callable[[Path], None], what: str) -> bool:

@@ -41,7 +41,7 @@ class PlanCache:
         text = json.dumps({**facts, "version": VERSION}, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self.folder = dataset.folder / CACHE / f"cobatches-{dataset.manifest.checksum}" / key
-        self._rank = rank
+        self._rank, self._has_room = rank, True
         remove_abandoned(self.folder.parent)
 
     @property
@@ -70,15 +70,19 @@ class PlanCache:
         return read_plan(self._of(step))
 
     def write(self, step: int, plan: RankPlan) -> bool:
-        """Keep the plan of ``step``; return whether that could be done. Logged when not.
+        """Keep the plan of ``step``; return whether that could be done.
 
-        What is there is replaced, sound or not: it may be of an earlier run whose plans the other ranks have
-        lost, and the ranks' plans fit together only when they were made together.
+        When it could not, that is logged, once, and not tried again. What is there is replaced, sound or not:
+        it may be of an earlier run whose plans the other ranks have lost, and the ranks' plans fit together
+        only when they were made together.
 
         Raises:
             StorageError: the system fails in another way than by refusing to write.
         """
-        return keep_folder(self._of(step), lambda partial: write_plan(partial, plan), "the plan")
+        self._has_room = self._has_room and keep_folder(
+            self._of(step), lambda partial: write_plan(partial, plan), "the plan"
+        )
+        return self._has_room
 
     def _of(self, step: int) -> Path:
         return self.folder / f"{step}-{self._rank}"

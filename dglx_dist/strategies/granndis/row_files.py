@@ -38,6 +38,7 @@ class RowFiles:
 
     def __init__(self, folder: Path, server: int) -> None:
         self._folder, self._server = folder, server
+        self._has_room = True
 
     def takes(self, column: Column, ids: Array) -> bool:
         """Whether rows are worth keeping: they cannot change, and some are not this server's own.
@@ -75,7 +76,9 @@ class RowFiles:
         return tensor_view(np.asarray(rows), column.info)
 
     def write(self, column: Column, ids: Array, rows: Tensor) -> bool:
-        """Keep ``rows`` (K, *row), as they are stored; return whether that could be done. Logged when not.
+        """Keep ``rows`` (K, *row), as they are stored; return whether that could be done.
+
+        When it could not, that is logged, once, and not tried again.
 
         Raises:
             StorageError: the system fails in another way than by refusing to write.
@@ -87,7 +90,9 @@ class RowFiles:
             head = {"version": _VERSION, "checksum": zlib.crc32(values.data)}
             (partial / HEAD).write_text(json.dumps(head))
 
-        return keep_folder(self._of(column, ids), fill, f"what was fetched of {column.name!r}")
+        what = f"what was fetched of {column.name!r}"
+        self._has_room = self._has_room and keep_folder(self._of(column, ids), fill, what)
+        return self._has_room
 
     def _of(self, column: Column, ids: Array) -> Path:
         digest = hashlib.blake2b(np.ascontiguousarray(ids, np.int64).data, digest_size=16)

@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,21 @@ def test_a_disk_without_room_is_survived(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(plan_cache, "write_plan", full)
-    assert not cache_at(tmp_path).write(0, a_plan())
-    assert "the plan is not kept on disk" in caplog.text
+    cache = cache_at(tmp_path)
+    assert not cache.write(0, a_plan())
+    assert not cache.write(1, a_plan())
+    assert caplog.text.count("the plan is not kept on disk") == 1
     assert not list(cache_at(tmp_path).folder.iterdir())
+
+
+def test_room_that_ends_within_an_array_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What numpy raises then does not say that the disk is full."""
+    plan = replace(a_plan(), nodes=np.arange(1 << 17))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
+    try:
+        assert not cache_at(tmp_path).write(0, plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the plan is not kept on disk" in caplog.text
+    assert not list(tmp_path.rglob("*.partial"))
