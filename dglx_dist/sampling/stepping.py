@@ -247,7 +247,7 @@ class StepLoader(ABC, Generic[K, B, T]):
 
 
 def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
-    """Raise CheckpointError unless ``state`` is a position of a loader of ``seed`` and ``num_steps`` steps."""
+    """Raise CheckpointError unless ``state`` is a position of a loader of ``seed`` with ``num_steps``."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{state!r} is no position of a loader; give what state_dict() returned")
     for name in ("epoch", "step", "seed"):
