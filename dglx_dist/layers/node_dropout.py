@@ -61,15 +61,41 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     return shared
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of a dropout in forward."""
+
+    step: int
+    number: int
+    nodes: Tensor
+    """Of the pass."""
+    graph: weakref.ref[Any] | None
+    """That its module worked on; not kept, for it holds features. None: none."""
+
+    def known_graph(self) -> Any:
+        """Return the graph, or None.
+
+        Raises:
+            ConfigError: it is gone.
+        """
+        graph = None if self.graph is None else self.graph()
+        if graph is None and self.graph is not None:
+            raise ConfigError(
+                "a dropout runs again during backward, and the block that its layer was given is gone, so "
+                "nobody knows whose rows these are; keep the blocks until backward is done"
+            )
+        return graph
+
+
 @dataclass(eq=False)
 class _Pass:
-    """One forward pass."""
+    """One forward pass, or several of one step."""
 
     number: int
     nodes: Tensor
     num_calls: int = 0
-    calls: dict[int, tuple[int, weakref.ref[Any] | None]] = field(default_factory=dict)
-    """State of torch's generator, as a draw from it, to the number of the call that met it, and its graph."""
+    calls: dict[int, _Call] = field(default_factory=dict)
+    """State of torch's generator, as a draw from it, to the call that met it."""
 
 
 @final
@@ -136,32 +162,32 @@ class NodeDropouts(Shared):
         """
         if not self._passes or x.dim() == 0:
             return None
-        begun, call, graph = self._call()
+        call, graph = self._call()
         keys = _edge_ids(graph, len(x)) if edges else None
         if keys is None:
-            keys = _row_ids(graph, len(x), begun)
+            keys = _row_ids(graph, len(x), call.nodes)
         if keys is None:
             return None
         # Of no rows -1 would be ambiguous.
         flat = x.reshape(len(x), math.prod(x.shape[1:]))
         runs = (Columns(first=0, last=flat.shape[1], width=flat.shape[1]),)
-        draws = DropDraws(seed=self._seed, number=begun.number, nodes=keys, runs=runs)
-        return drop_entries(flat, probability, draws, MODULES + call).reshape(x.shape)
+        draws = DropDraws(seed=self._seed, number=call.step, nodes=keys, runs=runs)
+        return drop_entries(flat, probability, draws, MODULES + call.number).reshape(x.shape)
 
-    def _call(self) -> tuple[_Pass, int, Any]:
-        """Return the pass that this call belongs to, the call's number in it, and its graph, or None."""
-        state = int(torch.randint(1 << 62, ()).item())
+    def _call(self) -> tuple[_Call, Any]:
+        """Return the call in forward that this one is, or is again, and its graph, or None."""
+        state, graph = int(torch.randint(1 << 62, ()).item()), self._graph()
         if torch._C._current_graph_task_id() == -1:
-            begun, graph = next(reversed(self._passes.values())), self._graph()
-            call = begun.num_calls
-            begun.calls[state] = call, None if graph is None else weakref.ref(graph)
+            begun = next(reversed(self._passes.values()))
+            known = None if graph is None else weakref.ref(graph)
+            call = _Call(step=begun.number, number=begun.num_calls, nodes=begun.nodes, graph=known)
+            begun.calls[state] = call
             begun.num_calls += 1
-            return begun, call, graph
+            return call, graph
         for begun in reversed(self._passes.values()):
             if state in begun.calls:
-                call, known = begun.calls[state]
-                # Alive, for what is computed again refers to it.
-                return begun, call, None if known is None else known()
+                call = begun.calls[state]
+                return call, call.known_graph() if graph is None else graph
         raise ConfigError(
             "a dropout runs again during backward, and torch's generator is in another state than in "
             "forward, so its mask would be another one; use torch.utils.checkpoint.checkpoint(..., "
@@ -221,8 +247,7 @@ class NodeDropout(nn.Module):
         return f"p={self.p}, inplace={self.inplace}"
 
 
-def _row_ids(graph: Any, count: int, begun: _Pass) -> Tensor | None:
-    nodes = begun.nodes
+def _row_ids(graph: Any, count: int, nodes: Tensor) -> Tensor | None:
     if graph is not None:
         # Of a graph that the user made nobody knows the nodes.
         nodes = graph.srcdata.get(dgl.NID, nodes[:0])
