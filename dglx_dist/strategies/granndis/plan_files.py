@@ -27,19 +27,18 @@ _ARRAYS = ("indptr", "indices", "edge_ids", "halo_nodes")
 _COUNTS = ("own_rows", "targets")
 
 
-def write_plan(folder: Path, plan: RankPlan, facts: Mapping[str, Any] | None = None) -> None:
+def write_plan(folder: Path, plan: RankPlan) -> None:
     """Write ``plan`` into ``folder``, which exists and is empty.
 
     Args:
         folder: Where to.
         plan: All of its arrays are int64.
-        facts: More to keep, JSON values; :func:`read_facts` returns them.
 
     Raises:
         OSError: the system refuses; see ``named_failures``.
     """
     arrays = [np.ascontiguousarray(array, np.int64) for array in _arrays(plan)]
-    flat = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+    flat = np.concatenate(arrays)
     np.save(folder / NUMBERS, flat, allow_pickle=False)
     head = {
         "version": VERSION,
@@ -52,7 +51,6 @@ def write_plan(folder: Path, plan: RankPlan, facts: Mapping[str, Any] | None = N
             for layer in _distinct(plan)
         ],
         "same_as_before": [bool(n) and layer is plan.layers[n - 1] for n, layer in enumerate(plan.layers)],
-        "facts": dict(facts or {}),
     }
     (folder / HEAD).write_text(json.dumps(head))
 
@@ -82,15 +80,6 @@ def read_plan(folder: Path) -> RankPlan:
         return RankPlan(nodes=nodes, layers=tuple(layers), **head["scalars"])
     except (OSError, EOFError, ValueError, LookupError, TypeError, StopIteration) as problem:
         raise StorageError(f"{folder} is damaged ({problem}); remove it, and it is made anew") from problem
-
-
-def read_facts(folder: Path) -> Mapping[str, Any]:
-    """Return what :func:`write_plan` was told beside the plan.
-
-    Raises:
-        StorageError: there is no plan, or it is damaged or of another version.
-    """
-    return dict(_read_head(folder)["facts"])
 
 
 def _read_head(folder: Path) -> Any:

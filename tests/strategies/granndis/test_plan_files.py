@@ -20,7 +20,7 @@ from dglx_dist.errors import StorageError
 from dglx_dist.strategies.granndis import kept_folders, plan_cache, plan_files
 from dglx_dist.strategies.granndis.plan import HaloLayer, RankPlan
 from dglx_dist.strategies.granndis.plan_cache import PlanCache
-from dglx_dist.strategies.granndis.plan_files import HEAD, NUMBERS, read_facts, read_plan, write_plan
+from dglx_dist.strategies.granndis.plan_files import HEAD, NUMBERS, read_plan, write_plan
 
 
 def a_plan(seeds: int = 1) -> RankPlan:
@@ -67,9 +67,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_a_plan_comes_back(tmp_path: Path) -> None:
-    write_plan(tmp_path, a_plan(), {"made": "today"})
+    write_plan(tmp_path, a_plan())
     assert same(a_plan(), read_plan(tmp_path))
-    assert read_facts(tmp_path) == {"made": "today"}
 
 
 def test_layers_that_are_one_stay_one(tmp_path: Path) -> None:
