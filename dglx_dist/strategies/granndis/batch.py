@@ -44,24 +44,22 @@ class HaloBatch:
         begin = time.perf_counter()
         self.plan = plan
         self._filled = filled
-        exchanges = [
-            HaloExchange(g.session, layer, number) for number, layer in enumerate(plan.layers, start=1)
-        ]
+        exchanges: list[HaloExchange] = []
         # A plan out of a file may not be written to, of which torch warns.
         nodes = torch.from_numpy(np.require(plan.nodes, requirements="W"))
         self._blocks: list[HaloBlock] = []
-        for depth, (layer, exchange) in enumerate(zip(plan.layers, exchanges, strict=True)):
+        for depth, layer in enumerate(plan.layers):
             if depth and layer is plan.layers[depth - 1]:
-                # Deep models have many layers over one structure.
-                self._blocks.append(self._blocks[-1].through(exchange))
+                # Deep models have many layers over one structure, which is on the device once.
+                exchanges.append(exchanges[-1].at(depth + 1))
+                self._blocks.append(self._blocks[-1].through(exchanges[-1]))
             else:
-                etype = g.canonical_etypes[0]
-                self._blocks.append(
-                    halo_block(layer, nodes, exchange, etype=etype, out_degrees=g.out_degrees)
-                )
+                exchanges.append(HaloExchange(g.session, layer, depth + 1))
+                etype, degrees = g.canonical_etypes[0], g.out_degrees
+                block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
+                self._blocks.append(block.to(device))
         columns = reader.read(plan, partial(exchanges[0].fetch, phase=PHASE) if filled else None)
-        self._attach(columns)
-        self._blocks = [block.to(device) for block in self._blocks]
+        self._attach(columns.to(device))
         self._input_nodes = (self._blocks[0].srcdata[dgl.NID] if filled else nodes).to(device)
         self.fetch_s = time.perf_counter() - begin
         """Seconds that making it took."""

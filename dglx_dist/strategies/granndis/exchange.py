@@ -6,6 +6,7 @@ gradients of those copies go back to the ranks that hold the rows, which add the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, cast, final
@@ -51,11 +52,18 @@ class HaloExchange:
         self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
         _check(layer, session.topology.rank)
         # Plans that were kept on disk are read-only, which torch does not know.
-        self._sent_rows = [torch.from_numpy(np.require(rows, np.int64, ("C", "W"))) for _, rows in layer.send]
+        rows = [torch.from_numpy(np.require(rows, np.int64, ("C", "W"))) for _, rows in layer.send]
+        self._sent_rows = {torch.device("cpu"): rows}
         self._sent_to = [rank for rank, _ in layer.send]
         self._sent_at = _bounds([len(rows) for _, rows in layer.send])
         self._received_from = [rank for rank, _ in layer.receive]
         self._received_at = _bounds([count for _, count in layer.receive])
+
+    def at(self, number: int) -> HaloExchange:
+        """Return the exchange of the layer ``number``, which is alike; the lists of rows are the same."""
+        other = copy.copy(self)
+        other.number = number
+        return other
 
     @property
     def num_sources(self) -> int:
@@ -145,12 +153,12 @@ class HaloExchange:
             parts = self._by_receiver(halo.new_empty(came_shape))
             self._swap_directly(going, parts, BACKWARD)
             total.copy_(own)
-            for rows, (_, part) in zip(self._sent_rows, parts, strict=True):
-                total.index_add_(0, rows.to(total.device), part.to(wider))
+            for rows, (_, part) in zip(self._rows_on(total.device), parts, strict=True):
+                total.index_add_(0, rows, part.to(wider))
             return total.to(gradient.dtype)
         parts = self._by_receiver(self._wire.received.room(came_shape, gradient.dtype))
         incoming = [Incoming(rank=rank, room=bytes_of(part)) for rank, part in parts]
-        adding = added(total, self._sent_rows, [part for _, part in parts], incoming)
+        adding = added(total, self._rows_on(total.device), [part for _, part in parts], incoming)
         outgoing = [_outgoing(rank, part, iter([bytes_of(part)])) for rank, part in going]
         self._wire.swap(outgoing, incoming, self._name(BACKWARD), chain(copied(own, total), adding))
         return total.to(gradient.dtype)
@@ -158,8 +166,8 @@ class HaloExchange:
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
         """Fill ``halo`` with the peers' rows, and ``own`` with ``h`` meanwhile."""
         if self._is_direct(halo):
-            rows_of = zip(self._sent_to, self._sent_rows, strict=True)
-            going = [(rank, h.index_select(0, rows.to(h.device))) for rank, rows in rows_of]
+            rows_of = zip(self._sent_to, self._rows_on(h.device), strict=True)
+            going = [(rank, h.index_select(0, rows)) for rank, rows in rows_of]
             self._count(phase, going)
             self._swap_directly(going, self._by_sender(halo), phase)
             if own is not None:
@@ -172,11 +180,17 @@ class HaloExchange:
         self._count(phase, going)
         outgoing = [
             _outgoing(rank, part, gathered(h, rows, part))
-            for (rank, part), rows in zip(going, self._sent_rows, strict=True)
+            for (rank, part), rows in zip(going, self._rows_on(h.device), strict=True)
         ]
         self._wire.swap(outgoing, incoming, self._name(phase), () if own is None else copied(h, own))
         if not on_host:
             halo.copy_(landing)
+
+    def _rows_on(self, device: torch.device) -> list[Tensor]:
+        """Return the own rows that go to each peer; brought to a device once."""
+        if device not in self._sent_rows:
+            self._sent_rows[device] = [rows.to(device) for rows in self._sent_rows[torch.device("cpu")]]
+        return self._sent_rows[device]
 
     def _is_direct(self, rows: Tensor) -> bool:
         """Whether ``rows`` travel from accelerator to accelerator."""

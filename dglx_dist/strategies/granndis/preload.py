@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
+import torch
 from torch import Tensor
 
 from dglx_dist.graph.dtypes import empty_rows
@@ -35,7 +36,18 @@ class PlanColumns:
     targets: Mapping[str, Tensor] = field(default_factory=dict)
     """(seeds, *row)."""
     edges: Sequence[Mapping[str, Tensor]] = ()
-    """(E, *row) of every layer, input-most first; () where nothing is asked for."""
+    """(E, *row) of every layer, input-most first, each the first ones of layer 1's; () where nothing is asked
+    for."""
+
+    def to(self, device: torch.device) -> PlanColumns:
+        """Return them on ``device``; those of edges are moved once for all layers."""
+
+        def moved(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: values.to(device) for name, values in rows.items()}
+
+        first = moved(self.edges[0]) if self.edges else {}
+        edges = [{name: first[name][: len(values)] for name, values in rows.items()} for rows in self.edges]
+        return PlanColumns(inputs=moved(self.inputs), targets=moved(self.targets), edges=edges)
 
 
 @final
@@ -51,11 +63,6 @@ class ColumnReader:
     def __init__(self, g: DistGraph, columns: Columns, files: RowFiles | None = None) -> None:
         self._store: KVStore = g.kvstore
         self._columns, self._files = columns, files
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The columns of the input."""
-        return tuple(name for names in self._columns.inputs.values() for name in names)
 
     def read(self, plan: RankPlan, fetch: FetchHalo | None = None) -> PlanColumns:
         """Return the columns of ``plan``.

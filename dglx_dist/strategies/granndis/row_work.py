@@ -22,11 +22,11 @@ def gathered(h: Tensor, rows: Tensor, room: Tensor) -> Iterator[memoryview]:
 
     Args:
         h: (n, ...), of any device.
-        rows: (k,) int64 in [0, n).
+        rows: (k,) int64 in [0, n), on that device.
         room: (k, ...) contiguous in the host's memory, of the dtype of ``h``.
     """
     if not is_on_host(h):
-        room.copy_(h.index_select(0, rows.to(h.device)))
+        room.copy_(h.index_select(0, rows))
         yield bytes_of(room)
         return
     for some, piece in zip(_pieces_like(rows, room), _pieces(room), strict=True):
@@ -52,7 +52,7 @@ def added(
 
     Args:
         total: (n, ...), of any device.
-        rows: By peer, (k,) distinct int64 in [0, n).
+        rows: By peer, (k,) distinct int64 in [0, n), on that device.
         parts: By peer, (k, ...) in the host's memory.
         incoming: By peer, how much of the part is there.
     """
@@ -79,7 +79,7 @@ def _added_of_one(total: Tensor, rows: Tensor, part: Tensor, incoming: Incoming)
         needed += piece.numel() * piece.element_size()
         while incoming.num_arrived < needed:
             yield False
-        total.index_add_(0, some.to(total.device), piece.to(total.device, total.dtype))
+        total.index_add_(0, some, piece.to(total.device, total.dtype))
         yield True
 
 

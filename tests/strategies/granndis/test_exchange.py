@@ -428,3 +428,14 @@ def test_plans_of_disk_are_read_only() -> None:
     rows.flags.writeable = False
     with start_session() as session:
         assert HaloExchange(session, layer, 1).has_peers
+
+
+def test_layers_that_are_alike_share_their_lists_of_rows() -> None:
+    """And have them on a device once."""
+    with start_session() as session:
+        first = HaloExchange(session, layer_of(0, [3, 3], {(1, 0): [2]}), 1)
+        second = first.at(2)
+        assert (first.number, second.number) == (1, 2)
+        for device in (torch.device("cpu"), torch.device("meta")):
+            assert second._rows_on(device)[0].device == device
+            assert first._rows_on(device) is second._rows_on(device)

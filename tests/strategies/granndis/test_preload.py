@@ -15,6 +15,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.granndis.preload import PlanColumns
 from tests.helpers.ranks import run_ranks
 from tests.strategies.granndis import plan_cases
 
@@ -33,6 +34,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("granndis_preload") / "parts"
     write_dataset(raw, Assignment(num_parts=2, part_of={NODE_TYPE: part_of}, method="test", seed=0), folder)
     return folder
+
+
+def test_values_of_edges_are_moved_once() -> None:
+    whole = torch.zeros(5, 2)
+    columns = PlanColumns(
+        inputs={"feat": torch.zeros(4, 1)},
+        targets={"label": torch.zeros(2)},
+        edges=[{"weight": whole}, {"weight": whole[:3]}, {"weight": whole[:3]}],
+    )
+    moved = columns.to(torch.device("meta"))
+    assert moved.inputs["feat"].device.type == moved.targets["label"].device.type == "meta"
+    assert [len(rows["weight"]) for rows in moved.edges] == [5, 3, 3]
+    assert all(rows["weight"]._base is moved.edges[0]["weight"]._base for rows in moved.edges)
+    assert PlanColumns().to(torch.device("cpu")).edges == []
 
 
 def on_rank(folder: str, strategy: str) -> int:
