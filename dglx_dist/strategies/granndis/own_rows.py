@@ -10,7 +10,7 @@ import numpy as np
 
 from dglx_dist.graph.remote_plan import number_distinct
 from dglx_dist.records import Array
-from dglx_dist.strategies.granndis.plan import Received
+from dglx_dist.strategies.granndis.plan import HaloLayer
 from dglx_dist.strategies.granndis.row_index import RowIndex
 from dglx_dist.strategies.granndis.shared_closure import HeldClosure
 
@@ -32,33 +32,6 @@ class OwnRows:
     """(d,) ascending int64 global ids of all sources of these edges."""
     source_of: Array
     """(E,) int64 place of each edge's source in :attr:`sources`."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """One layer of a rank as far as this rank knows it alone."""
-
-    own_rows: int
-    targets: int
-    indptr: Array
-    """(targets + 1,) int64."""
-    indices: Array
-    """(E,) int64: own rows, then the halo."""
-    edge_ids: Array
-    """(E,) int64."""
-    halo_nodes: Array
-    """(n_halo,) int64, by rank, ascending within."""
-    receive: Received
-
-    def halo_of(self, rank: int) -> Array:
-        """Return the (n,) ascending int64 global ids of the halo's rows that ``rank`` holds."""
-        first = 0
-        for other, count in self.receive:
-            if other == rank:
-                return self.halo_nodes[first : first + count]
-            first += count
-        return self.halo_nodes[:0]
 
 
 HoldersOf: TypeAlias = Callable[[Array], Array]
@@ -90,8 +63,10 @@ def own_rows(held: HeldClosure, rank: int) -> OwnRows:
 
 def read_layers(
     own: OwnRows, held: HeldClosure, hops: int, inner: tuple[int, int], rank: int, holders_of: HoldersOf
-) -> list[Reading]:
-    """Return the L layers of ``rank``, input-most first; those that are alike are the same object.
+) -> list[HaloLayer]:
+    """Return the L layers of ``rank``, input-most first, but for what others need of them: they send nothing.
+
+    Those that are alike are the same object.
 
     Args:
         own: Its rows.
@@ -109,7 +84,7 @@ def read_layers(
         outside = np.flatnonzero(~inside & _read_by(own, hops + 1))
         anywhere[outside] = holders_of(own.sources[outside])
     place = RowIndex(own.nodes, _num_ids(own)).places(own.sources)
-    layers: list[Reading] = []
+    layers: list[HaloLayer] = []
     for layer in range(1, num_layers + 1):
         alike = (
             layer > 1
@@ -124,7 +99,7 @@ def read_layers(
     return layers
 
 
-def _reading(own: OwnRows, layer: int, holders: Array, place: Array, rank: int) -> Reading:
+def _reading(own: OwnRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
     """Return layer ``layer``, whose (d,) sources ``holders`` hold; (d,) ``place`` among the own rows."""
     num_own, targets = int(own.counts[layer - 1]), int(own.counts[layer])
     indptr = own.indptr[: targets + 1]
@@ -137,7 +112,7 @@ def _reading(own: OwnRows, layer: int, holders: Array, place: Array, rank: int) 
     indices = position[source_of]
     assert not len(indices) or 0 <= indices.min() <= indices.max() < num_own + len(halo)
     ranks, counts = np.unique(holders[halo], return_counts=True)
-    return Reading(
+    return HaloLayer(
         own_rows=num_own,
         targets=targets,
         indptr=indptr,
@@ -145,6 +120,7 @@ def _reading(own: OwnRows, layer: int, holders: Array, place: Array, rank: int) 
         edge_ids=own.edge_ids[: indptr[-1]],
         halo_nodes=own.sources[halo],
         receive=tuple(zip(ranks.tolist(), counts.tolist(), strict=True)),
+        send=(),
     )
 
 

@@ -46,6 +46,15 @@ class HaloLayer:
         """Own rows and halo together."""
         return self.own_rows + len(self.halo_nodes)
 
+    def halo_of(self, rank: int) -> Array:
+        """Return the (n,) ascending int64 global ids of the halo's rows that ``rank`` holds."""
+        first = 0
+        for other, count in self.receive:
+            if other == rank:
+                return self.halo_nodes[first : first + count]
+            first += count
+        return self.halo_nodes[:0]
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

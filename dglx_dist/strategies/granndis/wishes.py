@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dglx_dist.records import Array
 from dglx_dist.strategies.granndis.mail import Mail
-from dglx_dist.strategies.granndis.own_rows import OwnRows, Reading
+from dglx_dist.strategies.granndis.own_rows import OwnRows
 from dglx_dist.strategies.granndis.plan import HaloLayer, Sent
 from dglx_dist.strategies.granndis.row_index import RowIndex
 
 _AS_BEFORE = -1
 
 
-def finish_layers(own: OwnRows, layers: Sequence[Reading], mail: Mail, world_size: int) -> list[HaloLayer]:
+def finish_layers(own: OwnRows, layers: Sequence[HaloLayer], mail: Mail, world_size: int) -> list[HaloLayer]:
     """Tell every rank what is wanted of it, and return the layers with what others want of this one.
 
     All ranks must call it, in a job of ``mail``. Sends 8 bytes per layer and rank, and per row of a halo
@@ -35,7 +36,7 @@ def finish_layers(own: OwnRows, layers: Sequence[Reading], mail: Mail, world_siz
     return finished
 
 
-def wishes_of(layers: Sequence[Reading], rank: int) -> list[Array]:
+def wishes_of(layers: Sequence[HaloLayer], rank: int) -> list[Array]:
     """Return [(L,) int64 rows wanted, -1 for the same as one layer before; their ids] for ``rank``."""
     counts = np.full(len(layers), _AS_BEFORE, dtype=np.int64)
     wanted = [np.empty(0, np.int64)]
@@ -73,15 +74,6 @@ def _all_as_before(sent: Mapping[int, list[Array]], number: int) -> bool:
     )
 
 
-def _finish(layer: Reading, number: int, sent: Mapping[int, list[Array]]) -> HaloLayer:
+def _finish(layer: HaloLayer, number: int, sent: Mapping[int, list[Array]]) -> HaloLayer:
     send: Sent = tuple((rank, rows[number]) for rank, rows in sorted(sent.items()) if len(rows[number]))
-    return HaloLayer(
-        own_rows=layer.own_rows,
-        targets=layer.targets,
-        indptr=layer.indptr,
-        indices=layer.indices,
-        edge_ids=layer.edge_ids,
-        halo_nodes=layer.halo_nodes,
-        receive=layer.receive,
-        send=send,
-    )
+    return replace(layer, send=send)

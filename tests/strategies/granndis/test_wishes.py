@@ -1,12 +1,13 @@
 import numpy as np
 
-from dglx_dist.strategies.granndis.own_rows import OwnRows, Reading
+from dglx_dist.strategies.granndis.own_rows import OwnRows
+from dglx_dist.strategies.granndis.plan import HaloLayer
 from dglx_dist.strategies.granndis.wishes import wanted_rows, wishes_of
 
 
-def reading(halo: list[int], receive: tuple[tuple[int, int], ...]) -> Reading:
+def reading(halo: list[int], receive: tuple[tuple[int, int], ...]) -> HaloLayer:
     nothing = np.empty(0, np.int64)
-    return Reading(
+    return HaloLayer(
         own_rows=0,
         targets=0,
         indptr=np.zeros(1, np.int64),
@@ -14,6 +15,7 @@ def reading(halo: list[int], receive: tuple[tuple[int, int], ...]) -> Reading:
         edge_ids=nothing,
         halo_nodes=np.array(halo, dtype=np.int64),
         receive=receive,
+        send=(),
     )
 
 
