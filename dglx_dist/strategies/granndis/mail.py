@@ -25,6 +25,9 @@ PLAN = "plan"
 _CHECK_EVERY_S = 1.0
 """How often a waiting rank asks whether those it waits for are still there."""
 
+_TELL_S = 5.0
+"""How long a rank that fails waits until another one knows."""
+
 _FAILED = "failed"
 
 
@@ -100,15 +103,11 @@ class Mail:
             RemoteError: another rank failed in this job; its text is told.
             PeerError: a rank is dead, or is not planning within the session's time-out; it is named.
         """
-        self.send(step, {rank: outgoing.get(rank, empty) for rank in among})
-        return self.take(step, among)
+        self._send(step, {rank: outgoing.get(rank, empty) for rank in among})
+        return self._take(step, among)
 
-    def send(self, step: str, outgoing: Mapping[int, Sequence[Array]]) -> None:
-        """Send arrays by rank, and return when they are there.
-
-        Raises:
-            PeerError: a rank is dead or silent.
-        """
+    def _send(self, step: str, outgoing: Mapping[int, Sequence[Array]]) -> None:
+        """Send arrays by rank, and return when they are there."""
         topology = self._session.topology
         # Beginning with the next rank, so that not all send to the same one first.
         order = sorted(outgoing, key=lambda rank: (rank - topology.rank) % topology.world_size)
@@ -119,13 +118,8 @@ class Mail:
         for call in sent:
             call.result()
 
-    def take(self, step: str, ranks: Collection[int]) -> dict[int, list[Array]]:
-        """Wait for what each of ``ranks`` sent in ``step``, and return it by rank.
-
-        Raises:
-            RemoteError: another rank failed in this job; its text is told.
-            PeerError: a rank is dead, or is not planning within the session's time-out; it is named.
-        """
+    def _take(self, step: str, ranks: Collection[int]) -> dict[int, list[Array]]:
+        """Wait for what each of ``ranks`` sent in ``step``, and return it by rank."""
         deadline = time.monotonic() + self._session.timeout_s
         while missing := self._box.missing(step, ranks, _CHECK_EVERY_S):
             self._check(step, missing, late=time.monotonic() >= deadline)
@@ -156,14 +150,17 @@ class Mail:
         return int(job[0])
 
     def _tell_failure(self, error: Exception) -> None:
-        """Let the others end the job too; who is dead is not waited for."""
-        topology = self._session.topology
+        """Let the others end the job too; who is dead or hangs is not waited for."""
+        topology, told = self._session.topology, []
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
         name = f"{self._job} {topology.rank} {_FAILED}"
         for rank in range(topology.world_size):
             with contextlib.suppress(PeerError, RemoteError):
                 if rank != topology.rank:
-                    self._session.rpc.call(rank, self._op, name, [text], phase="control")
+                    told.append(self._session.rpc.submit(rank, self._op, name, [text], phase="control"))
+        for call in told:
+            with contextlib.suppress(PeerError, RemoteError):
+                call.result(_TELL_S)
 
 
 @final

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import PeerError
+from dglx_dist.strategies.granndis import mail
 from dglx_dist.strategies.granndis.mail import Mail
 from tests.helpers.ranks import run_ranks
 
@@ -42,6 +45,25 @@ def test_slow_ranks_are_waited_for_and_missing_ones_are_named() -> None:
     told, _ = run_ranks(talk, 2, ranks_per_server=1)
     assert "rank 1 on " in told
     assert "did not come to 'alone' of plan 2 within 2 s" in told
+
+
+def fail_beside_a_rank_that_hangs() -> None:
+    session = start_session(timeout_s=60)
+    box, done = Mail(session, "test"), threading.Event()
+    if session.topology.rank == 0:
+        box._box.put = lambda *_: done.wait()  # type: ignore[method-assign,assignment,func-returns-value]
+    barrier(session, "start")
+    if session.topology.rank == 1:
+        started = time.monotonic()
+        with mock.patch.object(mail, "_TELL_S", 0.5), pytest.raises(ValueError, match="a bug"), box.job():
+            raise ValueError("a bug")
+        assert time.monotonic() - started < 30
+    barrier(session, "failed")
+    done.set()
+
+
+def test_a_rank_that_fails_does_not_wait_for_one_that_hangs() -> None:
+    run_ranks(fail_beside_a_rank_that_hangs, 2)
 
 
 def test_one_rank_sends_itself_what_it_wants() -> None:
