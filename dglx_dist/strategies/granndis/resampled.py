@@ -39,7 +39,7 @@ class SampledPlans(PlanSource):
         # Nobody may ask before all answer.
         barrier(g.session, "choosing external nodes")
         self._draw = options.draw(0)
-        self._plan = self._planned()
+        self._plan = self._planned(self._draw)
         # Every choice has the same seeds, though other ranks may compute them.
         self._num_global = int(gather_int64([self._plan.seeds], g.session).sum())
 
@@ -51,14 +51,15 @@ class SampledPlans(PlanSource):
         """See :meth:`PlanSource.plan`."""
         draw = self._options.draw(epoch)
         if draw != self._draw:
+            self._plan = self._planned(draw)
+            # Only now: a plan that failed is not that of this draw when it is asked for again.
             self._draw = draw
-            self._plan = self._planned()
         return self._plan
 
     def share(self, epoch: int, step: int) -> StepShare:
         """See :meth:`PlanSource.share`."""
         return StepShare(num_local=self._plan.seeds, num_global=self._num_global)
 
-    def _planned(self) -> RankPlan:
-        rule = self._selector.rule(self._options, seed=self._seed, draw=self._draw)
+    def _planned(self, draw: int) -> RankPlan:
+        rule = self._selector.rule(self._options, seed=self._seed, draw=draw)
         return self._planner.plan(replace(self._request, eas=rule))

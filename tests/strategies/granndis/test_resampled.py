@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch.nn.functional as F
 
 from dglx_dist.cluster.session import start_session
+from dglx_dist.errors import PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.granndis.eas import EasOptions
+from dglx_dist.strategies.granndis.planning import PlanRequest
+from dglx_dist.strategies.granndis.resampled import SampledPlans
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.granndis import runs
@@ -97,3 +103,17 @@ def test_any_number_of_ranks_per_server_chooses_and_trains_alike(results: dict[i
         assert nodes_of(results[2], epoch) == nodes_of(results[4], epoch)
         for rank in results[4]:
             assert difference(rank[epoch]["gradients"], results[2][0][epoch]["gradients"]) <= 1e-10
+
+
+def test_a_choice_that_failed_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    with start_session():
+        request = PlanRequest(seeds=[1, 2], num_layers=2, hops=2)
+        g = DistGraph(str(equality.write_parts(tmp_path)))
+        plans = SampledPlans(g, request, EasOptions(resample_every=2), seed=0)
+        before = plans.plan(1, 0)
+        with (
+            mock.patch.object(plans._planner, "plan", side_effect=PeerError("gone")),
+            pytest.raises(PeerError, match="gone"),
+        ):
+            plans.plan(2, 0)
+        assert plans.plan(2, 0) is not before
