@@ -41,9 +41,12 @@ def remove_abandoned(folder: Path) -> None:
     That is where its process on this machine is gone, or, as of other machines nobody can tell, where it is a
     day old. What cannot be removed stays.
     """
-    for partial in sorted(folder.rglob(f"*{PARTIAL_SUFFIX}")):
-        if _is_abandoned(partial):
-            shutil.rmtree(partial, ignore_errors=True)
+    # Other ranks and other runs make and remove folders here meanwhile, which a walk does not mind.
+    for parent, names, _ in os.walk(folder):
+        for name in [name for name in names if name.endswith(PARTIAL_SUFFIX)]:
+            names.remove(name)
+            if _is_abandoned(Path(parent, name)):
+                shutil.rmtree(Path(parent, name), ignore_errors=True)
 
 
 def _is_abandoned(partial: Path) -> bool:
@@ -68,8 +71,9 @@ def _runs(process: int) -> bool:
 
 
 def _host() -> str:
-    # No dots: the name of a folder stands before it and ends with one.
-    return os.uname().nodename.replace(".", "_")
+    # No dots: the name of a folder stands before it and ends with one. Machines of a lab and containers may
+    # share a name, and then not the numbers of their processes.
+    return f"{os.uname().nodename.replace('.', '_')}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,12 +80,35 @@ def test_what_the_killed_left_is_removed_and_nothing_else(tmp_path: Path) -> Non
     of_another = of_another.rename(
         str(of_another).replace(os.uname().nodename.replace(".", "_"), "elsewhere")
     )
+    in_a_container = left_by_a_killed_process(tmp_path / "c")
+    in_a_container = in_a_container.rename(
+        str(in_a_container).replace(str(Path("/proc/self/ns/pid").stat().st_ino), "1")
+    )
     set_aside = filled(tmp_path / "d.old-0123abcd.partial", "the only one")
     with partial_folder(tmp_path / "e") as under_way:
         remove_abandoned(tmp_path)
         assert under_way.exists()
-        assert sorted(tmp_path.rglob("*.partial")) == sorted([of_another, set_aside, under_way])
+        assert sorted(tmp_path.rglob("*.partial")) == sorted(
+            [of_another, in_a_container, set_aside, under_way]
+        )
         os.utime(of_another, (0, 0))
+        os.utime(in_a_container, (0, 0))
         remove_abandoned(tmp_path)
         assert sorted(tmp_path.rglob("*.partial")) == sorted([set_aside, under_way])
     remove_abandoned(tmp_path / "nowhere")
+
+
+def test_what_others_remove_meanwhile_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = left_by_a_killed_process(tmp_path / "z" / "d")
+    (tmp_path / "gone").mkdir()
+    scan = os.scandir
+
+    def scan_late(path: Any = ".") -> Any:
+        if str(path).endswith("gone"):
+            (tmp_path / "gone").rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    remove_abandoned(tmp_path)
+    assert not left.exists()
+    assert not (tmp_path / "gone").exists()
