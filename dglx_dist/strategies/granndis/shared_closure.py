@@ -9,6 +9,7 @@ from typing import final
 
 import numpy as np
 
+from dglx_dist.errors import StorageError
 from dglx_dist.records import Array
 from dglx_dist.strategies.granndis.closure import Closure
 
@@ -26,11 +27,25 @@ class HeldClosure:
 
 
 def write_held(folder: Path, held: HeldClosure) -> None:
-    """Write ``held`` into the new ``folder``."""
-    folder.mkdir()
-    for field in fields(Closure):
-        np.save(folder / f"{field.name}.npy", getattr(held.closure, field.name))
-    np.save(folder / f"{_HOLDERS}.npy", held.holders)
+    """Write ``held`` into the new ``folder``.
+
+    Raises:
+        StorageError: there is no room; what was written is removed.
+    """
+    arrays = {field.name: getattr(held.closure, field.name) for field in fields(Closure)}
+    arrays[_HOLDERS] = held.holders
+    try:
+        folder.mkdir()
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
+    except OSError as problem:
+        remove_held(folder)
+        needed = sum(array.nbytes for array in arrays.values())
+        raise StorageError(
+            f"{folder} cannot be written ({problem}): the ranks of a server share its rows there, which take "
+            f"{needed / 1e6:.1f} MB; make room in {folder.parent.parent} (in a container: --shm-size), or "
+            "start one rank on each server"
+        ) from problem
 
 
 def read_held(folder: Path) -> HeldClosure:
