@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import socket
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from dglx_dist.cluster.topology import (
     with_nodes,
 )
 from dglx_dist.cluster.trace import TraceWriter, open_trace
+from dglx_dist.cluster.weak import if_alive
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import StepShare
 
@@ -111,7 +111,7 @@ class Session:
         if self.store is not None:
             self._watch = FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
         atexit.register(self._at_exit)
-        _call_in_forks(weakref.WeakMethod(self._leave_to_parent))
+        os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
 
     @property
     def scratch(self) -> Path:
@@ -337,17 +337,6 @@ def _joined(
         job=job,
         trace=trace,
     )
-
-
-def _call_in_forks(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call ``method``, if its object is still there, in every process that is forked from this one."""
-
-    def call() -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-
-    os.register_at_fork(after_in_child=call)
 
 
 def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddress]:

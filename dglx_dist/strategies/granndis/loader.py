@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, TypeAlias, final
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from dglx_dist.cluster.timeline import COMPUTE, LOADER, WAIT
 from dglx_dist.cluster.trace import Pass
+from dglx_dist.cluster.weak import if_alive
 from dglx_dist.records import StepShare
 from dglx_dist.sampling.ahead import run_ahead
 from dglx_dist.sampling.options import whole_number
@@ -62,7 +62,8 @@ class FullGraphLoader:
         self._epoch, self._next_step, self._begun = 0, 0, False
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._number = 0 if self._session.trace is None else self._session.trace.new_loader()
-        g.on_close.append(_if_alive(weakref.WeakMethod(source.close)))
+        # A graph outlives its loaders.
+        g.on_close.append(if_alive(source.close))
         # Connections are opened together, and not by the thread that makes batches ahead.
         wire_of(self._session)
         if self._keeps:
@@ -187,14 +188,3 @@ class FullGraphLoader:
             self._session.trace.note_pass(
                 Pass(loader=self._number, steps=len(self), seconds=seconds, wait_s=wait_s)
             )
-
-
-def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Return what calls ``method`` of an object that may have gone: a graph outlives its loaders."""
-
-    def call() -> None:
-        found = method()
-        if found is not None:
-            found()
-
-    return call
