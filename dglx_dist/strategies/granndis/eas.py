@@ -126,11 +126,6 @@ class Selected:
     rounds: tuple[Array, ...]
     """For each round the (r,) int64 ascending nodes that it added; at most m of them."""
 
-    @property
-    def num_external(self) -> int:
-        """How many nodes were chosen."""
-        return len(self.nodes) - len(self.inner)
-
 
 @final
 class EasSelector:
