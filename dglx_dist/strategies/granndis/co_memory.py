@@ -75,7 +75,8 @@ class MemoryChoice:
         with progress("choosing the number of co-batches", 1, enabled=shown) as advance:
             number = choose_num_batches(worst, self._memory_bytes, max(self._planner.seeds.counts))
             advance(1)
-            advance.say(f"{number} co-batches an epoch; the largest of rank 0 needs")
+            batches = "1 co-batch" if number == 1 else f"{number} co-batches"
+            advance.say(f"{batches} an epoch; the largest of rank 0 needs")
             for line in largest[number].lines():
                 advance.say(line)
         return number, largest[number]
