@@ -17,7 +17,8 @@ from dglx_dist.strategies.granndis.cooperative_options import CooperativeOptions
 from dglx_dist.strategies.granndis.loader import FullGraphLoader
 from dglx_dist.strategies.granndis.memory import MemoryEstimate
 from dglx_dist.strategies.granndis.model import HaloModel
-from dglx_dist.strategies.granndis.request import Request, check_one_type, read_request
+from dglx_dist.strategies.granndis.planning import check_one_type
+from dglx_dist.strategies.granndis.request import Request, read_request
 from dglx_dist.strategies.granndis.server_seeds import gather_seeds
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from dglx_dist.strategies.granndis.loader import FullGraphLoader
 from dglx_dist.strategies.granndis.model import HaloModel
 from dglx_dist.strategies.granndis.options import FullGraphOptions, hops_of
 from dglx_dist.strategies.granndis.plan_source import OnePlan, PlanSource
-from dglx_dist.strategies.granndis.planning import PlanRequest, make_plans
-from dglx_dist.strategies.granndis.request import Request, check_one_type, read_request
+from dglx_dist.strategies.granndis.planning import PlanRequest, check_one_type, make_plans
+from dglx_dist.strategies.granndis.request import Request, read_request
 from dglx_dist.strategies.granndis.resampled import SampledPlans
 
 if TYPE_CHECKING:

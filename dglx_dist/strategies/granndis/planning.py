@@ -229,13 +229,19 @@ def make_plans(
     )
 
 
-def check_graph(g: DistGraph) -> None:
-    """Raise ConfigError unless full-graph strategies can train on ``g`` with the ranks there are."""
+def check_one_type(strategy: str, g: DistGraph) -> None:
+    """Raise ConfigError unless ``g`` has one node and one edge type."""
     if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
         raise ConfigError(
-            f"{g.name} has the node types {', '.join(g.ntypes)} and {len(g.canonical_etypes)} edge types; "
-            "full-graph strategies take graphs of one type: use data_parallel for this one"
+            f"{strategy} trains on graphs of one node and one edge type, and this one has the nodes "
+            f"{', '.join(g.ntypes)} and the edges {', '.join(map(str, g.canonical_etypes))}; use "
+            "strategy='data_parallel'"
         )
+
+
+def check_graph(g: DistGraph) -> None:
+    """Raise ConfigError unless full-graph strategies can train on ``g`` with the ranks there are."""
+    check_one_type("a full-graph strategy", g)
     topology = g.session.topology
     counts = np.diff(g.get_node_partition_policy(g.ntypes[0]).bounds)
     servers = topology.num_servers

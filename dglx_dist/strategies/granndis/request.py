@@ -22,6 +22,7 @@ from dglx_dist.sampling.opening import check_alike
 from dglx_dist.sampling.options import read_options
 from dglx_dist.sampling.precision import Precision
 from dglx_dist.sampling.stepping import seed_of
+from dglx_dist.strategies.granndis.planning import check_one_type
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -123,16 +124,6 @@ def _read(
         device=torch.device(g.session.device if options.device is None else options.device),
     )
     return request, fanouts
-
-
-def check_one_type(strategy: str, g: DistGraph) -> None:
-    """Raise ConfigError unless ``g`` has one node and one edge type."""
-    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
-        raise ConfigError(
-            f"{strategy} trains on graphs of one node and one edge type, and this one has the nodes "
-            f"{', '.join(g.ntypes)} and the edges {', '.join(map(str, g.canonical_etypes))}; use "
-            "strategy='data_parallel'"
-        )
 
 
 def _fanouts(strategy: str, sampler: object, plan: SamplePlan) -> Sequence[Fanout]:
