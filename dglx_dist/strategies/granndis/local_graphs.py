@@ -14,12 +14,14 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.records import Array
+from dglx_dist.sampling.opening import check_alike
 from dglx_dist.sampling.precision import Precision
 from dglx_dist.strategies.granndis.exchange import HaloExchange
 from dglx_dist.strategies.granndis.halo_block import halo_block
 from dglx_dist.strategies.granndis.local_graph import LocalGraph
 from dglx_dist.strategies.granndis.planning import check_graph, make_plans
 from dglx_dist.strategies.granndis.preload import PHASE
+from dglx_dist.strategies.registry import STRATEGIES
 from dglx_dist.strategies.share import count_targets
 
 if TYPE_CHECKING:
@@ -53,16 +55,20 @@ def local_graph(
         use_pp: Whether to fetch the halo of floating-point matrices, too, once: their rows take memory.
 
     Raises:
-        ConfigError: on all ranks: the graph has several types, or a column is unknown.
+        ConfigError: on all ranks: the session's strategy trains on mini-batches, the graph has several types,
+            a column is unknown, or the ranks differ in what they ask for.
         PeerError: a rank is dead or silent.
     """
 
     def checked() -> tuple[Mapping[str, str], Mapping[str, str]]:
+        _check_strategy(g.session.strategy)
         check_graph(g)
         names = list(g.ndata) if columns is None else columns
         return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
 
     node_keys, edge_keys = together(g.session, checked, ConfigError)
+    told = f"columns={[*node_keys]}, edge_columns={[*edge_keys]}, targets={targets!r}, use_pp={use_pp}"
+    check_alike(g.session, "local graphs with", told)
     owners = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology)
     plan = make_plans(g, np.arange(*owners.range_of(g.session.topology.rank)), 1, 0)
     (layer,) = plan.layers
@@ -80,6 +86,15 @@ def local_graph(
     if targets is not None and targets in lg.ndata:
         lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
     return lg
+
+
+def _check_strategy(name: str) -> None:
+    """Raise ConfigError if models that are wrapped would take gradients of halo rows for those of their own."""
+    if STRATEGIES.get(name).traits.unit != "full_graph":
+        raise ConfigError(
+            f"dx.local_graph has rows of other ranks in its gradients, and strategy {name!r} would weigh them "
+            "as this rank's own; use dx.init(strategy='full_graph')"
+        )
 
 
 def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:

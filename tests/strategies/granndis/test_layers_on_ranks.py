@@ -61,7 +61,7 @@ def loss_weights() -> Tensor:
 
 def on_rank(folder: str) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)  # APPNPConv makes weights of it
-    session = start_session(timeout_s=60)
+    session = start_session(strategy="full_graph", timeout_s=60)
     g = DistGraph(folder)
     everyone = g.orig_ids(torch.arange(NUM_NODES), NODE_TYPE)
     seeds = np.flatnonzero(np.isin(everyone.numpy(), SEEDS))

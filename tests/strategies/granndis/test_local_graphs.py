@@ -74,10 +74,13 @@ def train_weighted(g: Any, model: Any, parameters: Any) -> np.ndarray:
 
 
 def train_on_rank(folder: str) -> dict[str, Any]:
-    session = start_session(timeout_s=60)
+    session = start_session(strategy="fb", timeout_s=60)
     g = DistGraph(folder)
     with pytest.raises(ConfigError, match="no column 'nope'"):
         dx.local_graph(g, columns=["nope"])
+    if session.topology.world_size > 1:
+        with pytest.raises(ConfigError, match=r"different local graphs with: rank 0 .*use_pp=False, rank 1 .*"):
+            dx.local_graph(g, use_pp=session.topology.rank > 0)
     lg = dx.local_graph(g, edge_columns=["weight"])
     strategy: Any = STRATEGIES.get("full_graph")(session, {})
     mask, x, labels = (lg.ndata[name] for name in ("train_mask", "feat", "label"))
@@ -109,6 +112,9 @@ def train_on_rank(folder: str) -> dict[str, Any]:
         "scores": train_weighted(lg, model, model.parameters()),
         "weights": [p.detach().numpy().copy() for p in model.whole().parameters()],
     }
+    again = strategy.wrap(dgl.nn.SAGEConv(equality.WIDTH, equality.WIDTH, "mean").double(), g)
+    with pytest.raises(ConfigError, match="put both into one"):
+        again(lg, torch.relu(again(lg, x)))
     results["halo"] = len(lg._block._halo._nodes) - lg.num_nodes() - lg._block._halo.repeats
     g.close()
     return results
@@ -142,3 +148,17 @@ def test_training_on_local_graphs_is_training_on_the_whole_graph(
     width = min(equality.HIDDEN, equality.CLASSES)
     assert moved == [equality.STEPS * halo * width * 8, 0]
     assert (halo > 0) == (ranks > 1)
+
+
+def with_mini_batches(folder: str) -> str:
+    with start_session(strategy="dp", timeout_s=60):
+        with pytest.raises(ConfigError) as caught:
+            dx.local_graph(DistGraph(folder))
+        return str(caught.value)
+
+
+def test_strategies_of_mini_batches_are_refused(folder: Path) -> None:
+    """They would train, on gradients that count rows of other ranks with a weight of their own."""
+    for message in run_ranks(with_mini_batches, 2, args=(str(folder),)):
+        assert "strategy 'dp' would weigh" in message
+        assert "dx.init(strategy='full_graph')" in message
