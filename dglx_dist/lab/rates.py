@@ -16,8 +16,8 @@ _USUAL_S = 20e-3
 _BUNDLE_BYTES = 72 * 1024
 """Segments leave a virtual card in bundles of up to 64 KiB and their headers; a smaller bucket tears them."""
 _TORN_BITS_PER_S = 50_000_000
-"""Below it one bundle lasts more than 12 ms, which would be free after each pause of a short epoch: it is torn,
-and each segment has its headers."""
+"""Below it one bundle lasts more than 12 ms, which would be free after each pause of a short epoch: it is
+torn, and each segment has its headers."""
 _TORN_S = 5e-3
 _LEAST_BURST_BYTES = 16 * 1024
 _LATE_S = 2e-3
