@@ -9,12 +9,13 @@ from typing import Any, final
 import dgl
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.node_dropout import install_node_dropouts
+from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel
 from dglx_dist.strategies.buffers import BufferMeans
 from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
@@ -86,11 +87,13 @@ class HaloModel(WrappedModel):
 
         Raises:
             ConfigError: in training, the blocks are not those of the strategy's loader, a parameter was
-                unfrozen after wrapping, or the model has fewer layers than there are blocks.
+                unfrozen after wrapping, the model has fewer layers than there are blocks, or it is given
+                what another wrapped model returned for the targets.
         """
         graphs = list(_exchanging((*args, *kwargs.values())))
         if not graphs:
             return self._on_other_blocks(args, kwargs)
+        _check_not_weighed((args, kwargs))
         if self.training:
             self._dropouts.begin(graphs[0].step_number, graphs[0].srcdata[dgl.NID])
             if isinstance(graphs[0], LocalGraph):
@@ -110,8 +113,11 @@ class HaloModel(WrappedModel):
         world_size = self._session.topology.world_size
         if self._reduction == "sum":
             return mark_output(output, (self._exchange, 1.0))
-        weight = gradient_weight(find_share((graphs,), self._session), self._reduction)
-        weighed = weigh_gradients(output, world_size * weight)
+        share = find_share((graphs,), self._session)
+        weight = gradient_weight(share, self._reduction)
+        # Of a block that is not the last one nothing is weighed: its rows go on to another model.
+        is_even = share == StepShare(num_local=1, num_global=world_size)
+        weighed = output if is_even else weigh_gradients(output, world_size * weight)
         # 1 / W of what was multiplied by W: a penalty on the weights, which goes past the model's output,
         # counts once in all, not once per rank.
         return mark_output(weighed, (self._exchange, 1.0 / world_size))
@@ -167,6 +173,24 @@ class _Weighed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.weight, None
+
+
+def _check_not_weighed(arguments: Any) -> None:
+    """Raise ConfigError if a tensor was computed from what a wrapped model returned for its targets."""
+    waiting = [leaf.grad_fn for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "_forward_cls", None) is _Weighed:
+            raise ConfigError(
+                "a wrapped model was given what a wrapped model returned, so gradients would be weighed by "
+                "this rank's share of the targets twice; put both into one nn.Module and wrap that, or wrap "
+                "both with reduction='sum'"
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _exchanging(arguments: tuple[Any, ...]) -> Iterator[HaloBlock | LocalGraph]:

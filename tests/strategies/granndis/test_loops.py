@@ -68,6 +68,23 @@ def trained(g: DistGraph, way: str, step: Step) -> list[Any]:
     return [p.detach().numpy().copy() for p in model.parameters()]
 
 
+def trained_in_two(g: DistGraph, way: str) -> list[Any]:
+    """Two wrapped models, one on the rows that the other one returns."""
+    strategy, options = WAYS[way]
+    made: Any = STRATEGIES.get(strategy)(g.session, options)
+    loader = made.loader(g, runs.my_share(g), runs.sampler())
+    module: Any = runs.first_model("sage")
+    body, head = (made.wrap(conv, g) for conv in module.convs)
+    optimizer = torch.optim.SGD(module.parameters(), lr=equality.RATE)
+    for _ in range(EPOCHS):
+        for _, _, blocks in loader:
+            hidden = torch.relu(body(blocks[0], blocks[0].srcdata["feat"]))
+            optimizer.zero_grad()
+            F.cross_entropy(head(blocks[1], hidden), blocks[-1].dstdata["label"]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return [p.detach().numpy().copy() for p in module.parameters()]
+
+
 def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
     """What the first layer computes of which nodes, and the gradients of what goes in, by original id."""
     strategy, options = WAYS[way]
@@ -94,6 +111,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         g = DistGraph(folder)
         found: dict[str, Any] = {way: rows_and_gradients(g, way) for way in WAYS}
         found |= {name: {way: trained(g, way, step) for way in WAYS} for name, step in STEPS.items()}
+        found["in two"] = {way: trained_in_two(g, way) for way in WAYS}
         g.barrier()
         return found
 
@@ -127,6 +145,13 @@ def test_a_model_may_run_twice_in_a_step(results: list[dict[str, Any]], name: st
     for result in results:
         for way in WAYS:
             assert difference(result[name][way], expected) <= TOLERANCE, way
+
+
+def test_a_model_may_go_on_from_the_rows_of_another(results: list[dict[str, Any]]) -> None:
+    expected = runs.one_process(runs.first_model("sage"), epochs=EPOCHS)
+    for result in results:
+        for way in WAYS:
+            assert difference(result["in two"][way], expected) <= TOLERANCE, way
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -18,6 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.granndis.local_graphs import local_graph
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.granndis import runs
@@ -209,7 +210,7 @@ def match(message: str, words: str, name: str) -> None:
 
 
 def two_on_rank(folder: str) -> list[str]:
-    with start_session(timeout_s=30) as session:
+    with start_session(strategy="full_graph", timeout_s=30) as session:
         g = DistGraph(folder)
         messages = []
         for name in STRATEGY_NAMES:
@@ -217,7 +218,7 @@ def two_on_rank(folder: str) -> list[str]:
             messages.append(refusal(lambda: strategy.wrap(runs.first_model("sage"), g)))  # noqa: B023
             seeds = {"user": torch.arange(2)}
             messages.append(refusal(lambda: strategy.loader(g, seeds, runs.sampler())))  # noqa: B023
-        return messages
+        return [*messages, refusal(lambda: local_graph(g))]
 
 
 def test_graphs_of_several_types_are_refused(folders: tuple[str, str]) -> None:
