@@ -89,11 +89,11 @@ def local_graph(
 
 
 def _check_strategy(name: str) -> None:
-    """Raise ConfigError if models that are wrapped would take gradients of halo rows for those of their own."""
+    """Raise ConfigError if wrapped models would take gradients of halo rows for those of their own."""
     if STRATEGIES.get(name).traits.unit != "full_graph":
         raise ConfigError(
-            f"dx.local_graph has rows of other ranks in its gradients, and strategy {name!r} would weigh them "
-            "as this rank's own; use dx.init(strategy='full_graph')"
+            f"dx.local_graph has rows of other ranks in its gradients, and strategy {name!r} would weigh "
+            "them as this rank's own; use dx.init(strategy='full_graph')"
         )
 
 
