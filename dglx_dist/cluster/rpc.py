@@ -76,10 +76,13 @@ class Rpc:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._server: Server | None = None
         self._client: Client | None = None
+        self.address = ""
+        """Numeric address this rank listens on, for other sockets of the job; "" before :meth:`listen`."""
 
     def listen(self, address: str, credentials: Credentials) -> str:
         """Serve on ``address`` from now on; return the endpoint to publish."""
         self._context = zmq.Context()
+        self.address = address
         self._server = Server(self._context, address, credentials, self._handlers, self._config)
         self._credentials = credentials
         return self._server.endpoint

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.run.session import DataLoader, strategy_of, wrap
+from dglx_dist.run.session import DataLoader, default_batch_size, default_fanouts, strategy_of, wrap
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import TrainingLoader
@@ -29,8 +29,8 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     g: DistGraph,
     *,
     config: FitConfig | None = None,
-    fanouts: Sequence[int] = (25, 10),
-    batch_size: int = 512,
+    fanouts: Sequence[int] | None = None,
+    batch_size: int | None = None,
     lr: float = 0.01,
     make_optimizer: MakeOptimizer | None = None,
     callbacks: Sequence[Callback] = (),
@@ -50,8 +50,9 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         g: With the node data that ``config`` names (``feat`` and ``label``), and ``train_mask``. Types
             without features need ``config.inputs``.
         config: How long, how often to evaluate, where checkpoints lie; defaults when not given.
-        fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all.
-        batch_size: Targets per rank and step.
+        fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all. None: two layers, 25
+            and 10; all where the strategy takes the whole graph.
+        batch_size: Targets per rank and step. None: 512, where the strategy has mini-batches.
         lr: Of Adam.
         make_optimizer: Makes another optimizer from the parameters; ``lr`` is then unused.
         callbacks: Called after each epoch with its record.
@@ -82,7 +83,11 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         config = replace(config, inputs=EntityInputs(g, feature=config.feature))
     _check_inputs(g, config.inputs)
     if loader is None:
-        options = {"batch_size": batch_size, "shuffle": True, **loader_options}
+        fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
+        batch_size = default_batch_size(g.session.strategy) if batch_size is None else batch_size
+        options = {"shuffle": True, **loader_options}
+        if batch_size is not None:
+            options["batch_size"] = batch_size
         loader = _node_loader(g, config, fanouts, options)
     wrapped = wrap(model, g)
     if make_optimizer is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.training.kinds import MODEL_KINDS, RELATIONAL_KINDS, check_kind
+from dglx_dist.training.kinds import MODEL_KINDS, RECOMPUTE, RELATIONAL_KINDS, check_kind
 
 _CACHE_POLICIES = ("vip", "degree", "halo")
 _NOT_OF_A_STRATEGY = ("strategy", "timeout", "seed", "backend")
@@ -33,8 +33,12 @@ class TrainPlan:
     hidden: int = 64
     heads: int = 4
     dropout: float = 0.5
-    fanouts: tuple[int, ...] = (25, 10)
-    batch_size: int = 512
+    recompute: str = "none"
+    """What backward computes again, for deep models: one of ``training.kinds.RECOMPUTE``."""
+    fanouts: tuple[int, ...] | None = None
+    """One for each layer; None: the strategy's own."""
+    batch_size: int | None = None
+    """Targets per rank and step; None: the strategy's own, where it has mini-batches."""
     epochs: int = 20
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -69,13 +73,23 @@ class TrainPlan:
         for name, wrong, allowed in (
             ("layers", self.layers < 1, "at least 1"),
             ("hidden", self.hidden < 1, "at least 1"),
-            ("batch-size", self.batch_size < 1, "at least 1"),
+            ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
             ("epochs", self.epochs < 1, "at least 1"),
             ("dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"),
             (
                 "heads",
                 self.model in ("gat", "hgt") and (self.heads < 1 or self.hidden % self.heads > 0),
                 f"a divisor of --hidden {self.hidden}",
+            ),
+            (
+                "recompute",
+                self.recompute not in RECOMPUTE,
+                ", ".join(RECOMPUTE[:-1]) + " or " + RECOMPUTE[-1],
+            ),
+            (
+                "recompute",
+                self.recompute != "none" and self.model != "resgcn",
+                f"left out with --model {self.model}: only layers of resgcn are computed again",
             ),
             ("lr", not 0 < self.lr < math.inf, "above 0"),
             ("weight-decay", not 0 <= self.weight_decay < math.inf, "at least 0"),
@@ -109,7 +123,7 @@ class TrainPlan:
             if wrong:
                 field_name = {"timeout": "timeout_s"}.get(name, name.replace("-", "_"))
                 raise ConfigError(f"--{name} {getattr(self, field_name)} must be {allowed}")
-        if len(self.fanouts) != self.layers:
+        if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
                 f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"

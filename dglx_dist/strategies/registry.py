@@ -9,9 +9,20 @@ STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     Strategy,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
     builtin={
+        "cooperative": "dglx_dist.strategies.granndis.cooperative:Cooperative",
         "data_parallel": "dglx_dist.strategies.data_parallel:DataParallel",
+        "full_graph": "dglx_dist.strategies.granndis.full_graph:FullGraph",
         "push_pull": "dglx_dist.strategies.push_pull.strategy:PushPull",
+        "shared_preload": "dglx_dist.strategies.granndis.shared_preload:SharedPreload",
     },
-    aliases={"distdgl": "data_parallel", "dp": "data_parallel", "p3": "push_pull"},
+    aliases={
+        "cob": "cooperative",
+        "distdgl": "data_parallel",
+        "dp": "data_parallel",
+        "fb": "full_graph",
+        "flx": "shared_preload",
+        "granndis": "shared_preload",
+        "p3": "push_pull",
+    },
     group="dglx_dist.strategies",
 )
