@@ -114,8 +114,11 @@ def check_columns(
         _check_labels(label, num_classes, splits, where)
 
 
-def check_finite(column: Array, name: str, where: str) -> None:
-    """Raise DatasetError when a floating-point ``column`` ((K, ...)) has a NaN or an infinity."""
+def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
+    """Raise DatasetError when a floating-point ``column`` ((K, ...)) has a NaN or an infinity.
+
+    ``first_row`` is the number by which the message calls the first row.
+    """
     if column.dtype.kind != "f":
         return
     # In pieces: a truth value for every feature at once would take a quarter of their memory.
@@ -126,8 +129,8 @@ def check_finite(column: Array, name: str, where: str) -> None:
             at = tuple(int(axis[0]) for axis in np.nonzero(~finite))
             position = f" at position {list(at[1:])}" if len(at) > 1 else ""
             raise DatasetError(
-                f"{where}: column {name!r}, row {first + at[0]}: {piece[at]}{position} is not a finite "
-                f"number; replace it before loading"
+                f"{where}: column {name!r}, row {first_row + first + at[0]}: {piece[at]}{position} is not a "
+                f"finite number; replace it before loading"
             )
 
 

@@ -77,10 +77,10 @@ def as_int64(values: Any, name: str, where: str) -> Any:
         raise DatasetError(f"{where}: column {name!r} has a number beyond 64 signed bits: {error}") from error
 
 
-def refuse_gaps(values: Any, name: str, where: str) -> None:
+def refuse_gaps(values: Any, name: str, where: str, first_row: int = 0) -> None:
     """Raise DatasetError naming the first row of ``values`` (a pyarrow array) that is empty."""
     if values.null_count:
-        row = int(np.argmax(pc.is_null(values).to_numpy(zero_copy_only=False)))
+        row = first_row + int(np.argmax(pc.is_null(values).to_numpy(zero_copy_only=False)))
         raise DatasetError(f"{where}: column {name!r}, row {row}: is empty ({values.null_count} rows in all)")
 
 
@@ -91,16 +91,30 @@ def number_column(table: Any, name: str, where: str) -> Array:
         DatasetError: it is missing, has gaps, NaN or infinities, holds no numbers, or lists of
             different lengths.
     """
-    values = column(table, name, where)
-    refuse_gaps(values, name, where)
+    return number_values(column(table, name, where), name, where)
+
+
+def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Array:
+    """Return ``values`` (a pyarrow array) as (K,) numbers or booleans, or (K, F) when its rows are lists.
+
+    Args:
+        values: Some rows of a column.
+        name: Of the column.
+        where: The file.
+        first_row: The number of the first row in the file.
+
+    Raises:
+        DatasetError: there are gaps, NaN or infinities, no numbers, or lists of different lengths.
+    """
+    refuse_gaps(values, name, where, first_row)
     width = None
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
         if len(lengths) and (lengths != lengths[0]).any():
             row = int(np.argmax(lengths != lengths[0]))
             raise DatasetError(
-                f"{where}: column {name!r}, row {row}: a list of {lengths[row]} values, but row 0 "
-                f"has {lengths[0]}"
+                f"{where}: column {name!r}, row {first_row + row}: a list of {lengths[row]} values, but row "
+                f"{first_row} has {lengths[0]}"
             )
         width = int(lengths[0]) if len(lengths) else 0
     elif pa.types.is_fixed_size_list(values.type):
@@ -114,11 +128,13 @@ def number_column(table: Any, name: str, where: str) -> Array:
             f"leave it out"
         )
     if flat.null_count:
-        row = int(np.argmax(pc.is_null(flat).to_numpy(zero_copy_only=False))) // max(width or 1, 1)
+        row = first_row + int(np.argmax(pc.is_null(flat).to_numpy(zero_copy_only=False))) // max(
+            width or 1, 1
+        )
         raise DatasetError(f"{where}: column {name!r}, row {row}: has an empty value")
     array = np.asarray(flat.to_numpy(zero_copy_only=False))
     array = array if width is None else array.reshape(len(values), width)
-    check_finite(array, name, where)
+    check_finite(array, name, where, first_row)
     return array
 
 

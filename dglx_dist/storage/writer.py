@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.errors import ConfigError
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import Array, Assignment, ColumnInfo, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.storage.columns import FileInfo, column_info, numpy_dtype, write_column, write_strings
-from dglx_dist.storage.folders import named_failures, partial_folder, publish, replace_folder
-from dglx_dist.storage.layout import CACHE, MANIFEST, data_path, edge_folder, node_folder
-from dglx_dist.storage.manifest import FORMAT, Manifest, write_manifest
+from dglx_dist.storage.folders import named_failures, partial_folder
+from dglx_dist.storage.layout import data_path, edge_folder, node_folder
+from dglx_dist.storage.manifest import Manifest, write_manifest
 from dglx_dist.storage.relabel import NodeOrder, relabel_edges, relabel_nodes
+from dglx_dist.storage.target import check_target, put_in_place
 
 CHUNK_BYTES = 1 << 24
 """Rows are gathered this many bytes at a time, so that writing needs no second copy of a column."""
 
-_PART = re.compile(r"part\d+")
 _IDS = ColumnInfo(dtype="int64", row_shape=())
 
 
@@ -55,7 +54,7 @@ def write_dataset(
         StorageError: ``folder`` holds something that may not be replaced, or cannot be written.
     """
     folder = Path(folder).absolute()
-    _check_target(folder, overwrite)
+    check_target(folder, overwrite)
     node_columns = _node_columns(graph, bfloat16)
     edge_columns = _edge_columns(graph, bfloat16)
     user_ids = _user_id_kinds(graph)
@@ -89,7 +88,7 @@ def write_dataset(
             files=job.files,
         )
         manifest = write_manifest(manifest, partial)
-        _put_in_place(partial, folder, overwrite)
+        put_in_place(partial, folder, overwrite)
     return manifest
 
 
@@ -174,38 +173,6 @@ def _taker(column: NodeColumn) -> Callable[[Array], Array]:
     if isinstance(column, SparseRows):
         return column.dense
     return lambda rows: column[rows]
-
-
-def _put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
-    if publish(partial, folder):
-        return
-    if not overwrite:
-        raise StorageError(f"{folder} appeared while it was being written; choose another folder")
-    _check_target(folder, overwrite)
-    replace_folder(partial, folder)
-
-
-def _check_target(folder: Path, overwrite: bool) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise StorageError(f"{folder} is a file; choose another folder")
-    if not any(folder.iterdir()):
-        return
-    if not overwrite:
-        raise StorageError(f"{folder} exists already; choose another folder, or ask for overwriting")
-    if not _is_ours(folder):
-        raise StorageError(
-            f"{folder} holds something that is no dataset of this program, and is not overwritten; "
-            f"choose another folder, or remove it yourself"
-        )
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether there is nothing but a dataset, which may be damaged or of another version."""
-    names = {path.name for path in folder.iterdir()}
-    others = {name for name in names - {MANIFEST, CACHE} if not _PART.fullmatch(name)}
-    return MANIFEST in names and not others and FORMAT.encode() in (folder / MANIFEST).read_bytes()
 
 
 def _node_columns(

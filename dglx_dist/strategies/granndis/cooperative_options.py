@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final, get_args
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.storage.sizes import read_size
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.granndis.batches import Composition, check_composition
 from dglx_dist.strategies.granndis.eas import EasOptions
 from dglx_dist.strategies.granndis.options import BUCKET_BYTES, COMMON, EXTERNAL, read_full_graph_options
-from dglx_dist.strategies.push_pull.options import read_size
 
 Keep: TypeAlias = Literal["disk", "rebuild"]
 

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, final, get_args
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE
+from dglx_dist.storage.sizes import read_size
 from dglx_dist.strategies.base import check_options
 
 Side: TypeAlias = Literal["M", "D"]
@@ -20,7 +21,6 @@ Sync: TypeAlias = Literal["columns", "inputs"]
 
 BUCKET_BYTES = 4 * 2**20
 _MOST_IN_FLIGHT = 3
-_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
 _TYPES: Mapping[str, type] = {
     "depth": int,
@@ -114,23 +114,6 @@ def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:
         options = {**options, "memory": str(memory)}
     check_options("push_pull", options, _TYPES)
     return PushPullOptions(**options)  # type: ignore[arg-type]  # checked one line up
-
-
-def read_size(text: str) -> int:
-    """Return the bytes of "4GB", "512MB" or "1000".
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    digits = text.strip().upper().rstrip("BKMGT")
-    unit = text.strip().upper()[len(digits) :]
-    try:
-        size = int(float(digits) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ConfigError(f"{text!r} is no size in bytes; write it as '4GB', '512MB' or '1000'") from None
-    if size < 1:
-        raise ConfigError(f"a size of {text!r} leaves no room; write it as '4GB' or '512MB'")
-    return size
 
 
 def smallest_group(world_size: int, feature_bytes: int, memory_bytes: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE
+from dglx_dist.storage.sizes import read_size
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.push_pull.columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.group import Group, make_group
@@ -18,7 +19,6 @@ from dglx_dist.strategies.push_pull.inputs import embeddings_of_all_nodes
 from dglx_dist.strategies.push_pull.options import (
     Sync,
     read_push_pull_options,
-    read_size,
     smallest_group,
 )
 from dglx_dist.strategies.push_pull.split import find_first_layer

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from dglx_dist.cluster.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.storage.sizes import read_size
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.granndis.memory import MemoryEstimate
-from dglx_dist.strategies.push_pull.options import read_size
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 from tests.strategies.granndis import runs
