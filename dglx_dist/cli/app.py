@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dglx_dist.cli.bench_command import bench
+from dglx_dist.cli.ingest_command import ingest
 from dglx_dist.cli.inspect_command import inspect
 from dglx_dist.cli.lab_command import lab_app
 from dglx_dist.cli.partition_command import partition
@@ -47,6 +48,7 @@ def root(
 
 
 app.command(no_args_is_help=True)(partition)
+app.command(no_args_is_help=True)(ingest)
 app.command(no_args_is_help=True)(inspect)
 app.command(no_args_is_help=True)(train)
 app.command(no_args_is_help=True)(report)

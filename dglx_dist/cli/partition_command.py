@@ -18,7 +18,7 @@ def partition(  # noqa: PLR0913  # one argument per option
             metavar="DATA",
             help="`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` file, a `.bin` of "
             "saved DGL graphs, a folder or `.json` of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
-            "`ogb:ogbn-arxiv`.",
+            "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
         ),
     ],
     parts: Annotated[int, typer.Option(help="Number of parts; independent of ranks and servers.")] = 2,
@@ -86,9 +86,8 @@ def partition(  # noqa: PLR0913  # one argument per option
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """
-    from dglx_dist.datasets.load import load_dataset
     from dglx_dist.partition import PartitionOptions
-    from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+    from dglx_dist.run.prepare import PartitionPlan, load_graph, partition_to_disk
 
     plan = PartitionPlan(
         num_parts=parts,
@@ -114,7 +113,7 @@ def partition(  # noqa: PLR0913  # one argument per option
     # A wrong name is found before minutes of loading.
     chosen = plan.partitioner
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    graph = load_dataset(data, **literals(option or [], "--option"))
+    graph = load_graph(data, **literals(option or [], "--option"))
     console.print(
         f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {parts} parts by {chosen}"
         + (f", each for {trainers_per_server} trainers" if trainers_per_server > 1 else "")

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from dglx_dist.datasets.load import load_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.partition import PARTITIONERS, PartitionOptions, PartitionQuality, default_partitioner, measure
 from dglx_dist.partition.feature import COLUMNS, FEATURES
 from dglx_dist.partition.two_level import assign_two_levels, check_no_trainer_ids, with_trainer_ids
 from dglx_dist.records import Array, Assignment, EdgeType, RawGraph, SparseRows
+from dglx_dist.storage.as_graph import graph_of
+from dglx_dist.storage.layout import MANIFEST
 from dglx_dist.storage.precision import FeatureDtype, check_feature_dtype, in_precision
 from dglx_dist.storage.reader import open_dataset
 from dglx_dist.storage.writer import write_dataset
+
+if TYPE_CHECKING:
+    import dgl
 
 MANY_CONSTRAINTS = 10
 """Weights balanced at once, beyond which a partition is bound to cut much more."""
@@ -80,6 +87,25 @@ class PartitionPlan:
                 f"{folder} exists and is not empty; choose another folder, or say that it may be replaced "
                 "(--overwrite, overwrite=True)"
             )
+
+
+def load_graph(spec: str | os.PathLike[str] | dgl.DGLGraph, **options: object) -> RawGraph:
+    """Return the graph that ``spec`` means: what :func:`load_dataset` knows, or a dataset of one part.
+
+    Raises:
+        DatasetError: there is nothing at that path, or the data is wrong.
+        UnknownNameError: no source has the name before the colon.
+        ConfigError: an option that the source does not have, or the dataset is cut into several parts.
+        StorageError: the dataset is damaged.
+    """
+    if isinstance(spec, (str, os.PathLike)) and (Path(spec).expanduser() / MANIFEST).is_file():
+        folder = Path(spec).expanduser()
+        if options:
+            raise ConfigError(
+                f"{folder} is a dataset, which has no option {next(iter(options))!r}; leave it out"
+            )
+        return graph_of(open_dataset(folder))
+    return load_dataset(spec, **options)
 
 
 def partition_to_disk(

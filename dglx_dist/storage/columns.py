@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -75,17 +75,36 @@ def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[A
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
     # Arrow lays out the file around a body that is address space only; the sink puts the chunks there.
-    space = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-    body = pa.py_buffer(space).slice(0, num_bytes)
+    body = pa.py_buffer(_space(num_bytes)).slice(0, num_bytes)
     values = pa.Array.from_buffers(pa.from_numpy_dtype(stored), num_values, [None, body], 0)
     metadata = {"dtype": info.dtype, "shape": json.dumps([num_rows, *info.row_shape])}
-    pieces = (np.ascontiguousarray(chunk).view(stored).reshape(-1).view(np.uint8) for chunk in chunks)
-    return _write_file(path, values, metadata, pieces, num_bytes)
+    return _write_file(path, values, metadata, [_Body((_bytes(chunk) for chunk in chunks), num_bytes)])
 
 
 def write_strings(path: Path, values: Array) -> FileInfo:
     """Write a unicode array (N,) as an Arrow string column; return the file's size and checksum."""
-    return _write_file(path, pa.array(values.tolist(), pa.large_string()), {"dtype": "string"}, None, 0)
+    return _write_file(path, pa.array(values.tolist(), pa.large_string()), {"dtype": "string"}, ())
+
+
+def write_string_chunks(
+    path: Path, num_rows: int, num_bytes: int, ends: Iterable[Array], data: Iterable[Array]
+) -> FileInfo:
+    """Write texts that arrive in chunks as an Arrow string column; return the file's size and checksum.
+
+    Args:
+        path: File to create; its folder is made.
+        num_rows: Texts.
+        num_bytes: Of all texts together, in UTF-8.
+        ends: Chunks of the (num_rows + 1,) int64 places at which texts begin, from 0 on, and the last ends.
+        data: Chunks of the (num_bytes,) uint8 bytes.
+    """
+    space = _space(8 * (num_rows + 1), writable=True)
+    # Arrow reads the length of the bytes from here.
+    np.frombuffer(space, np.int64)[num_rows] = num_bytes
+    buffers = [None, pa.py_buffer(space).slice(0, 8 * (num_rows + 1)), pa.py_buffer(_space(num_bytes))]
+    values = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
+    bodies = [_Body(map(_bytes, ends), 8 * (num_rows + 1)), _Body(map(_bytes, data), num_bytes)]
+    return _write_file(path, values, {"dtype": "string"}, bodies)
 
 
 def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows: int | None = None) -> Array:
@@ -138,14 +157,33 @@ def checksum(path: Path) -> FileInfo:
     return FileInfo(num_bytes=num_bytes, checksum=f"{value:08x}")
 
 
-class _Sink(io.RawIOBase):
-    """Takes what Arrow writes, puts the real values where Arrow writes the body, and sums up."""
+@dataclass(frozen=True)
+class _Body:
+    """What one buffer of a column really holds."""
 
-    def __init__(self, file: BinaryIO, pieces: Iterator[Array] | None, num_bytes: int) -> None:
+    pieces: Iterator[Array]
+    num_bytes: int
+
+
+def _space(num_bytes: int, *, writable: bool = False) -> mmap.mmap:
+    """Return memory that is address space only, until somebody touches it."""
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE, prot=access)
+
+
+def _bytes(chunk: Array) -> Array:
+    return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+
+
+class _Sink(io.RawIOBase):
+    """Takes what Arrow writes, puts the real values where Arrow writes the buffers, and sums up."""
+
+    def __init__(self, file: BinaryIO, bodies: Sequence[_Body]) -> None:
         super().__init__()
         self._file = file
-        self._pieces = pieces
-        self._body_bytes = num_bytes
+        # Arrow writes no buffer without bytes.
+        self._bodies = [body for body in bodies if body.num_bytes]
+        self._is_real = not self._bodies
         self.num_bytes = 0
         self.checksum = 0
 
@@ -154,10 +192,11 @@ class _Sink(io.RawIOBase):
 
     def write(self, data: object) -> int:
         # Arrow hands bodies over as its own buffers, and everything else as bytes.
-        if self._pieces is None or not isinstance(data, pa.Buffer):
+        if self._is_real or not isinstance(data, pa.Buffer):
             return self._put(memoryview(data))  # type: ignore[arg-type]  # any buffer
-        written = sum(self._put(piece.data) for piece in self._pieces)
-        assert written == self._body_bytes == data.size, "chunks do not add up to the column"
+        body = self._bodies.pop(0)
+        written = sum(self._put(piece.data) for piece in body.pieces)
+        assert written == body.num_bytes == data.size, "chunks do not add up to the column"
         return written
 
     def _put(self, data: memoryview) -> int:
@@ -167,13 +206,11 @@ class _Sink(io.RawIOBase):
         return data.nbytes
 
 
-def _write_file(
-    path: Path, values: pa.Array, metadata: dict[str, str], pieces: Iterator[Array] | None, num_bytes: int
-) -> FileInfo:
+def _write_file(path: Path, values: pa.Array, metadata: dict[str, str], bodies: Sequence[_Body]) -> FileInfo:
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = pa.schema([pa.field(_COLUMN, values.type, nullable=False)], metadata=metadata)
     with path.open("xb") as file:
-        sink = _Sink(file, pieces if num_bytes else None, num_bytes)
+        sink = _Sink(file, bodies)
         with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
             writer.write_batch(pa.record_batch([values], schema=schema))
         file.flush()

@@ -1,0 +1,1 @@
+"""Tables larger than memory -> a dataset on disk, as a GraphStorm-style description says."""

@@ -1,0 +1,115 @@
+"""Labels of one type: which classes there are, which rows have one, and what is stored."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dglx_dist.datasets.table_files import number_values
+from dglx_dist.errors import DatasetError
+from dglx_dist.ingest.transforms import MOST_CATEGORIES
+from dglx_dist.ingest.values import numbers_of_text
+from dglx_dist.records import Array
+
+
+@final
+class Labels:
+    """Classes are whole numbers, or texts that get numbers in alphabetical order; -1 where there is none.
+
+    Texts that are all whole numbers, as in CSV, are these numbers. For a regression labels are float32, and
+    every row has one.
+
+    Args:
+        column: Name in the table.
+        is_regression: Whether they are no classes.
+    """
+
+    def __init__(self, column: str, is_regression: bool) -> None:
+        self.column = column
+        self.is_regression = is_regression
+        self.num_classes: int | None = None
+        self._texts: set[str] | None = None
+        self._places: Any = None
+        self._largest = -1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of what is stored."""
+        return np.dtype(np.float32 if self.is_regression else np.int64)
+
+    def look(self, values: Any, where: str, first_row: int) -> None:
+        """See some rows, before :meth:`codes` is asked."""
+        if self.is_regression:
+            return
+        values = _decoded(values)
+        if not _is_text(values):
+            self._largest = max(self._largest, int(self._whole(values, where, first_row).max(initial=-1)))
+            return
+        self._texts = self._texts or set()
+        self._texts.update(text for text in pc.unique(values).to_pylist() if text)
+        if len(self._texts) > MOST_CATEGORIES:
+            raise DatasetError(
+                f"{where}: column {self.column!r} has more than {MOST_CATEGORIES} different labels up to row "
+                f"{first_row + len(values) - 1}; is it a name, or a task of regression?"
+            )
+
+    def settle(self) -> None:
+        """Count the classes, once all rows were seen."""
+        if self._texts is not None:
+            names = sorted(self._texts)
+            if all(_is_class_number(name) for name in names):
+                self._largest = max((int(name) for name in names), default=-1)
+            else:
+                self._largest = len(names) - 1
+                self._places = pa.array(names, pa.large_string())
+        self.num_classes = None if self.is_regression or self._largest < 0 else self._largest + 1
+
+    def codes(self, values: Any, where: str, first_row: int) -> Array:
+        """Return (K,) labels of some rows.
+
+        Raises:
+            DatasetError: naming file, row and column of what is no label.
+        """
+        values = _decoded(values)
+        if self.is_regression:
+            read = numbers_of_text if _is_text(values) else number_values
+            return read(values, self.column, where, first_row).astype(np.float32)
+        if not _is_text(values):
+            return self._whole(values, where, first_row)
+        known = pc.if_else(pc.equal(values, ""), None, values).cast(pa.large_string())
+        if self._places is None:
+            numbers = pc.fill_null(known.cast(pa.int64()), -1)
+        else:
+            numbers = pc.fill_null(pc.index_in(known, value_set=self._places, skip_nulls=True), -1)
+        return np.asarray(numbers.to_numpy(zero_copy_only=False)).astype(np.int64)
+
+    def _whole(self, values: Any, where: str, first_row: int) -> Array:
+        if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+            raise DatasetError(
+                f"{where}: column {self.column!r} must hold labels, numbers or texts; it holds {values.type}"
+            )
+        numbers = np.asarray(pc.fill_null(values.cast(pa.float64()), -1).to_numpy(zero_copy_only=False))
+        numbers = np.where(np.isnan(numbers), -1.0, numbers)
+        odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
+        if odd.any():
+            row = int(np.argmax(odd))
+            raise DatasetError(
+                f"{where}: column {self.column!r}, row {first_row + row}: {values[row].as_py()!r} is no "
+                "class; give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
+            )
+        return numbers.astype(np.int64)
+
+
+def _decoded(values: Any) -> Any:
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+
+
+def _is_text(values: Any) -> bool:
+    return bool(pa.types.is_string(values.type) or pa.types.is_large_string(values.type))
+
+
+def _is_class_number(text: str) -> bool:
+    return (text.isascii() and text.isdecimal() and (text == "0" or text[0] != "0")) or text == "-1"

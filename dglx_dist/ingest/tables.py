@@ -1,0 +1,171 @@
+"""Tables of many files, read a piece at a time; a piece knows its file and row, for messages."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from dglx_dist.errors import DatasetError
+from dglx_dist.ingest.config import FileSet
+
+_LEAST_ROW_BYTES = 32
+_MOST_ROWS = 1 << 16
+_MOST_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some rows of one file."""
+
+    path: Path
+    first_row: int
+    """Number of the first one in its file, from 0, the header not counted."""
+    row: int
+    """Number of the first one in the table."""
+    columns: dict[str, Any]
+    """Name -> pyarrow array in one chunk; everything in a CSV file is text, as it is written."""
+    num_rows: int
+
+    @property
+    def where(self) -> str:
+        """The file, as messages begin."""
+        return str(self.path)
+
+
+class Table:
+    """The files of one node or edge type.
+
+    Args:
+        files: Which.
+        batch_bytes: About how much is read at a time.
+    """
+
+    def __init__(self, files: FileSet, batch_bytes: int) -> None:
+        self.files = files
+        self._batch_bytes = batch_bytes
+        self._ends: list[int] = []
+
+    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
+        """Yield the columns ``names`` of all rows in order; the first one's rows when there are none.
+
+        Raises:
+            DatasetError: a file cannot be read, or has none or several of a column.
+        """
+        row, ends = 0, []
+        for path in self.files.paths:
+            first = row
+            for batch in self._read(path, list(dict.fromkeys(names))):
+                columns = {name: batch.column(name) for name in names}
+                yield Piece(
+                    path=path, first_row=row - first, row=row, columns=columns, num_rows=batch.num_rows
+                )
+                row += batch.num_rows
+            ends.append(row)
+        self._ends = ends
+
+    def count(self) -> int:
+        """Return how many rows there are; a CSV file is read for it."""
+        if self.files.format == "csv":
+            return sum(piece.num_rows for piece in self.pieces([]))
+        ends = [0]
+        for path in self.files.paths:
+            ends.append(ends[-1] + _metadata(path).num_rows)
+        self._ends = ends[1:]
+        return ends[-1]
+
+    def place(self, row: int) -> tuple[Path, int]:
+        """Return the file of a row, and its number there; after :meth:`count` or all :meth:`pieces`."""
+        first = 0
+        for path, end in zip(self.files.paths, self._ends, strict=True):
+            if row < end:
+                return path, row - first
+            first = end
+        raise AssertionError(f"row {row} of {first}")
+
+    def is_whole_number(self, name: str) -> bool:
+        """Return whether every file holds ``name`` as whole numbers; what is in CSV is text."""
+        if self.files.format == "csv":
+            return False
+        return all(pa.types.is_integer(_schema(path, [name]).field(name).type) for path in self.files.paths)
+
+    def _read(self, path: Path, names: list[str]) -> Iterator[Any]:
+        try:
+            if self.files.format == "csv":
+                yield from self._read_csv(path, names)
+            else:
+                yield from self._read_parquet(path, names)
+        except (pa.ArrowException, OSError) as problem:
+            raise DatasetError(f"{path}: not readable as a {self.files.format} table: {problem}") from problem
+
+    def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
+        names = names or _schema(path, []).names[:1]
+        _schema(path, names)
+        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 16, pre_buffer=False) as file:
+            rows = self._rows_at_once(file.metadata, names)
+            yield from file.iter_batches(batch_size=rows, columns=names, use_threads=False)
+
+    def _rows_at_once(self, metadata: Any, names: Sequence[str]) -> int:
+        total = 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            columns = (group.column(i) for i in range(group.num_columns))
+            total += sum(
+                column.total_uncompressed_size
+                for column in columns
+                if column.path_in_schema.split(".")[0] in names
+            )
+        row_bytes = max(total // max(metadata.num_rows, 1), _LEAST_ROW_BYTES)
+        return int(min(max(self._batch_bytes // row_bytes, 1), _MOST_ROWS))
+
+    def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
+        names = names or _header(path, self.files.separator)[:1]
+        _check_names(path, _header(path, self.files.separator), names)
+        with pyarrow.csv.open_csv(
+            path,
+            read_options=pyarrow.csv.ReadOptions(
+                use_threads=False, block_size=min(max(self._batch_bytes, 1 << 16), _MOST_BLOCK)
+            ),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=self.files.separator, newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                include_columns=names, column_types=dict.fromkeys(names, pa.string())
+            ),
+        ) as reader:
+            yield from reader
+
+
+def _schema(path: Path, names: Sequence[str]) -> Any:
+    """Return the schema of a Parquet file that has the columns ``names``."""
+    schema = _metadata(path).schema.to_arrow_schema()
+    _check_names(path, schema.names, names)
+    return schema
+
+
+def _metadata(path: Path) -> Any:
+    try:
+        return pyarrow.parquet.read_metadata(path)
+    except (pa.ArrowException, OSError) as problem:
+        raise DatasetError(f"{path}: not readable as a parquet table: {problem}") from problem
+
+
+def _header(path: Path, separator: str) -> list[str]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return next(csv.reader(file, delimiter=separator), [])
+    except UnicodeDecodeError as problem:
+        raise DatasetError(f"{path}: not readable as a csv table: {problem}") from problem
+
+
+def _check_names(path: Path, known: Sequence[str], names: Sequence[str]) -> None:
+    for name in names:
+        count = list(known).count(name)
+        if count == 0:
+            raise DatasetError(f"{path}: has no column {name!r} (it has {', '.join(known)})")
+        if count > 1:
+            raise DatasetError(f"{path}: has {count} columns {name!r}; rename all but one")

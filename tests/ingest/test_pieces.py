@@ -1,0 +1,171 @@
+"""The parts that ingesting is made of: rows by position, buckets of ids, sorted edges, drawn splits."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dglx_dist.errors import DatasetError
+from dglx_dist.ingest.config import FileSet
+from dglx_dist.ingest.id_hash import bucket_of
+from dglx_dist.ingest.id_map import Buckets, RowNumbers
+from dglx_dist.ingest.id_records import append_ids, read_ids
+from dglx_dist.ingest.labels import Labels
+from dglx_dist.ingest.memory import open_budget, peak, resident
+from dglx_dist.ingest.scatter import Scatter
+from dglx_dist.ingest.spill import Reader, Spill
+from dglx_dist.ingest.splits import NONE, drawn
+from dglx_dist.ingest.structure import Ends, sort_edges
+from dglx_dist.ingest.tables import Table
+from dglx_dist.ingest.values import numbers_of_text
+from dglx_dist.records import Array
+
+
+@pytest.mark.parametrize("memory", [1, 100, 10_000])
+def test_scattered_rows_come_back_in_order(tmp_path: Path, memory: int) -> None:
+    order = np.random.default_rng(0).permutation(50)
+    rows = np.arange(150, dtype=np.float32).reshape(50, 3)
+    scatter = Scatter(tmp_path, 52, np.float32, (3,), memory=memory, fill=7)
+    for piece in np.array_split(order, 4):
+        scatter.put(piece, rows[piece])
+    found = np.concatenate(list(scatter.chunks()))
+    assert np.array_equal(found[:50], rows)
+    assert (found[50:] == 7).all()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_spilled_is_read_in_any_pieces(tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "rows", np.int16, (2,))
+    spill.append(np.arange(6).reshape(3, 2))
+    spill.append(np.arange(6, 10).reshape(2, 2))
+    assert [len(piece) for piece in spill.chunks(2)] == [2, 2, 1]
+    reader = Reader(spill, 2)
+    assert [reader.take(count).tolist() for count in (1, 3, 0, 1)] == [
+        [[0, 1]], [[2, 3], [4, 5], [6, 7]], [], [[8, 9]],
+    ]  # fmt: skip
+
+
+def test_ids_spread_evenly_and_alike_wherever_they_stand() -> None:
+    texts = pa.array([f"user-{number:06}" for number in range(20_000)], pa.large_string())
+    found = bucket_of(texts, 8)
+    assert np.bincount(found).min() > 2300
+    assert np.array_equal(bucket_of(texts.slice(5000, 300), 8), found[5000:5300])
+    assert bucket_of(pa.array(["ab", "ba", "a", "aa"], pa.large_string()), 1 << 30).tolist() == [
+        *dict.fromkeys(bucket_of(pa.array(["ab", "ba", "a", "aa"], pa.large_string()), 1 << 30).tolist())
+    ]
+    assert np.bincount(bucket_of(pa.array(np.arange(20_000)), 8)).min() > 2300
+
+
+@pytest.mark.parametrize("ids", [pa.array([3, 1, 2]), pa.array(["é", "", "long text"], pa.large_string())])
+def test_records_of_ids_are_read_as_they_were_appended(tmp_path: Path, ids: pa.Array) -> None:
+    for first in (0, 3):
+        append_ids(tmp_path, np.array([1, 0, 1]), np.arange(first, first + 3), ids)
+    ((numbers, found),) = read_ids(tmp_path / "1.ids", None)
+    assert numbers.tolist() == [0, 2, 3, 5]
+    assert found.to_pylist() == [ids[i].as_py() for i in (0, 2, 0, 2)]
+    assert [piece[0].tolist() for piece in read_ids(tmp_path / "0.ids", 1)] == [[1], [4]]
+    assert list(read_ids(tmp_path / "9.ids", None)) == []
+
+
+@pytest.mark.parametrize("memory", [500, 1 << 20])
+def test_ids_are_found_in_the_order_in_which_they_are_asked_for(tmp_path: Path, memory: int) -> None:
+    names = [f"n{number}" for number in range(40)]
+    ids = Buckets(tmp_path / "map", 40, 100, memory)
+    for first in (0, 30):
+        last = first + 30 if first == 0 else 40
+        ids.add(pa.array(names[first:last], pa.large_string()), first)
+    ids.check_unique(Table(FileSet(paths=(), format="csv"), 1), "id")
+    asked = [7, 39, 7, 0]
+    pieces = [pa.array([names[i] for i in asked[:3]], pa.large_string()), pa.array(["n0"], pa.large_string())]
+    found = ids.find(pieces, 4, tmp_path / "asked")
+    assert np.concatenate(list(found.rows.chunks())).tolist() == asked
+    assert found.unknown is None
+    strangers = pa.array(["n1", "x", "n2", "y"], pa.large_string())
+    unknown = ids.find([strangers], 4, tmp_path / "more").unknown
+    assert unknown is not None
+    assert (unknown.row, unknown.id, unknown.count) == (1, "x", 2)
+
+
+def test_row_numbers_need_no_table(tmp_path: Path) -> None:
+    found = RowNumbers(3, 1000).find([pa.array([2, 0]), pa.array([3, -1])], 4, tmp_path)
+    assert np.concatenate(list(found.rows.chunks()))[:2].tolist() == [2, 0]
+    assert found.unknown is not None
+    assert (found.unknown.row, found.unknown.id, found.unknown.count) == (2, 3, 2)
+
+
+@pytest.mark.parametrize("memory", [100, 1 << 20])
+def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: int) -> None:
+    random = np.random.default_rng(1)
+    sources, destinations = random.integers(0, 20, 300), random.integers(0, 9, 300) ** 2 // 9
+    ends = Ends(sources=Spill(tmp_path / "s", np.int64), destinations=Spill(tmp_path / "d", np.int64))
+    ends.sources.append(sources)
+    ends.destinations.append(destinations)
+    found = sort_edges(ends, 20, 10, tmp_path / "out", memory)
+    order = np.lexsort((np.arange(300), sources, destinations))
+    assert whole(found.rows).tolist() == order.tolist()
+    assert whole(found.indices).tolist() == sources[order].tolist()
+    assert whole(found.indptr).tolist() == [0, *np.cumsum(np.bincount(destinations, minlength=10))]
+    assert whole(found.places(tmp_path / "places", memory)).tolist() == np.argsort(order).tolist()
+
+
+def whole(spill: Spill) -> Array:
+    return np.concatenate(list(spill.chunks(64)))
+
+
+def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
+    labelled = np.random.default_rng(2).random(200_000) < 0.5
+    count = int(labelled.sum())
+    whole_draw = np.concatenate(list(drawn(iter([labelled]), count, (0.8, 0.1, 0.05), seed=5)))
+    pieces = np.array_split(labelled, 7)
+    assert np.array_equal(np.concatenate(list(drawn(iter(pieces), count, (0.8, 0.1, 0.05), 5))), whole_draw)
+    assert (whole_draw[~labelled] == NONE).all()
+    counts = Counter(whole_draw[labelled].tolist())
+    assert [counts[code] for code in range(3)] == [int(count * share + 1e-6) for share in (0.8, 0.1, 0.05)]
+    # Every place is as likely: the first tenth has its tenth of the validation rows, give or take 5 deviations.
+    first = (whole_draw[labelled][: count // 10] == 1).sum()
+    assert abs(first - count / 100) < 5 * (count / 100) ** 0.5
+    assert not np.array_equal(
+        np.concatenate(list(drawn(iter([labelled]), count, (0.8, 0.1, 0.05), 6))), whole_draw
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "codes", "classes"),
+    [
+        (["red", "", "blue", None], [1, -1, 0, -1], 2),
+        (["10", "9", ""], [10, 9, -1], 11),
+        (["10", "nine"], [0, 1], 2),
+        ([3, None, 0], [3, -1, 0], 4),
+        ([1.0, float("nan")], [1, -1], 2),
+    ],
+)
+def test_labels_become_numbers(values: list[object], codes: list[int], classes: int) -> None:
+    labels = Labels("y", is_regression=False)
+    array = pa.array(values)
+    labels.look(array, "t.csv", 0)
+    labels.settle()
+    assert labels.codes(array, "t.csv", 0).tolist() == codes
+    assert labels.num_classes == classes
+
+
+def test_what_is_no_label_is_refused() -> None:
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is no class"):
+        Labels("y", is_regression=False).look(pa.array([1.0, 1.5]), "t.csv", 10)
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: is empty"):
+        Labels("y", is_regression=True).codes(pa.array([1.0, None]), "t.csv", 0)
+
+
+def test_texts_are_numbers_or_refused() -> None:
+    texts = pa.array(["1;2", " 3 ; 4e1"])
+    assert numbers_of_text(texts, "x", "t.csv", 0, ";").tolist() == [[1.0, 2.0], [3.0, 40.0]]
+    with pytest.raises(DatasetError, match=r"t.csv: column 'x', row 8: 'b' is no number"):
+        numbers_of_text(pa.array(["1;2", "3;4", "b;5"]), "x", "t.csv", 6, ";")
+    with pytest.raises(DatasetError, match=r"row 7: 1 numbers, but row 6 has 2"):
+        numbers_of_text(pa.array(["1;2", "3"]), "x", "t.csv", 6, ";")
+
+
+def test_memory_is_what_the_system_says() -> None:
+    assert 10 << 20 < resident() <= peak()
+    assert open_budget(resident() + (64 << 20)).work > 60 << 20
