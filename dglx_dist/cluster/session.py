@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from dglx_dist.cluster.agreement import check_agreement
 from dglx_dist.cluster.allocator import keep_memory
 from dglx_dist.cluster.auth import Credentials, make_credentials_keys
 from dglx_dist.cluster.client import PeerAddress
@@ -53,6 +54,8 @@ _END = "the end of the session"
 # The one module-level slot of the package: user code calls dx.init() once and then names no session. What
 # is inside the package takes the session as an argument, or reads it from here by current_session().
 _CURRENT: list[Session] = []
+# Beside it: how to start the session that is wanted, where user code said so before it could be started.
+_LATER: list[Callable[[], Session]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +238,7 @@ def start_session(
     """
     if _CURRENT:
         raise ConfigError("a session is open already; close it with dglx_dist.shutdown() or use it")
+    start_later(None)
     settings = read_settings()
     limit_s = settings.timeout_s or timeout_s
     if not 0 < limit_s < float("inf"):
@@ -253,14 +257,26 @@ def start_session(
 
 
 def current_session() -> Session:
-    """Return the session that is open in this process.
+    """Return the session that is open in this process; one that was to start later starts, collectively.
 
     Raises:
         ConfigError: there is none.
     """
+    if not _CURRENT and _LATER:
+        _LATER.pop()()
     if not _CURRENT:
         raise ConfigError("no session is open; call dglx_dist.init() first")
     return _CURRENT[-1]
+
+
+def start_later(start: Callable[[], Session] | None) -> None:
+    """Start the session by ``start`` when :func:`current_session` is first asked for; None: not any more."""
+    _LATER[:] = [] if start is None else [start]
+
+
+def session_if_open() -> Session | None:
+    """Return the session that is open, None where there is none yet."""
+    return _CURRENT[-1] if _CURRENT else None
 
 
 def _alone(topology: Topology, timeout_s: float, settings: Settings) -> _Parts:
@@ -306,7 +322,7 @@ def _joined(
         "no_trace": no_trace,
     }
     said: list[Any] = store.exchange("start", hello)
-    _check_agreement(said)
+    check_agreement(said)
     if correct_nodes:
         topology = with_nodes(topology, tuple(one["node"] for one in said))
     credentials = Credentials(
@@ -349,23 +365,6 @@ def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddre
         )
         for rank, (one, endpoint) in enumerate(zip(said, endpoints, strict=True))
     }
-
-
-def _check_agreement(said: list[Any]) -> None:
-    for one in said:
-        if one["no_trace"]:
-            raise ConfigError(one["no_trace"])
-    for name, remedy in (
-        ("strategy", "give the same --strategy"),
-        ("seed", "give the same seed"),
-        ("curve", "set DGLX_CURVE alike"),
-    ):
-        for rank, one in enumerate(said):
-            if one[name] != said[0][name]:
-                raise ConfigError(
-                    f"rank 0 has {name} {said[0][name]!r} and rank {rank} has {one[name]!r}; "
-                    f"{remedy} on all ranks"
-                )
 
 
 def _make_group(raw: Store, topology: Topology, timeout_s: float, backend: str | None) -> bool:

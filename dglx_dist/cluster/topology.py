@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -96,6 +97,10 @@ class Settings:
     """Whether OMP_NUM_THREADS is set at all."""
     allocator_set: bool = False
     """Whether the user chose how memory is allocated: any MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """DGLX_OPTIONS: of the strategy, a JSON object."""
+    part_config: Path | None = None
+    """DGL_CONF_PATH: DGL's launcher names the partition by it."""
     trace: Path | None = None
     """DGLX_TRACE: folder where every session leaves what it counted, see cluster/trace.py."""
 
@@ -193,8 +198,15 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
             name.startswith("MALLOC_") or (name in ("GLIBC_TUNABLES", "LD_PRELOAD") and value)
             for name, value in variables.items()
         ),
+        options=_object(variables, "DGLX_OPTIONS"),
+        part_config=Path(variables["DGL_CONF_PATH"]) if variables.get("DGL_CONF_PATH") else None,
         trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
     )
+
+
+def tell_settings(strategy: str, options: Mapping[str, object]) -> None:
+    """Set DGLX_STRATEGY and DGLX_OPTIONS of this process, for a program that it will run."""
+    os.environ.update({"DGLX_STRATEGY": strategy, "DGLX_OPTIONS": json.dumps(dict(options))})
 
 
 def inherited_environment() -> dict[str, str]:
@@ -224,6 +236,19 @@ def _integer(
         raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it") from None
     if value < minimum or (below is not None and value >= below):
         raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it")
+    return value
+
+
+def _object(variables: Mapping[str, str], name: str) -> dict[str, object]:
+    text = variables.get(name)
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{name}={text!r} must be a JSON object, like {{"depth": 2}}; correct or unset it')
     return value
 
 

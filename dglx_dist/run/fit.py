@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.run.session import DataLoader, default_batch_size, default_fanouts, strategy_of, wrap
+from dglx_dist.run.session import DataLoader, default_batch_size, default_fanouts, wrap
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.strategies.opening import strategy_of
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import TrainingLoader
 from dglx_dist.training.evaluate import labelled_type

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.cluster.collectives import sum_over_ranks
-from dglx_dist.cluster.session import Session, current_session, start_session
-from dglx_dist.cluster.topology import read_settings
+from dglx_dist.cluster.session import Session, current_session
+from dglx_dist.compat.graph import DistGraph as ScriptGraph
+from dglx_dist.compat.model import ScriptModel
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.partition import PARTITIONERS, Partitioner
 from dglx_dist.sampling.edge_loader import samples_edges
 from dglx_dist.sampling.options import whole_number
-from dglx_dist.strategies.base import Reduction, Strategy, WrappedModel
+from dglx_dist.strategies.base import WRAPPED, Reduction, Strategy, WrappedModel
+from dglx_dist.strategies.opening import begin, resolve_strategy, strategy_of
 from dglx_dist.strategies.registry import STRATEGIES
 
 
@@ -35,7 +37,7 @@ def init(
         timeout: Seconds that a rank may be silent before the others give up, naming it.
         seed: Of everything random; the same draws on any number of ranks.
         backend: Of ``torch.distributed``; None: gloo, and nccl beside it where there is CUDA.
-        options: The strategy's own options.
+        options: The strategy's own options; those in DGLX_OPTIONS, which is JSON, count too.
 
     Returns:
         The session; closes by itself at the end of the process, or by :func:`shutdown`, or as a context.
@@ -48,30 +50,14 @@ def init(
     """
     # Before anything is opened: a wrong name must not cost a rendezvous.
     seed = whole_number("seed", seed, least=0)
-    name = STRATEGIES.resolve(strategy or read_settings().strategy or "data_parallel")
-    session = start_session(strategy=name, options=options, timeout_s=timeout, seed=seed, backend=backend)
+    session = begin(resolve_strategy(strategy), options, timeout_s=timeout, seed=seed, backend=backend)
     torch.manual_seed(seed)
-    try:
-        strategy_of(session)
-    except BaseException as error:
-        session.fail(error)
-        session.close(failed=True)
-        raise
     return session
 
 
 def shutdown() -> None:
     """Close the current session, once the other ranks close theirs; every rank calls it, or none."""
     current_session().close()
-
-
-def strategy_of(session: Session) -> Strategy:
-    """Return the strategy that the session was opened with; it keeps no state of its own.
-
-    Raises:
-        ConfigError: the strategy does not know one of the session's options.
-    """
-    return STRATEGIES.get(session.strategy)(session, session.options)
 
 
 def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -> Any:
@@ -92,9 +78,10 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     Raises:
         ConfigError: an option or sampler that cannot be honoured, or ``g`` is in this process only.
     """
-    strategy = strategy_of(_distributed(g).session)
+    inner = _distributed(g)
+    strategy = strategy_of(inner.session)
     make = strategy.edge_loader if samples_edges(graph_sampler) else strategy.loader
-    return make(g, indices, graph_sampler, **options)
+    return make(inner, indices, graph_sampler, **options)
 
 
 def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: Any) -> Any:
@@ -114,21 +101,23 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
         ConfigError: an option or sampler that cannot be honoured, also by the strategy, or ``g`` is in this
             process only.
     """
-    return strategy_of(_distributed(g).session).edge_loader(g, eids, graph_sampler, **options)
+    inner = _distributed(g)
+    return strategy_of(inner.session).edge_loader(inner, eids, graph_sampler, **options)
 
 
 DistNodeDataLoader = DataLoader
 """DGL's name for :func:`DataLoader`."""
 
 
-def wrap(model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
+def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "mean") -> WrappedModel:
     """Return ``model`` made to train with the other ranks, as DistributedDataParallel would; collective.
 
     Build the optimizer afterwards, from the parameters of what comes back.
 
     Args:
         model: The same on all ranks; rank 0's weights win.
-        g: The distributed graph that it will see.
+        g: The distributed graph that it will see. For a script's ``dgl.distributed.DistGraph``, ``.module``
+            of what comes back is always uncut, for inference with code of the script's own.
         reduction: What the loss of the loop is over its own targets: their mean, or their sum.
 
     Raises:
@@ -139,7 +128,11 @@ def wrap(model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> Wrapp
         raise ConfigError(f"wrap takes a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(model, WrappedModel):
         raise ConfigError("the model is wrapped already; give wrap the module that you built, once")
-    return strategy_of(_distributed(g).session).wrap(model, g, reduction)
+    inner = _distributed(g)
+    wrapped = strategy_of(inner.session).wrap(model, inner, reduction)
+    inner.session.attached[WRAPPED] = True
+    # Scripts of DistDGL evaluate with code of their own on model.module.
+    return ScriptModel(wrapped) if g is not inner and wrapped.parts.local else wrapped
 
 
 def local_device() -> torch.device:
@@ -189,6 +182,8 @@ def default_batch_size(strategy: str) -> int | None:
 
 
 def _distributed(g: object) -> DistGraph:
+    if isinstance(g, ScriptGraph):
+        return g.inner
     if not isinstance(g, DistGraph):
         raise ConfigError(
             f"the graph is a {type(g).__name__} of this process, not one that all ranks share; "

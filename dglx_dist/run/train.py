@@ -25,8 +25,9 @@ from dglx_dist.run.fit import fit, training_nodes
 from dglx_dist.run.models import Built, build
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.predict import check_outputs, write_outputs
-from dglx_dist.run.session import default_batch_size, default_fanouts, init, strategy_of
+from dglx_dist.run.session import default_batch_size, default_fanouts, init
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.strategies.opening import strategy_of
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS

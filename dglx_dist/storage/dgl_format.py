@@ -29,6 +29,7 @@ def write_dgl_format(
     folder: Path,
     *,
     bfloat16: Collection[tuple[str | EdgeType, str]] = (),
+    formats: str | Sequence[str] | None = None,
 ) -> Path:
     """Write ``<folder>/<graph name>.json`` and ``part<p>/`` as DGL's ``partition_graph`` does.
 
@@ -42,6 +43,7 @@ def write_dgl_format(
         assignment: The owner of every node.
         folder: Must not exist, or be empty.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
+        formats: As which of ``coo``, ``csc`` and ``csr`` structure is stored; None: ``coo``.
 
     Returns:
         The JSON file, which DGL calls ``part_config``.
@@ -54,7 +56,7 @@ def write_dgl_format(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(f"{folder} exists already; choose another folder")
     _check_names(graph)
-    job = _Job(graph, relabel_nodes(graph, assignment), frozenset(bfloat16))
+    job = _Job(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
     config = f"{safe_name(graph.name)}.json"
     with (
         named_failures(folder),
@@ -79,8 +81,9 @@ class _Job:
         graph: RawGraph,
         nodes: Mapping[str, NodeOrder],
         bfloat16: Collection[tuple[str | EdgeType, str]],
+        formats: str | Sequence[str] | None,
     ) -> None:
-        self._graph = graph
+        self._graph, self._formats = graph, formats
         self._nodes = nodes
         self._bfloat16 = bfloat16
         self._ntypes = list(graph.num_nodes)
@@ -93,7 +96,7 @@ class _Job:
     def write_part(self, part: int, folder: Path) -> None:
         """Write structure, features and original ids of one part."""
         folder.mkdir()
-        dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)])
+        dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)], formats=self._formats)
         node_rows = {ntype: _rows(order, part) for ntype, order in self._nodes.items()}
         edge_rows = {etype: _rows(order, part) for etype, order in self._edges.items()}
         node_feats = {

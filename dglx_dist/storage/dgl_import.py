@@ -38,7 +38,7 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
     Raises:
         StorageError: a file is missing or damaged, or the parts are of a kind that cannot be read.
     """
-    config = _read_config(Path(part_config).absolute())
+    config = read_part_config(Path(part_config).absolute())
     collected = _Collected(config)
     with progress("Reading DGL's parts", config.num_parts) as advance:
         for part in range(config.num_parts):
@@ -60,7 +60,7 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config:
+class PartConfig:
     """What DGL's JSON file says, checked."""
 
     path: Path
@@ -84,7 +84,12 @@ class _Config:
         return self.path.parent / name
 
 
-def _read_config(path: Path) -> _Config:
+def read_part_config(path: Path) -> PartConfig:
+    """Read DGL's JSON file.
+
+    Raises:
+        StorageError: it is missing, or not of that kind.
+    """
     try:
         top = Fields(json.loads(path.read_bytes()), str(path))
     except OSError as problem:
@@ -94,7 +99,7 @@ def _read_config(path: Path) -> _Config:
     num_parts = top.integer("num_parts", at_least=1)
     ntypes = _numbered(top, "ntypes", NODE_TYPE)
     etypes = _numbered(top, "etypes", ":".join(EDGE_TYPE))
-    return _Config(
+    return PartConfig(
         path=path,
         name=top.text("graph_name"),
         method=top.text("part_method") if "part_method" in top.keys() else "dgl",  # noqa: SIM118  # no mapping
@@ -159,7 +164,7 @@ def _only(top: Fields, key: str, name: str) -> object:
 class _Collected:
     """The whole graph under DGL's per-type ids, filled part by part."""
 
-    def __init__(self, config: _Config) -> None:
+    def __init__(self, config: PartConfig) -> None:
         self._config = config
         self._ends = [np.full((2, int(count)), -1, np.int64) for count in config.edges.counts.sum(axis=1)]
         self._columns: tuple[dict[tuple[int, str], Array], dict[tuple[int, str], Array]] = ({}, {})

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Reduction: TypeAlias = Literal["mean", "sum"]
 """What the user's loss is: the mean over this rank's own targets, or their sum."""
 
+WRAPPED = "wrapped"
+"""In ``session.attached`` once a model was wrapped, hence steps are taken by all ranks together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:

@@ -1,0 +1,212 @@
+"""DGL's partition books, over ours."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from typing import Any, TypeVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.partition_book import PartitionBook
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
+
+K = TypeVar("K")
+
+
+class GraphPartitionBook(ABC):  # noqa: B024 - for isinstance; there is one kind
+    """What every partition book is."""
+
+
+@final
+class RangePartitionBook(GraphPartitionBook):
+    """Contiguous ids per type and partition, with DGL's methods.
+
+    Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types.
+
+    Args:
+        part_id: The own partition.
+        num_parts: P.
+        node_map: Node type to its (P, 2) homogeneous id ranges.
+        edge_map: Edge type to its (P, 2).
+        ntypes: Node type to its number.
+        etypes: Edge type to its number.
+
+    Raises:
+        ConfigError: the maps do not fit each other.
+    """
+
+    def __init__(
+        self,
+        part_id: int,
+        num_parts: int,
+        node_map: Mapping[str, Any],
+        edge_map: Mapping[EdgeType, Any],
+        ntypes: Mapping[str, int],
+        etypes: Mapping[EdgeType, int],
+    ) -> None:
+        if not 0 <= part_id < num_parts:
+            raise ConfigError(f"part_id is {part_id}; there are {num_parts} parts, numbered from 0")
+        nodes = {ntype: _bounds(node_map, ntype, num_parts) for ntype in _by_number(ntypes)}
+        edges = {etype: _bounds(edge_map, etype, num_parts) for etype in _by_number(etypes)}
+        self.inner = PartitionBook(nodes, edges, part_id)
+
+    @staticmethod
+    def over(book: PartitionBook) -> RangePartitionBook:
+        """Return DGL's view of one of our books."""
+        made = RangePartitionBook.__new__(RangePartitionBook)
+        made.inner = book
+        return made
+
+    @property
+    def partid(self) -> int:
+        """The own partition."""
+        return self.inner.partid
+
+    @property
+    def ntypes(self) -> list[str]:
+        """Node types by number."""
+        return self.inner.ntypes
+
+    @property
+    def etypes(self) -> list[str]:
+        """Relations by number."""
+        return self.inner.etypes
+
+    @property
+    def canonical_etypes(self) -> list[EdgeType]:
+        """Edge types by number."""
+        return self.inner.canonical_etypes
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether there is one node type and one edge type."""
+        return len(self.ntypes) == 1 and len(self.etypes) == 1
+
+    @property
+    def local_ntype_offset(self) -> list[int]:
+        """Where the nodes of each type begin among the own partition's, and the end."""
+        return _offsets([self.inner.node_bounds(ntype) for ntype in self.ntypes], self.partid)
+
+    @property
+    def local_etype_offset(self) -> list[int]:
+        """The same of the edges."""
+        return _offsets([self.inner.edge_bounds(etype) for etype in self.canonical_etypes], self.partid)
+
+    def shared_memory(self, graph_name: str) -> None:
+        """Not needed.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
+
+    def num_partitions(self) -> int:
+        """Return P; of an open graph, the number of servers."""
+        return self.inner.num_partitions()
+
+    def metadata(self) -> list[dict[str, int]]:
+        """Return ``machine_id``, ``num_nodes``, ``num_edges`` of each partition."""
+        return self.inner.metadata()
+
+    def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
+        """Return the triple of an edge type."""
+        return self.inner.to_canonical_etype(etype)
+
+    def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
+        """Return the partition of each node."""
+        if self._homogeneous_nodes(ntype):
+            return _owner(nids, self._ends(nodes=True))
+        return self.inner.nid2partid(nids, ntype)
+
+    def eid2partid(self, eids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
+        """Return the partition of each edge."""
+        if self._homogeneous_edges(etype):
+            return _owner(eids, self._ends(nodes=False))
+        return self.inner.eid2partid(eids, etype)
+
+    def partid2nids(self, partid: int, ntype: str = NODE_TYPE) -> Tensor:
+        """Return the ids of the nodes of a partition."""
+        if self._homogeneous_nodes(ntype):
+            return torch.arange(*self._range(partid, nodes=True))
+        return self.inner.partid2nids(int(partid), ntype)
+
+    def partid2eids(self, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
+        """Return the ids of the edges of a partition."""
+        if self._homogeneous_edges(etype):
+            return torch.arange(*self._range(partid, nodes=False))
+        return self.inner.partid2eids(int(partid), etype)
+
+    def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
+        """Return the ids counted from the first node of ``partid``, which owns them."""
+        if self._homogeneous_nodes(ntype):
+            return _local(nids, self._range(partid, nodes=True))
+        return self.inner.nid2localnid(nids, int(partid), ntype)
+
+    def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
+        """Return the ids counted from the first edge of ``partid``, which owns them."""
+        if self._homogeneous_edges(etype):
+            return _local(eids, self._range(partid, nodes=False))
+        return self.inner.eid2localeid(eids, int(partid), etype)
+
+    def map_to_per_ntype(self, ids: Ids) -> tuple[Tensor, Tensor]:
+        """Return (type number, id within the type) of homogeneous node ids."""
+        return self.inner.map_to_per_ntype(ids)
+
+    def map_to_per_etype(self, ids: Ids) -> tuple[Tensor, Tensor]:
+        """Return (type number, id within the type) of homogeneous edge ids."""
+        return self.inner.map_to_per_etype(ids)
+
+    def map_to_homo_nid(self, ids: Ids, ntype: str) -> Tensor:
+        """Return the homogeneous ids of nodes of a type."""
+        return self.inner.map_to_homo_nid(ids, ntype)
+
+    def map_to_homo_eid(self, ids: Ids, etype: str | EdgeType) -> Tensor:
+        """Return the homogeneous ids of edges of a type."""
+        return self.inner.map_to_homo_eid(ids, etype)
+
+    def _homogeneous_nodes(self, ntype: str) -> bool:
+        return ntype == NODE_TYPE and NODE_TYPE not in self.ntypes
+
+    def _homogeneous_edges(self, etype: str | EdgeType) -> bool:
+        return etype in (EDGE_TYPE, EDGE_TYPE[1]) and EDGE_TYPE not in self.canonical_etypes
+
+    def _ends(self, *, nodes: bool) -> Array:
+        name = "num_nodes" if nodes else "num_edges"
+        return np.cumsum([one[name] for one in self.metadata()])
+
+    def _range(self, partid: int, *, nodes: bool) -> tuple[int, int]:
+        ends = self._ends(nodes=nodes)
+        if not 0 <= partid < len(ends):
+            raise ConfigError(f"there is no partition {partid}; they are 0 to {len(ends) - 1}")
+        return int(ends[partid - 1]) if partid else 0, int(ends[partid])
+
+
+def _by_number(numbers: Mapping[K, int]) -> list[K]:
+    return sorted(numbers, key=numbers.__getitem__)
+
+
+def _bounds(ranges: Mapping[Any, Any], key: object, num_parts: int) -> Array:
+    given = np.asarray(ranges[key], dtype=np.int64) if key in ranges else np.empty(0, np.int64)
+    if given.shape != (num_parts, 2):
+        raise ConfigError(f"the map of {key!r} has shape {given.shape}; give ({num_parts}, 2) ranges")
+    return np.concatenate([[0], np.cumsum(given[:, 1] - given[:, 0])])
+
+
+def _offsets(bounds: list[Array], partition: int) -> list[int]:
+    sizes = [int(one[partition + 1] - one[partition]) for one in bounds]
+    return [0, *np.cumsum(sizes).tolist()]
+
+
+def _owner(ids: Ids, ends: Array) -> Tensor:
+    asked = as_ids(ids, int(ends[-1]), "the ids of all types")
+    return torch.from_numpy(np.searchsorted(ends, asked, side="right"))
+
+
+def _local(ids: Ids, own: tuple[int, int]) -> Tensor:
+    asked = as_ids(ids, own[1], "the ids of all types") - own[0]
+    return torch.from_numpy(asked)

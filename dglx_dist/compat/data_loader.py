@@ -1,0 +1,116 @@
+"""DGL's ``DistDataLoader``: a script's own function, on batches of this rank's items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import gather_int64
+from dglx_dist.cluster.session import current_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import StepShare
+from dglx_dist.sampling.ahead import run_ahead
+from dglx_dist.sampling.options import whole_number
+from dglx_dist.strategies.base import WRAPPED
+
+
+@final
+class DistDataLoader:
+    """Calls ``collate_fn`` on lists of items, batch by batch. Every rank must make it.
+
+    The order of a shuffled epoch is torch's, as with DGL. A rank that has run out of items stops; once a
+    model was wrapped by ``dglx_dist.wrap`` it goes on with empty lists until the last rank is done.
+
+    Args:
+        dataset: This rank's items: a tensor of ids, or a sequence of ids or (type, id) pairs.
+        batch_size: Items per step.
+        shuffle: Whether each epoch has another order.
+        collate_fn: A list of items to a batch; None: the list.
+        drop_last: Whether a last batch that is not full is left out.
+        queue_size: Batches made ahead, on one thread; None: none.
+
+    Raises:
+        ConfigError: on all ranks, when a number is none.
+    """
+
+    def __init__(
+        self,
+        dataset: Tensor | Sequence[Any],
+        batch_size: int,
+        shuffle: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        queue_size: int | None = None,
+    ) -> None:
+        self._session = current_session()
+        self.dataset, self.shuffle, self.drop_last = dataset, bool(shuffle), bool(drop_last)
+        self.batch_size = whole_number("batch_size", batch_size, least=1)
+        self.queue_size = 0 if queue_size is None else whole_number("queue_size", queue_size, least=1)
+        self.collate_fn = collate_fn or list
+        self._order = torch.arange(len(dataset))
+        mine = [len(dataset), self.batch_size, int(self.drop_last)]
+        rows = gather_int64(mine, self._session)
+        if bool((rows[:, 1:] != rows[0, 1:]).any()):
+            raise ConfigError(f"the ranks differ in batch_size or drop_last: {rows[:, 1:].tolist()}")
+        # (W, steps) items of each rank in each step.
+        self._sizes = _sizes(rows[:, 0], self.batch_size, self.drop_last)
+        self._running: Iterator[Any] | None = None
+
+    @property
+    def expected_idxs(self) -> int:
+        """Batches of an epoch on this rank."""
+        return int(np.count_nonzero(self._sizes[self._session.topology.rank]))
+
+    def __len__(self) -> int:
+        return self._sizes.shape[1] if WRAPPED in self._session.attached else self.expected_idxs
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.shuffle:
+            self._order = self._order[torch.randperm(len(self._order))]
+        self._running = self._batches(self._order)
+        return self._running
+
+    def __next__(self) -> Any:
+        if self._running is None:
+            iter(self)
+        assert self._running is not None
+        try:
+            return next(self._running)
+        except StopIteration:
+            self._running = None
+            raise
+
+    def _batches(self, order: Tensor) -> Iterator[Any]:
+        rank = self._session.topology.rank
+
+        def make(step: int) -> Any:
+            first = step * self.batch_size
+            chosen = order[first : first + int(self._sizes[rank, step])].tolist()
+            return self.collate_fn([_item(self.dataset[at]) for at in chosen])
+
+        steps = range(len(self))
+        try:
+            made = run_ahead(make, steps, depth=max(self.queue_size, 1), num_threads=int(self.queue_size > 0))
+            for step, batch in zip(steps, made, strict=True):
+                sizes = self._sizes[:, step]
+                self._session.step_share = StepShare(num_local=int(sizes[rank]), num_global=int(sizes.sum()))
+                yield batch
+        finally:
+            self._session.step_share = None
+
+
+def _item(item: Any) -> Any:
+    """Return an id as an int, alone or with its type."""
+    if isinstance(item, tuple):
+        return (item[0], _item(item[1]))
+    return item.item() if isinstance(item, Tensor | np.generic) else item
+
+
+def _sizes(counts: np.ndarray[Any, Any], batch_size: int, drop_last: bool) -> np.ndarray[Any, Any]:
+    kept = counts // batch_size * batch_size if drop_last else counts
+    firsts = np.arange(0, int(kept.max(initial=0)), batch_size)
+    return np.clip(kept[:, None] - firsts[None, :], 0, batch_size)

@@ -1,0 +1,187 @@
+"""DGL's ``KVClient``, over our KVStore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import barrier
+from dglx_dist.compat.policy import PartitionPolicy, inner_policy, outer_policy
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor as Inner
+from dglx_dist.graph.dist_tensor import opened_graph, union
+from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
+from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.shared_rows import InitRows
+
+
+@final
+class KVClient:
+    """Named tensors of the graph opened last; ``g._client`` and ``tensor.kvstore`` are one of these.
+
+    Raises:
+        ConfigError: it is made by hand: there are no servers to connect to.
+    """
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise ConfigError("there are no servers to connect to; the store of a graph is g._client")
+
+    @staticmethod
+    def over(store: KVStore) -> KVClient:
+        """Return DGL's view of our store."""
+        made = KVClient.__new__(KVClient)
+        made.inner = store
+        return made
+
+    inner: KVStore
+
+    @property
+    def all_possible_part_policy(self) -> dict[str, PartitionPolicy]:
+        """The policies of the graph's nodes and edges by name."""
+        g = opened_graph()
+        policies = [outer_policy(g.get_node_partition_policy(ntype)) for ntype in g.ntypes]
+        policies += [outer_policy(g.get_edge_partition_policy(etype)) for etype in g.canonical_etypes]
+        return {policy.policy_str: policy for policy in policies}
+
+    @property
+    def num_servers(self) -> int:
+        """S."""
+        return self.inner.placement.topology.num_servers
+
+    @property
+    def client_id(self) -> int:
+        """The rank of this process."""
+        return self.inner.placement.topology.rank
+
+    @property
+    def machine_id(self) -> int:
+        """The server of this rank."""
+        return self.inner.placement.topology.server
+
+    @property
+    def role(self) -> str:
+        """``default``, as DGL calls trainers."""
+        return "default"
+
+    @property
+    def data_store(self) -> dict[str, Tensor]:
+        """The own server's rows of every tensor."""
+        return {name: self._tensor(name).local_rows() for name in self.data_name_list()}
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; what was pushed before is then seen by all."""
+        together(self.inner.session, self.inner.fence)
+        barrier(self.inner.session, "client.barrier()")
+
+    def init_data(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        part_policy: PartitionPolicy,
+        init_func: InitRows | None = None,
+        is_gdata: bool = True,
+    ) -> None:
+        """Create a tensor; every rank must call it.
+
+        Args:
+            name: ``<policy>~<tensor>``, as DGL composes it.
+            shape: Of the whole.
+            dtype: Torch's.
+            part_policy: How its rows are laid.
+            init_func: First rows of the own server; zeros when None.
+            is_gdata: Whether the graph shows it.
+
+        Raises:
+            ConfigError: the name does not begin with the policy's, or exists already.
+        """
+        prefix, _, short = name.rpartition("~")
+        if prefix != part_policy.policy_str:
+            raise ConfigError(f"the name {name!r} must be {part_policy.get_data_name('<tensor>')!r}")
+        Inner(tuple(shape), dtype, short, init_func, inner_policy(part_policy), True, is_gdata, False)
+
+    def delete_data(self, name: str) -> None:
+        """Free a tensor; every rank must call it."""
+        self._tensor(name).delete()
+
+    def push(self, name: str, id_tensor: Ids, data_tensor: Tensor) -> None:
+        """Overwrite rows and wait until they are there, which DGL does not."""
+        self._tensor(name)[id_tensor] = data_tensor
+
+    def pull(self, name: str, id_tensor: Ids) -> Tensor:
+        """Return rows."""
+        return self._tensor(name)[id_tensor]
+
+    def register_push_handler(self, name: str, func: Callable[..., None]) -> None:
+        """Let ``func(store, name, local ids, rows)`` do what is pushed, on the rank that owns the rows.
+
+        Every rank must call it.
+        """
+        info = self.inner.column(name).info
+
+        def handler(rows: Any, local_ids: Any, values: Any) -> None:
+            func(
+                {name: tensor_view(rows, info)}, name, torch.from_numpy(local_ids), tensor_view(values, info)
+            )
+
+        self.inner.register_push_handler(name, handler)
+
+    def register_pull_handler(self, name: str, func: Callable[..., Tensor]) -> None:
+        """Let ``func(store, name, local ids)`` compute what is pulled. Every rank must call it."""
+        info = self.inner.column(name).info
+
+        def handler(rows: Any, local_ids: Any) -> Any:
+            return numpy_view(func({name: tensor_view(rows, info)}, name, torch.from_numpy(local_ids)))
+
+        self.inner.register_pull_handler(name, handler)
+
+    def get_partid(self, name: str, id_tensor: Ids) -> Tensor:
+        """Return the partition of each row."""
+        policy = self._tensor(name).part_policy
+        return policy.to_partid(torch.from_numpy(as_ids(id_tensor, policy.get_size(), name)))
+
+    def data_name_list(self) -> list[str]:
+        """Return the names of all tensors that the graph shows."""
+        return [name for name in self.inner.names() if not name.startswith("hidden~")]
+
+    gdata_name_list = data_name_list
+
+    def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, ...], PartitionPolicy]:
+        """Return dtype, shape and policy."""
+        tensor = self._tensor(name)
+        return tensor.dtype, tensor.shape, outer_policy(tensor.part_policy)
+
+    def union(self, operand1_name: str, operand2_name: str, output_name: str) -> None:
+        """Write the bitwise or of two tensors into a third. Every rank must call it."""
+        joined = union(self._tensor(operand1_name), self._tensor(operand2_name))
+        output = self._tensor(output_name)
+        first, last = output.local_range
+        if self.inner.placement.topology.local_rank == 0:
+            output[first:last] = joined.local_rows()
+        joined.delete()
+        self.barrier()
+
+    def count_nonzero(self, name: str) -> int:
+        """Return how many values of a tensor are not zero."""
+        return self.inner.count_nonzero(name)
+
+    def map_shared_data(self, partition_book: object) -> None:
+        """Not needed.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("the ranks of a server share their rows already; leave map_shared_data() out")
+
+    def _tensor(self, name: str) -> Inner:
+        column = self.inner.column(name)
+        prefix, _, short = name.rpartition("~")
+        shape = (column.num_rows, *column.info.row_shape)
+        policy = inner_policy(self.all_possible_part_policy[prefix.removeprefix("hidden~")])
+        is_gdata = not prefix.startswith("hidden~")
+        return Inner(shape, torch_dtype(column.info.dtype), short, None, policy, is_gdata=is_gdata)

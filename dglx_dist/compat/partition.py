@@ -1,0 +1,214 @@
+"""DGL's ``partition_graph`` and its files, read and written."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import dgl
+import numpy as np
+import torch
+from dgl.data.utils import load_tensors
+from torch import Tensor
+
+from dglx_dist.compat.book import RangePartitionBook
+from dglx_dist.datasets.load import load_dataset
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.partition import PARTITIONERS, PartitionOptions
+from dglx_dist.partition.two_level import assign_two_levels, check_no_trainer_ids, with_trainer_ids
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, EdgeType, RawGraph
+from dglx_dist.storage.dgl_format import write_dgl_format
+from dglx_dist.storage.dgl_import import read_part_config
+
+Ids: TypeAlias = Tensor | dict[Any, Tensor]
+Loaded: TypeAlias = tuple[
+    dgl.DGLGraph, dict[str, Tensor], dict[str, Tensor], RangePartitionBook, str, list[str], list[EdgeType]
+]
+
+
+def partition_graph(  # noqa: PLR0913 - DGL's signature
+    g: dgl.DGLGraph,
+    graph_name: str,
+    num_parts: int,
+    out_path: str | Path,
+    num_hops: int = 1,
+    part_method: str = "metis",
+    balance_ntypes: Tensor | Mapping[str, Tensor] | None = None,
+    balance_edges: bool = False,
+    return_mapping: bool = False,
+    num_trainers_per_machine: int = 1,
+    objtype: str = "cut",
+    graph_formats: str | Sequence[str] | None = None,
+    use_graphbolt: bool = False,
+    *,
+    seed: int = 0,
+) -> tuple[Ids, Ids] | None:
+    """Cut ``g`` and write DGL's files, which DGL and this package read; one process calls it.
+
+    Nodes are numbered as DGL does: part by part, in the order they had. Edges are numbered by part, then
+    destination, then source.
+
+    Args:
+        g: Homogeneous or heterogeneous.
+        graph_name: Of the graph and of the JSON file.
+        num_parts: P.
+        out_path: Folder; files of an earlier partition there are replaced.
+        num_hops: 1: nothing beyond the sources of a part's in-edges is stored.
+        part_method: ``metis``, ``random``, or another partitioner of this package.
+        balance_ntypes: (N,) integers, or a dict of them by node type; each value is balanced by itself. Of
+            several node types each is balanced anyway, where the method can.
+        balance_edges: Balance the in-edges too.
+        return_mapping: Whether to return the original ids.
+        num_trainers_per_machine: Above 1, each part is cut once more and nodes and edges get ``trainer_id``.
+        objtype: ``cut`` or ``vol``.
+        graph_formats: None, or ``coo``, ``csc``, ``csr``: as what structure is stored.
+        use_graphbolt: False.
+        seed: The same seed gives the same parts.
+
+    Returns:
+        With ``return_mapping``: original node and edge ids in the new order, by type if there are several.
+
+    Raises:
+        ConfigError: an argument that cannot be honoured.
+        StorageError: ``out_path`` cannot be written.
+    """
+    if num_hops != 1 or use_graphbolt:
+        raise ConfigError(
+            f"num_hops={num_hops}, use_graphbolt={use_graphbolt}: only 1 and False can be honoured; farther "
+            "neighbours are fetched when they are asked for, and there is one format"
+        )
+    raw = load_dataset(g, name=graph_name)
+    method = PARTITIONERS.resolve(part_method)
+    weighed, balance = _with_weights(raw, balance_ntypes)
+    balance += (("etype",) if len(raw.edges) > 1 else ("degree",)) if balance_edges else ()
+    if not balance and len(raw.num_nodes) > 1 and "balance" in PARTITIONERS.get(method).honours:
+        balance = ("ntype",)
+    options = PartitionOptions(balance=balance, objective=cast("Any", objtype))
+    if num_trainers_per_machine > 1:
+        check_no_trainer_ids(raw)
+        split = assign_two_levels(weighed, method, options, (num_parts, num_trainers_per_machine), seed)
+        assignment, raw = split.parts, with_trainer_ids(raw, split.trainers)
+    else:
+        assignment = PARTITIONERS.get(method)(options).assign(weighed, num_parts, seed)
+    config = _written(raw, assignment, Path(out_path), graph_formats)
+    return _mapping(config, num_parts) if return_mapping else None
+
+
+def load_partition(
+    part_config: str | Path, part_id: int, load_feats: bool = True, use_graphbolt: bool = False
+) -> Loaded:
+    """Return (structure, node data, edge data, book, graph name, node types, edge types) of one part.
+
+    Raises:
+        ConfigError: ``use_graphbolt``, or there is no such part.
+        StorageError: a file is missing or damaged.
+    """
+    if use_graphbolt:
+        raise ConfigError("use_graphbolt=True cannot be honoured: there is one format; leave it out")
+    book, name, ntypes, etypes = load_partition_book(part_config, part_id)
+    graph = dgl.load_graphs(str(_file(part_config, part_id, "part_graph")))[0][0]
+    nodes, edges = load_partition_feats(part_config, part_id) if load_feats else ({}, {})
+    return graph, nodes or {}, edges or {}, book, name, list(ntypes), list(etypes)
+
+
+def load_partition_feats(
+    part_config: str | Path, part_id: int, load_nodes: bool = True, load_edges: bool = True
+) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+    """Return the data of the own nodes by ``type/name`` and of the own edges by ``src:rel:dst/name``.
+
+    None for what is not asked for.
+
+    Raises:
+        ConfigError: there is no such part.
+        StorageError: a file is missing or damaged.
+    """
+    nodes = _tensors(part_config, part_id, "node_feats", NODE_TYPE) if load_nodes else None
+    edges = _tensors(part_config, part_id, "edge_feats", ":".join(EDGE_TYPE)) if load_edges else None
+    return nodes, edges
+
+
+def load_partition_book(
+    part_config: str | Path, part_id: int
+) -> tuple[RangePartitionBook, str, dict[str, int], dict[EdgeType, int]]:
+    """Return (book, graph name, node types by number, edge types by number); partitions are the file's.
+
+    Raises:
+        ConfigError: there is no such part.
+        StorageError: the file is missing or damaged.
+    """
+    config = read_part_config(Path(part_config).absolute())
+    ntypes = {ntype: number for number, ntype in enumerate(config.ntypes)}
+    etypes = {etype: number for number, etype in enumerate(config.etypes)}
+    ends = config.nodes.starts + config.nodes.counts, config.edges.starts + config.edges.counts
+    nodes = {t: np.stack([config.nodes.starts[n], ends[0][n]], axis=1) for t, n in ntypes.items()}
+    edges = {t: np.stack([config.edges.starts[n], ends[1][n]], axis=1) for t, n in etypes.items()}
+    book = RangePartitionBook(part_id, config.num_parts, nodes, edges, ntypes, etypes)
+    return book, config.name, ntypes, etypes
+
+
+def _with_weights(
+    graph: RawGraph, given: Tensor | Mapping[str, Tensor] | None
+) -> tuple[RawGraph, tuple[str, ...]]:
+    """Return the graph with a 0/1 column for each value that is balanced by itself, and their names."""
+    if given is None:
+        return graph, ()
+    if not isinstance(given, Mapping):
+        if len(graph.num_nodes) > 1:
+            raise ConfigError("balance_ntypes is one tensor, for several node types; give a dict by type")
+        given = {next(iter(graph.num_nodes)): given}
+    node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
+    names = []
+    for ntype, count in graph.num_nodes.items():
+        kinds = torch.as_tensor(given[ntype]).numpy() if ntype in given else np.zeros(count, np.int64)
+        for value in np.unique(kinds):
+            names.append(f"balance_ntypes.{ntype}={value}")
+            node_data.setdefault(ntype, {})[names[-1]] = (kinds == value).astype(np.int64)
+    return replace(graph, node_data=node_data), tuple(names)
+
+
+def _written(raw: RawGraph, assignment: Any, out: Path, formats: str | Sequence[str] | None) -> Path:
+    """Write DGL's files into ``out``, in the place of those of an earlier partition."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partition-", dir=out) as scratch:
+        config = write_dgl_format(raw, assignment, Path(scratch) / "parts", formats=formats)
+        # The JSON file last: it names the others.
+        for path in sorted(config.parent.iterdir(), key=lambda one: one == config):
+            target = out / path.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            path.replace(target)
+    return out / config.name
+
+
+def _mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
+    read = read_part_config(config.absolute())
+    found = [
+        [load_tensors(str(_file(config, part, "part_graph").with_name(name))) for part in range(num_parts)]
+        for name in ("orig_nids.dgl", "orig_eids.dgl")
+    ]
+    nodes = {ntype: torch.cat([part[ntype] for part in found[0]]) for ntype in read.ntypes}
+    edges = {etype: torch.cat([part[":".join(etype)] for part in found[1]]) for etype in read.etypes}
+    if len(nodes) == len(edges) == 1:
+        return next(iter(nodes.values())), next(iter(edges.values()))
+    return nodes, edges
+
+
+def _file(part_config: str | Path, part: int, kind: str) -> Path:
+    path = Path(part_config).absolute()
+    config = read_part_config(path)
+    if not 0 <= part < config.num_parts:
+        raise ConfigError(f"{path} has the parts 0 to {config.num_parts - 1}, not {part}")
+    found = config.file(part, kind)
+    if not found.is_file():
+        raise StorageError(f"{found} is missing; copy it here or partition the graph again")
+    return found
+
+
+def _tensors(part_config: str | Path, part: int, kind: str, only: str) -> dict[str, Tensor]:
+    """Return the tensors of a file; files of old versions leave out the only type."""
+    tensors = load_tensors(str(_file(part_config, part, kind)))
+    return {name if "/" in name else f"{only}/{name}": tensor for name, tensor in tensors.items()}

@@ -1,0 +1,60 @@
+"""Starting a session for a strategy that is named, and finding it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.cluster.topology import read_settings
+from dglx_dist.strategies.base import Strategy
+from dglx_dist.strategies.registry import STRATEGIES
+
+
+def resolve_strategy(strategy: str | None) -> str:
+    """Return the one name of ``strategy``; of None: DGLX_STRATEGY, else ``data_parallel``.
+
+    Raises:
+        UnknownNameError: there is no such strategy; the message has the nearest name.
+    """
+    return STRATEGIES.resolve(strategy or read_settings().strategy or "data_parallel")
+
+
+def begin(
+    strategy: str,
+    options: Mapping[str, object],
+    *,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+    backend: str | None = None,
+) -> Session:
+    """Join the other ranks for ``strategy``; every rank must call it.
+
+    Args:
+        strategy: What :func:`resolve_strategy` gives.
+        options: The strategy's own; where DGLX_OPTIONS has others of them, both.
+        timeout_s: Seconds that a rank may be silent.
+        seed: Of everything random.
+        backend: Of the process group, if there is none yet.
+
+    Raises:
+        ConfigError: the strategy does not know an option, ranks disagree, or a session is open already.
+        PeerError: ranks are missing after the time-out.
+    """
+    told = {**read_settings().options, **options}
+    session = start_session(strategy=strategy, options=told, timeout_s=timeout_s, seed=seed, backend=backend)
+    try:
+        strategy_of(session)
+    except BaseException as error:
+        session.fail(error)
+        session.close(failed=True)
+        raise
+    return session
+
+
+def strategy_of(session: Session) -> Strategy:
+    """Return the strategy that the session was opened with; it keeps no state of its own.
+
+    Raises:
+        ConfigError: the strategy does not know one of the session's options.
+    """
+    return STRATEGIES.get(session.strategy)(session, session.options)

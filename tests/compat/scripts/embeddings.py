@@ -1,0 +1,80 @@
+"""Trainable rows in place of features, written for ``dgl.distributed``; draws its own neighbours."""
+
+import argparse
+import json
+
+import dgl
+import dgl.distributed
+import torch as th
+from dgl.nn import SAGEConv
+from torch.nn.parallel import DistributedDataParallel
+
+
+def first_rows(shape, dtype):
+    rows = th.empty(shape, dtype=dtype)
+    # Each row by its columns alone, so that servers need not know which rows they have.
+    rows[:] = th.linspace(-1, 1, shape[1])
+    return rows
+
+
+class SAGE(th.nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.near = SAGEConv(width, width, "mean")
+        self.far = SAGEConv(width, classes, "mean")
+
+    def forward(self, blocks, h):
+        return self.far(blocks[1], th.relu(self.near(blocks[0], h)))
+
+
+def main(args):
+    dgl.distributed.initialize(args.ip_config)
+    th.distributed.init_process_group(backend="gloo")
+    g = dgl.distributed.DistGraph(args.graph_name, part_config=args.part_config)
+    train = dgl.distributed.node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=True)
+    th.manual_seed(0)
+    policy = g.get_node_partition_policy("_N")
+    embedding = dgl.distributed.DistEmbedding(g.num_nodes(), 8, "rows", first_rows, policy)
+    classes = int(g.ndata["labels"][th.arange(g.num_nodes())].max()) + 1
+    model = DistributedDataParallel(SAGE(8, classes))
+    dense = th.optim.Adam(model.parameters(), lr=0.02)
+    sparse = dgl.distributed.optim.SparseAdagrad([embedding], lr=0.1)
+
+    def sample(seeds):
+        seeds = th.tensor(seeds)
+        blocks, wanted = [], seeds
+        for _ in range(2):
+            frontier = dgl.distributed.sample_neighbors(g, wanted, -1)
+            block = dgl.to_block(frontier, wanted)
+            wanted = block.srcdata[dgl.NID]
+            blocks.insert(0, block)
+        return seeds, blocks
+
+    loader = dgl.distributed.DistDataLoader(train, args.batch_size, shuffle=True, collate_fn=sample)
+    losses = []
+    for _ in range(args.num_epochs):
+        with model.join():
+            for seeds, blocks in loader:
+                scores = model(blocks, embedding(blocks[0].srcdata[dgl.NID]))
+                loss = th.nn.functional.cross_entropy(scores, g.ndata["labels"][seeds].long())
+                dense.zero_grad()
+                sparse.zero_grad()
+                loss.backward()
+                dense.step()
+                sparse.step()
+                losses.append([loss.item(), len(seeds)])
+    g.barrier()
+    rows = embedding.weight[th.arange(g.num_nodes())]
+    with open(f"{args.out}-{g.rank()}.json", "w") as file:
+        json.dump({"losses": losses, "rows": rows.tolist()}, file)
+    g.barrier()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name in ("graph_name", "ip_config", "part_config", "out"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--num_epochs", type=int, default=3)
+    parser.add_argument("--batch_size", type=int, default=1000)
+    main(parser.parse_args())

@@ -1,0 +1,78 @@
+"""GraphSAGE without labels, written for ``dgl.distributed``: edges against pairs that are none."""
+
+import argparse
+import json
+
+import dgl
+import dgl.distributed
+import dgl.function as fn
+import torch as th
+from dgl.dataloading import DistEdgeDataLoader
+from dgl.nn import SAGEConv
+from torch.nn.parallel import DistributedDataParallel
+
+
+class SAGE(th.nn.Module):
+    def __init__(self, in_width, width):
+        super().__init__()
+        self.near = SAGEConv(in_width, width, "mean")
+        self.far = SAGEConv(width, width, "mean")
+
+    def forward(self, blocks, h):
+        return self.far(blocks[1], th.relu(self.near(blocks[0], h)))
+
+
+def score(graph, h):
+    with graph.local_scope():
+        graph.ndata["h"] = h
+        graph.apply_edges(fn.u_dot_v("h", "h", "score"))
+        return graph.edata["score"]
+
+
+def main(args):
+    dgl.distributed.initialize(args.ip_config)
+    th.distributed.init_process_group(backend="gloo")
+    g = dgl.distributed.DistGraph(args.graph_name, part_config=args.part_config)
+    every = th.ones(g.num_edges(), dtype=th.bool)
+    edges = dgl.distributed.edge_split(every, g.get_partition_book(), force_even=True)
+    th.manual_seed(0)
+    model = SAGE(g.ndata["features"].shape[1], 16)
+    model = DistributedDataParallel(model)
+    optimizer = th.optim.Adam(model.parameters(), lr=0.01)
+    loader = DistEdgeDataLoader(
+        g,
+        edges,
+        dgl.dataloading.NeighborSampler([5, 5]),
+        exclude="reverse_id",
+        reverse_eids=th.arange(g.num_edges()),  # the edges themselves, as in DGL's own example
+        negative_sampler=dgl.dataloading.negative_sampler.Uniform(1),
+        batch_size=args.batch_size,
+        shuffle=True,
+    )
+    losses, overlaps = [], 0
+    for _ in range(args.num_epochs):
+        with model.join():
+            for inputs, positive, negative, blocks in loader:
+                taken = positive.edata[dgl.EID]
+                overlaps += sum(int(th.isin(block.edata[dgl.EID], taken).sum()) for block in blocks)
+                h = model(blocks, g.ndata["features"][inputs])
+                scores = th.cat([score(positive, h), score(negative, h)])
+                wanted = th.cat([th.ones(positive.num_edges(), 1), th.zeros(negative.num_edges(), 1)])
+                loss = th.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append([loss.item(), positive.num_edges()])
+    with open(f"{args.out}-{g.rank()}.json", "w") as file:
+        json.dump({"losses": losses, "overlaps": overlaps}, file)
+    g._client.barrier()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name in ("graph_name", "ip_config", "part_config", "out"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--num_epochs", type=int, default=3)
+    parser.add_argument("--batch_size", type=int, default=400)
+    main(parser.parse_args())

@@ -1,0 +1,342 @@
+"""What ``dgl.distributed`` answers, as JSON: run once with DGL's own and once with what takes its place.
+
+Edge ids are not compared, for they are numbered anew; edges are told apart by the column ``mark``.
+"""
+
+import argparse
+import json
+import warnings
+
+import dgl
+import dgl.distributed as dist
+import numpy as np
+import torch as th
+from dgl.dataloading import DistEdgeDataLoader, DistNodeDataLoader
+
+
+def refuses(action):
+    """Whether an error is raised, of whatever kind."""
+    try:
+        action()
+    except Exception:
+        return True
+    return False
+
+
+def numbers(value):
+    """Plain Python numbers of tensors, arrays and nests of them."""
+    if isinstance(value, th.Tensor):
+        return (value.long() if value.dtype in (th.bool, th.uint8) else value).tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [numbers(one) for one in value]
+    if isinstance(value, dict):
+        return {str(key): numbers(one) for key, one in value.items()}
+    return value
+
+
+def ends(graph, etype=None):
+    # DGL leaves out the types of which nothing was drawn.
+    if etype not in (None, *graph.etypes):
+        return []
+    return sorted(zip(*(one.tolist() for one in graph.edges(etype=etype)), strict=True))
+
+
+def about_graph(g):
+    nodes = th.tensor([3, 0, 7])
+    schemes = {name: [list(one.shape), str(one.dtype)] for name, one in g.node_attr_schemes().items()}
+    return {
+        "sizes": [g.num_nodes(), g.num_edges(), g.number_of_nodes(), g.number_of_edges()],
+        "of one type": [g.num_nodes("_N"), g.num_edges("_E"), g.num_edges(("_N", "_E", "_N"))],
+        "types": [g.ntypes, g.etypes, g.canonical_etypes, g.to_canonical_etype("_E")],
+        "type ids": [g.get_ntype_id(None), g.get_ntype_id("_N"), g.get_etype_id("_E")],
+        "dtypes": [str(g.idtype), str(g.device), g.is_pinned(), g.rank()],
+        "names": [sorted(g.ndata), sorted(g.edata), "features" in g.ndata, "nothing" in g.ndata],
+        "schemes": {name: one for name, one in schemes.items() if not name.endswith("mask")},
+        "edge schemes": list(g.edge_attr_schemes()["mark"].shape),
+        "in degrees": [g.in_degrees(), g.in_degrees(nodes), g.in_degrees(4)],
+        "out degrees": [g.out_degrees(), g.out_degrees(nodes)],
+        "local": [g.local_partition.num_nodes(), g.local_partition.num_edges()],
+        "views": [len(g.ndata), g.nodes["_N"].data["labels"][nodes], g.ndata["features"].shape],
+        "wrong": [
+            refuses(lambda: g.nodes["nobody"].data),
+            refuses(lambda: g.num_nodes("nobody")),
+            refuses(lambda: g.to_canonical_etype("nothing")),
+            refuses(lambda: g.edge_subgraph(nodes, store_ids=False)),
+        ],
+    }
+
+
+def about_edges(g):
+    order = th.argsort(g.edata["mark"][th.arange(g.num_edges())])
+    some = order[:9]
+    induced, whole = g.edge_subgraph(some), g.edge_subgraph(some, relabel_nodes=False)
+    source, destination = induced.edges()
+    return {
+        "ends": g.find_edges(order),
+        "ends by function": dist.find_edges(g, order),
+        "marks": g.edata["mark"][some],
+        "induced": sorted(
+            zip(
+                induced.ndata[dgl.NID][source].tolist(),
+                induced.ndata[dgl.NID][destination].tolist(),
+                strict=True,
+            )
+        ),
+        "induced nodes": [induced.num_nodes(), whole.num_nodes(), sorted(induced.ndata[dgl.NID].tolist())],
+        "whole": ends(whole),
+    }
+
+
+def about_sampling(g):
+    nodes = th.tensor([3, 0, 7, 20])
+    every = dist.sample_neighbors(g, nodes, -1)
+    few = dist.sample_neighbors(g, nodes, 2, replace=False)
+    many = dist.sample_neighbors(g, nodes, 4, replace=True)
+    weighed = dist.sample_neighbors(g, nodes, -1, prob="weight")
+    source, destination = few.edges()
+    found = g.find_edges(few.edata[dgl.EID])
+    return {
+        "all": ends(every),
+        "all by method": ends(g.sample_neighbors(nodes, -1)),
+        "all by type": ends(dist.sample_etype_neighbors(g, nodes, -1)),
+        "in subgraph": ends(dist.in_subgraph(g, nodes)),
+        "of a dict": ends(dist.sample_neighbors(g, {"_N": nodes}, -1)),
+        "few": [few.in_degrees().tolist(), few.num_nodes()],
+        "ids are right": bool((found[0] == source).all() and (found[1] == destination).all()),
+        "with replacement": many.in_degrees().tolist(),
+        "weight 0 is never drawn": ends(weighed),
+    }
+
+
+def about_tensors(g):
+    number = g.num_nodes()
+    zeros = dist.DistTensor((number, 2), th.float32)
+    ones = dist.DistTensor((number,), th.int64, "ones", lambda shape, dtype: th.ones(shape, dtype=dtype))
+    again = dist.DistTensor((number,), th.int64, "ones")
+    policy = g.get_node_partition_policy("_N")
+    named = dist.DistTensor((number, 3), th.float32, "named", part_policy=policy, persistent=True)
+    named[th.tensor([1, 4])] = th.tensor([[1.0, 2, 3], [4, 5, 6]])
+    again[2:5] = th.tensor([7, 8, 0])
+    first = dist.DistTensor((number,), th.bool, "first")
+    second = dist.DistTensor((number,), th.bool, "second")
+    first[th.tensor([0, 3])] = th.tensor([True, True])
+    second[th.tensor([3, 5])] = th.tensor([True, True])
+    both = first | second
+    return {
+        "zeros": [zeros[th.tensor([0, 5])], zeros.shape, len(zeros), str(zeros.dtype)],
+        "ones": [ones[0:6], ones.count_nonzero(), ones.name, ones.tensor_name],
+        "named": [named[[1, 4, 4]], named[np.array([0])], named[4], named.shape],
+        "same rows": [again[th.arange(6)], ones[th.arange(6)]],
+        "or": [both[th.arange(7)], both.count_nonzero()],
+        "policy": [policy.policy_str, policy.type_name, policy.part_id, policy.get_size(), policy.is_node],
+        "policy's ids": [
+            policy.to_partid(th.arange(3)),
+            policy.to_local(th.arange(3)),
+            policy.get_part_size(),
+        ],
+        "local": named.local_partition[4],
+        "wrong": [
+            refuses(lambda: dist.DistTensor((number + 1,), th.float32)),
+            refuses(lambda: dist.DistTensor((number,), th.float32, "ones")),
+            refuses(lambda: dist.DistTensor((number, 2), th.int64, "ones")),
+            refuses(lambda: dist.DistTensor((number,), th.float32, persistent=True)),
+        ],
+    }
+
+
+def about_splits(g):
+    book, number = g.get_partition_book(), g.num_nodes()
+    mask = g.ndata["train_mask"][th.arange(number)]
+    every = th.ones(g.num_edges(), dtype=th.bool)
+    return {
+        "nodes": [
+            dist.node_split(g.ndata["train_mask"], book),
+            dist.node_split(g.ndata["train_mask"]),
+            dist.node_split(g.ndata["train_mask"], book, force_even=False),
+            dist.node_split(mask.bool(), book),
+        ],
+        "number of edges": [len(dist.edge_split(every, book)), len(dist.edge_split(every, book, rank=0))],
+        "book": [book.partid, book.num_partitions(), book.metadata(), book.ntypes, book.canonical_etypes],
+        "wrong": [
+            refuses(lambda: dist.node_split(mask[:-1].bool(), book)),
+            refuses(lambda: dist.node_split(mask.bool(), book, ntype="nobody")),
+        ],
+    }
+
+
+def about_loaders(g):
+    nodes = th.tensor([3, 0, 7, 20, 21])
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
+    batches = []
+    for inputs, outputs, blocks in DistNodeDataLoader(g, nodes, sampler, batch_size=2, shuffle=False):
+        sizes = [[block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()] for block in blocks]
+        same = bool(
+            (blocks[0].srcdata[dgl.NID] == inputs).all() and (blocks[-1].dstdata[dgl.NID] == outputs).all()
+        )
+        batches.append([outputs, sorted(inputs.tolist()), sizes, same, str(inputs.dtype)])
+    last = [
+        len(outputs)
+        for _, outputs, _ in DistNodeDataLoader(g, nodes, sampler, batch_size=2, drop_last=True, shuffle=True)
+    ]
+    th.manual_seed(5)
+    plain = dist.DistDataLoader(nodes, 2, shuffle=True, collate_fn=lambda items: items)
+    pairs = []
+    order = th.argsort(g.edata["mark"][th.arange(g.num_edges())])
+    negative = dgl.dataloading.negative_sampler.Uniform(2)
+    for loader in (
+        DistEdgeDataLoader(g, order[:5], sampler, batch_size=5),
+        DistEdgeDataLoader(g, order[:5], sampler, batch_size=5, negative_sampler=negative),
+    ):
+        for batch in loader:
+            positive, blocks = batch[1], batch[-1]
+            seeds, (source, destination) = positive.ndata[dgl.NID], positive.edges()
+            pairs.append(
+                [
+                    sorted(zip(seeds[source].tolist(), seeds[destination].tolist(), strict=True)),
+                    sorted(g.edata["mark"][positive.edata[dgl.EID]].tolist()),
+                    bool((seeds == blocks[-1].dstdata[dgl.NID]).all()),
+                    [graph.num_edges() for graph in batch[1:-1]],
+                ]
+            )
+    pairs[0].append(sorted(seeds.tolist()) if len(pairs) == 1 else [])
+    return {"nodes": batches, "dropped": last, "plain": [list(plain), list(plain)], "edges": pairs}
+
+
+def about_embeddings(g):
+    number = g.num_nodes()
+    embedding = dist.DistEmbedding(number, 3, "embedding")
+    other = dist.DistEmbedding(number, 3, "other", lambda shape, dtype: th.full(shape, 0.5, dtype=dtype))
+    adagrad = dist.optim.SparseAdagrad([embedding], lr=0.1)
+    adam = dist.optim.SparseAdam([other], lr=0.1, betas=(0.8, 0.9))
+    ids, weights = th.tensor([4, 0, 9]), th.tensor([1.0, -2.0, 3.0])
+    for _ in range(3):
+        loss = ((embedding(ids) + other(ids)) * weights).sum() + (embedding(ids[:1]) ** 2).sum() * 0
+        for optimizer in (adagrad, adam):
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in (adagrad, adam):
+            optimizer.step()
+    with th.no_grad():
+        rows = embedding(th.arange(11))
+    return {
+        "adagrad": [[round(one, 5) for one in row] for row in rows.tolist()],
+        "adam": [[round(one, 5) for one in row] for row in other.weight[th.arange(11)].tolist()],
+        "facts": [embedding.name, embedding.num_embeddings, embedding.embedding_dim, embedding.weight.shape],
+        "requires grad": [embedding(ids).requires_grad, rows.requires_grad],
+    }
+
+
+def about_store(g):
+    client = g._client
+    client.barrier()
+    name = g.ndata["labels"].kvstore_key
+    dtype, shape, _ = client.get_data_meta(name)
+    return {
+        "meta": [str(dtype), list(shape), name in client.data_name_list(), name in client.gdata_name_list()],
+        "rows": client.pull(name, th.tensor([2, 1])),
+        "nonzero": client.count_nonzero(name),
+    }
+
+
+def about_files(config):
+    """What the functions say that read partitions, of two parts."""
+    found = {}
+    for part in range(2):
+        graph, nodes, edges, _, name, ntypes, etypes = dist.load_partition(config, part)
+        inner = graph.ndata["inner_node"].bool()
+        found[f"part {part}"] = [
+            [graph.num_nodes(), graph.num_edges(), graph.ndata[dgl.NID][inner], name, ntypes, etypes],
+            {key: rows.double() for key, rows in sorted(nodes.items())},
+            {key: rows.double() for key, rows in sorted(edges.items())},
+        ]
+        found[f"feats {part}"] = [sorted(dist.load_partition_feats(config, part, load_edges=False)[0])]
+        found[f"book {part}"] = about_book(dist.load_partition_book(config, part))
+    found["wrong"] = refuses(lambda: dist.load_partition(config, 2))
+    return found
+
+
+def about_book(loaded):
+    book, name, ntypes, etypes = loaded
+    nodes = [book.partid2nids(part, ntype) for part in range(2) for ntype in ntypes]
+    edges = [book.partid2eids(part, etype) for part in range(2) for etype in etypes]
+    every = th.arange(sum(len(one) for one in nodes))
+    kinds = [[ntype, th.arange(book.partid2nids(1, ntype)[-1] + 1)] for ntype in ntypes]
+    own = [[ntype, book.partid2nids(book.partid, ntype)] for ntype in ntypes]
+    return {
+        "facts": [book.partid, book.num_partitions(), book.metadata(), book.is_homogeneous, name],
+        "types": [book.ntypes, book.etypes, book.canonical_etypes, ntypes, list(etypes.values())],
+        "ids": [nodes, edges],
+        "owners": [[ntype, book.nid2partid(ids, ntype)] for ntype, ids in kinds],
+        "homogeneous": [[ntype, book.map_to_homo_nid(ids, ntype)] for ntype, ids in kinds],
+        "typed": book.map_to_per_ntype(every),
+        "edge owners": [book.eid2partid(edges[-1], list(etypes)[-1])],
+        "edges": [book.map_to_homo_eid(edges[-1], list(etypes)[-1]), book.map_to_per_etype(th.arange(9))],
+        "owners of homogeneous": [book.nid2partid(every), book.partid2nids(1), book.partid2eids(1)],
+        "local": [[ntype, book.nid2localnid(ids, book.partid, ntype)] for ntype, ids in own],
+        "local of homogeneous": book.nid2localnid(book.partid2nids(book.partid), book.partid),
+        "offsets": [book.local_ntype_offset, book.local_etype_offset],
+        "wrong": [
+            refuses(lambda: book.partid2nids(1, "nobody")),
+            refuses(lambda: book.to_canonical_etype("nothing")),
+        ],
+    }
+
+
+def about_types(g):
+    """A graph of several types."""
+    seeds = {"paper": th.tensor([2, 0, 5])}
+    every, more = dist.sample_neighbors(g, seeds, -1), g.sample_neighbors(seeds, -1)
+    homogeneous = g.get_partition_book().map_to_homo_nid(seeds["paper"], "paper")
+    by_id = dist.sample_etype_neighbors(g, homogeneous, -1)
+    order = th.argsort(g.edges["writes"].data["mark"][th.arange(g.num_edges("writes"))])
+    part = g.edge_subgraph({"writes": order[:4]}, relabel_nodes=False)
+    return {
+        "types": [g.ntypes, sorted(g.etypes), sorted(g.canonical_etypes), g.get_ntype_id("paper")],
+        "sizes": [g.num_nodes(), g.num_nodes("paper"), g.num_edges(), g.num_edges("writes")],
+        "names": [sorted(g.nodes[ntype].data) for ntype in g.ntypes],
+        "ends": g.find_edges(order, "writes"),
+        "sampled": {name: [ends(one, name) for one in (every, more, by_id)] for name in g.etypes},
+        "sampled of some": {
+            name: ends(
+                dist.sample_etype_neighbors(
+                    g, seeds, {one: -1 if one == "writes" else 0 for one in g.etypes}
+                ),
+                name,
+            )
+            for name in g.etypes
+        },
+        "induced": ends(part, "writes"),
+        "split": dist.node_split(g.nodes["paper"].data["train_mask"], g.get_partition_book(), "paper"),
+        "wrong": [
+            refuses(lambda: g.ndata),
+            refuses(lambda: g.find_edges(order)),
+            refuses(lambda: dist.sample_etype_neighbors(g, seeds, {"writes": 1})),
+            refuses(lambda: dist.DistTensor((g.num_nodes("nobody"),), th.float32)),
+        ],
+    }
+
+
+def main(args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.initialize("no such file")
+    asked = (about_graph, about_edges, about_sampling, about_tensors, about_splits, about_loaders)
+    g = dist.DistGraph("one", part_config=args.one)
+    found = {ask.__name__: ask(g) for ask in (*asked, about_embeddings, about_store)}
+    dist.exit_client()
+    dist.initialize(None)
+    found["about_types"] = about_types(dist.DistGraph("typed", part_config=args.typed))
+    found["about_files"] = about_files(args.two)
+    found["about_typed_files"] = about_files(args.typed_two)
+    with open(args.out, "w") as file:
+        json.dump(numbers(found), file)
+    dist.exit_client()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name in ("one", "two", "typed", "typed_two", "out"):
+        parser.add_argument(f"--{name}")
+    main(parser.parse_args())
