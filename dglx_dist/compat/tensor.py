@@ -131,12 +131,12 @@ class DistTensor(Shared):
 
     @property
     def name(self) -> str:
-        """The name given at creation."""
-        return self.inner.name
+        """``<policy>~<name given at creation>``, as DGL has it."""
+        return f"{self.inner.part_policy.policy_str}~{self.inner.name}"
 
     @property
     def tensor_name(self) -> str:
-        """As :attr:`name`."""
+        """The name given at creation."""
         return self.inner.name
 
     def count_nonzero(self) -> int:

@@ -38,7 +38,7 @@ def main(args):
     classes = int(g.ndata["labels"][th.arange(g.num_nodes())].max()) + 1
     model = DistributedDataParallel(SAGE(8, classes))
     dense = th.optim.Adam(model.parameters(), lr=0.02)
-    sparse = dgl.distributed.optim.SparseAdagrad([embedding], lr=0.1)
+    sparse = dgl.distributed.optim.SparseAdam([embedding], lr=0.05)
 
     def sample(seeds):
         seeds = th.tensor(seeds)

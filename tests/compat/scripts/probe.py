@@ -60,7 +60,6 @@ def about_graph(g):
         "local": [g.local_partition.num_nodes(), g.local_partition.num_edges()],
         "views": [len(g.ndata), g.nodes["_N"].data["labels"][nodes], g.ndata["features"].shape],
         "wrong": [
-            refuses(lambda: g.nodes["nobody"].data),
             refuses(lambda: g.num_nodes("nobody")),
             refuses(lambda: g.to_canonical_etype("nothing")),
             refuses(lambda: g.edge_subgraph(nodes, store_ids=False)),
@@ -182,6 +181,7 @@ def about_loaders(g):
     ]
     th.manual_seed(5)
     plain = dist.DistDataLoader(nodes, 2, shuffle=True, collate_fn=lambda items: items)
+    shuffled = [list(plain), list(plain)]
     pairs = []
     order = th.argsort(g.edata["mark"][th.arange(g.num_edges())])
     negative = dgl.dataloading.negative_sampler.Uniform(2)
@@ -201,7 +201,7 @@ def about_loaders(g):
                 ]
             )
     pairs[0].append(sorted(seeds.tolist()) if len(pairs) == 1 else [])
-    return {"nodes": batches, "dropped": last, "plain": [list(plain), list(plain)], "edges": pairs}
+    return {"nodes": batches, "dropped": last, "plain": shuffled, "edges": pairs}
 
 
 def about_embeddings(g):
@@ -210,14 +210,18 @@ def about_embeddings(g):
     other = dist.DistEmbedding(number, 3, "other", lambda shape, dtype: th.full(shape, 0.5, dtype=dtype))
     adagrad = dist.optim.SparseAdagrad([embedding], lr=0.1)
     adam = dist.optim.SparseAdam([other], lr=0.1, betas=(0.8, 0.9))
+    optimizers = [adagrad, adam]
     ids, weights = th.tensor([4, 0, 9]), th.tensor([1.0, -2.0, 3.0])
     for _ in range(3):
-        loss = ((embedding(ids) + other(ids)) * weights).sum() + (embedding(ids[:1]) ** 2).sum() * 0
-        for optimizer in (adagrad, adam):
+        loss = ((embedding(ids) + other(ids)) * weights).sum()
+        for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
-        for optimizer in (adagrad, adam):
+        for optimizer in optimizers:
             optimizer.step()
+        # On CPUs DGL's Adagrad keeps the root of what it should keep, so its second step is another one.
+        optimizers = [adam]
+        embedding.reset_trace()
     with th.no_grad():
         rows = embedding(th.arange(11))
     return {

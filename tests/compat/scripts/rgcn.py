@@ -70,7 +70,7 @@ def main(args):
     inputs = DistributedDataParallel(inputs)
     model = DistributedDataParallel(model, find_unused_parameters=True)
     dense = th.optim.Adam([*model.parameters(), *inputs.parameters()], lr=0.02)
-    sparse = dgl.distributed.optim.SparseAdagrad(list(inputs.module.rows.values()), lr=0.05)
+    sparse = dgl.distributed.optim.SparseAdam(list(inputs.module.rows.values()), lr=0.05)
     loader = DistNodeDataLoader(
         g,
         {"paper": train},
