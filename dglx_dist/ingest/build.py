@@ -14,7 +14,7 @@ import numpy as np
 from dglx_dist.errors import ConfigError
 from dglx_dist.ingest.config import EdgeSpec, FeatureSpec, FileSet, IngestConfig, NodeSpec
 from dglx_dist.ingest.edges import IngestedEdges, ingest_edges
-from dglx_dist.ingest.memory import open_budget, peak
+from dglx_dist.ingest.memory import frugal, open_budget, peak
 from dglx_dist.ingest.nodes import IngestedNodes, ingest_nodes
 from dglx_dist.ingest.tables import Table
 from dglx_dist.ingest.tensors import Place
@@ -80,6 +80,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     budget = open_budget(plan.memory)
     beside = (plan.workspace or out.parent).absolute() / f"{out.name}.work"
     with (
+        frugal(),
         named_failures(out),
         partial_folder(out) as partial,
         partial_folder(beside) as work,

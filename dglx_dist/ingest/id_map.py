@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from dglx_dist.errors import DatasetError
 from dglx_dist.ingest.id_hash import bucket_of
 from dglx_dist.ingest.id_records import append_ids, read_ids
+from dglx_dist.ingest.memory import give_back
 from dglx_dist.ingest.scatter import Scatter
 from dglx_dist.ingest.tables import Table
 
@@ -128,7 +129,7 @@ class Buckets(IdMap):
         misses = _Misses()
         for number in range(self._number):
             known = next(self._nodes(number), None)
-            for positions, ids in read_ids(folder / "asked" / f"{number}.ids", self._memory // 2):
+            for positions, ids in read_ids(folder / "asked" / f"{number}.ids", self._memory // 8):
                 places = None if known is None else pc.index_in(ids, value_set=known[1])
                 missing = np.ones(len(ids), bool) if places is None else _gaps(places)
                 misses.note(missing, positions, ids)
@@ -136,6 +137,8 @@ class Buckets(IdMap):
                     at = np.asarray(pc.fill_null(places, 0).to_numpy(zero_copy_only=False))
                     found.put(positions, known[0][at])
             (folder / "asked" / f"{number}.ids").unlink(missing_ok=True)
+            del known
+            give_back()
         return Found(rows=found, unknown=misses.result())
 
     def _nodes(self, number: int) -> Iterator[tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from dglx_dist.ingest.features import Features
 from dglx_dist.ingest.id_hash import text_buffers
 from dglx_dist.ingest.id_map import Buckets, IdMap, RowNumbers
 from dglx_dist.ingest.labels import Labels
+from dglx_dist.ingest.memory import give_back
 from dglx_dist.ingest.spill import Spill
 from dglx_dist.ingest.splits import drawn, named
 from dglx_dist.ingest.tables import Piece, Table
@@ -65,6 +66,7 @@ def ingest_nodes(spec: NodeSpec, *, is_text: bool, seed: int, place: Place) -> I
     features = Features(spec.features, place.budget.batch)
     labels = _labels(spec.label)
     survey = _look(spec, table, features, labels, is_text)
+    give_back()
     settled = features.settle(str(spec.files.paths[0]))
     if labels is not None:
         labels.settle()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dglx_dist.ingest.memory import give_back
 from dglx_dist.ingest.scatter import Scatter
 from dglx_dist.ingest.spill import Spill
 from dglx_dist.records import Array
@@ -95,6 +96,8 @@ def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path
         result.rows.append(edges["row"][order])
         result.indptr.append(total + np.cumsum(counts))
         total += len(edges)
+        del edges, order
+        give_back()
     return result
 
 

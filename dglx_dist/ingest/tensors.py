@@ -12,7 +12,7 @@ import numpy as np
 from dglx_dist.errors import DatasetError
 from dglx_dist.ingest.features import Features
 from dglx_dist.ingest.labels import Labels
-from dglx_dist.ingest.memory import Budget
+from dglx_dist.ingest.memory import Budget, give_back
 from dglx_dist.ingest.spill import Spill
 from dglx_dist.ingest.splits import NONE
 from dglx_dist.ingest.tables import Table
@@ -49,6 +49,7 @@ class Place:
         """Write one column of the dataset."""
         self.files[path] = write_column(self.folder / path, info, num_rows, chunks)
         self.advance(1)
+        give_back()
 
 
 @dataclass(frozen=True, kw_only=True)

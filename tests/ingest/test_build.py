@@ -1,7 +1,6 @@
 """From tables to a dataset, against what is known by hand and against the reader of tables in memory."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,14 +253,16 @@ def test_what_was_found_transforms_later_tables_alike(tmp_path: Path) -> None:
     assert features[0]["transform"] == {"name": "max_min_norm", "min_val": [20.0], "max_val": [60.0]}
     assert features[1]["transform"]["mapping"] == {"Bonn": 0, "Jena": 1, "Ulm": 2}
     assert "transform" not in features[2]
-    # Only young people from one city: the same numbers as before all the same.
-    users = pa.table({**{k: v[:2] for k, v in USERS.items()}, "city": ["Ulm", "Rom"], "age": [30.0, 90.0]})
+    # Other people, other ages, another city: the same numbers for the same values all the same.
+    changed = {
+        **{k: v[:3] for k, v in USERS.items()},
+        "city": ["Ulm", "Rom", "Ulm"],
+        "age": [30.0, 90.0, 40.0],
+    }
     folder = tmp_path / "again" / "more"
-    write_shop(folder, told)
-    pyarrow.parquet.write_table(users, folder / "users-0.parquet")
-    config = read_config(folder / "shop.json")
-    config = replace(config, edges=config.edges[:0])
-    ingest(config, IngestPlan(out=folder / "out", memory=1 << 30))
+    path = write_shop(folder, told)
+    pyarrow.parquet.write_table(pa.table(changed), folder / "users-0.parquet")
+    ingest(read_config(path), IngestPlan(out=folder / "out", memory=1 << 30))
     rows = part_of(folder).node_data("user", "feat")[:2].tolist()
     assert rows == [[0.25, 0, 0, 1], [1.0, 0, 0, 0]]
 

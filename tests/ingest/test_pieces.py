@@ -13,7 +13,6 @@ from dglx_dist.ingest.id_hash import bucket_of
 from dglx_dist.ingest.id_map import Buckets, RowNumbers
 from dglx_dist.ingest.id_records import append_ids, read_ids
 from dglx_dist.ingest.labels import Labels
-from dglx_dist.ingest.memory import open_budget, peak, resident
 from dglx_dist.ingest.scatter import Scatter
 from dglx_dist.ingest.spill import Reader, Spill
 from dglx_dist.ingest.splits import NONE, drawn
@@ -123,12 +122,11 @@ def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
     assert (whole_draw[~labelled] == NONE).all()
     counts = Counter(whole_draw[labelled].tolist())
     assert [counts[code] for code in range(3)] == [int(count * share + 1e-6) for share in (0.8, 0.1, 0.05)]
-    # Every place is as likely: the first tenth has its tenth of the validation rows, give or take 5 deviations.
+    # Every place is as likely: the first tenth has its tenth of the validation rows, within 5 deviations.
     first = (whole_draw[labelled][: count // 10] == 1).sum()
     assert abs(first - count / 100) < 5 * (count / 100) ** 0.5
-    assert not np.array_equal(
-        np.concatenate(list(drawn(iter([labelled]), count, (0.8, 0.1, 0.05), 6))), whole_draw
-    )
+    other_seed = np.concatenate(list(drawn(iter([labelled]), count, (0.8, 0.1, 0.05), 6)))
+    assert not np.array_equal(other_seed, whole_draw)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +162,3 @@ def test_texts_are_numbers_or_refused() -> None:
         numbers_of_text(pa.array(["1;2", "3;4", "b;5"]), "x", "t.csv", 6, ";")
     with pytest.raises(DatasetError, match=r"row 7: 1 numbers, but row 6 has 2"):
         numbers_of_text(pa.array(["1;2", "3"]), "x", "t.csv", 6, ";")
-
-
-def test_memory_is_what_the_system_says() -> None:
-    assert 10 << 20 < resident() <= peak()
-    assert open_budget(resident() + (64 << 20)).work > 60 << 20

@@ -1,0 +1,98 @@
+"""The limit holds for tables that are larger, and results come back under the ids of the tables."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet
+
+from dglx_dist.ingest.build import IngestPlan, ingest
+from dglx_dist.ingest.config import read_config
+from dglx_dist.ingest.memory import CODE, open_budget, peak, resident
+from dglx_dist.run.plan import TrainPlan
+from dglx_dist.run.train import train_dataset
+from dglx_dist.storage.reader import open_dataset
+from tests.helpers.ranks import run_ranks
+
+LIMIT_MB = 170
+
+
+def write_graph(folder: Path, nodes: int, width: int, edges: int) -> list[str]:
+    """Write tables with text ids in an order of their own and a description; return the ids."""
+    random = np.random.default_rng(0)
+    ids = [f"user-{number:06}" for number in random.permutation(nodes)]
+    rows = pa.array(random.random(nodes * width, dtype=np.float32))
+    table = pa.table(
+        {
+            "id": ids,
+            "emb": pa.FixedSizeListArray.from_arrays(rows, width),
+            "y": random.integers(0, 3, nodes),
+        }
+    )
+    options = {"use_dictionary": False, "compression": "none"}
+    pyarrow.parquet.write_table(table, folder / "n.parquet", row_group_size=nodes // 2, **options)
+    texts = pa.array(ids)
+    ends = [texts.take(pa.array(random.integers(0, nodes, edges))) for _ in range(2)]
+    pyarrow.parquet.write_table(pa.table(ends, ["s", "d"]), folder / "e.parquet", **options)
+    description = {
+        "nodes": [
+            {
+                "node_type": "user",
+                "files": "n.parquet",
+                "node_id_col": "id",
+                "features": [
+                    {"feature_col": "emb", "feature_name": "feat", "transform": {"name": "max_min_norm"}}
+                ],
+                "labels": [{"task_type": "classification", "label_col": "y"}],
+            }
+        ],
+        "edges": [
+            {
+                "relation": ["user", "knows", "user"],
+                "files": "e.parquet",
+                "source_id_col": "s",
+                "dest_id_col": "d",
+            }
+        ],
+    }
+    (folder / "graph.json").write_text(json.dumps(description))
+    return ids
+
+
+def test_tables_larger_than_the_limit_stay_within_it(tmp_path: Path) -> None:
+    write_graph(tmp_path, nodes=50_000, width=800, edges=600_000)
+    num_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
+    assert num_bytes > LIMIT_MB << 20
+    command = [sys.executable, "-m", "dglx_dist.cli", "ingest", str(tmp_path / "graph.json")]
+    command += ["--out", str(tmp_path / "out"), "--memory", f"{LIMIT_MB}MB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    (shown,) = re.findall(r"peak memory (\d+) MB of 170MB", done.stdout)
+    assert int(shown) <= LIMIT_MB
+    manifest = open_dataset(tmp_path / "out", verify="never").manifest
+    assert (manifest.num_nodes("user"), manifest.num_edges(("user", "knows", "user"))) == (50_000, 600_000)
+
+
+def test_predictions_have_the_ids_of_the_tables(tmp_path: Path) -> None:
+    ids = write_graph(tmp_path, nodes=200, width=4, edges=1500)
+    ingest(read_config(tmp_path / "graph.json"), IngestPlan(out=tmp_path / "data", memory=1 << 32))
+    plan = TrainPlan(
+        data=str(tmp_path / "data"),
+        out=str(tmp_path / "run"),
+        epochs=1,
+        hidden=8,
+        predictions=str(tmp_path / "classes"),
+    )
+    run_ranks(train_dataset, 2, args=(plan,))
+    table = pyarrow.dataset.dataset(tmp_path / "classes").to_table()
+    assert sorted(table["id"].to_pylist()) == sorted(ids)
+    assert set(table["prediction"].to_pylist()) <= {0, 1, 2}
+
+
+def test_memory_is_what_the_system_says() -> None:
+    assert 10 << 20 < resident() <= peak()
+    assert 10 << 20 < open_budget(resident() + CODE + (64 << 20)).work <= 64 << 20
