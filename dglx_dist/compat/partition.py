@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -16,7 +16,7 @@ from dgl.data.utils import load_tensors
 from torch import Tensor
 
 from dglx_dist.compat.book import RangePartitionBook
-from dglx_dist.datasets.load import load_dataset
+from dglx_dist.compat.raw import raw_graph
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.partition import PARTITIONERS, PartitionOptions
 from dglx_dist.partition.two_level import assign_two_levels, check_no_trainer_ids, with_trainer_ids
@@ -81,7 +81,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
             f"num_hops={num_hops}, use_graphbolt={use_graphbolt}: only 1 and False can be honoured; farther "
             "neighbours are fetched when they are asked for, and there is one format"
         )
-    raw = load_dataset(g, name=graph_name)
+    raw, bfloat16 = raw_graph(g, graph_name)
     method = PARTITIONERS.resolve(part_method)
     weighed, balance = _with_weights(raw, balance_ntypes)
     balance += (("etype",) if len(raw.edges) > 1 else ("degree",)) if balance_edges else ()
@@ -94,7 +94,10 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
         assignment, raw = split.parts, with_trainer_ids(raw, split.trainers)
     else:
         assignment = PARTITIONERS.get(method)(options).assign(weighed, num_parts, seed)
-    config = _written(raw, assignment, Path(out_path), graph_formats)
+    config = _written(
+        Path(out_path),
+        lambda folder: write_dgl_format(raw, assignment, folder, bfloat16=bfloat16, formats=graph_formats),
+    )
     return _mapping(config, num_parts) if return_mapping else None
 
 
@@ -170,11 +173,11 @@ def _with_weights(
     return replace(graph, node_data=node_data), tuple(names)
 
 
-def _written(raw: RawGraph, assignment: Any, out: Path, formats: str | Sequence[str] | None) -> Path:
-    """Write DGL's files into ``out``, in the place of those of an earlier partition."""
+def _written(out: Path, write: Callable[[Path], Path]) -> Path:
+    """Have DGL's files written into ``out``, in the place of those of an earlier partition."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partition-", dir=out) as scratch:
-        config = write_dgl_format(raw, assignment, Path(scratch) / "parts", formats=formats)
+        config = write(Path(scratch) / "parts")
         # The JSON file last: it names the others.
         for path in sorted(config.parent.iterdir(), key=lambda one: one == config):
             target = out / path.name

@@ -1,0 +1,81 @@
+"""Partitions written with DGL's arguments: stock DGL reads them, and they are what was asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import dgl
+import dgl.distributed
+import pytest
+import torch
+
+from dglx_dist.compat.partition import load_partition, partition_graph
+from dglx_dist.errors import ConfigError
+from tests.compat.graphs import paper_graph, typed_graph
+
+
+def whole(config: Path, parts: int, ntype: str, name: str) -> torch.Tensor:
+    """A column of all parts, as stock DGL reads it."""
+    read = [dgl.distributed.load_partition_feats(str(config), part)[0] for part in range(parts)]
+    return torch.cat([one[f"{ntype}/{name}"] for one in read])
+
+
+@pytest.mark.parametrize("formats", [None, ["csc", "coo"]])
+def test_stock_dgl_loads_what_was_cut(tmp_path: Path, formats: Any) -> None:
+    graph = paper_graph()
+    nodes, edges = partition_graph(
+        graph, "mine", 2, tmp_path, balance_edges=True, return_mapping=True, graph_formats=formats
+    )
+    structures = []
+    for part in range(2):
+        local, _, edge_data, book, name, ntypes, _ = dgl.distributed.load_partition(
+            str(tmp_path / "mine.json"), part
+        )
+        assert (name, ntypes, book.num_partitions()) == ("mine", ["_N"], 2)
+        source, destination = local.edges()
+        inner = local.edata["inner_edge"].bool()
+        ends = [nodes[local.ndata[dgl.NID][one[inner]]] for one in (source, destination)]
+        assert (graph.edge_ids(*ends) == edge_data["_N:_E:_N/mark"]).all()
+        structures.append(local.edata[dgl.EID][inner])
+    assert sorted(torch.cat(structures).tolist()) == list(range(graph.num_edges()))
+    assert (whole(tmp_path / "mine.json", 2, "_N", "labels") == graph.ndata["labels"][nodes]).all()
+    assert sorted(edges.tolist()) == list(range(graph.num_edges()))
+
+
+def test_types_are_balanced_each_by_itself_and_trainers_are_told(tmp_path: Path) -> None:
+    graph = typed_graph()
+    kinds = {"paper": graph.nodes["paper"].data["train_mask"].long()}
+    mapped = partition_graph(
+        graph, "typed", 2, tmp_path, balance_ntypes=kinds, num_trainers_per_machine=2, return_mapping=True
+    )
+    assert mapped is not None
+    nodes, edges = mapped
+    assert nodes.keys() == {"paper", "author"}
+    assert edges.keys() == set(graph.canonical_etypes)
+    trained = graph.nodes["paper"].data["train_mask"][nodes["paper"]]
+    owners = whole(tmp_path / "typed.json", 2, "paper", "trainer_id") // 2
+    assert [int(trained[owners == part].sum()) for part in range(2)] == [9, 9]
+
+
+def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
+    partition_graph(paper_graph(), "again", 3, tmp_path, part_method="random")
+    partition_graph(paper_graph(), "again", 2, tmp_path, part_method="random", seed=1)
+    local, *_ = load_partition(tmp_path / "again.json", 1)
+    assert int(local.ndata["inner_node"].sum()) == 30
+    with pytest.raises(ConfigError, match="there are 2 parts"):
+        load_partition(tmp_path / "again.json", 2)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"num_hops": 2}, "fetched when they are asked for"),
+        ({"use_graphbolt": True}, "there is one format"),
+        ({"part_method": "random", "balance_edges": True}, "honours balance"),
+        ({"part_method": "nothing"}, "there is no partitioner 'nothing'"),
+        ({"objtype": "both"}, "objective is 'both'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(tmp_path: Path, arguments: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        partition_graph(paper_graph(), "mine", 2, tmp_path, **arguments)

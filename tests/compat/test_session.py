@@ -1,0 +1,152 @@
+"""``initialize`` and the names about processes, in one process."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.cluster.session import current_session, session_if_open, start_later
+from dglx_dist.compat import session
+from dglx_dist.compat.data_loader import DistDataLoader
+from dglx_dist.compat.graph import DistGraph
+from dglx_dist.compat.loaders import DistEdgeDataLoader, DistNodeDataLoader
+from dglx_dist.compat.split import edge_split, node_split
+from dglx_dist.compat.tensor import DistTensor
+from dglx_dist.errors import ConfigError, UnknownNameError
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    yield
+    session.exit_client()
+
+
+@pytest.fixture
+def g(stock_parts: Mapping[str, Path]) -> DistGraph:
+    session.initialize()
+    return DistGraph("two", part_config=stock_parts["two"])
+
+
+def test_nothing_is_opened_before_it_is_needed() -> None:
+    session.initialize(strategy="dp", seed=3)
+    assert session_if_open() is None
+    assert not torch.distributed.is_initialized()
+    assert (session.get_rank(), session.get_num_client(), session.get_num_machines()) == (0, 1, 1)
+    assert (current_session().strategy, current_session().seed) == ("data_parallel", 3)
+    with pytest.raises(ConfigError, match="exit_client"):
+        session.initialize()
+    session.exit_client()
+    session.exit_client()
+    with pytest.raises(ConfigError, match="no session is open"):
+        current_session()
+
+
+def test_what_is_not_used_is_said_once() -> None:
+    with pytest.warns(UserWarning, match="ip_config='hosts', net_type='socket', num_servers=2") as said:
+        session.initialize("hosts", 10, "socket", 1, num_servers=2)
+    assert len(said) == 1
+    start_later(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.initialize()
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use_graphbolt"):
+        session.initialize(use_graphbolt=True)
+    with pytest.raises(UnknownNameError, match="push_pull"):
+        session.initialize(strategy="push_pul")
+    session.initialize(depth=2)
+    with pytest.raises(ConfigError, match="no option 'depth'"):
+        current_session()
+
+
+def test_a_graph_is_opened_by_its_own_name(stock_parts: Mapping[str, Path]) -> None:
+    session.initialize()
+    with pytest.raises(ConfigError, match="is of the graph 'two', not 'other'"):
+        DistGraph("other", part_config=stock_parts["two"])
+    with pytest.raises(ConfigError, match="part_config"):
+        DistGraph("two")
+    with pytest.warns(UserWarning, match="gpb is not used"):
+        DistGraph("two", gpb=object(), part_config=stock_parts["two"].with_suffix(".dglx"))
+
+
+def test_ids_in_the_place_of_a_mask_are_all_rows(g: DistGraph) -> None:
+    with pytest.warns(UserWarning, match="DGL would leave out row 0"):
+        assert len(node_split(np.arange(60))) == 60
+    counts = torch.arange(60) % 3
+    assert node_split(counts).tolist() == [row for row in range(60) if row % 3]
+    assert len(edge_split(np.ones(g.num_edges()), g.get_partition_book())) == g.num_edges()
+    with pytest.raises(ConfigError, match="2 values for 60 rows"):
+        node_split([3, 4])
+
+
+def test_tensors_are_freed_once_nobody_refers_to_them(g: DistGraph) -> None:
+    kept = DistTensor((60,), torch.float32, "kept", persistent=True)
+    first, second = DistTensor((60,), torch.float32, "first"), DistTensor((60,), torch.float32)
+    again = g.ndata["first"]
+    del first, kept
+    DistTensor((60,), torch.float32, "third")
+    assert {"kept", "first"} <= set(g.ndata)
+    del again, second
+    DistTensor((60,), torch.int64, "fourth")
+    assert {name for name in g.ndata if name in ("kept", "first", "third", "fourth")} == {"kept", "fourth"}
+    assert not [name for name in g.ndata if name.startswith("unnamed-0")]
+
+
+def test_loaders_say_what_they_do_not_do(g: DistGraph) -> None:
+    import dgl
+
+    sampler = dgl.dataloading.NeighborSampler([2])
+    with pytest.warns(UserWarning, match="num_workers=2 has no effect"):
+        loader = DistNodeDataLoader(g, torch.arange(7), sampler, batch_size=3, num_workers=2, queue_size=2)
+    assert (len(loader), loader.expected_idxs) == (3, 3)
+    assert [len(next(loader)[1]) for _ in range(3)] == [3, 3, 1]
+    with pytest.raises(StopIteration):
+        next(loader)
+    with pytest.raises(ConfigError, match="no option 'batch_sise'"):
+        DistNodeDataLoader(g, torch.arange(7), sampler, batch_sise=3)
+    with pytest.warns(UserWarning, match="its own reverse"):
+        DistEdgeDataLoader(
+            g,
+            torch.arange(7),
+            sampler,
+            batch_size=3,
+            exclude="reverse_id",
+            reverse_eids=torch.arange(g.num_edges()),
+        )
+    asked = []
+
+    def negative(graph: object, edges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(graph)
+        return graph.find_edges(edges)  # type: ignore[attr-defined]
+
+    for batch in DistEdgeDataLoader(g, torch.arange(4), sampler, batch_size=4, negative_sampler=negative):
+        assert batch[2].num_edges() == 4
+    assert asked == [g]
+
+
+def test_a_plain_loader_makes_batches_ahead_and_says_how_many_there_are(g: DistGraph) -> None:
+    pairs = [("a", torch.tensor(number)) for number in range(5)]
+    loader = DistDataLoader(pairs, 2, drop_last=True, queue_size=3)
+    assert list(loader) == [[("a", 0), ("a", 1)], [("a", 2), ("a", 3)]]
+    assert (len(loader), loader.expected_idxs, g.session.step_share) == (2, 2, None)
+
+
+def test_strategies_inside_the_model_ask_for_wrap(stock_parts: Mapping[str, Path]) -> None:
+    import dgl
+
+    session.initialize(strategy="full_graph")
+    g = DistGraph("two", part_config=stock_parts["two"])
+    sampler = dgl.dataloading.NeighborSampler([-1])
+    loader = DistNodeDataLoader(g, torch.arange(60), sampler, batch_size=100)
+    with pytest.raises(ConfigError, match=r"put model = dglx_dist.wrap\(model, g\)"):
+        next(iter(loader))
+    with torch.no_grad():
+        assert (
+            sum(len(batch[1]) for batch in DistNodeDataLoader(g, torch.arange(60), sampler, batch_size=7))
+            == 60
+        )
