@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from dglx_dist.compat.policy import PartitionPolicy, inner_policy, outer_policy
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor as Inner
 from dglx_dist.graph.dist_tensor import opened_graph, union
-from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
+from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import together
@@ -122,23 +122,13 @@ class KVClient:
 
         Every rank must call it.
         """
-        info = self.inner.column(name).info
-
-        def handler(rows: Any, local_ids: Any, values: Any) -> None:
-            func(
-                {name: tensor_view(rows, info)}, name, torch.from_numpy(local_ids), tensor_view(values, info)
-            )
-
-        self.inner.register_push_handler(name, handler)
+        self.inner.register_push_handler(
+            name, lambda rows, ids, values: func({name: rows}, name, ids, values)
+        )
 
     def register_pull_handler(self, name: str, func: Callable[..., Tensor]) -> None:
         """Let ``func(store, name, local ids)`` compute what is pulled. Every rank must call it."""
-        info = self.inner.column(name).info
-
-        def handler(rows: Any, local_ids: Any) -> Any:
-            return numpy_view(func({name: tensor_view(rows, info)}, name, torch.from_numpy(local_ids)))
-
-        self.inner.register_pull_handler(name, handler)
+        self.inner.register_pull_handler(name, lambda rows, ids: func({name: rows}, name, ids))
 
     def get_partid(self, name: str, id_tensor: Ids) -> Tensor:
         """Return the partition of each row."""

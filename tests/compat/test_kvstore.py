@@ -1,0 +1,126 @@
+"""DGL's client of the store, its policies, and the state of its optimizers, in one process."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+import torch
+
+from dglx_dist.compat import optim, session
+from dglx_dist.compat.embedding import DistEmbedding
+from dglx_dist.compat.graph import DistGraph
+from dglx_dist.compat.kvstore import KVClient
+from dglx_dist.compat.policy import EdgePartitionPolicy, NodePartitionPolicy, PartitionPolicy
+from dglx_dist.compat.tensor import DistTensor
+from dglx_dist.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def g(stock_parts: Mapping[str, Path]) -> Iterator[DistGraph]:
+    session.initialize()
+    yield DistGraph("typed_two", part_config=stock_parts["typed_two"])
+    session.exit_client()
+
+
+def test_tensors_by_name(g: DistGraph) -> None:
+    client, policy = g._client, g.get_node_partition_policy("author")
+    name = policy.get_data_name("mine")
+    client.init_data(
+        name, (15, 2), torch.float32, policy, lambda shape, dtype: torch.ones(shape, dtype=dtype)
+    )
+    client.push(name, torch.tensor([3, 1]), torch.tensor([[5.0, 6], [7, 8]]))
+    client.barrier()
+    assert client.pull(name, torch.tensor([1, 2, 3])).tolist() == [[7, 8], [1, 1], [5, 6]]
+    assert client.get_data_meta(name)[:2] == (torch.float32, (15, 2))
+    assert client.data_store[name][3].tolist() == [5, 6]
+    assert client.get_partid(name, torch.tensor([1, 14])).tolist() == [0, 0]
+    assert (client.num_servers, client.client_id, client.machine_id, client.role) == (1, 0, 0, "default")
+    with pytest.raises(ConfigError, match="there is a tensor 'mine' already"):
+        client.init_data(name, (15, 2), torch.float32, policy)
+    with pytest.raises(ConfigError, match="must be 'node~author~<tensor>'"):
+        client.init_data("mine", (15, 2), torch.float32, policy)
+    client.delete_data(name)
+    assert name not in client.data_name_list()
+    with pytest.raises(ConfigError, match=r"g\._client"):
+        KVClient("hosts", 1, "default")
+    with pytest.raises(ConfigError, match="leave map_shared_data"):
+        client.map_shared_data(None)
+
+
+def test_handlers_and_unions(g: DistGraph) -> None:
+    masks = [DistTensor((24,), torch.bool, f"mask {number}") for number in range(3)]
+    masks[0][torch.tensor([1, 2])] = torch.tensor([True, True])
+    masks[1][torch.tensor([2, 9])] = torch.tensor([True, True])
+    client, names = g._client, [mask.name for mask in masks]
+    client.union(*names)
+    assert masks[2].local_partition.nonzero()[:, 0].tolist() == [1, 2, 9]
+    assert client.count_nonzero(names[2]) == 3
+    sums = DistTensor((24,), torch.float32, "sums")
+
+    def add(store: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        store[name].index_add_(0, ids, rows)
+
+    client.register_push_handler(sums.name, add)
+    client.register_pull_handler(sums.name, lambda store, name, ids: store[name][ids] * 10)
+    sums[torch.tensor([4, 4])] = torch.tensor([1.0, 2.0])
+    assert sums[torch.tensor([4, 5])].tolist() == [30, 0]
+
+
+def test_policies(g: DistGraph) -> None:
+    book = g.get_partition_book()
+    node, edge = NodePartitionPolicy(book, "paper"), EdgePartitionPolicy(book, ("paper", "cites", "paper"))
+    assert (node.policy_str, edge.policy_str) == ("node~paper", "edge~paper:cites:paper")
+    assert PartitionPolicy("edge~cites", book).type_name == ("paper", "cites", "paper")
+    assert (node.get_size(), edge.get_size(), edge.get_part_size(), edge.is_node) == (24, 48, 48, False)
+    tensor = DistTensor((48,), torch.int64, "of edges", part_policy=edge)
+    assert tensor.part_policy.policy_str == edge.policy_str
+    for wrong, reason in (
+        ("row~paper", "must begin with"),
+        ("node~nobody", "nobody"),
+        ("edge~nothing", "nothing"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            PartitionPolicy(wrong, book)
+    with pytest.raises(ConfigError, match="get_node_partition_policy"):
+        DistTensor((24,), torch.int64, part_policy="paper")  # type: ignore[arg-type]  # what is wrong
+
+
+def test_the_local_partition_has_the_types_and_ids_of_the_book(g: DistGraph) -> None:
+    local, book = g.local_partition, g.get_partition_book()
+    kinds, typed = book.map_to_per_etype(local.edata[dgl.EID])
+    assert (kinds == local.edata[dgl.ETYPE]).all()
+    assert sorted(local.ndata[dgl.NID].tolist()) == list(range(39))
+    source, destination = (local.ndata[dgl.NID][ends] for ends in local.edges())
+    for number, etype in enumerate(book.canonical_etypes):
+        found = g.find_edges(typed[kinds == number], etype)
+        assert (book.map_to_homo_nid(found[0], etype[0]) == source[kinds == number]).all()
+        assert (book.map_to_homo_nid(found[1], etype[2]) == destination[kinds == number]).all()
+
+
+@pytest.mark.parametrize("kind", [optim.SparseAdagrad, optim.SparseAdam])
+def test_state_of_optimizers_goes_out_and_in(g: DistGraph, tmp_path: Path, kind: Any) -> None:
+    policy = g.get_node_partition_policy("author")
+    embedding = DistEmbedding(15, 2, f"rows {kind.__name__}", part_policy=policy)
+    optimizer = kind([embedding], lr=0.5)
+
+    def step() -> torch.Tensor:
+        embedding(torch.tensor([2, 5])).pow(2).sum().add(embedding(torch.tensor([5])).sum()).backward()
+        optimizer.step()
+        return embedding.weight[torch.arange(15)]
+
+    first = step()
+    optimizer.save(tmp_path / "state")
+    told = optimizer.local_state_dict()
+    second = step()
+    optimizer.load(tmp_path / "state")
+    assert (embedding.weight[torch.arange(15)] == first).all()
+    assert (step() == second).all()
+    optimizer.load_local_state_dict(told)
+    assert len(embedding.optm_state) == (1 if kind is optim.SparseAdagrad else 2)
+    assert told["emb_states"][embedding.name]["ids"].tolist() == list(range(15))
+    embedding(torch.tensor([2])).sum().backward()
+    embedding.reset_trace()
+    optimizer.step()
+    assert (embedding.weight[torch.arange(15)] == second).all()
