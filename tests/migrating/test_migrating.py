@@ -1,0 +1,75 @@
+"""Plain DGL scripts run here with the lines that docs/migrating.md shows, and with no others."""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.cluster import session
+from tests.helpers.ranks import run_ranks
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "migrating.md"
+ADDED = {"graphsage": 15, "gat": 7, "rgcn": 11}
+"""Script -> lines that are new or changed; the page names these numbers."""
+
+
+def patched(name: str, folder: Path) -> None:
+    """Put the script into ``folder`` and apply its diff there."""
+    shutil.copy(HERE / f"{name}.py", folder)
+    subprocess.run(["git", "apply", str(HERE / f"{name}.diff")], cwd=folder, check=True)
+
+
+def run_scripts(folder: str, names: list[str]) -> dict[str, float]:
+    """Run scripts one after another as a user would, and return the test accuracy that each prints."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    found = {}
+    for name in names:
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            sys.argv = [f"{name}.py"]
+            runpy.run_path(f"{name}.py", run_name="__main__")
+        while session._CURRENT:
+            session.current_session().close()
+        (found[name],) = (float(text) for text in re.findall(r"test accuracy (\d\.\d+)", shown.getvalue()))
+    return found
+
+
+def test_plain_scripts_learn_in_plain_dgl(tmp_path: Path) -> None:
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    (found,) = run_ranks(run_scripts, 1, args=(str(tmp_path), list(ADDED)))
+    assert min(found.values()) > 0.9
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_changed_scripts_learn_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    shutil.copy(HERE / "graphs.py", tmp_path)
+    for name in ADDED:
+        patched(name, tmp_path)
+    # A server for each rank, so that two ranks share no part.
+    found = run_ranks(run_scripts, ranks, args=(str(tmp_path), list(ADDED)), ranks_per_server=1)
+    assert all(one == found[0] for one in found), "every rank prints the accuracy over all of them"
+    assert min(found[0].values()) > 0.9
+    # The two scripts that sample share one cut of one graph each; gat's is that of graphsage.
+    assert len(list((tmp_path / "data").iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_the_page_shows_the_diff_and_counts_its_lines(name: str) -> None:
+    lines = (HERE / f"{name}.diff").read_text().splitlines()
+    added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
+    assert len(added) == ADDED[name]
+    changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    page = PAGE.read_text()
+    blocks = [block.splitlines() for block in re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL)]
+    assert any([line for line in block if line[:1] in "+-"] == changed for block in blocks)
+    assert f"`{name}.py`: {ADDED[name]} lines" in page
