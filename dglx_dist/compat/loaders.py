@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -179,7 +179,7 @@ def _edge_options(g: Any, inner: Inner, given: Mapping[str, Any]) -> dict[str, A
         if inner.rank() == 0:
             warnings.warn(
                 "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded; "
-                "dglx_dist.reverse_edge_ids(g) finds them",
+                "dglx_dist.reverse_edge_ids(g.inner) finds them",
                 stacklevel=4,
             )
         exclude, reverse = "self", None
@@ -189,7 +189,7 @@ def _edge_options(g: Any, inner: Inner, given: Mapping[str, Any]) -> dict[str, A
         "exclude": exclude,
         "reverse_eids": reverse,
         "reverse_etypes": etypes,
-        "negative_sampler": _with_graph(negative, g) if _is_users_own(negative) else negative,
+        "negative_sampler": _with_graph(cast("Any", negative), g) if _is_users_own(negative) else negative,
     }
 
 

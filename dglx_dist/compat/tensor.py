@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -89,10 +89,19 @@ class DistTensor(Shared):
         """Return a new tensor, such as the union of two masks. Collective."""
         if not isinstance(other, DistTensor):
             return NotImplemented
-        return DistTensor.over(self.inner | other.inner)
+        made = DistTensor.over(self.inner | other.inner)
+        lifetimes_of(self.inner.kvstore.session).add(made.kvstore_key, made)
+        return made
 
     def __len__(self) -> int:
         return len(self.inner)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved by ``torch.save`` as the tensor of all rows, which is read without this package."""
+        return self.inner.to_local().__reduce_ex__(protocol)
+
+    def __copy__(self) -> DistTensor:
+        return self
 
     def __repr__(self) -> str:
         return repr(self.inner)

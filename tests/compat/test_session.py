@@ -1,5 +1,6 @@
 """``initialize`` and the names about processes, in one process."""
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -95,6 +96,14 @@ def test_tensors_are_freed_once_nobody_refers_to_them(g: DistGraph) -> None:
     DistTensor((60,), torch.int64, "fourth")
     assert {name for name in g.ndata if name in ("kept", "first", "third", "fourth")} == {"kept", "fourth"}
     assert not [name for name in g.ndata if name.startswith("unnamed-0")]
+
+
+def test_a_saved_tensor_is_the_tensor_of_its_rows(g: DistGraph, tmp_path: Path) -> None:
+    labels = g.ndata["labels"]
+    torch.save({"labels": labels}, tmp_path / "labels.pt")
+    loaded = torch.load(tmp_path / "labels.pt", weights_only=True)["labels"]
+    assert (loaded == labels[torch.arange(60)]).all()
+    assert copy.copy(labels) is copy.deepcopy(labels) is labels
 
 
 def test_loaders_say_what_they_do_not_do(g: DistGraph) -> None:
