@@ -68,8 +68,8 @@ def test_the_page_shows_the_diff_and_counts_its_lines(name: str) -> None:
     lines = (HERE / f"{name}.diff").read_text().splitlines()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
     assert len(added) == ADDED[name]
-    changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    changed = [line for line in lines if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
     page = PAGE.read_text()
     blocks = [block.splitlines() for block in re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL)]
-    assert any([line for line in block if line[:1] in "+-"] == changed for block in blocks)
+    assert any([line for line in block if line] == changed for block in blocks)
     assert f"`{name}.py`: {ADDED[name]} lines" in page
