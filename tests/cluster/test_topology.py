@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dglx_dist.cluster.topology import (
@@ -100,6 +102,15 @@ def test_settings() -> None:
     found = read_settings({"DGLX_TIMEOUT": "2.5", "DGLX_STRATEGY": "x", "DGLX_CURVE": "yes"})
     assert (found.timeout_s, found.strategy, found.curve) == (2.5, "x", True)
     assert read_rendezvous(launched(GLOO_SOCKET_IFNAME="eth0,eth1")).interface == "eth0"
+
+
+def test_what_a_launcher_says_for_a_script() -> None:
+    found = read_settings({"DGLX_OPTIONS": '{"depth": 2}', "DGL_CONF_PATH": "data/g.json"})
+    assert (found.options, found.part_config) == ({"depth": 2}, Path("data/g.json"))
+    assert read_settings({"DGL_CONF_PATH": ""}).part_config is None
+    for wrong in ("depth=2", "[2]"):
+        with pytest.raises(ConfigError, match="must be a JSON object"):
+            read_settings({"DGLX_OPTIONS": wrong})
 
 
 @pytest.mark.parametrize("servers", [(1, 1), (0, 2), (0, 1, 0), (0,)])

@@ -67,11 +67,14 @@ def typed_graph(papers: int = 24, authors: int = 15) -> dgl.DGLGraph:
     return graph
 
 
-def run_script(name: str, arguments: list[str], *, ours: bool, options: list[str] | None = None) -> str:
+def run_script(name: str, arguments: list[str], *, ours: bool, torchrun: bool = False) -> str:
     """Run a script of this folder in a process of its own; returns what it wrote to standard error."""
-    command = [sys.executable, str(SCRIPTS / name)]
+    command = [sys.executable]
+    if torchrun:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     if ours:
-        command = [sys.executable, "-m", "dglx_dist.run", *(options or []), "--", str(SCRIPTS / name)]
+        command += ["-m", "dglx_dist.run", "--"]
+    command.append(str(SCRIPTS / name))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("DGL")}
     done = subprocess.run(
         [*command, *arguments],

@@ -14,8 +14,8 @@ from tests.helpers.ranks import run_ranks
 DDP, WRAP = "model = DistributedDataParallel(model)", "model = dglx_dist.wrap(model, g)"
 
 
-def play(runs: list[tuple[str, list[str]]]) -> None:
-    """Run several scripts one after the other in this rank."""
+def play(runs: list[tuple[str, list[str]]], config: Path) -> Any:
+    """Run several scripts one after the other in this rank; returns what :func:`uneven` does."""
     import dgl
     import torch
 
@@ -27,6 +27,39 @@ def play(runs: list[tuple[str, list[str]]]) -> None:
         # The group of the first script serves the others: a second one would meet the keys of the first.
         torch.distributed.init_process_group = lambda *_, **__: None
         assert name
+    return uneven(config)
+
+
+def uneven(config: Path) -> Any:
+    """Five seeds on one rank, one on the other, without a wrapped model and with; a tensor that one keeps."""
+    import dgl
+    import torch
+
+    import dglx_dist
+
+    dist = dgl.distributed
+    dist.initialize()
+    g = dist.DistGraph("two", part_config=config)
+    seeds = torch.arange(5) if g.rank() == 0 else torch.tensor([40])
+
+    def steps() -> list[Any]:
+        nodes = dist.DistNodeDataLoader(g, seeds, dgl.dataloading.NeighborSampler([2]), batch_size=2)
+        plain = dist.DistDataLoader(seeds, 2)
+        return [len(nodes), len(list(nodes)), len(plain), list(plain)]
+
+    alone = steps()
+    kept = [dist.DistTensor((60,), torch.int64, "kept")]
+    if g.rank() == 1:
+        kept.clear()
+    dist.DistTensor((60,), torch.int64, "next")
+    seen = ["kept" in g.ndata]
+    kept.clear()
+    dist.DistTensor((60,), torch.int64, "last")
+    seen.append("kept" in g.ndata)
+    dglx_dist.wrap(torch.nn.Linear(2, 2), g)
+    book = g.get_partition_book()
+    places = [dist.get_num_client(), dist.get_num_machines(), dist.get_machine_id(), book.partid]
+    return alone, steps(), seen, places, dgl.distributed.node_split(g.ndata["train_mask"]).tolist()
 
 
 def commands(parts: Mapping[str, Path], folder: Path, scripts: Path) -> list[tuple[str, list[str]]]:
@@ -78,14 +111,21 @@ def stock(stock_parts: Mapping[str, Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def two_ranks(stock_parts: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what two ranks on two servers came to."""
+def launch(stock_parts: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of what two ranks on two servers came to, and what each returned."""
     folder, scripts = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("scripts")
     text = (SCRIPTS / "node_classification.py").read_text()
     assert text.count(DDP) == 1
     (scripts / "node_classification.py").write_text("import dglx_dist\n" + text.replace(DDP, WRAP))
-    run_ranks(play, 2, args=[commands(stock_parts, folder, scripts)], ranks_per_server=1, timeout_s=200)
-    return folder
+    runs = commands(stock_parts, folder, scripts)
+    returned = run_ranks(play, 2, args=[runs, stock_parts["two"]], ranks_per_server=1, timeout_s=250)
+    return folder, returned
+
+
+@pytest.fixture(scope="module")
+def two_ranks(launch: tuple[Path, Any]) -> Path:
+    """The folder of what two ranks came to."""
+    return launch[0]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +160,24 @@ def test_no_batch_of_edges_sees_its_own_edges(two_ranks: Path) -> None:
     assert all(one["overlaps"] == 0 and len(one["losses"]) == 3 for one in answers)
 
 
-def test_one_process_says_once_what_it_does_not_use(
+def test_a_rank_without_seeds_stops_unless_a_model_is_wrapped(launch: tuple[Path, Any]) -> None:
+    alone, wrapped, *_ = zip(*launch[1], strict=True)
+    assert alone == ([3, 3, 3, [[0, 1], [2, 3], [4]]], [1, 1, 1, [[40]]])
+    assert wrapped == ([3, 3, 3, [[0, 1], [2, 3], [4]]], [3, 3, 3, [[40], [], []]])
+
+
+def test_a_tensor_lives_as_long_as_one_rank_refers_to_it(launch: tuple[Path, Any]) -> None:
+    assert [seen for _, _, seen, *_ in launch[1]] == [[True, False]] * 2
+
+
+def test_servers_are_the_machines_and_partitions(launch: tuple[Path, Any]) -> None:
+    assert [places for *_, places, _ in launch[1]] == [[2, 2, rank, rank] for rank in range(2)]
+    shares = [share for *_, share in launch[1]]
+    assert [len(share) for share in shares] == [18, 18]
+    assert not set(shares[0]) & set(shares[1])
+
+
+def test_under_torchrun_one_process_says_once_what_it_does_not_use(
     stock_parts: Mapping[str, Path], stock: Mapping[str, Any], tmp_path: Path
 ) -> None:
     words = [
@@ -131,7 +188,9 @@ def test_one_process_says_once_what_it_does_not_use(
         "--out",
         str(tmp_path / "alone"),
     ]
-    noise = run_script("node_classification.py", [*words, "--ip_config", "hosts.txt"], ours=True)
+    noise = run_script(
+        "node_classification.py", [*words, "--ip_config", "hosts.txt"], ours=True, torchrun=True
+    )
     assert noise.count("UserWarning") == 1
     assert "ip_config='hosts.txt'" in noise
     answer = told(tmp_path / "alone-0.json")
