@@ -69,16 +69,18 @@ def typed_graph(papers: int = 24, authors: int = 15) -> dgl.DGLGraph:
 
 def run_script(name: str, arguments: list[str], *, ours: bool, torchrun: bool = False) -> str:
     """Run a script of this folder in a process of its own; returns what it wrote to standard error."""
-    command = [sys.executable]
+    command, launcher = [sys.executable], {}
     if torchrun:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        # What DGL's own launcher sets, which is nothing to us.
+        launcher = {"DGL_DIST_MODE": "distributed", "DGL_ROLE": "client", "DGL_NUM_SERVER": "1"}
     if ours:
         command += ["-m", "dglx_dist.run", "--"]
     command.append(str(SCRIPTS / name))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("DGL")}
     done = subprocess.run(
         [*command, *arguments],
-        env={**environment, **STOCK, "MASTER_PORT": str(_free_port())},
+        env={**environment, **STOCK, **launcher, "MASTER_PORT": str(_free_port())},
         capture_output=True,
         text=True,
         timeout=120,

@@ -17,6 +17,8 @@ from dgl.distributed import DistGraph as found, DistNodeDataLoader as later, Ran
 from dgl.distributed.dist_graph import DistGraph as inner
 from dgl.distributed.optim import SparseAdam
 import dgl.distributed.nn
+# Whose loader of one machine says that it is not for this graph.
+assert dgl.dataloading.dataloader.DistGraph is DistGraph
 assert found is inner is DistGraph and later is dgl.dataloading.DistNodeDataLoader is DistNodeDataLoader
 assert SparseAdam.__module__ == "dglx_dist.compat.optim"
 assert dgl.distributed.nn.DistEmbedding is dgl.distributed.DistEmbedding
