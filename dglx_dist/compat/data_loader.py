@@ -20,10 +20,12 @@ from dglx_dist.strategies.base import WRAPPED
 
 @final
 class DistDataLoader:
-    """Calls ``collate_fn`` on lists of items, batch by batch. Every rank must make it.
+    """Calls ``collate_fn`` on lists of items, batch by batch; as with DGL, a rank may use one alone.
 
-    The order of a shuffled epoch is torch's, as with DGL. A rank that has run out of items stops; once a
-    model was wrapped by ``dglx_dist.wrap`` it goes on with empty lists until the last rank is done.
+    The order of a shuffled epoch is torch's, as with DGL. A rank that has run out of items stops. Once a
+    model was wrapped by ``dglx_dist.wrap``, all ranks must iterate together, and ask for ``len()``: one
+    without items goes on with empty lists until the last rank is done. Made under ``torch.no_grad()`` it is
+    for inference, and stays a matter of one rank.
 
     Args:
         dataset: This rank's items: a tensor of ids, or a sequence of ids or (type, id) pairs.
@@ -34,7 +36,7 @@ class DistDataLoader:
         queue_size: Batches made ahead, on one thread; None: none.
 
     Raises:
-        ConfigError: on all ranks, when a number is none.
+        ConfigError: a number is none; with a wrapped model, on all ranks when they differ in one.
     """
 
     def __init__(
@@ -52,26 +54,24 @@ class DistDataLoader:
         self.queue_size = 0 if queue_size is None else whole_number("queue_size", queue_size, least=1)
         self.collate_fn = collate_fn or list
         self._order = torch.arange(len(dataset))
-        mine = [len(dataset), self.batch_size, int(self.drop_last)]
-        rows = gather_int64(mine, self._session)
-        if bool((rows[:, 1:] != rows[0, 1:]).any()):
-            raise ConfigError(f"the ranks differ in batch_size or drop_last: {rows[:, 1:].tolist()}")
-        # (W, steps) items of each rank in each step.
-        self._sizes = _sizes(rows[:, 0], self.batch_size, self.drop_last)
+        self._for_inference = not torch.is_grad_enabled()
+        # (steps,) items of this rank in each step, and (W, steps) of all once they must be in step.
+        self._mine = _sizes(np.array([len(dataset)]), self.batch_size, self.drop_last)[0]
+        self._of_all: np.ndarray[Any, Any] | None = None
         self._running: Iterator[Any] | None = None
 
     @property
     def expected_idxs(self) -> int:
         """Batches of an epoch on this rank."""
-        return int(np.count_nonzero(self._sizes[self._session.topology.rank]))
+        return len(self._mine)
 
     def __len__(self) -> int:
-        return self._sizes.shape[1] if WRAPPED in self._session.attached else self.expected_idxs
+        return len(self._shares())
 
     def __iter__(self) -> Iterator[Any]:
         if self.shuffle:
             self._order = self._order[torch.randperm(len(self._order))]
-        self._running = self._batches(self._order)
+        self._running = self._batches(self._order, self._shares())
         return self._running
 
     def __next__(self) -> Any:
@@ -84,23 +84,36 @@ class DistDataLoader:
             self._running = None
             raise
 
-    def _batches(self, order: Tensor) -> Iterator[Any]:
-        rank = self._session.topology.rank
-
+    def _batches(self, order: Tensor, shares: list[StepShare]) -> Iterator[Any]:
         def make(step: int) -> Any:
             first = step * self.batch_size
-            chosen = order[first : first + int(self._sizes[rank, step])].tolist()
+            chosen = order[first : first + shares[step].num_local].tolist()
             return self.collate_fn([_item(self.dataset[at]) for at in chosen])
 
-        steps = range(len(self))
+        steps = range(len(shares))
         try:
             made = run_ahead(make, steps, depth=max(self.queue_size, 1), num_threads=int(self.queue_size > 0))
-            for step, batch in zip(steps, made, strict=True):
-                sizes = self._sizes[:, step]
-                self._session.step_share = StepShare(num_local=int(sizes[rank]), num_global=int(sizes.sum()))
+            for share, batch in zip(shares, made, strict=True):
+                self._session.step_share = share
                 yield batch
         finally:
             self._session.step_share = None
+
+    def _shares(self) -> list[StepShare]:
+        """Return the items of each step; collective, the first time, once a model was wrapped."""
+        topology = self._session.topology
+        if self._for_inference or WRAPPED not in self._session.attached:
+            # DistributedDataParallel weighs ranks alike, however many items each has.
+            world_size = topology.world_size
+            return [StepShare(num_local=int(n), num_global=int(n) * world_size) for n in self._mine]
+        if self._of_all is None:
+            mine = [len(self.dataset), self.batch_size, int(self.drop_last)]
+            rows = gather_int64(mine, self._session)
+            if bool((rows[:, 1:] != rows[0, 1:]).any()):
+                raise ConfigError(f"the ranks differ in batch_size or drop_last: {rows[:, 1:].tolist()}")
+            self._of_all = _sizes(rows[:, 0], self.batch_size, self.drop_last)
+        own, total = self._of_all[topology.rank], self._of_all.sum(axis=0)
+        return [StepShare(num_local=int(n), num_global=int(of)) for n, of in zip(own, total, strict=True)]
 
 
 def _item(item: Any) -> Any:

@@ -12,6 +12,7 @@ import dgl.dataloading
 
 from dglx_dist.compat import optim
 from dglx_dist.compat.names import OF_LOADERS, SUPPORTED, offered
+from dglx_dist.compat.submodules import replaced
 
 NAME = "dgl.distributed"
 _MARK = "__dglx_dist__"
@@ -70,10 +71,15 @@ def _rebind(package: ModuleType, undo: list[Callable[[], None]]) -> None:
     for path, module in list(sys.modules.items()):
         if path.startswith((f"{NAME}.", "dgl.dataloading.")):
             known = inside if path.startswith(f"{NAME}.") else outside
-            for name in known.keys() & vars(module).keys():
-                # A submodule may have something else of that name.
-                if name not in stock or vars(module)[name] is stock[name]:
-                    _set(module, name, known[name], undo)
+            # A submodule may have something else of that name.
+            alike = {
+                name: known[name]
+                for name in known.keys() & vars(module).keys()
+                if name not in stock or vars(module)[name] is stock[name]
+            }
+            own = replaced(module) if path.startswith(f"{NAME}.") else {}
+            for name, value in {**own, **alike}.items():
+                _set(module, name, value, undo)
     _set(package, _MARK, True, undo)
 
 

@@ -19,7 +19,7 @@ from dglx_dist.compat.book import RangePartitionBook
 from dglx_dist.compat.raw import raw_graph
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.partition import PARTITIONERS, PartitionOptions
-from dglx_dist.partition.two_level import assign_two_levels, check_no_trainer_ids, with_trainer_ids
+from dglx_dist.partition.two_level import TRAINER_ID, assign_two_levels, with_trainer_ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, EdgeType, RawGraph
 from dglx_dist.storage.dgl_format import write_dgl_format
 from dglx_dist.storage.dgl_import import read_part_config
@@ -46,6 +46,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     use_graphbolt: bool = False,
     *,
     seed: int = 0,
+    **of_graphbolt: object,
 ) -> tuple[Ids, Ids] | None:
     """Cut ``g`` and write DGL's files, which DGL and this package read; one process calls it.
 
@@ -63,11 +64,13 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
             several node types each is balanced anyway, where the method can.
         balance_edges: Balance the in-edges too.
         return_mapping: Whether to return the original ids.
-        num_trainers_per_machine: Above 1, each part is cut once more and nodes and edges get ``trainer_id``.
+        num_trainers_per_machine: Above 1, each part is cut once more, and nodes and edges get ``trainer_id``:
+            in the files, and in ``g``, where what it had of that name is replaced.
         objtype: ``cut`` or ``vol``.
         graph_formats: None, or ``coo``, ``csc``, ``csr``: as what structure is stored.
         use_graphbolt: False.
         seed: The same seed gives the same parts.
+        of_graphbolt: Refused: what newer versions take for GraphBolt's files.
 
     Returns:
         With ``return_mapping``: original node and edge ids in the new order, by type if there are several.
@@ -81,6 +84,10 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
             f"num_hops={num_hops}, use_graphbolt={use_graphbolt}: only 1 and False can be honoured; farther "
             "neighbours are fetched when they are asked for, and there is one format"
         )
+    if of_graphbolt:
+        raise ConfigError(
+            f"{', '.join(of_graphbolt)}: of GraphBolt's files, of which there are none; leave them out"
+        )
     raw, bfloat16 = raw_graph(g, graph_name)
     method = PARTITIONERS.resolve(part_method)
     weighed, balance = _with_weights(raw, balance_ntypes)
@@ -89,15 +96,16 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
         balance = ("ntype",)
     options = PartitionOptions(balance=balance, objective=cast("Any", objtype))
     if num_trainers_per_machine > 1:
-        check_no_trainer_ids(raw)
         split = assign_two_levels(weighed, method, options, (num_parts, num_trainers_per_machine), seed)
-        assignment, raw = split.parts, with_trainer_ids(raw, split.trainers)
+        assignment, raw = split.parts, with_trainer_ids(_without_trainers(raw), split.trainers)
     else:
         assignment = PARTITIONERS.get(method)(options).assign(weighed, num_parts, seed)
     config = _written(
         Path(out_path),
         lambda folder: write_dgl_format(raw, assignment, folder, bfloat16=bfloat16, formats=graph_formats),
     )
+    if num_trainers_per_machine > 1:
+        _tell_trainers(g, raw)
     return _mapping(config, num_parts) if return_mapping else None
 
 
@@ -151,6 +159,26 @@ def load_partition_book(
     edges = {t: np.stack([config.edges.starts[n], ends[1][n]], axis=1) for t, n in etypes.items()}
     book = RangePartitionBook(part_id, config.num_parts, nodes, edges, ntypes, etypes)
     return book, config.name, ntypes, etypes
+
+
+def _without_trainers(graph: RawGraph) -> RawGraph:
+    """Return the graph without the trainers of an earlier cut, which DGL overwrites."""
+
+    def others(data: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+        return {
+            owner: {name: rows for name, rows in columns.items() if name != TRAINER_ID}
+            for owner, columns in data.items()
+        }
+
+    return replace(graph, node_data=others(graph.node_data), edge_data=others(graph.edge_data))
+
+
+def _tell_trainers(g: dgl.DGLGraph, cut: RawGraph) -> None:
+    """Write into ``g`` the trainer of each node and edge, int64 as DGL does."""
+    for ntype in g.ntypes:
+        g.nodes[ntype].data[TRAINER_ID] = torch.as_tensor(cut.node_data[ntype][TRAINER_ID]).long()
+    for etype in g.canonical_etypes:
+        g.edges[etype].data[TRAINER_ID] = torch.as_tensor(cut.edge_data[etype][TRAINER_ID]).long()
 
 
 def _with_weights(

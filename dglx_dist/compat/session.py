@@ -36,10 +36,11 @@ def initialize(
     done so when the graph is opened, one is created then.
 
     Args:
-        ip_config: Not read: torchrun tells where the ranks are. One warning, on rank 0.
+        ip_config: Not read: torchrun tells where the ranks are. One warning, on rank 0, for this argument and
+            those that follow, where they are not what DGL has by default.
         max_queue_size: Likewise; there are no queues.
         net_type: Likewise.
-        num_worker_threads: Likewise.
+        num_worker_threads: Likewise; there are no sampler processes.
         use_graphbolt: False.
         strategy: Name of a strategy; None: that of ``python -m dglx_dist.run``, else ``data_parallel``.
         timeout: Seconds that a rank may be silent before the others give up, naming it.
@@ -54,9 +55,14 @@ def initialize(
     if session_if_open() is not None:
         raise ConfigError("initialize was called before; call dgl.distributed.exit_client() between the two")
     name, seed = resolve_strategy(strategy), whole_number("seed", seed, least=0)
-    given = {"ip_config": ip_config, "net_type": net_type}
-    given |= {key: options.pop(key) for key in _OF_SERVERS if key in options}
-    ignored = [f"{key}={value!r}" for key, value in given.items() if value is not None]
+    given = {
+        "ip_config": (ip_config, None),
+        "max_queue_size": (max_queue_size, MAX_QUEUE_SIZE),
+        "net_type": (net_type, None),
+        "num_worker_threads": (num_worker_threads, 1),
+        **{key: (options.pop(key), None) for key in _OF_SERVERS if key in options},
+    }
+    ignored = [f"{key}={value!r}" for key, (value, usual) in given.items() if value != usual]
     if ignored and read_topology().rank == 0:
         warnings.warn(
             f"{', '.join(ignored)}: not used, because torchrun says where the ranks are, and there are no "

@@ -57,13 +57,13 @@ class DistTensor(Shared):
         if name is None and persistent:
             raise ConfigError("a tensor that nobody can find by name cannot be persistent; give it a name")
         g = opened_graph()
-        exists = name is not None and any(key.endswith(f"~{name}") for key in g.kvstore.names())
-        if not exists:
-            lifetimes_of(g.session).free(g.kvstore)
+        lifetimes, known = lifetimes_of(g.session), set(g.kvstore.names())
+        # Attaching to what exists is not collective, and freeing is.
+        if name is None or not any(key.endswith(f"~{name}") for key in known):
+            lifetimes.free(g.kvstore)
         policy = inner_policy(part_policy)
         self.inner = Inner(tuple(shape), dtype, name, init_func, policy, persistent, is_gdata)
-        lifetimes = lifetimes_of(g.session)
-        if exists or persistent:
+        if persistent or self.inner.kvstore_key in known:
             lifetimes.use(self.inner.kvstore_key, self)
         else:
             lifetimes.add(self.inner.kvstore_key, self)

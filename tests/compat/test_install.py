@@ -8,7 +8,9 @@ ROOT = Path(__file__).parents[2]
 
 REBOUND = """
 import dgl
-stock = dgl.distributed.DistGraph, dgl.dataloading.DistNodeDataLoader, dgl.distributed.role.get_rank
+from dgl.distributed import dist_context, kvstore, role, rpc
+stock = dgl.distributed.DistGraph, dgl.dataloading.DistNodeDataLoader, role.get_rank
+pull = kvstore.default_pull_handler
 import dglx_dist.compat
 from dglx_dist.compat.graph import DistGraph
 from dglx_dist.compat.loaders import DistNodeDataLoader
@@ -23,13 +25,22 @@ assert found is inner is DistGraph and later is dgl.dataloading.DistNodeDataLoad
 assert SparseAdam.__module__ == "dglx_dist.compat.optim"
 assert dgl.distributed.nn.DistEmbedding is dgl.distributed.DistEmbedding
 assert dgl.distributed.graph_partition_book.RangePartitionBook is RangePartitionBook
-# Something else of the same name stays.
-assert dgl.distributed.role.get_rank is stock[2]
+# What submodules alone have asks this run, or is refused.
+assert (role.get_rank("default"), role.get_trainer_rank(), role.get_num_trainers()) == (0, 0, 1)
+assert not dist_context.is_initialized() and kvstore.get_kvstore() is None
+assert kvstore.default_pull_handler is pull and dgl.distributed.constants.DEFAULT_NTYPE == "_N"
+for gone in (role.init_role, rpc.set_num_server, dist_context.finalize_client, kvstore.init_kvstore):
+    try:
+        gone(1)
+    except dglx_dist.errors.ConfigError as error:
+        assert gone.__name__ in str(error)
+    else:
+        raise AssertionError(gone)
 with dglx_dist.compat.install():
     pass
 assert dgl.distributed.DistGraph is DistGraph
 installed.undo()
-assert (dgl.distributed.DistGraph, dgl.dataloading.DistNodeDataLoader) == stock[:2]
+assert (dgl.distributed.DistGraph, dgl.dataloading.DistNodeDataLoader, role.get_rank) == stock[:3]
 assert not hasattr(dgl.distributed, "DistNodeDataLoader")
 """
 

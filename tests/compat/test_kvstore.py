@@ -13,6 +13,7 @@ from dglx_dist.compat.embedding import DistEmbedding
 from dglx_dist.compat.graph import DistGraph
 from dglx_dist.compat.kvstore import KVClient
 from dglx_dist.compat.policy import EdgePartitionPolicy, NodePartitionPolicy, PartitionPolicy
+from dglx_dist.compat.submodules import SUPPORTED
 from dglx_dist.compat.tensor import DistTensor
 from dglx_dist.errors import ConfigError
 
@@ -66,6 +67,12 @@ def test_handlers_and_unions(g: DistGraph) -> None:
     client.register_pull_handler(sums.name, lambda store, name, ids: store[name][ids] * 10)
     sums[torch.tensor([4, 4])] = torch.tensor([1.0, 2.0])
     assert sums[torch.tensor([4, 5])].tolist() == [30, 0]
+
+
+def test_functions_of_submodules_ask_this_run(g: DistGraph) -> None:
+    found = SUPPORTED["kvstore"]["get_kvstore"]()
+    assert found.data_name_list() == g._client.data_name_list()
+    assert SUPPORTED["dist_context"]["is_initialized"]()
 
 
 def test_policies(g: DistGraph) -> None:

@@ -54,6 +54,12 @@ def test_types_are_balanced_each_by_itself_and_trainers_are_told(tmp_path: Path)
     trained = graph.nodes["paper"].data["train_mask"][nodes["paper"]]
     owners = whole(tmp_path / "typed.json", 2, "paper", "trainer_id") // 2
     assert [int(trained[owners == part].sum()) for part in range(2)] == [9, 9]
+    # As DGL does, also where an earlier cut left its own.
+    assert (graph.nodes["paper"].data["trainer_id"][nodes["paper"]] // 2 == owners).all()
+    of_edges = graph.edges["cites"].data["trainer_id"]
+    assert (of_edges == graph.nodes["paper"].data["trainer_id"][graph.edges(etype="cites")[1]]).all()
+    partition_graph(graph, "typed", 2, tmp_path, part_method="random", num_trainers_per_machine=3)
+    assert int(of_edges.max()) < 4 <= int(graph.edges["cites"].data["trainer_id"].max())
 
 
 def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
@@ -71,6 +77,7 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
     [
         ({"num_hops": 2}, "fetched when they are asked for"),
         ({"use_graphbolt": True}, "there is one format"),
+        ({"store_eids": True}, "store_eids: of GraphBolt"),
         ({"part_method": "random", "balance_edges": True}, "honours balance"),
         ({"part_method": "nothing"}, "there is no partitioner 'nothing'"),
         ({"objtype": "both"}, "objective is 'both'"),

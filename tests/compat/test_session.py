@@ -46,8 +46,9 @@ def test_nothing_is_opened_before_it_is_needed() -> None:
 
 
 def test_what_is_not_used_is_said_once() -> None:
-    with pytest.warns(UserWarning, match="ip_config='hosts', net_type='socket', num_servers=2") as said:
-        session.initialize("hosts", 10, "socket", 1, num_servers=2)
+    told = "ip_config='hosts', max_queue_size=10, net_type='socket', num_worker_threads=3, num_servers=2"
+    with pytest.warns(UserWarning, match=told) as said:
+        session.initialize("hosts", 10, "socket", 3, num_servers=2)
     assert len(said) == 1
     start_later(None)
     with warnings.catch_warnings():
