@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph import node_split as node_split
     from dglx_dist.graph import optim as optim
     from dglx_dist.graph.reverse import reverse_edge_ids as reverse_edge_ids
+    from dglx_dist.run.dgl_datasets import distribute_dataset as distribute_dataset
     from dglx_dist.run.fit import fit as fit
     from dglx_dist.run.graphs import distribute as distribute
     from dglx_dist.run.graphs import original_ids as original_ids
@@ -71,6 +72,7 @@ _WHERE = {
     "StorageError": "dglx_dist.errors",
     "UnknownNameError": "dglx_dist.errors",
     "distribute": "dglx_dist.run.graphs",
+    "distribute_dataset": "dglx_dist.run.dgl_datasets",
     "edge_split": "dglx_dist.graph",
     "evaluate": "dglx_dist.training.evaluate",
     "fit": "dglx_dist.run.fit",

@@ -274,6 +274,11 @@ def start_later(start: Callable[[], Session] | None) -> None:
     _LATER[:] = [] if start is None else [start]
 
 
+def session_or(start: Callable[[], Session]) -> Session:
+    """Return the session that is open or was to start later, else what ``start`` opens; collective then."""
+    return current_session() if _CURRENT or _LATER else start()
+
+
 def session_if_open() -> Session | None:
     """Return the session that is open, None where there is none yet."""
     return _CURRENT[-1] if _CURRENT else None
@@ -339,6 +344,9 @@ def _joined(
         rpc.connect(_addresses(said, store.exchange("endpoint", endpoint)))
         owns_group = _make_group(raw, topology, config.timeout_s, backend)
         undo.pop_all()
+    device = _device(rendezvous.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what "cuda" without a number then means to the user's code
     # Made from the secret, but telling nothing of it: folder names are public on a machine.
     job = hashlib.sha256(credentials.secret).hexdigest()[:16]
     return _Parts(
@@ -348,7 +356,7 @@ def _joined(
         scratch=Scratch(job, topology.server),
         store=store,
         hosts=tuple(one["host"] for one in said),
-        device=_device(rendezvous.local_rank),
+        device=device,
         owns_group=owns_group,
         job=job,
         trace=trace,

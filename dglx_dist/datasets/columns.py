@@ -12,7 +12,9 @@ from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, NodeColumn, SparseR
 _OTHER_NAMES = {"features": FEATURE, "feats": FEATURE, "labels": LABEL}
 
 
-def standard_columns(columns: Mapping[str, NodeColumn], where: str) -> dict[str, NodeColumn]:
+def standard_columns(
+    columns: Mapping[str, NodeColumn], where: str, *, rename: bool = True
+) -> dict[str, NodeColumn]:
     """Rename and cast columns: features float, labels int64, splits boolean; others stay as they are.
 
     ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
@@ -21,6 +23,7 @@ def standard_columns(columns: Mapping[str, NodeColumn], where: str) -> dict[str,
     Args:
         columns: name -> (N, ...).
         where: What messages start with.
+        rename: False to leave ``features``, ``feats`` and ``labels`` what they are, with their dtypes.
 
     Raises:
         DatasetError: a split holds something else than 0 and 1, or a label is not a whole number.
@@ -28,7 +31,7 @@ def standard_columns(columns: Mapping[str, NodeColumn], where: str) -> dict[str,
     standard: dict[str, NodeColumn] = {}
     for given, column in columns.items():
         name = _OTHER_NAMES.get(given, given)
-        if name != given and name in columns:
+        if not rename or (name != given and name in columns):
             name = given
         if isinstance(column, SparseRows):
             standard[name] = column

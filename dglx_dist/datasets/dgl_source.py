@@ -24,12 +24,17 @@ _MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
 
 
 def raw_graph_from_dgl(
-    graph: dgl.DGLGraph, *, name: str = "graph", split: int | None = None, num_classes: int | None = None
+    graph: dgl.DGLGraph,
+    *,
+    name: str = "graph",
+    split: int | None = None,
+    num_classes: int | None = None,
+    rename: bool = True,
 ) -> RawGraph:
     """Convert a DGLGraph with all its node and edge data; homogeneous or heterogeneous.
 
     Arrays share memory with the graph where dtype and device allow it. bfloat16 becomes float32,
-    which NumPy has. ``labels`` is read as ``label`` and ``features`` as ``feat``.
+    which NumPy has. ``labels`` is read as ``label`` and ``features`` as ``feat``, unless ``rename`` is False.
     The ids that DGL keeps in subgraphs (``dgl.NID``) are left out.
 
     Args:
@@ -37,6 +42,7 @@ def raw_graph_from_dgl(
         name: What the dataset will be called.
         split: Which column of masks that hold several splits; None when they hold one.
         num_classes: Of the labelled node types; None to take the largest label + 1.
+        rename: False to keep the names of all columns.
 
     Raises:
         ConfigError: ``graph`` is not a DGLGraph.
@@ -44,8 +50,8 @@ def raw_graph_from_dgl(
     """
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(
-            f"load_dataset takes a path, a spec or a DGLGraph, not {type(graph).__module__}."
-            f"{type(graph).__qualname__}"
+            f"a graph is given as a path, a spec or a DGLGraph, not as {type(graph).__module__}."
+            f"{type(graph).__qualname__}; of a dataset of DGL give dataset[0]"
         )
     node_data, classes = {}, {}
     for node_type in graph.ntypes:
@@ -55,7 +61,7 @@ def raw_graph_from_dgl(
             for key, tensor in graph.nodes[node_type].data.items()
             if key != dgl.NID
         }
-        node_data[node_type] = standard_columns(arrays, where)
+        node_data[node_type] = standard_columns(arrays, where, rename=rename)
         counted = count_classes(node_data[node_type])
         if LABEL in node_data[node_type] and counted is not None:
             classes[node_type] = max(counted, num_classes or 0)

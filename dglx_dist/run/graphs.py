@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.cluster.collectives import broadcast_json
-from dglx_dist.cluster.session import Session, current_session
+from dglx_dist.cluster.session import Session, session_or
 from dglx_dist.datasets.load import load_dataset
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph import DistGraph
@@ -23,6 +23,7 @@ from dglx_dist.run.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.storage.layout import MANIFEST
 from dglx_dist.storage.precision import FeatureDtype
 from dglx_dist.storage.reader import open_dataset
+from dglx_dist.strategies.opening import begin, resolve_strategy
 
 if TYPE_CHECKING:
     import dgl
@@ -140,6 +141,7 @@ def original_ids(folder: str | Path) -> tuple[OriginalIds, OriginalIds]:
 def distribute(
     graph: dgl.DGLGraph | str | PathLike[str],
     *,
+    strategy: str | None = None,
     parts: int | None = None,
     method: str | None = None,
     balance: Sequence[str] = (),
@@ -149,13 +151,18 @@ def distribute(
 ) -> DistGraph:
     """Return ``graph`` as one that all ranks share; every rank must call it.
 
+    Where no session is open it joins the ranks first, as :func:`init` would without arguments, but leaves
+    torch's generator as the script seeded it.
+
     Rank 0 cuts it once: the result lies in ``cache``, named by the content of the graph and by how it was
     cut, and later runs find it there. The others wait as long as the session's time-out; raise that, or
     partition beforehand, for graphs that take longer. Several machines need ``cache`` on a shared disk.
 
     Args:
         graph: A DGLGraph (rank 0's counts), anything ``load_dataset`` knows, the folder of a partitioned
-            dataset, or the JSON file of a partition in DGL's format.
+            dataset, or the JSON file of a partition in DGL's format. The columns of a DGLGraph keep their
+            names; others are brought into ours (``feat``, ``label``), see ``load_dataset``.
+        strategy: Name or alias of a strategy; None: that of the session, or what :func:`init` takes.
         parts: P; None: one for each server. Like the next two refused for what is partitioned already.
         method: Name of a partitioner; None: the default one.
         balance: Weights to balance, see :func:`partition_graph`.
@@ -165,10 +172,12 @@ def distribute(
 
     Raises:
         DatasetError: the graph is not sound.
-        ConfigError: there is no session, or an argument cannot be honoured.
+        UnknownNameError: there is no such strategy.
+        ConfigError: an argument cannot be honoured, or the session is open for another strategy.
+        PeerError: ranks are missing after the time-out.
         StorageError: a dataset is damaged or the cache cannot be written.
     """
-    session = current_session()
+    session = _session_for(strategy)
     if isinstance(graph, (str, PathLike)):
         path = Path(graph)
         is_cut = (path / MANIFEST).is_file() or _is_part_config(path)
@@ -191,6 +200,17 @@ def distribute(
     return DistGraph(folder, structure=structure, session=session)
 
 
+def _session_for(strategy: str | None) -> Session:
+    """Return the session that is open, or one that is opened for ``strategy``."""
+    session = session_or(lambda: begin(resolve_strategy(strategy), {}))
+    if strategy is not None and session.strategy != resolve_strategy(strategy):
+        raise ConfigError(
+            f"strategy={strategy!r} but the session is open for {session.strategy!r}; name one, once: in "
+            "dx.init, or where the graph is distributed"
+        )
+    return session
+
+
 def _prepared_by_rank_zero(
     graph: dgl.DGLGraph | str | PathLike[str], plan: PartitionPlan, cache: Path, session: Session
 ) -> Path:
@@ -210,7 +230,8 @@ def _prepared_by_rank_zero(
 
 
 def _cached(graph: dgl.DGLGraph | str | PathLike[str], plan: PartitionPlan, cache: Path) -> Path:
-    raw = load_dataset(graph)
+    # What a script gave a name it asks for by that name.
+    raw = load_dataset(graph) if isinstance(graph, (str, PathLike)) else load_dataset(graph, rename=False)
     folder = (cache / f"{Path(raw.name).name}-{content_key(raw, plan)}").absolute()
     if not (folder / MANIFEST).is_file():
         partition_to_disk(raw, folder, plan)

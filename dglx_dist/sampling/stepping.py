@@ -94,7 +94,10 @@ class StepLoader(ABC, Generic[K, B, T]):
         self._session, self._items, self._pace = session, items, pace
         self._seed = seed_of(options, session)
         self._depth, self._num_threads = options.depth, options.num_threads
-        self._device = torch.device(session.device if options.device is None else options.device)
+        asked = torch.device(session.device if options.device is None else options.device)
+        # Batches are moved on threads, where "cuda" without a number would mean the first one.
+        has_number = asked.index is not None or asked.type != session.device.type
+        self._device = asked if has_number else session.device
         self._schedule = Schedule(
             batch_size=int(pace.batch_size),
             drop_last=bool(pace.drop_last),

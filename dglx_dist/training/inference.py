@@ -20,6 +20,7 @@ from dglx_dist.graph.owners import RowOwners
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.full_blocks import FullBlocks
+from dglx_dist.training.layers_of import layers_of
 from dglx_dist.training.models import InferenceLayer
 from dglx_dist.training.nested import Path, flatten, nest
 
@@ -41,7 +42,8 @@ def layerwise_inference(
     feature: str = FEATURE,
     inputs: Inputs | None = None,
     batch_size: int = 4096,
-    layers: Sequence[InferenceLayer] | None = None,
+    layers: Sequence[InferenceLayer] | str | None = None,
+    between: Callable[[Tensor], Tensor] | None = None,
     ntypes: Sequence[str] | None = None,
 ) -> Any:
     """Compute every layer once for every node, over all neighbours; every rank must call it.
@@ -62,7 +64,10 @@ def layerwise_inference(
             type, else one per node type. The first layer is handed a dictionary if this is one.
         batch_size: Destinations computed at once.
         layers: ``(block, h) -> h`` per layer; the model's ``inference_layers()`` when not given. Take them
-            from ``model.whole()``, and pass that as ``model``, where the model is wrapped.
+            from ``model.whole()``, and pass that as ``model``, where the model is wrapped; or give the name
+            of the attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``.
+        between: Applied to what each layer but the last gives, like ``F.relu``, where the model does that
+            outside its layers. Each result must then be a tensor.
         ntypes: Node types for which the last layer is computed; all when not given.
 
     Returns:
@@ -74,7 +79,7 @@ def layerwise_inference(
             gives no rows for some destinations, or others than there are.
     """
     module = whole_of(model)
-    steps = list(layers) if layers is not None else _layers_of(module)
+    steps = layers_of(module, layers, between)
     target = float_of(module)
     work = _Work(g=g, blocks=FullBlocks(g, target.device), batch_size=batch_size)
     rows = first_rows(g, feature, inputs)
@@ -359,14 +364,3 @@ def _feature_of(g: DistGraph, ntype: str, feature: str) -> DistTensor:
             f"instance {{{ntype!r}: embedding.weight}}"
         )
     return data[feature]
-
-
-def _layers_of(module: nn.Module) -> list[InferenceLayer]:
-    ask = getattr(module, "inference_layers", None)
-    if ask is None:
-        raise ConfigError(
-            f"{type(module).__name__} does not tell its layers; give it a method inference_layers() that "
-            "returns one callable (block, h) -> h per layer (see dglx_dist.training.models), or pass "
-            "num_layers= to evaluate(), which computes each batch's whole neighbourhood"
-        )
-    return list(ask())

@@ -81,7 +81,7 @@ def test_bad_columns_of_an_object_are_found() -> None:
 
 
 def test_something_else_than_a_graph_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"takes a path, a spec or a DGLGraph, not builtins\.list"):
+    with pytest.raises(ConfigError, match=r"a DGLGraph, not as builtins\.list"):
         load_dataset([0, 1])  # type: ignore[arg-type]
 
 

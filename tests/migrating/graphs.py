@@ -19,6 +19,23 @@ def citations(nodes=600, degree=8, width=16):
     return g
 
 
+class Citations:
+    """The same as a dataset that holds one graph and has its splits as ids, like AsNodePredDataset."""
+
+    num_classes = CLASSES
+
+    def __init__(self):
+        self.graph = citations()
+        masks = (self.graph.ndata[f"{name}_mask"] for name in ("train", "val", "test"))
+        self.train_idx, self.val_idx, self.test_idx = (mask.nonzero().squeeze(1) for mask in masks)
+
+    def __getitem__(self, index):
+        return self.graph
+
+    def __len__(self):
+        return 1
+
+
 def relations(nodes=600, degree=4, num_rels=3):
     """Return a graph whose edges have a type, edata["rel"], and whose nodes have no features."""
     random = torch.Generator().manual_seed(4)

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from dgl.dataloading import DataLoader, MultiLayerFullNeighborSampler, NeighborSampler
-from graphs import CLASSES, citations
+from graphs import Citations
 
 
 class SAGE(nn.Module):
@@ -59,13 +59,11 @@ def layerwise_infer(model, g, nid, device):
     return accuracy(scores[nid], g.ndata["label"][nid])
 
 
-def train(args, device, g, model):
-    train_idx = g.ndata["train_mask"].nonzero().squeeze(1)
-    val_idx = g.ndata["val_mask"].nonzero().squeeze(1)
+def train(args, device, g, dataset, model):
     sampler = NeighborSampler([10, 10], prefetch_node_feats=["feat"], prefetch_labels=["label"])
     options = {"device": device, "batch_size": 32, "num_workers": 0, "use_uva": args.mode == "mixed"}
-    train_loader = DataLoader(g, train_idx, sampler, shuffle=True, **options)
-    val_loader = DataLoader(g, val_idx, sampler, shuffle=False, **options)
+    train_loader = DataLoader(g, dataset.train_idx, sampler, shuffle=True, **options)
+    val_loader = DataLoader(g, dataset.val_idx, sampler, shuffle=False, **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
     for epoch in range(args.epochs):
         model.train()
@@ -86,9 +84,9 @@ if __name__ == "__main__":
     parser.add_argument("--mode", default="cpu", choices=["cpu", "mixed"])
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
-    g = citations()
+    dataset = Citations()
+    g = dataset[0]
     device = torch.device("cpu" if args.mode == "cpu" else "cuda")
-    model = SAGE(g.ndata["feat"].shape[1], 32, CLASSES).to(device)
-    train(args, device, g, model)
-    test_idx = g.ndata["test_mask"].nonzero().squeeze(1)
-    print(f"test accuracy {layerwise_infer(model, g, test_idx, device):.4f}")
+    model = SAGE(g.ndata["feat"].shape[1], 32, dataset.num_classes).to(device)
+    train(args, device, g, dataset, model)
+    print(f"test accuracy {layerwise_infer(model, g, dataset.test_idx, device):.4f}")

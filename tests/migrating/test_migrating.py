@@ -17,7 +17,7 @@ from tests.helpers.ranks import run_ranks
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "migrating.md"
-ADDED = {"graphsage": 15, "gat": 7, "rgcn": 11}
+ADDED = {"graphsage": 6, "gat": 5, "rgcn": 8}
 """Script -> lines that are new or changed; the page names these numbers."""
 
 

@@ -87,6 +87,54 @@ def test_a_wrong_strategy_costs_no_rendezvous() -> None:
         dx.local_device()
 
 
+def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: Path) -> None:
+    g = as_dgl()
+    g.ndata["features"] = g.ndata.pop("feat")
+    g.ndata["labels"] = torch.arange(6, dtype=torch.int32)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    d = dx.distribute(g, strategy="full_graph", cache=tmp_path)
+    with d.session as session:
+        assert session.strategy == "full_graph"
+        assert torch.equal(torch.rand(1), expected)
+        assert set(d.ndata) == {"features", "labels", "train_mask"}
+        assert torch.equal(d.ndata["labels"][:].long(), d.orig_ids(torch.arange(6)))
+        with pytest.raises(dx.ConfigError, match="session is open for 'full_graph'"):
+            dx.distribute(g, strategy="push_pull", cache=tmp_path)
+        assert torch.equal(dx.distribute(g, cache=tmp_path).ndata["labels"][:], d.ndata["labels"][:])
+
+
+class _OneGraph:
+    """As DGL's datasets are used."""
+
+    num_classes = 7
+
+    def __getitem__(self, index: int) -> dgl.DGLGraph:
+        return as_dgl()
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _shares(cache: str) -> list[Any]:
+    dataset = dx.distribute_dataset(_OneGraph(), cache=cache)
+    with dataset[0].session:
+        with pytest.raises(AttributeError, match="nodes have new ids"):
+            _ = dataset.train_mask
+        with pytest.raises(dx.ConfigError, match="'val_mask' are none"):
+            _ = dataset.val_idx
+        with pytest.raises(dx.ConfigError, match="give a graph to"):
+            dx.distribute_dataset(as_dgl(), cache=cache)
+        return [dataset.num_classes, dataset[0].orig_ids(dataset.train_idx).tolist()]
+
+
+def test_a_dataset_gives_each_rank_its_share_of_a_split(tmp_path: Path) -> None:
+    found = run_ranks(_shares, 2, args=(str(tmp_path),))
+    assert [classes for classes, _ in found] == [7, 7]
+    assert sorted(ids for _, ids in found) == [[0], [3]]
+
+
 def test_how_to_cut_is_never_ignored(tmp_path: Path) -> None:
     dx.partition_graph(as_dgl(), "t", 2, tmp_path)
     with dx.init():

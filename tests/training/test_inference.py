@@ -167,6 +167,23 @@ def _same(found: dict[str, Any], expected: dict[str, Tensor], ntypes: set[str]) 
         np.testing.assert_allclose(rows, expected[ntype].numpy(), rtol=0, atol=1e-12, err_msg=ntype)
 
 
+def test_layers_are_named_and_what_stands_between_them_is_told(tmp_path: Path) -> None:
+    folder = equality.write_parts(tmp_path)
+    model = nn.Module()
+    model.layers = nn.ModuleList(
+        [dgl.nn.SAGEConv(equality.WIDTH, 5, "mean"), dgl.nn.SAGEConv(5, 3, "mean")]
+    ).double()
+    graph = equality.plain_graph()
+    expected = model.layers[1](graph, model.layers[0](graph, graph.ndata["feat"]).relu()).detach()
+    with start_session():
+        g = DistGraph(folder)
+        found = layerwise_inference(model, g, layers="layers", between=torch.relu, batch_size=90)
+        np.testing.assert_allclose(in_original_order(found, g), expected, rtol=0, atol=1e-12)
+        for name in ("layer", "forward"):
+            with pytest.raises(ConfigError, match=f"layers='{name}'"):
+                layerwise_inference(model, g, layers=name)
+
+
 def test_one_type_and_a_pair_of_results(tmp_path: Path) -> None:
     """A homogeneous model whose layers hand a pair on, and whose first input is not the features."""
     folder = equality.write_parts(tmp_path)
