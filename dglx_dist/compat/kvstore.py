@@ -100,8 +100,8 @@ class KVClient:
         Raises:
             ConfigError: the name does not begin with the policy's, or exists already.
         """
-        prefix, _, short = name.rpartition("~")
-        if prefix != part_policy.policy_str:
+        short = name.removeprefix(part_policy.get_data_name(""))
+        if short in ("", name):
             raise ConfigError(f"the name {name!r} must be {part_policy.get_data_name('<tensor>')!r}")
         Inner(tuple(shape), dtype, short, init_func, inner_policy(part_policy), True, is_gdata, False)
 
@@ -137,7 +137,7 @@ class KVClient:
 
     def data_name_list(self) -> list[str]:
         """Return the names of all tensors that the graph shows."""
-        return [name for name in self.inner.names() if not name.startswith("hidden~")]
+        return [name for name in self.inner.names() if name.startswith(("node~", "edge~"))]
 
     gdata_name_list = data_name_list
 
@@ -169,9 +169,11 @@ class KVClient:
         raise ConfigError("the ranks of a server share their rows already; leave map_shared_data() out")
 
     def _tensor(self, name: str) -> Inner:
-        column = self.inner.column(name)
-        prefix, _, short = name.rpartition("~")
-        shape = (column.num_rows, *column.info.row_shape)
-        policy = inner_policy(self.all_possible_part_policy[prefix.removeprefix("hidden~")])
-        is_gdata = not prefix.startswith("hidden~")
-        return Inner(shape, torch_dtype(column.info.dtype), short, None, policy, is_gdata=is_gdata)
+        column, shown = self.inner.column(name), name.removeprefix("hidden~")
+        of_types = self.all_possible_part_policy
+        found = next((one for one in of_types if shown.startswith(f"{one}~")), None)
+        if found is None:
+            raise ConfigError(f"{name!r} does not go with the nodes or edges of a type; use its own tensor")
+        shape, short = (column.num_rows, *column.info.row_shape), shown.removeprefix(f"{found}~")
+        dtype, policy = torch_dtype(column.info.dtype), inner_policy(of_types[found])
+        return Inner(shape, dtype, short, None, policy, is_gdata=shown == name)

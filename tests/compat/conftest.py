@@ -1,4 +1,4 @@
-"""Partitions that stock DGL made."""
+"""What stock DGL made and said, once for all tests."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import dgl.distributed
 import pytest
 
-from tests.compat.graphs import paper_graph, typed_graph
+from tests.compat.graphs import SCRIPTS, paper_graph, play, typed_graph
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +24,24 @@ def stock_parts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         dgl.distributed.partition_graph(graph, name, parts, str(folder / name), part_method="metis")
         made[name] = folder / name / f"{name}.json"
     return made
+
+
+@pytest.fixture(scope="session")
+def probe_words(stock_parts: Mapping[str, Path]) -> list[str]:
+    """The probe and its partitions; what is missing is ``--out``."""
+    parts = [word for name, path in stock_parts.items() for word in (f"--{name}", str(path))]
+    return [str(SCRIPTS / "probe.py"), *parts]
+
+
+@pytest.fixture(scope="session")
+def stock(
+    stock_parts: Mapping[str, Path], probe_words: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of what the scripts say with DGL's own package, in one process."""
+    folder = tmp_path_factory.mktemp("said")
+    runs = [[*probe_words, "--out", str(folder / "probe.json")]]
+    for script, graph in (("node_classification", "one"), ("embeddings", "one"), ("rgcn", "typed")):
+        config = ["--graph_name", graph, "--part_config", str(stock_parts[graph])]
+        runs.append([str(SCRIPTS / f"{script}.py"), *config, "--out", str(folder / script)])
+    run_ranks(play, 1, args=[runs, False])
+    return folder

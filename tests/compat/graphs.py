@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,6 @@ import dgl
 import torch
 
 SCRIPTS = Path(__file__).parent / "scripts"
-STOCK = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def paper_graph(nodes: int = 60, seed: int = 0) -> dgl.DGLGraph:
@@ -67,20 +60,36 @@ def typed_graph(papers: int = 24, authors: int = 15) -> dgl.DGLGraph:
     return graph
 
 
-def run_script(name: str, arguments: list[str], *, ours: bool, torchrun: bool = False) -> str:
-    """Run a script of this folder in a process of its own; returns what it wrote to standard error."""
-    command, launcher = [sys.executable], {}
-    if torchrun:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        # What DGL's own launcher sets, which is nothing to us.
-        launcher = {"DGL_DIST_MODE": "distributed", "DGL_ROLE": "client", "DGL_NUM_SERVER": "1"}
-    if ours:
-        command += ["-m", "dglx_dist.run", "--"]
-    command.append(str(SCRIPTS / name))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("DGL")}
+def play(runs: list[list[str]], ours: bool) -> None:
+    """Run scripts in this rank, one after the other, each as a command line of its own would.
+
+    Args:
+        runs: Of ours the words behind ``-m dglx_dist.run``, of stock DGL script and arguments.
+        ours: Whether ``dgl.distributed`` is this package's.
+    """
+    import dgl.distributed
+
+    from dglx_dist.run.__main__ import main
+
+    for words in runs:
+        if ours:
+            main(words)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+        dgl.distributed.exit_client()
+        # The group of the first script serves the others: a second one would meet the keys of the first.
+        torch.distributed.init_process_group = lambda *_, **__: None
+
+
+def run_under_torchrun(script: str, arguments: list[str]) -> str:
+    """Run a script of this folder as users do, in one process; returns what it wrote to standard error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    # What DGL's own launcher sets, which is nothing to us.
+    launcher = {"DGL_DIST_MODE": "distributed", "DGL_ROLE": "client", "DGL_NUM_SERVER": "1"}
     done = subprocess.run(
-        [*command, *arguments],
-        env={**environment, **STOCK, **launcher, "MASTER_PORT": str(_free_port())},
+        [*command, "-m", "dglx_dist.run", "--", str(SCRIPTS / script), *arguments],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **launcher},
         capture_output=True,
         text=True,
         timeout=120,
@@ -92,11 +101,3 @@ def run_script(name: str, arguments: list[str], *, ours: bool, torchrun: bool = 
 def told(path: Path) -> Any:
     """What a script wrote."""
     return json.loads(path.read_text())
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])

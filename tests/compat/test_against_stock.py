@@ -1,22 +1,20 @@
 """The same program gives the same answers with DGL's ``dgl.distributed`` and with ours."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.compat.graphs import run_script, told
+from tests.compat.graphs import play, told
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
-def answers(stock_parts: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def answers(stock: Path, probe_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """What stock DGL says, and what we say."""
-    folder = tmp_path_factory.mktemp("answers")
-    config = [word for name, path in stock_parts.items() for word in (f"--{name}", str(path))]
-    run_script("probe.py", [*config, "--out", str(folder / "stock.json")], ours=False)
-    run_script("probe.py", [*config, "--out", str(folder / "ours.json")], ours=True)
-    return told(folder / "stock.json"), told(folder / "ours.json")
+    ours = tmp_path_factory.mktemp("answers") / "ours.json"
+    run_ranks(play, 1, args=[[["--", *probe_words, "--out", str(ours)]], True])
+    return told(stock / "probe.json"), told(ours)
 
 
 @pytest.mark.parametrize(
