@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dglx_dist.cluster.session import session_if_open
-from dglx_dist.cluster.topology import tell_settings
+from dglx_dist.cluster.topology import read_settings, tell_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.opening import resolve_strategy
 
@@ -27,14 +27,17 @@ def main(arguments: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m dglx_dist.run", description=__doc__)
     parser.add_argument("--strategy", help="name of a strategy; default: DGLX_STRATEGY, else data_parallel")
-    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE, of the strategy")
+    parser.add_argument(
+        "--option", action="append", default=[], help="NAME=VALUE of the strategy, beside DGLX_OPTIONS"
+    )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     told = parser.parse_args(arguments)
     script = Path(told.script)
     if not script.is_file():
         raise ConfigError(f"there is no script {told.script!r}; give the path of a Python file")
-    tell_settings(resolve_strategy(told.strategy), dict(_option(word) for word in told.option))
+    options = {**read_settings().options, **dict(_option(word) for word in told.option)}
+    tell_settings(resolve_strategy(told.strategy), options)
     # Only here: DGL reads what torchrun and the settings say when it is imported.
     from dglx_dist.compat import install
 

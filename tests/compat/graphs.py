@@ -78,6 +78,9 @@ def play(runs: list[list[str]], ours: bool) -> None:
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
         dgl.distributed.exit_client()
+        # What the command line told, which the next one would add to.
+        for name in ("DGLX_STRATEGY", "DGLX_OPTIONS"):
+            os.environ.pop(name, None)
         # The group of the first script serves the others: a second one would meet the keys of the first.
         torch.distributed.init_process_group = lambda *_, **__: None
 
