@@ -32,7 +32,11 @@ REVERSE = "-rev"
 
 @dataclass(frozen=True, kw_only=True)
 class IngestPlan:
-    """How and where to."""
+    """How and where to.
+
+    Raises:
+        ConfigError: the seed is negative.
+    """
 
     out: Path
     memory: int
@@ -45,6 +49,10 @@ class IngestPlan:
     overwrite: bool = False
     workspace: Path | None = None
     """For what does not fit into memory meanwhile; None: beside ``out``."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,8 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         plan: How and where to.
 
     Raises:
-        ConfigError: the memory does not even hold the program, or a reverse type exists already.
+        ConfigError: the memory does not hold the program, or what must be sorted together; or a reverse type
+            exists already.
         DatasetError: naming file, row and column of what is wrong in a table.
         StorageError: the target holds something else, or the disk refuses.
     """

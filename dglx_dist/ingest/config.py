@@ -242,13 +242,23 @@ def _edge(value: object, path: Path, what: str) -> EdgeSpec:
 
 
 def _files(entry: _Entry) -> FileSet:
-    patterns = entry.texts("files")
-    paths = tuple(path for pattern in patterns for path in _matches(pattern, entry))
+    paths = _paths(entry, "files")
     stated = entry.get("format")
     if stated is None:
         return _file_set(paths, None, ",", entry)
     form = _Entry(stated, ("name", "separator"), entry.path, f"{entry.what}.format")
-    return _file_set(paths, form.one_of("name", FORMATS), form.optional_text("separator") or ",", entry)
+    name, separator = form.one_of("name", FORMATS), form.optional_text("separator")
+    if separator is not None and name != "csv":
+        raise form.wrong("separator", f"left out for {name}")
+    return _file_set(paths, name, separator or ",", entry)
+
+
+def _paths(entry: _Entry, key: str) -> tuple[Path, ...]:
+    """Return the files that a key names; the rows of one that is named twice would count twice."""
+    paths = tuple(path for pattern in entry.texts(key) for path in _matches(pattern, entry))
+    if len(set(paths)) < len(paths):
+        raise entry.wrong(key, "files of which none is named twice")
+    return paths
 
 
 def _file_set(paths: tuple[Path, ...], name: str | None, separator: str, entry: _Entry) -> FileSet:
@@ -283,10 +293,18 @@ def _matches(pattern: str, entry: _Entry) -> list[Path]:
 def _features(entry: _Entry) -> tuple[FeatureSpec, ...]:
     if entry.get("features") is None:
         return ()
-    return tuple(
+    features = tuple(
         _feature(item, entry.path, f"{entry.what}.features[{i}]")
         for i, item in enumerate(entry.list_of("features"))
     )
+    for name in dict.fromkeys(feature.name for feature in features):
+        asked = {feature.dtype for feature in features if feature.name == name} - {None}
+        if len(asked) > 1:
+            raise ConfigError(
+                f"{entry.path}: {entry.what}: the features {name!r} make one tensor, of one out_dtype, and "
+                f"ask for {', '.join(sorted(map(str, asked)))}"
+            )
+    return features
 
 
 def _feature(value: object, path: Path, what: str) -> FeatureSpec:
@@ -330,17 +348,21 @@ def _label(parent: _Entry) -> LabelSpec | None:
         raise entry.wrong("label_col", f"{'left out' if column else 'given'} for {task}")
     if entry.get("custom_split_filenames") is None:
         return LabelSpec(task=task, column=column, split=_shares(entry))
+    if entry.get("split_pct") is not None:
+        raise entry.wrong("split_pct", "left out where custom_split_filenames says the split")
     stated = entry.get("custom_split_filenames")
     form = _Entry(stated, (*SPLIT_FILES, "column"), entry.path, f"{entry.what}.custom_split_filenames")
     files = {name: _split_files(form, name) for name in SPLIT_FILES if form.get(name)}
     if not files:
         raise ConfigError(f"{form.path}: {form.what} names no file; give train, valid or test")
-    id_column = form.texts("column")[0] if form.get("column") is not None else None
-    return LabelSpec(task=task, column=column, split=None, files=files, id_column=id_column)
+    columns = (None,) if form.get("column") is None else form.texts("column")
+    if len(columns) > 1:
+        raise form.wrong("column", "the one column of ids")
+    return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])
 
 
 def _split_files(form: _Entry, name: str) -> FileSet:
-    paths = tuple(path for pattern in form.texts(name) for path in _matches(pattern, form))
+    paths = _paths(form, name)
     is_table = form.get("column") is not None
     if is_table:
         return _file_set(paths, None, ",", form)

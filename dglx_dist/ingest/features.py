@@ -92,10 +92,38 @@ class Features:
                         f"{piece.path}: column {names}, row {piece.first_row + first}: "
                         f"{rows.shape[1]} numbers, but the first row has {width}"
                     )
-                yield rows.astype(info.dtype, copy=False).reshape(len(rows), *info.row_shape)
+                stored = _stored(rows, info, parts, piece.where, piece.first_row + first)
+                yield stored.reshape(len(rows), *info.row_shape)
 
     def _of(self, name: str) -> list[_Part]:
         return [part for part in self._parts if part.spec.name == name]
+
+
+def _stored(rows: Array, info: ColumnInfo, parts: Sequence[_Part], where: str, first_row: int) -> Array:
+    """Return rows in the dtype that is stored, which the first row of the table decides where none is asked.
+
+    Raises:
+        DatasetError: naming the first row that it cannot hold.
+    """
+    names = ", ".join(map(repr, _columns(parts)))
+    if np.dtype(info.dtype).kind != "f":
+        if not np.can_cast(rows.dtype, info.dtype, "safe"):
+            raise DatasetError(
+                f"{where}: column {names}, row {first_row}: holds {rows.dtype}, and the first row "
+                f"{info.dtype}; give out_dtype"
+            )
+        return rows.astype(info.dtype, copy=False)
+    with np.errstate(over="ignore"):
+        stored = rows.astype(info.dtype, copy=False)
+    beyond = ~np.isfinite(stored).all(axis=1)
+    if beyond.any():
+        row = int(np.argmax(beyond))
+        value = rows[row][~np.isfinite(stored[row])][0]
+        raise DatasetError(
+            f"{where}: column {names}, row {first_row + row}: {value} is beyond {info.dtype}; give a wider "
+            "out_dtype, or scale the column"
+        )
+    return stored
 
 
 def _columns(parts: Sequence[_Part]) -> list[str]:

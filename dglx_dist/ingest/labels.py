@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, final
 
 import numpy as np
@@ -14,13 +15,15 @@ from dglx_dist.ingest.transforms import MOST_CATEGORIES
 from dglx_dist.ingest.values import numbers_of_text
 from dglx_dist.records import Array
 
+_CLASS_NUMBER = re.compile(r"(-1|0|[1-9][0-9]{0,14})(\.0+)?")
+
 
 @final
 class Labels:
     """Classes are whole numbers, or texts that get numbers in alphabetical order; -1 where there is none.
 
-    Texts that are all whole numbers, as in CSV, are these numbers. For a regression labels are float32, and
-    every row has one.
+    Texts that are all whole numbers, as in CSV, are these numbers, also as "2.0", which other programs write
+    where a column has gaps. For a regression labels are float32, and every row has one.
 
     Args:
         column: Name in the table.
@@ -31,6 +34,7 @@ class Labels:
         self.column = column
         self.is_regression = is_regression
         self.num_classes: int | None = None
+        self._is_text: bool | None = None
         self._texts: set[str] | None = None
         self._places: Any = None
         self._largest = -1
@@ -45,7 +49,14 @@ class Labels:
         if self.is_regression:
             return
         values = _decoded(values)
-        if not _is_text(values):
+        is_text = _is_text(values)
+        if self._is_text not in (None, is_text):
+            raise DatasetError(
+                f"{where}: column {self.column!r} holds {values.type}, and a file before it "
+                f"{'numbers' if is_text else 'texts'}; write it alike in all files"
+            )
+        self._is_text = is_text
+        if not is_text:
             self._largest = max(self._largest, int(self._whole(values, where, first_row).max(initial=-1)))
             return
         self._texts = self._texts or set()
@@ -61,7 +72,7 @@ class Labels:
         if self._texts is not None:
             names = sorted(self._texts)
             if all(_is_class_number(name) for name in names):
-                self._largest = max((int(name) for name in names), default=-1)
+                self._largest = max((int(float(name)) for name in names), default=-1)
             else:
                 self._largest = len(names) - 1
                 self._places = pa.array(names, pa.large_string())
@@ -81,7 +92,7 @@ class Labels:
             return self._whole(values, where, first_row)
         known = pc.if_else(pc.equal(values, ""), None, values).cast(pa.large_string())
         if self._places is None:
-            numbers = pc.fill_null(known.cast(pa.int64()), -1)
+            numbers = pc.fill_null(known.cast(pa.float64()), -1)
         else:
             numbers = pc.fill_null(pc.index_in(known, value_set=self._places, skip_nulls=True), -1)
         return np.asarray(numbers.to_numpy(zero_copy_only=False)).astype(np.int64)
@@ -91,7 +102,8 @@ class Labels:
             raise DatasetError(
                 f"{where}: column {self.column!r} must hold labels, numbers or texts; it holds {values.type}"
             )
-        numbers = np.asarray(pc.fill_null(values.cast(pa.float64()), -1).to_numpy(zero_copy_only=False))
+        filled = pc.fill_null(values.cast(pa.float64(), safe=False), -1)
+        numbers = np.asarray(filled.to_numpy(zero_copy_only=False))
         numbers = np.where(np.isnan(numbers), -1.0, numbers)
         odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
         if odd.any():
@@ -112,4 +124,4 @@ def _is_text(values: Any) -> bool:
 
 
 def _is_class_number(text: str) -> bool:
-    return (text.isascii() and text.isdecimal() and (text == "0" or text[0] != "0")) or text == "-1"
+    return _CLASS_NUMBER.fullmatch(text) is not None

@@ -19,6 +19,10 @@ _LARGE = 1 << 17
 
 CODE = 48 * 2**20
 """What libraries have still to read of their own code, and buffers that do not depend on the limit."""
+PROGRAM = 192 * 2**20
+"""About what Python and its libraries take, with :data:`CODE`, for advice."""
+SHARES = 6
+"""In how many shares of its memory a step thinks, see :attr:`Budget.bucket`."""
 LEAST_WORK = 24 * 2**20
 """Bytes beside the program itself, below which pieces become too small to be worth anything."""
 
@@ -37,7 +41,7 @@ class Budget:
     @property
     def bucket(self) -> int:
         """Bytes of what is sorted or looked up at a time."""
-        return self.work // 6
+        return self.work // SHARES
 
 
 def open_budget(limit: int) -> Budget:

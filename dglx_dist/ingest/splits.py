@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dglx_dist.errors import DatasetError
+from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.ingest.config import LabelSpec
 from dglx_dist.ingest.id_map import IdMap, refuse_unknown
 from dglx_dist.ingest.scatter import Scatter
@@ -22,6 +22,8 @@ NONE = 255
 """The code of rows in no split; the others are 0, 1 and 2."""
 
 _BLOCK = 1 << 16
+_MOST_DRAWN = 10**9
+"""Where NumPy's draw ends."""
 _LINES = 1 << 12
 
 
@@ -35,12 +37,15 @@ def drawn(
 
     Args:
         has_label: (K,) bool pieces, in the order of the rows.
-        num_labelled: True ones in all; below 10**9, where NumPy's draw ends.
-        shares: Of train, validation and test; together at most 1.
+        num_labelled: True ones in all.
+        shares: Of train, validation and test; together at most 1. Where they are 1, every row is in a split.
         seed: The same seed gives the same codes.
 
     Yields:
         (K,) uint8 for each piece.
+
+    Raises:
+        ConfigError: there are 10**9 labelled rows or more.
     """
     draws = _Draws(num_labelled, shares, seed)
     for piece in has_label:
@@ -53,8 +58,12 @@ class _Draws:
     """Codes of labelled rows, made a block at a time."""
 
     def __init__(self, num_labelled: int, shares: Sequence[float], seed: int) -> None:
-        # As written, 0.8 x 1000 may be a little below 800.
-        counts = [int(num_labelled * share + 1e-6) for share in shares]
+        if num_labelled >= _MOST_DRAWN:
+            raise ConfigError(
+                f"split_pct of {num_labelled} labelled rows: fewer than {_MOST_DRAWN} can be drawn; name "
+                "nodes in custom_split_filenames, or leave the labels out and split when training"
+            )
+        counts = _whole_shares(num_labelled, shares)
         self._left = np.array([*counts, num_labelled - sum(counts)], np.int64)
         self._random = np.random.Generator(np.random.PCG64(seed))
         self._ready = np.empty(0, np.uint8)
@@ -72,6 +81,18 @@ class _Draws:
         self._left -= counts
         codes = np.repeat(np.array([0, 1, 2, NONE], np.uint8), counts)
         return self._random.permutation(codes)
+
+
+def _whole_shares(count: int, shares: Sequence[float]) -> list[int]:
+    """Return each share of ``count`` rows, rounded down; what is then left goes where most was cut off."""
+    exact = [count * share for share in shares]
+    # As written, 0.8 x 1000 may be a little below 800.
+    whole = [int(one + 1e-6) for one in exact]
+    if sum(shares) > 1 - 1e-9:
+        by_rest = sorted(range(len(shares)), key=lambda i: whole[i] - exact[i])
+        for i in by_rest[: count - sum(whole)]:
+            whole[i] += 1
+    return whole
 
 
 def named(
@@ -146,9 +167,18 @@ class _IdFile:
 
 
 def _lines_of(path: Path) -> Iterator[tuple[Path, int, list[str]]]:
+    try:
+        yield from _texts_of(path)
+    except UnicodeDecodeError:
+        raise DatasetError(
+            f"{path}: holds no text with one id a line; for a table, give custom_split_filenames the column"
+        ) from None
+
+
+def _texts_of(path: Path) -> Iterator[tuple[Path, int, list[str]]]:
     lines: list[str] = []
     row = 0
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for text in file:
             if text.strip():
                 lines.append(_id_of_line(text.strip(), path, row + len(lines)))

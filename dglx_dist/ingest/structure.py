@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dglx_dist.ingest.memory import give_back
+from dglx_dist.errors import ConfigError
+from dglx_dist.ingest.memory import PROGRAM, SHARES, give_back
 from dglx_dist.ingest.scatter import Scatter
 from dglx_dist.ingest.spill import Spill
 from dglx_dist.records import Array
@@ -17,6 +18,8 @@ _SLOTS = 1 << 16
 _EDGE = np.dtype([("destination", np.int64), ("source", np.int64), ("row", np.int64)])
 _SORTING_BYTES = 3 * _EDGE.itemsize
 """What sorting takes for each edge: the edge, its place, and a sorted copy of each column in turn."""
+_MOST_STEPS = 3
+"""What a hub may take of the memory, in shares of it; nothing else is held meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path
     """Sort by destination, then source, then row of the table.
 
     The in-edges of consecutive destinations are sorted at a time, as many as fit; those of a 65,536th of the
-    destinations must.
+    destinations are sorted together, in three times ``memory`` if need be.
 
     Args:
         ends: By row, all within range.
@@ -75,6 +78,9 @@ def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path
         num_destinations: Nodes of the destination type.
         folder: For files.
         memory: Bytes for one sort.
+
+    Raises:
+        ConfigError: more edges than that end at a node, or at neighbours in the table.
     """
     width = -(-num_destinations // _SLOTS)
     step = max(1, memory // _SORTING_BYTES)
@@ -106,6 +112,7 @@ def _first_destinations(ends: Ends, num_destinations: int, width: int, step: int
     counts = np.zeros(-(-num_destinations // width), np.int64)
     for destinations in ends.destinations.chunks(step):
         counts += np.bincount(destinations // width, minlength=len(counts))
+    _check_fits(counts, width, _MOST_STEPS * step)
     firsts, held = [0], 0
     for slot, count in enumerate(counts.tolist()):
         if held and held + count > step:
@@ -113,6 +120,17 @@ def _first_destinations(ends: Ends, num_destinations: int, width: int, step: int
             held = 0
         held += count
     return firsts
+
+
+def _check_fits(counts: Array, width: int, most: int) -> None:
+    slot = int(np.argmax(counts))
+    if counts[slot] > most:
+        nodes = f"rows {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"row {slot}"
+        needed = int(counts[slot]) * _SORTING_BYTES * SHARES // _MOST_STEPS
+        raise ConfigError(
+            f"{counts[slot]} edges end at the nodes of {nodes} of their table, and are sorted together; "
+            f"grant --memory {(needed + PROGRAM) // 2**20 + 1}MB"
+        )
 
 
 def _deal_out(ends: Ends, firsts: list[int], folder: Path, step: int) -> None:

@@ -119,7 +119,7 @@ class Table:
             total += sum(
                 column.total_uncompressed_size
                 for column in columns
-                if column.path_in_schema.split(".")[0] in names
+                if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)
             )
         row_bytes = max(total // max(metadata.num_rows, 1), _LEAST_ROW_BYTES)
         return int(min(max(self._batch_bytes // row_bytes, 1), _MOST_ROWS))

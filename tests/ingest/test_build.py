@@ -157,9 +157,10 @@ def test_files_name_the_split(tmp_path: Path) -> None:
     for text, message in (
         ("eve\nzoe\n", r"train.json: column 'id', row 1: node id 'zoe' is not among the ids of .*users-0"),
         ("eve\nbob\n", "1 ids are named more than once"),
+        ("\x80", r"train.json: holds no text with one id a line"),
         ("dan\n", r"users-1.parquet: column 'segment', row 0: no label, but the row is in the train split"),
     ):
-        (tmp_path / "train.json").write_text(text)
+        (tmp_path / "train.json").write_text(text, encoding="latin-1")
         with pytest.raises(DatasetError, match=message):
             run(tmp_path, description, overwrite=True)
 
@@ -184,6 +185,8 @@ def test_files_name_the_split(tmp_path: Path) -> None:
         ("buys.parquet", {**BUYS, "what": [70, 9, 70, 70, 9, 8]},
          r"buys.parquet: column 'what', row 5: node id 8 is not among the ids of the 'item' nodes \(1 rows"),
         ("buys.parquet", {**BUYS, "who": [1.5] * 6}, r"'who' must hold integer or string ids"),
+        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "emb": [[1.0, 2.0], [1e300, 1.0]]},
+         r"users-1.parquet: column 'emb', row 1: 1e\+300 is beyond float32"),
         ("items.parquet", {**ITEMS, "price": [0.0, 1.0, -1.0]}, r"'price': the sum of its values is 0"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dglx_dist.errors import DatasetError
+from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.ingest.config import FileSet
 from dglx_dist.ingest.id_hash import bucket_of
 from dglx_dist.ingest.id_map import Buckets, RowNumbers
@@ -94,7 +94,7 @@ def test_row_numbers_need_no_table(tmp_path: Path) -> None:
     assert (found.unknown.row, found.unknown.id, found.unknown.count) == (2, 3, 2)
 
 
-@pytest.mark.parametrize("memory", [100, 1 << 20])
+@pytest.mark.parametrize("memory", [4000, 1 << 20])
 def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: int) -> None:
     random = np.random.default_rng(1)
     sources, destinations = random.integers(0, 20, 300), random.integers(0, 9, 300) ** 2 // 9
@@ -107,6 +107,30 @@ def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: 
     assert whole(found.indices).tolist() == sources[order].tolist()
     assert whole(found.indptr).tolist() == [0, *np.cumsum(np.bincount(destinations, minlength=10))]
     assert whole(found.places(tmp_path / "places", memory)).tolist() == np.argsort(order).tolist()
+    with pytest.raises(ConfigError, match=r"edges end at the nodes of row 0 .* grant --memory 1\d\dMB"):
+        sort_edges(ends, 20, 10, tmp_path / "less", 1000)
+
+
+@pytest.mark.parametrize(
+    ("count", "shares", "expected"),
+    [
+        (9, (0.8, 0.1, 0.1), [7, 1, 1]),
+        (1, (0.8, 0.1, 0.1), [1, 0, 0]),
+        (1000, (0.8, 0.1, 0.1), [800, 100, 100]),
+        (9, (0.5, 0.0, 0.0), [4, 0, 0]),
+        (5, (0.5, 0.5, 0.0), [3, 2, 0]),
+    ],
+)
+def test_shares_that_make_up_the_whole_leave_no_row_out(
+    count: int, shares: tuple[float, ...], expected: list[int]
+) -> None:
+    codes = np.concatenate(list(drawn(iter([np.ones(count, bool)]), count, shares, 0)))
+    assert np.bincount(codes, minlength=3)[:3].tolist() == expected
+
+
+def test_more_rows_than_can_be_drawn_are_told() -> None:
+    with pytest.raises(ConfigError, match="1000000000 labelled rows"):
+        next(drawn(iter([np.ones(1, bool)]), 10**9, (0.8, 0.1, 0.1), 0))
 
 
 def whole(spill: Spill) -> Array:
@@ -134,7 +158,9 @@ def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
     [
         (["red", "", "blue", None], [1, -1, 0, -1], 2),
         (["10", "9", ""], [10, 9, -1], 11),
+        (["10.0", "2.0", "", "-1"], [10, 2, -1, -1], 11),
         (["10", "nine"], [0, 1], 2),
+        (["1.0", "1.5"], [0, 1], 2),
         ([3, None, 0], [3, -1, 0], 4),
         ([1.0, float("nan")], [1, -1], 2),
     ],
@@ -149,6 +175,10 @@ def test_labels_become_numbers(values: list[object], codes: list[int], classes: 
 
 
 def test_what_is_no_label_is_refused() -> None:
+    mixed = Labels("y", is_regression=False)
+    mixed.look(pa.array(["a"]), "t.parquet", 0)
+    with pytest.raises(DatasetError, match="holds int64, and a file before it texts"):
+        mixed.look(pa.array([1]), "u.parquet", 0)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is no class"):
         Labels("y", is_regression=False).look(pa.array([1.0, 1.5]), "t.csv", 10)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: is empty"):
