@@ -232,7 +232,7 @@ class Categorical(Transform):
         """See :meth:`Transform.look`."""
         if self._given:
             return
-        _, texts = self._texts(values)
+        _, texts = self._texts(values, where)
         self._seen.update(pc.unique(texts).to_pylist())
         if len(self._seen) > MOST_CATEGORIES:
             raise DatasetError(
@@ -252,7 +252,7 @@ class Categorical(Transform):
 
     def apply(self, values: Any, where: str, first_row: int) -> Array:
         """See :meth:`Transform.apply`."""
-        rows, texts = self._texts(values)
+        rows, texts = self._texts(values, where)
         known = pa.array(list(self._places), pa.large_string())
         numbers = np.array(list(self._places.values()), np.int64)
         found = pc.index_in(texts, value_set=known)
@@ -262,8 +262,13 @@ class Categorical(Transform):
         out[rows[is_known], numbers[places[is_known]]] = 1
         return out
 
-    def _texts(self, values: Any) -> tuple[Array, Any]:
+    def _texts(self, values: Any, where: str) -> tuple[Array, Any]:
         """Return the row of each text, (T,), and the texts; empty ones are left out."""
+        if pa.types.is_nested(values.type):
+            raise DatasetError(
+                f"{where}: column {self.column!r} holds {values.type}; to_categorical takes one value a row, or "
+                "texts with a separator"
+            )
         if pa.types.is_dictionary(values.type):
             values = values.dictionary_decode()
         texts = values.cast(pa.large_string())

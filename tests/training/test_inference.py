@@ -169,12 +169,11 @@ def _same(found: dict[str, Any], expected: dict[str, Tensor], ntypes: set[str]) 
 
 def test_layers_are_named_and_what_stands_between_them_is_told(tmp_path: Path) -> None:
     folder = equality.write_parts(tmp_path)
+    convs = nn.ModuleList([dgl.nn.SAGEConv(equality.WIDTH, 5, "mean"), dgl.nn.SAGEConv(5, 3, "mean")])
     model = nn.Module()
-    model.layers = nn.ModuleList(
-        [dgl.nn.SAGEConv(equality.WIDTH, 5, "mean"), dgl.nn.SAGEConv(5, 3, "mean")]
-    ).double()
+    model.layers = convs.double()
     graph = equality.plain_graph()
-    expected = model.layers[1](graph, model.layers[0](graph, graph.ndata["feat"]).relu()).detach()
+    expected = convs[1](graph, convs[0](graph, graph.ndata["feat"]).relu()).detach()
     with start_session():
         g = DistGraph(folder)
         found = layerwise_inference(model, g, layers="layers", between=torch.relu, batch_size=90)
