@@ -266,8 +266,8 @@ class Categorical(Transform):
         """Return the row of each text, (T,), and the texts; empty ones are left out."""
         if pa.types.is_nested(values.type):
             raise DatasetError(
-                f"{where}: column {self.column!r} holds {values.type}; to_categorical takes one value a row, or "
-                "texts with a separator"
+                f"{where}: column {self.column!r} holds {values.type}; to_categorical takes one value a "
+                "row, or texts with a separator"
             )
         if pa.types.is_dictionary(values.type):
             values = values.dictionary_decode()

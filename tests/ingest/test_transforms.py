@@ -55,6 +55,7 @@ def test_a_column_becomes(
             {},
             "t.csv: column 'x', row 2: 1 numbers, but there were 2",
         ),
+        ([["a"], ["b"], [], []], "to_categorical", {}, "one value a row, or texts with a separator"),
         (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),
         ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "1 numbers, but truncate_dim asks for 2"),
         ([1, 2, None, 3], "standard", {}, "t.csv: column 'x', row 2: is empty"),
