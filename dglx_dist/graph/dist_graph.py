@@ -108,6 +108,12 @@ class DistGraph(Shared):
         """The CPU, where structure and tensors live."""
         return torch.device("cpu")
 
+    def to(self, device: torch.device | str) -> DistGraph:
+        """Return itself for the CPU, where it stays; ConfigError for another device, to which batches go."""
+        if torch.device(device).type == "cpu":
+            return self
+        raise ConfigError(f"a distributed graph stays on the CPU; leave .to({device}) out, batches are moved")
+
     @property
     def idtype(self) -> torch.dtype:
         """int64, the dtype of every id."""
@@ -210,10 +216,7 @@ class DistGraph(Shared):
         init_func: InitRows | None = None,
         part_policy: PartitionPolicy | None = None,
     ) -> DistTensor:
-        """Return a tensor in memory that goes with nodes or edges of this graph; see :class:`DistTensor`.
-
-        Every rank must call it.
-        """
+        """Return a tensor in memory of nodes or edges of this graph, see :class:`DistTensor`; collective."""
         return DistTensor(shape, dtype, name, init_func, part_policy, graph=self)
 
     def cache_rows(

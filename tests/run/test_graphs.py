@@ -99,6 +99,9 @@ def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: P
         assert session.strategy == "full_graph"
         assert torch.equal(torch.rand(1), expected)
         assert set(d.ndata) == {"features", "labels", "train_mask"}
+        assert d.to("cpu") is d
+        with pytest.raises(dx.ConfigError, match=r"leave \.to\(cuda\) out"):
+            d.to("cuda")
         assert torch.equal(d.ndata["labels"][:].long(), d.orig_ids(torch.arange(6)))
         with pytest.raises(dx.ConfigError, match="session is open for 'full_graph'"):
             dx.distribute(g, strategy="push_pull", cache=tmp_path)
