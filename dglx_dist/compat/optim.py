@@ -9,7 +9,8 @@ from typing import Any, cast, final
 from dglx_dist.compat.embedding import DistEmbedding, inner_embedding
 from dglx_dist.graph import optim
 from dglx_dist.graph.embedding import DistEmbedding as InnerEmbedding
-from dglx_dist.graph.sparse_optimizer import SparseOptimizer
+from dglx_dist.graph.sparse_optimizer import SparseOptimizer, UpdateOptions
+from dglx_dist.graph.sparse_rules import AdamRule
 
 __all__ = ["SparseAdagrad", "SparseAdam"]
 
@@ -57,8 +58,18 @@ class SparseAdagrad(_Optimizer):
 
 
 @final
+class AdamAsDgl(SparseOptimizer):
+    """``dglx_dist.optim.SparseAdam`` with ``eps`` where DGL adds it."""
+
+    def __init__(
+        self, params: Sequence[InnerEmbedding], lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(params, lambda: (AdamRule(lr, betas, eps, corrected=True), UpdateOptions()))
+
+
+@final
 class SparseAdam(_Optimizer):
-    """Adam of the rows that were used; see ``dglx_dist.optim.SparseAdam``."""
+    """Adam of the rows that were used, with one step count for each embedding."""
 
     def __init__(
         self,
@@ -67,7 +78,7 @@ class SparseAdam(_Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(optim.SparseAdam(_inner(params), lr, betas, eps))
+        super().__init__(AdamAsDgl(_inner(params), lr, betas, eps))
 
 
 def _inner(params: Sequence[DistEmbedding]) -> list[InnerEmbedding]:

@@ -106,12 +106,25 @@ class AdagradRule(UpdateRule):
 
 @final
 class AdamRule(UpdateRule):
-    """Adam with moments that change only where a row is touched, and one step count for all rows."""
+    """Adam with moments that change only where a row is touched, and one step count for all rows.
+
+    Args:
+        lr: The learning rate.
+        betas: How fast the moments forget.
+        eps: Added to the root of the second moment.
+        corrected: Whether ``eps`` is added to the root as it is after the correction for the first steps, as
+            ``torch.optim.Adam`` and DGL do, or before it, as ``torch.optim.SparseAdam`` does. The two differ
+            where gradients are not much larger than ``eps / sqrt(1 - beta2)``.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
 
     state_names = ("mean", "square")
 
-    def __init__(self, lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, lr: float, betas: tuple[float, float], eps: float, *, corrected: bool = False) -> None:
         super().__init__(lr)
+        self._corrected = corrected
         if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ConfigError(f"betas={betas} must be two numbers in [0, 1)")
         self._betas = betas
@@ -125,8 +138,10 @@ class AdamRule(UpdateRule):
         """See :meth:`UpdateRule.update`."""
         mean, square = rows.states
         beta1, beta2 = self._betas
-        rate = self.lr * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-        constants = (rate, 1.0 - beta1, 1.0 - beta2, self._eps)
+        correction = math.sqrt(1.0 - beta2**step)
+        rate = self.lr * correction / (1.0 - beta1**step)
+        eps = self._eps * correction if self._corrected else self._eps
+        constants = (rate, 1.0 - beta1, 1.0 - beta2, eps)
         update_adam(rows.weight, rows.at, mean, square, rows.touched, rows.gradient, constants)
 
 

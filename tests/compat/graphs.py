@@ -81,8 +81,9 @@ def play(runs: list[list[str]], ours: bool) -> None:
         # What the command line told, which the next one would add to.
         for name in ("DGLX_STRATEGY", "DGLX_OPTIONS"):
             os.environ.pop(name, None)
-        # The group of the first script serves the others: a second one would meet the keys of the first.
-        torch.distributed.init_process_group = lambda *_, **__: None
+        if torch.distributed.is_initialized():
+            # It serves the others: a second group would meet the keys of the first.
+            torch.distributed.init_process_group = lambda *_, **__: None
 
 
 def run_under_torchrun(script: str, arguments: list[str]) -> str:

@@ -112,7 +112,7 @@ def two_ranks(launch: tuple[Path, Any]) -> Path:
 def test_two_ranks_train_as_stock_dgl_does_alone(two_ranks: Path, stock: Path, name: str, like: str) -> None:
     found = losses([two_ranks / f"{name}-{rank}.json" for rank in range(2)])
     expected = losses([stock / f"{like}-0.json"])
-    assert found == pytest.approx(expected, rel=2e-3)
+    assert found == pytest.approx(expected, rel=2e-5)
     assert expected[-1] < expected[0]
 
 

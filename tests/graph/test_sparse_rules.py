@@ -9,11 +9,20 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.sparse_kernels import Gradient
 from dglx_dist.graph.sparse_rules import AdagradRule, AdamRule, SgdRule, Touched, UpdateRule
 
-FIRST = {"sgd": [1.0 - 0.5 * 2.0], "adagrad": [1.0 - 0.5], "adam": [1.0 - 0.5]}
+FIRST = {
+    "sgd": [1.0 - 0.5 * 2.0],
+    "adagrad": [1.0 - 0.5],
+    "adam": [1.0 - 0.5],
+    # The root of the second moment is 1, and 2 once corrected; an eps of 1 counts in full or by half.
+    "adam, eps before": [1.0 - 0.5 / (1.0 + 1.0)],
+    "adam, eps behind": [1.0 - 0.5 / (1.0 + 0.5)],
+}
 RULES = {
     "sgd": SgdRule(0.5),
     "adagrad": AdagradRule(0.5, 0.0),
     "adam": AdamRule(0.5, (0.5, 0.75), 0.0),
+    "adam, eps before": AdamRule(0.5, (0.5, 0.75), 1.0),
+    "adam, eps behind": AdamRule(0.5, (0.5, 0.75), 1.0, corrected=True),
 }
 
 
