@@ -381,8 +381,8 @@ def _shares(entry: _Entry) -> tuple[float, float, float]:
 
 
 def _check_types(nodes: Sequence[NodeSpec], edges: Sequence[EdgeSpec], path: Path) -> None:
-    names = [node.ntype for node in nodes]
-    relations = [edge.etype for edge in edges]
+    names: list[Any] = [node.ntype for node in nodes]
+    relations: list[Any] = [edge.etype for edge in edges]
     for kind, found in (("node", names), ("edge", relations)):
         for one in found:
             if found.count(one) > 1:

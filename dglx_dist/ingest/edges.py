@@ -108,7 +108,7 @@ def _look_up(
     spec: EdgeSpec, table: Table, num_edges: int, nodes: Mapping[str, IngestedNodes], place: Place
 ) -> Ends:
     """Return the node numbers of both ends of every edge."""
-    found = []
+    found: list[Spill] = []
     for column, ntype in ((spec.source_column, spec.etype[0]), (spec.destination_column, spec.etype[2])):
         known = nodes[ntype]
         folder = place.work / f"end{len(found)}"

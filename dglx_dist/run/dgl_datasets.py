@@ -100,14 +100,15 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **how: Any) -> DistDataset:
         DatasetError: the graph is not sound.
         StorageError: the cache cannot be written.
     """
-    if not isinstance(dataset, Sized):
+    count = len(dataset) if isinstance(dataset, Sized) else None
+    if count is None:
         raise ConfigError(
             f"distribute_dataset takes a dataset of DGL, not a {type(dataset).__name__}; give a graph to "
             "dx.distribute"
         )
-    if len(dataset) != 1:
+    if count != 1:
         raise ConfigError(
-            f"{type(dataset).__name__} has {len(dataset)} graphs, and one is distributed; choose it: "
+            f"{type(dataset).__name__} has {count} graphs, and one is distributed; choose it: "
             "dx.distribute(dataset[i])"
         )
     told = getattr(dataset, "num_classes", None)

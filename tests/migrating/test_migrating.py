@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dglx_dist.cluster import session
 from tests.helpers.ranks import run_ranks
@@ -34,6 +35,7 @@ def run_scripts(folder: str, names: list[str]) -> dict[str, float]:
     found = {}
     for name in names:
         shown = io.StringIO()
+        torch.manual_seed(0)
         with contextlib.redirect_stdout(shown):
             sys.argv = [f"{name}.py"]
             runpy.run_path(f"{name}.py", run_name="__main__")
