@@ -98,7 +98,8 @@ class DistTensor(Shared):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be saved by ``torch.save`` as the tensor of all rows, which is read without this package."""
-        return self.inner.to_local().__reduce_ex__(protocol)
+        rows = self.inner.to_local()
+        return rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __copy__(self) -> DistTensor:
         return self
