@@ -16,6 +16,7 @@ from dglx_dist.cluster.session import current_session
 from dglx_dist.cluster.shared import Shared
 from dglx_dist.cluster.topology import read_settings
 from dglx_dist.compat.book import RangePartitionBook
+from dglx_dist.compat.drawn import without_empty_types
 from dglx_dist.compat.kvstore import KVClient
 from dglx_dist.compat.local_partition import local_partition
 from dglx_dist.compat.policy import PartitionPolicy, outer_policy
@@ -234,9 +235,10 @@ class DistGraph(Shared):
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
         """Draw in-edges of nodes, none of them of ``exclude_edges``, which DGL 1.1.3 ignores."""
-        return self.inner.sample_neighbors(
+        drawn = self.inner.sample_neighbors(
             seed_nodes, fanout, edge_dir, prob, exclude_edges, replace, etype_sorted, output_device
         )
+        return without_empty_types(drawn)
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
         """Of GraphBolt.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.compat.attached import remember
+from dglx_dist.compat.drawn import without_empty_types
 from dglx_dist.compat.graph import DistGraph, inner_graph
 from dglx_dist.compat.tensor import inner_tensor
 from dglx_dist.errors import ConfigError
@@ -34,6 +35,8 @@ class _Loader:
         self._batch_size = int(options.get("batch_size", 1))
         traits = strategy.traits
         self._needs_wrap = traits.unit != "mini_batch" or traits.features != "rows"
+        # Blocks of strategies inside the model are what that model knows.
+        self._as_drawn = len(g.canonical_etypes) > 1 and not self._needs_wrap
         self._for_inference = not torch.is_grad_enabled()
         self._running: Iterator[Any] | None = None
 
@@ -68,8 +71,11 @@ class _Loader:
             share = batch[-1][-1].step_share
             if _is_empty(share) and self._ends_early:
                 return
-            remember(self._g.session, batch[0], batch[-1])
-            yield batch
+            blocks = batch[-1]
+            if self._as_drawn:
+                blocks = [without_empty_types(block) for block in blocks]
+            remember(self._g.session, batch[0], blocks)
+            yield (*batch[:-1], blocks)
 
     def __next__(self) -> Any:
         if self._running is None:

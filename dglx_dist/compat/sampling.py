@@ -9,6 +9,7 @@ import dgl
 import torch
 from torch import Tensor
 
+from dglx_dist.compat.drawn import without_empty_types
 from dglx_dist.compat.graph import inner_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
@@ -27,6 +28,8 @@ def sample_neighbors(
 ) -> dgl.DGLGraph:
     """Draw in-edges of nodes; a graph of all nodes with the drawn edges, ids in ``edata[dgl.EID]``.
 
+    Edge types of which nothing was drawn are left out, as DGL does.
+
     Args:
         g: The graph.
         nodes: Ids, or a dict of them by node type.
@@ -44,7 +47,8 @@ def sample_neighbors(
     if isinstance(exclude_edges, bool):
         exclude_edges, replace = None, exclude_edges
     inner = inner_graph(g)
-    return inner.sample_neighbors(_by_type(inner, nodes), fanout, edge_dir, prob, exclude_edges, replace)
+    seeds = _by_type(inner, nodes)
+    return without_empty_types(inner.sample_neighbors(seeds, fanout, edge_dir, prob, exclude_edges, replace))
 
 
 def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
@@ -64,13 +68,14 @@ def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
         # Of 1.1.3: (..., prob, replace, etype_sorted).
         exclude_edges, replace = None, exclude_edges
     inner = inner_graph(g)
-    return inner.sample_neighbors(_by_type(inner, nodes), fanout, edge_dir, prob, exclude_edges, replace)
+    seeds = _by_type(inner, nodes)
+    return without_empty_types(inner.sample_neighbors(seeds, fanout, edge_dir, prob, exclude_edges, replace))
 
 
 def in_subgraph(g: object, nodes: Any) -> dgl.DGLGraph:
     """Return the graph of all nodes with all in-edges of ``nodes``, ids in ``edata[dgl.EID]``."""
     inner = inner_graph(g)
-    return inner.sample_neighbors(_by_type(inner, nodes), -1)
+    return without_empty_types(inner.sample_neighbors(_by_type(inner, nodes), -1))
 
 
 def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:

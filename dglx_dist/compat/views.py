@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast, final
 
+from dglx_dist.compat.lifetime import lifetimes_of
 from dglx_dist.compat.tensor import DistTensor, inner_tensor
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.views import DataView as Inner
@@ -25,6 +26,9 @@ class DataView(MutableMapping[str, DistTensor]):
 
     def __setitem__(self, key: str, val: DistTensor) -> None:
         self._inner[key] = cast("InnerTensor", inner_tensor(val))
+        # From now on the view refers to it, whatever becomes of the script's own name for it.
+        kept = self._inner[key]
+        lifetimes_of(kept.kvstore.session).use(kept.kvstore_key, kept)
 
     def __delitem__(self, key: str) -> None:
         del self._inner[key]

@@ -15,7 +15,6 @@ from dglx_dist.graph.draw import draw_parameters, draw_uniform, draw_weighted
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.in_edges import InEdges
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.policy import PartitionPolicy
 from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array, EdgeType
 
@@ -48,7 +47,7 @@ def serve_uniform(structure: Structure) -> None:
 
 
 def draw_in_edges(
-    structure: Structure, policy: PartitionPolicy, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
+    g: DistGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
 ) -> InEdges:
     """Return drawn in-edges, at most ``fanout`` (-1: all) of each of the (K,) int64 ``nodes``.
 
@@ -63,7 +62,7 @@ def draw_in_edges(
     edges = structure.ask("in_edges", nodes)
     weights = np.ones(len(edges.edge_ids))
     if rule.prob is not None:
-        weights = _weights(policy.store, policy.key(rule.prob), edges.edge_ids)
+        weights = _weights(g.kvstore, _weights_key(g, structure.etype, rule.prob), edges.edge_ids)
     if len(exclude):
         weights[np.isin(edges.edge_ids, exclude)] = 0
     return draw_weighted(nodes, edges, weights, fanout, rule.replace, rule.seed)
@@ -107,8 +106,7 @@ def sampled_graph(
     drawn = {}
     for etype in g.canonical_etypes:
         nodes, exclude = seeds.get(etype[2], NO_IDS), excluded.get(etype, NO_IDS)
-        structure, policy = g.structure(etype), g.get_edge_partition_policy(etype)
-        drawn[etype] = nodes, draw_in_edges(structure, policy, nodes, fanouts[etype], rule, exclude)
+        drawn[etype] = nodes, draw_in_edges(g, g.structure(etype), nodes, fanouts[etype], rule, exclude)
     return as_dgl_graph(counts, drawn)
 
 
@@ -160,6 +158,12 @@ def _known(key: object, types: Collection[K], what: str) -> K:
 
 def _list(types: Iterable[object]) -> str:
     return ", ".join(map(str, types))
+
+
+def _weights_key(g: DistGraph, etype: EdgeType, name: str) -> str:
+    """Return under which the store knows what ``g.edges[etype].data`` calls ``name``."""
+    data = g.edges[etype].data
+    return data[name].kvstore_key if name in data else g.get_edge_partition_policy(etype).key(name)
 
 
 def _weights(store: KVStore, key: str, edge_ids: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.cluster.collectives import gather_int64
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import as_array, as_ids
@@ -105,12 +106,25 @@ def open_exclude(g: DistGraph, rule: ExcludeRule) -> Exclude:
         return lambda edges: _with_reverse(edges, {etype: (etype, table) for etype, table in tables.items()})
     if rule.exclude == "reverse_types":
         types = _reverse_types(g, rule.reverse_etypes)
-        found = {
-            etype: (back, _looked_up(reverse_edge_ids(g, etype, reverse_etype=back, by="position")))
-            for etype, back in types.items()
-        }
+        found = {etype: (back, _looked_up(_mirrored(g, etype, back))) for etype, back in types.items()}
         return lambda edges: _with_reverse(edges, found)
     return lambda edges: _asked(g, rule.exclude, edges)
+
+
+def _mirrored(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
+    """Return the reverse edges: those at the same places of the source's list, where these lead back.
+
+    Where they do not, as in parts that DGL has cut, whose list is of the cut graph: those with the same ends.
+    Collective.
+    """
+    placed = reverse_edge_ids(g, etype, reverse_etype=back, by="position")
+    first, last = placed.local_range
+    ids = np.arange(first, min(last, first + _CHECKED))
+    ends, there = g.find_edges(ids, etype), g.find_edges(placed[ids], back)
+    wrong = int((ends[0] != there[1]).sum() + (ends[1] != there[0]).sum())
+    if gather_int64([wrong], g.session).any():
+        return reverse_edge_ids(g, etype, reverse_etype=back)
+    return placed
 
 
 def check_reverse(g: DistGraph, rule: ExcludeRule, edges: Edges) -> None:
