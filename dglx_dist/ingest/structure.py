@@ -18,7 +18,7 @@ _SLOTS = 1 << 16
 _EDGE = np.dtype([("destination", np.int64), ("source", np.int64), ("row", np.int64)])
 _SORTING_BYTES = 3 * _EDGE.itemsize
 """What sorting takes for each edge: the edge, its place, and a sorted copy of each column in turn."""
-_MOST_STEPS = 3
+_MOST_STEPS = 5
 """What a hub may take of the memory, in shares of it; nothing else is held meanwhile."""
 
 
@@ -70,7 +70,7 @@ def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path
     """Sort by destination, then source, then row of the table.
 
     The in-edges of consecutive destinations are sorted at a time, as many as fit; those of a 65,536th of the
-    destinations are sorted together, in three times ``memory`` if need be.
+    destinations are sorted together, in five times ``memory`` if need be.
 
     Args:
         ends: By row, all within range.
