@@ -57,8 +57,11 @@ class Registry(Generic[T]):
         Raises:
             UnknownNameError: no plugin has that name.
         """
-        known = self.names()
         resolved = self._aliases.get(name, name)
+        # What other packages announce is looked for last: it means reading the metadata of all of them.
+        if resolved in self._added or resolved in self._paths:
+            return resolved
+        known = self.names()
         if resolved in known:
             return resolved
         hint = did_you_mean(name, [*known, *self._aliases])
