@@ -10,7 +10,7 @@ from typing import NoReturn, TypeAlias, TypeVar, final
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
 
-Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 T = TypeVar("T")
 
 

@@ -1,6 +1,7 @@
 """Every stage against torch's autograd of the same layer's own mathematics, in float64."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -220,7 +221,7 @@ INDPTR = np.array([0, 0, 3, 4, 4, 9, 9])
 
 def torch_attention(sources: Tensor, targets: Tensor) -> Tensor:
     logits = functional.leaky_relu(sources + targets.repeat_interleave(torch.tensor(np.diff(INDPTR)), 0), 0.2)
-    parts = [logits[a:b].softmax(0) for a, b in zip(INDPTR[:-1], INDPTR[1:], strict=True)]
+    parts = [logits[a:b].softmax(0) for a, b in pairwise(INDPTR)]
     return torch.cat(parts)
 
 
@@ -237,7 +238,7 @@ def test_attention_of_edges_is_torchs(dtype: str) -> None:
     ds, dt = torch.autograd.grad(out, [s, t], torch.tensor(gradients))
     tolerance = F64 if dtype == "float64" else 1e-5
     close([values, slope], [out.detach().numpy(), ds.numpy()], tolerance)
-    by_target = np.stack([slope[a:b].sum(0) for a, b in zip(INDPTR[:-1], INDPTR[1:], strict=True)])
+    by_target = np.stack([slope[a:b].sum(0) for a, b in pairwise(INDPTR)])
     close([by_target], [dt.numpy()], tolerance)
     assert values.dtype == slope.dtype == np.dtype(dtype)
 

@@ -218,7 +218,7 @@ ACTIVATIONS = tuple(_MAKERS)
 def read_activation(fields: Fields, name: str = "activation") -> Activation:
     """Make the activation that the field ``name`` describes; a missing field is the identity.
 
-    Written ``{"name": "relu"}``, ``{"name": "leaky_relu", "slope": 0.01}``, ``{"name": "elu", "alpha": 1.0}``.
+    Written ``{"name": "relu"}``, ``{"name": "leaky_relu", "slope": 0.2}``, ``{"name": "elu", "alpha": 1.0}``.
 
     Raises:
         ConfigError: no activation is so described.

@@ -1,4 +1,4 @@
-"""What becomes of the sums of a graph attention layer: residual, bias, activation, heads joined or averaged."""
+"""What becomes of the sums of graph attention: residual, bias, activation, heads joined or averaged."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Heads:
     """h = after(merge(activation(sums + residual + bias))), heads side by side in a row of the sums.
 
     Args:
-        fields: ``heads``, ``width``: columns of one head; ``bias``, ``residual``: flags; ``merge``: ``flatten``
-            or ``mean``; ``activation``: within the layer; ``after``: behind the merge. Read, not ended.
+        fields: ``heads``, ``width``: columns of one head; ``bias``, ``residual``: flags; ``merge``:
+            ``flatten`` or ``mean``; ``activation``; ``after``: the activation behind the merge.
 
     Raises:
         ConfigError: a field is missing or wrong.
@@ -59,7 +59,7 @@ class Heads:
         return (self.columns,) * (1 + self.residual)
 
     def forward(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        """Return h (n, merged columns) from one bias or none, the sums, and the residual where there is one."""
+        """Return h (n, merged columns) from one bias or none, and the sums with or without a residual."""
         return self._after.apply(self._merged(self._activation.apply(self._before(bias, inputs))))
 
     def backward(self, bias: Sequence[Array], inputs: Sequence[Array], gradient: Array) -> HeadsGradient:

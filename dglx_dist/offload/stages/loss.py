@@ -36,8 +36,8 @@ def cross_entropy(outputs: Array, labels: Array, scale: float) -> LossResult:
     classes = outputs.shape[1]
     if len(labels) and not -1 <= labels.min() <= labels.max() < classes:
         raise ConfigError(
-            f"a label {labels.max() if labels.max() >= classes else labels.min()} is outside [-1, {classes}); "
-            "give classes from 0, and -1 for rows without one"
+            f"labels from {labels.min()} to {labels.max()} are not all in [-1, {classes}); give classes from "
+            "0, and -1 to rows without one"
         )
     gradient = np.zeros_like(outputs)
     if not len(rows):
