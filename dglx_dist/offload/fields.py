@@ -21,17 +21,18 @@ class Fields:
     Args:
         given: What came; anything but a mapping with text keys is refused.
         where: What it describes, for messages.
+        hidden: Whether messages keep the values to themselves.
 
     Raises:
         ConfigError: ``given`` is no such mapping. Every reader raises it for a field that is missing, of
             another kind, or out of its bounds.
     """
 
-    def __init__(self, given: object, where: str) -> None:
+    def __init__(self, given: object, where: str, *, hidden: bool = False) -> None:
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-            raise ConfigError(f"{where} is {_shown(given)}; give an object with named fields")
+            raise ConfigError(f"{where} is a {type(given).__name__}; give an object with named fields")
         self._given: Mapping[str, object] = given
-        self.where = where
+        self.where, self._hidden = where, hidden
         self._read: list[str] = []
 
     def any(self, name: str) -> object:
@@ -108,7 +109,8 @@ class Fields:
         raise self._wrong(name, self._given.get(name), wanted)
 
     def _wrong(self, name: str, value: object, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.where} has {name!r} = {_shown(value)}; give {wanted}")
+        shown = "(not shown)" if self._hidden else _shown(value)
+        return ConfigError(f"{self.where} has {name!r} = {shown}; give {wanted}")
 
 
 def read_json(text: bytes | str, longest: int, where: str) -> object:

@@ -28,7 +28,7 @@ _ATTEMPT = re.compile(r"0|[1-9][0-9]{0,5}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Direction(Enum):
+class Direction(str, Enum):
     """Which way a task goes; the value is its text in a key."""
 
     FORWARD = "f"
@@ -40,7 +40,7 @@ class Direction(Enum):
 @final
 @dataclass(frozen=True, order=True)
 class TaskKey:
-    """Names one piece of work of a run; order is by epoch, step and interval.
+    """Names one piece of work of a run; order is by epoch, step, interval and text of the direction.
 
     Raises:
         ConfigError: a number is outside its bounds.
@@ -51,13 +51,15 @@ class TaskKey:
     """Index in the program."""
     interval: int
     """Global number of the interval."""
-    direction: Direction = field(compare=False)
+    direction: Direction
 
     def __post_init__(self) -> None:
         fields = Fields(vars(self), "a task's key")
         fields.whole("epoch", 0, MAX_EPOCH)
         fields.whole("step", 0, MAX_STEP)
         fields.whole("interval", 0, MAX_INTERVAL)
+        if not isinstance(self.direction, Direction):
+            fields.refuse("direction", "a Direction")
 
     def __str__(self) -> str:
         """Return the text form, such as ``e3.s2.i7.f``."""
@@ -247,7 +249,7 @@ def _read_address(fields: Fields, name: str) -> Address:
 
 
 def _read_secrets(fields: Fields) -> Secrets:
-    inner = Fields(fields.any("secrets"), f"{fields.where} 'secrets'")
+    inner = Fields(fields.any("secrets"), f"{fields.where} 'secrets'", hidden=True)
     keys = _read_key(inner, "public_key"), _read_key(inner, "secret_key")
     secrets = Secrets(secret=inner.text("secret", _LONGEST), public_key=keys[0], secret_key=keys[1])
     inner.end()

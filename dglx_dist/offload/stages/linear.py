@@ -18,6 +18,11 @@ def read_width(fields: Fields, name: str) -> int:
     return fields.whole(name, 1, MAX_WIDTH)
 
 
+def first_of_second_half(rows: int) -> int:
+    """Return where the second half of ``rows`` rows begins: the first one has the odd row."""
+    return (rows + 1) // 2
+
+
 def column_sums(rows: Array) -> Array:
     """Return the sum of all rows, (width,); zeros where there are none."""
     return np.add.reduce(rows, axis=0)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.stages.linear import first_of_second_half
 from dglx_dist.records import Array
 
 
@@ -19,6 +20,15 @@ class LossResult(NamedTuple):
     """Rows with a label whose largest output is at it, the first of equals."""
     gradient: Array
     """(n, C) of the outputs, scaled; zeros in rows without a label."""
+
+
+def loss_in_halves(outputs: Array, labels: Array, scale: float) -> LossResult:
+    """Return :func:`cross_entropy` of both halves of the rows: to the bit what a worker adds up."""
+    middle = first_of_second_half(len(labels))
+    first = cross_entropy(outputs[:middle], labels[:middle], scale)
+    second = cross_entropy(outputs[middle:], labels[middle:], scale)
+    gradient = np.concatenate([first.gradient, second.gradient])
+    return LossResult(first.loss_sum + second.loss_sum, first.correct + second.correct, gradient)
 
 
 def cross_entropy(outputs: Array, labels: Array, scale: float) -> LossResult:
