@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -33,9 +33,10 @@ class EpochSums:
         """Whether every interval reported every step."""
         return all(added == len(self._intervals) for added in self._added.values())
 
-    def has(self, step: int, interval: int) -> bool:
-        """Whether this gradient came."""
-        return interval in self._early[step] or interval in self._intervals[: self._added[step]]
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody reported yet."""
+        return not any(self._added.values()) and not any(self._early.values())
 
     def missing(self) -> dict[int, list[int]]:
         """Return the intervals that have not reported, by step; steps that lack none are left out."""
@@ -53,17 +54,16 @@ class EpochSums:
             self._fold(step, early.pop(self._intervals[at]))
             self._added[step] += 1
 
-    def total(self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[np.floating]) -> Array:
-        """Return the sums of all weights as one vector, in the order of ``shapes``.
+    def total(self, names: Iterable[str]) -> Array:
+        """Return all weights' sums as one vector in the order of ``names``; every step must be complete.
 
         A weight of several steps gets the sum over these, lowest first.
         """
         totals: dict[str, Array] = {}
         for step in sorted(self._steps):
-            for name, value in zip(self._steps[step], self._sums.get(step, ()), strict=False):
+            for name, value in zip(self._steps[step], self._sums[step], strict=True):
                 totals[name] = totals[name] + value if name in totals else value
-        parts = [totals[name].reshape(-1) for name in shapes]
-        return np.concatenate(parts).astype(dtype, copy=False)
+        return np.concatenate([totals[name].reshape(-1) for name in names])
 
     def _fold(self, step: int, gradients: Sequence[Array]) -> None:
         if step in self._sums:

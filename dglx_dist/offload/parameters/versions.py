@@ -44,21 +44,20 @@ class Versions:
         """Return the latest weights."""
         return self._weights[self.latest]
 
-    def stashed(self, interval: int, epoch: int) -> tuple[int, tuple[Array, ...]]:
-        """Return version and weights of ``interval`` in ``epoch``: the latest the first time, then the same.
+    def epoch_of(self, interval: int) -> int:
+        """Return the epoch for which ``interval`` keeps a version, -1 for none."""
+        return self._stash_of.get(interval, (-1, -1))[0]
 
-        Raises:
-            LookupError: the interval is in a later epoch already.
+    def stashed(self, interval: int, epoch: int) -> tuple[Array, ...]:
+        """Return the weights of ``interval`` in ``epoch``: the latest the first time, then the same.
+
+        What it kept for an earlier epoch is let go; the caller never goes back to one.
         """
-        held_epoch, version = self._stash_of.get(interval, (epoch - 1, -1))
-        if held_epoch > epoch:
-            raise LookupError(f"interval {interval} is in epoch {held_epoch} already")
-        if held_epoch < epoch:
+        if self.epoch_of(interval) != epoch:
             self._release(interval)
-            version = self.latest
-            self._stash_of[interval] = (epoch, version)
-            self._holders[version] += 1
-        return version, self._weights[version]
+            self._stash_of[interval] = (epoch, self.latest)
+            self._holders[self.latest] += 1
+        return self._weights[self._stash_of[interval][1]]
 
     def add(self, weights: Sequence[Array]) -> None:
         """Make ``weights`` the latest."""
