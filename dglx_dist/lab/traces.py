@@ -54,7 +54,7 @@ class Trace:
         return any(rank.failed for ranks in self.sessions for rank in ranks)
 
     def ledger_outside_by_server(self) -> dict[int, tuple[int, int]]:
-        """Return {server: (sent, received)}: payload bytes to and from other servers and workers, all sessions."""
+        """Return {server: (sent, received)}: payload bytes to and from others, workers too, all sessions."""
         sent = dict.fromkeys(range(self.num_servers), 0)
         received = dict(sent)
         for ranks in self.sessions:
@@ -139,8 +139,8 @@ def _row(fields: Fields, world_size: int) -> LedgerRow:
     return LedgerRow(
         phase=fields.text("phase"),
         layer=fields.integer("layer"),
-        source=fields.choice("source", range(world_size)),
-        destination=fields.choice("destination", range(world_size)),
+        source=fields.choice("source", (WORKER, *range(world_size))),
+        destination=fields.choice("destination", (WORKER, *range(world_size))),
         inside=fields.choice("inside", [True, False]),
         num_bytes=fields.integer("num_bytes", at_least=0),
     )

@@ -68,19 +68,20 @@ class ParameterClient:
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
+            wait_s = min(_POLL_S, max(deadline - time.monotonic(), 0.0))
             with self._heard:
-                late = not self._heard.wait_for(lambda: self._failure or min(self._told) >= updates, _POLL_S)
+                late = not self._heard.wait_for(lambda: self._failure or min(self._told) >= updates, wait_s)
                 behind = [server for server, made in enumerate(self._told) if made < updates]
             self.raise_if_stopped()
             if not behind:
                 return
             if late:
                 raise_for_silent(self._rpc, self._places, behind, f"update {updates} is waited for")
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise PeerError(
                     f"update {updates} was not made within {self._timeout_s:g} s: "
-                    f"{what_misses(self._rpc, self._places, behind)}; look at the workers, or raise timeout_s "
-                    "(DGLX_TIMEOUT)"
+                    f"{what_misses(self._rpc, self._places, behind)}; look at the workers, or raise "
+                    "timeout_s (DGLX_TIMEOUT)"
                 )
 
     def rank_of(self, interval: int) -> int:
@@ -115,7 +116,7 @@ class ParameterClient:
         (vector,) = self._rpc.call(self._nearest(), ops.LATEST, "", [], phase=ops.READ)
         if vector.shape != (self._plan.size,) or vector.dtype != self._plan.dtype:
             raise ConfigError(
-                f"the latest weights are {vector.dtype} of shape {vector.shape}: of another model"
+                f"the latest weights, {vector.dtype} of shape {vector.shape}, are of another model"
             )
         return dict(zip(self._plan.shapes, self._plan.unflatten(vector), strict=True))
 

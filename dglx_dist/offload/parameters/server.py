@@ -47,7 +47,7 @@ class ParameterServer:
         self._reporting = plan.reporting
         self._sums: dict[int, EpochSums] = {}
         self._received: dict[int, dict[int, Array]] = {}
-        self._digests: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self._digests: dict[int, dict[tuple[int, int], bytes]] = {}
 
     @property
     def updates(self) -> int:
@@ -83,7 +83,7 @@ class ParameterServer:
         The first call of an epoch stashes the latest version.
 
         Raises:
-            ConfigError: interval or step are not of this server, the epoch cannot have begun, or is over.
+            ConfigError: interval or step are not of this server, or the epoch has not begun or is over.
         """
         self._check_key(interval, epoch, step)
         with self._lock:
@@ -91,8 +91,8 @@ class ParameterServer:
             held = self._versions.epoch_of(interval)
             if epoch < held or (epoch < self._versions.latest and epoch != held):
                 raise ConfigError(
-                    f"weights of epoch {epoch} for interval {interval} are gone after {self._versions.latest} "
-                    "updates; the call comes from a worker that was given up"
+                    f"weights of epoch {epoch} for interval {interval} are gone after "
+                    f"{self._versions.latest} updates; the call comes from a worker that was given up"
                 )
             weights = self._versions.stashed(interval, epoch)
         position = {name: at for at, name in enumerate(self.plan.shapes)}
@@ -115,15 +115,15 @@ class ParameterServer:
         digest = _digest(arrays)
         with self._lock:
             self._check_begun(interval, epoch)
-            last_epoch, last_digest = self._digests.get((interval, step), (-1, b""))
-            if epoch <= last_epoch or epoch < self._versions.latest:
-                if epoch == last_epoch and digest != last_digest:
+            came = self._digests.setdefault(epoch, {}) if self._is_recent(epoch) else {}
+            if (interval, step) in came or epoch < self._versions.latest:
+                if came.get((interval, step), digest) != digest:
                     raise ConfigError(
-                        f"{what} came twice with different bits; a stage must compute the same from the same: "
-                        "does one draw at random, or differ between workers?"
+                        f"{what} came twice with different bits; a stage must compute the same from the "
+                        "same: does one draw at random, or differ between workers?"
                     )
                 return False
-            self._digests[interval, step] = (epoch, digest)
+            came[interval, step] = digest
             self._sums_of(epoch).add(step, interval, arrays)
         return True
 
@@ -186,6 +186,7 @@ class ParameterServer:
         with self._lock:
             self._versions.add(after)
             del self._received[epoch], self._sums[epoch]
+            self._digests = {one: came for one, came in self._digests.items() if self._is_recent(one)}
             return self._versions.latest
 
     def missing(self) -> str:
@@ -208,9 +209,13 @@ class ParameterServer:
             begun = [epoch for epoch, sums in self._sums.items() if not sums.is_empty]
             if begun or self._received:
                 raise ConfigError(
-                    f"epoch {min([*begun, *self._received])} is under way; wait for its update before draining"
+                    f"epoch {min([*begun, *self._received])} is under way; wait for its update first"
                 )
             self._versions.release_all()
+
+    def _is_recent(self, epoch: int) -> bool:
+        """Whether bits of duplicates are still compared: in open epochs and the last one that was updated."""
+        return epoch >= self._versions.latest - 1
 
     def _sums_of(self, epoch: int) -> EpochSums:
         if epoch not in self._sums:

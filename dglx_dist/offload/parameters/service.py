@@ -126,10 +126,11 @@ class ParameterService:
     def _wait_for_sums(self, epoch: int) -> None:
         deadline = time.monotonic() + self._timeout_s
         while (missing := self.server.servers_missing()) and not self._closing.is_set():
-            if self._changed.wait(_POLL_S):
-                self._changed.clear()
-                continue
-            raise_for_silent(self._rpc, self._places, missing, f"its sums of epoch {epoch} are waited for")
+            if not self._changed.wait(_POLL_S):
+                raise_for_silent(
+                    self._rpc, self._places, missing, f"its sums of epoch {epoch} are waited for"
+                )
+            self._changed.clear()
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"{self._places.describe(missing[0])} sent no sums of epoch {epoch} within "
