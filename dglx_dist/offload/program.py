@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.offload.fields import Fields, read_json, write_json
+from dglx_dist.offload.fields import Fields, Json, read_json, write_json
 from dglx_dist.offload.stages.base import EdgeStage, Shapes, VertexStage
 from dglx_dist.offload.stages.linear import MAX_WIDTH
 from dglx_dist.offload.stages.registry import edge_stage, vertex_stage
@@ -54,9 +54,13 @@ class Program:
 
     def to_json(self) -> bytes:
         """Return the program as JSON; equal programs give equal bytes."""
-        sizes = {"features": self.features, "classes": self.classes, "num_train": self.num_train}
-        kinds = {"dtype": self.dtype, "loss": self.loss}
-        steps = [step_as_json(step) for step in self.steps]
+        sizes: dict[str, Json] = {
+            "features": self.features,
+            "classes": self.classes,
+            "num_train": self.num_train,
+        }
+        kinds: dict[str, Json] = {"dtype": self.dtype, "loss": self.loss}
+        steps: list[Json] = [step_as_json(step) for step in self.steps]
         return write_json({"version": _VERSION, "steps": steps} | sizes | kinds)
 
     @classmethod

@@ -223,7 +223,7 @@ def read_activation(fields: Fields, name: str = "activation") -> Activation:
     Raises:
         ConfigError: no activation is so described.
     """
-    given = fields.maybe(name, fields.any, {"name": "identity"})
+    given: object = fields.maybe(name, fields.any, {"name": "identity"})
     inner = Fields(given, f"{fields.where} {name!r}")
     activation = _MAKERS[inner.choice("name", ACTIVATIONS)](inner)
     inner.end()
