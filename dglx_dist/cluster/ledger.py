@@ -13,7 +13,7 @@ LedgerKey: TypeAlias = tuple[str, int, int, int]
 """(phase, layer, source rank, destination rank)."""
 
 WORKER = -1
-"""In the place of a rank: any stateless worker. It has no ledger, so the rank that it calls counts for both."""
+"""In the place of a rank: any stateless worker. It has no ledger: the rank that it calls counts for it."""
 
 Snapshot: TypeAlias = Mapping[LedgerKey, int]
 

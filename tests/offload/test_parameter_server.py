@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from dglx_dist.offload.parameters.plan import ParameterPlan
 from dglx_dist.offload.parameters.server import ParameterServer, exchange
 from dglx_dist.offload.parameters.updates import make_update
 from dglx_dist.records import Array
+
+from .programs import gcn
 
 SHAPES = {"w1": (3, 2), "b1": (2,), "w2": (2, 2)}
 # Step 2 shares w1 with step 1 and step 3 has no weights.
@@ -225,6 +228,36 @@ def test_weights_of_an_epoch_that_is_over_are_gone() -> None:
     server.drain()
     with pytest.raises(ConfigError, match="gone after 1 updates"):
         server.weights(1, 0, 1)
+
+
+def test_many_threads_may_push_and_pull() -> None:
+    plan = plan_of(32, staleness=2)
+    (server,) = servers_of(plan)
+
+    def work(interval: int) -> int:
+        for epoch in range(3):
+            for step in STEPS:
+                server.weights(interval, epoch, step)
+                server.gradients(interval, epoch, step, gradients_of(interval, epoch, step))
+        return interval
+
+    with ThreadPoolExecutor(8) as pool:
+        done = [pool.submit(work, interval) for interval in reversed(range(32))]
+        while server.updates < 3 and not all(one.done() for one in done):
+            exchange([server])
+        assert [one.result() for one in done] == list(reversed(range(32)))
+    while exchange([server]) is not None:
+        pass
+    assert bits(server.latest()) == plain_answer(plan, 3)
+
+
+def test_a_plan_is_made_from_a_program() -> None:
+    program = gcn()
+    plan = ParameterPlan.of(program, assign([2, 3], 2), num_servers=2, staleness=1, first_epoch=4)
+    assert plan.shapes == program.weight_shapes
+    assert set(plan.steps) == set(program.vertex_steps)
+    assert sorted(name for names in plan.steps.values() for name in names) == sorted(plan.shapes)
+    assert (plan.num_servers, plan.staleness, plan.first_epoch) == (2, 1, 4)
 
 
 def test_going_on_from_a_later_epoch() -> None:
