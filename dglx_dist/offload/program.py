@@ -61,7 +61,7 @@ class Program:
         }
         kinds: dict[str, Json] = {"dtype": self.dtype, "loss": self.loss}
         steps: list[Json] = [step_as_json(step) for step in self.steps]
-        return write_json({"version": _VERSION, "steps": steps} | sizes | kinds)
+        return write_json({"version": _VERSION, "steps": steps, **sizes, **kinds})
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Program:

@@ -196,7 +196,12 @@ def close(found: Sequence[Array | None], wanted: Sequence[Array], tolerance: flo
 def test_derivatives_at_kinks_and_far_out_are_torchs() -> None:
     z = np.array([[-800.0, -40.0, -5.0, -1e-9, 0.0, 1e-9, 5.0, 40.0, 800.0, -2.03125]])
     eye, one = np.eye(10), np.ones((1, 10))
-    for config, act in ACTIVATIONS.values():
+    more = dict(ACTIVATIONS)
+    for slope in (-0.5, 1.0, 1.7):
+        config = {"name": "leaky_relu", "slope": slope}
+        more[f"leaky {slope}"] = (config, lambda z, slope=slope: functional.leaky_relu(z, slope))
+    more["elu 1"] = ({"name": "elu", "alpha": 1.0}, functional.elu)
+    for config, act in more.values():
         stage = vertex_stage("dense", {"in": 10, "out": 10, "bias": False, "activation": config})
         (h,), _ = stage.forward([eye], [z])
         (slope,), _ = stage.backward([eye], [z], [one])
