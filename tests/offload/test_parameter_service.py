@@ -273,6 +273,47 @@ def test_an_update_that_fails_ends_the_waiting_and_the_service() -> None:
             service.raise_if_stopped()
 
 
+class Answered:
+    """In the place of a call to a rank that is not there."""
+
+    def __init__(self, arrays: list[Array]) -> None:
+        self._arrays = arrays
+
+    def result(self, _timeout_s: float) -> list[Array]:
+        return self._arrays
+
+
+@pytest.mark.parametrize(
+    ("dead", "says"),
+    [
+        ([1], "no answer of parameter server 1 on rank 1 while its sums of epoch 0 are waited for"),
+        ([], "parameter server 1 on rank 1 sent no sums of epoch 0 within 0.02 s; .* waits for all of it"),
+    ],
+)
+def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rpc = alone()
+    myself = rpc.submit
+
+    def submit(rank: int, op: str, name: str, arrays: Sequence[Array], **counted: Any) -> Any:
+        if rank == 0:
+            return myself(rank, op, name, arrays, **counted)
+        return Answered([np.frombuffer(b"all of it", np.uint8)] if op == ops.MISSING else [])
+
+    monkeypatch.setattr(rpc, "submit", submit)
+    monkeypatch.setattr(rpc, "silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
+    plan, places = plan_of(2), Places(parameter_servers=(0, 1), graph_servers=(0,))
+    server = ParameterServer(plan, 0, first_weights(), make_update("Adam", GROUPS, list(SHAPES)))
+    client = ParameterClient(rpc, plan, places)
+    service = ParameterService(rpc, server, places, timeout_s=0.02)
+    for interval in plan.intervals_of(0):
+        for step, names in STEPS.items():
+            client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
+    with pytest.raises(PeerError, match=says):
+        client.wait_for(1)
+    service.close()
+    client.close()
+
+
 def broken(_weights: Sequence[Array], _gradients: Sequence[Array]) -> tuple[Array, ...]:
     raise ValueError("no room")
 

@@ -99,8 +99,8 @@ class ParameterService:
                 while not self._closing.is_set() and (ready := self.server.own_sums()) is not None:
                     self._update(*ready)
         except Exception as error:  # noqa: BLE001 - whoever waits for an update must hear of it
-            if not self._closing.is_set():
-                self._stop(error)
+            # Also while closing: this rank may end because of the same, and the others must hear the cause.
+            self._stop(error)
 
     def _update(self, epoch: int, sums: Array) -> None:
         name = ops.pair_name(epoch, self.server.index)
@@ -126,7 +126,7 @@ class ParameterService:
     def _wait_for_sums(self, epoch: int) -> None:
         deadline = time.monotonic() + self._timeout_s
         while (missing := self.server.servers_missing()) and not self._closing.is_set():
-            if not self._changed.wait(_POLL_S):
+            if not self._changed.wait(min(_POLL_S, self._timeout_s)):
                 raise_for_silent(
                     self._rpc, self._places, missing, f"its sums of epoch {epoch} are waited for"
                 )
@@ -196,13 +196,13 @@ class ParameterService:
 
 
 def raise_for_silent(rpc: Rpc, places: Places, servers: Sequence[int], why: str) -> None:
-    """Raise PeerError if the rank of one of ``servers`` does not answer; asks all at once, for seconds."""
+    """Raise PeerError if ranks of ``servers`` do not answer, naming all; asks them at once, for seconds."""
     others = {places.parameter_servers[server]: server for server in servers}
-    for rank in rpc.silent([rank for rank in others if rank != rpc.rank], _PROBE_S):
-        raise PeerError(
-            f"{places.describe(others[rank])} does not answer while {why}: it is probably dead; look at its "
-            "output"
-        )
+    silent = rpc.silent([rank for rank in others if rank != rpc.rank], _PROBE_S)
+    if silent:
+        # Who ended because of another's death is silent as well: the first cause is among them.
+        names = ", ".join(places.describe(others[rank]) for rank in silent)
+        raise PeerError(f"no answer of {names} while {why}: probably dead; look at the output there")
 
 
 def what_misses(rpc: Rpc, places: Places, servers: Sequence[int]) -> str:
