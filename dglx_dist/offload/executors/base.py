@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import ClassVar, final
 
 from dglx_dist.cluster.serve import Handler
 from dglx_dist.offload.tasks import TaskKey
@@ -67,6 +67,9 @@ class Executor(ABC):
     Raises:
         ConfigError: an option is unknown, or cannot be honoured here; the message says what is missing.
     """
+
+    simulated: ClassVar[bool] = True
+    """Whether no provider is paid: dollars are then what the run would have cost."""
 
     @abstractmethod
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None: ...
