@@ -40,7 +40,10 @@ def test_steps_are_those_of_the_table() -> None:
 
 
 def test_servers_are_paid_by_the_second_and_functions_by_use() -> None:
-    servers = [Servers(kind="c5n.2xlarge", number=8, seconds=900), Servers(kind="c5.large", number=1, seconds=900)]
+    servers = [
+        Servers(kind="c5n.2xlarge", number=8, seconds=900),
+        Servers(kind="c5.large", number=1, seconds=900),
+    ]
     cost = bill(Usage(), servers, NOW, simulated=False)
     assert cost.servers == pytest.approx(8 * 0.25 * 0.432 + 0.25 * 0.085)
     assert (cost.functions, cost.total) == (0, cost.servers)
@@ -74,4 +77,9 @@ def test_nonsense_is_refused() -> None:
 
 
 def test_amounts_are_readable() -> None:
-    assert [dollars(amount) for amount in (0, 0.000123, 0.5125, 12.3)] == ["$0.00", "$0.000123", "$0.512", "$12.30"]
+    assert [dollars(amount) for amount in (0, 0.000123, 0.5125, 12.3)] == [
+        "$0.00",
+        "$0.000123",
+        "$0.512",
+        "$12.30",
+    ]
