@@ -1,4 +1,4 @@
-"""What an executor is: it has workers do tasks somewhere, and says at once when one is known to have failed."""
+"""What an executor is: it has workers do tasks somewhere, and says at once when one has failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, final
+from typing import final
 
 from dglx_dist.cluster.serve import Handler
 from dglx_dist.offload.tasks import TaskKey
@@ -68,7 +68,7 @@ class Executor(ABC):
         ConfigError: an option is unknown, or cannot be honoured here; the message says what is missing.
     """
 
-    simulated: ClassVar[bool] = True
+    simulated: bool = True
     """Whether no provider is paid: dollars are then what the run would have cost."""
 
     @abstractmethod
