@@ -33,7 +33,7 @@ class ControllerOptions:
     """How often deaths and time-outs are looked for."""
     tune_s: float = 1.0
     """How often the queue is looked at."""
-    relaunch: RelaunchRule = RelaunchRule()
+    relaunch: RelaunchRule = field(default_factory=RelaunchRule)
     prices: PriceTable = field(default_factory=prices)
     """Says how durations are rounded when they are billed."""
 
@@ -70,7 +70,7 @@ class Counts:
     @property
     def usage(self) -> Usage:
         """What is to be paid for."""
-        return Usage(invocations=self.invocations, gb_seconds=self.gb_s)
+        return Usage(invocations=self.invocations, gb_seconds=self.gb_s, unknown=self.unbilled)
 
     @property
     def unbilled(self) -> int:

@@ -23,10 +23,14 @@ class Usage:
     invocations: int = 0
     gb_seconds: float = 0.0
     """Memory x duration, each duration rounded up as the price table says."""
+    unknown: int = 0
+    """Of the invocations, those whose duration is not known, and not in ``gb_seconds``."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
-            invocations=self.invocations + other.invocations, gb_seconds=self.gb_seconds + other.gb_seconds
+            invocations=self.invocations + other.invocations,
+            gb_seconds=self.gb_seconds + other.gb_seconds,
+            unknown=self.unknown + other.unknown,
         )
 
 
@@ -52,6 +56,8 @@ class Bill:
     """Whether no function was paid for: the run was here, the dollars are what it would have cost."""
     prices: str
     """Name and date of the price table."""
+    unknown: int = 0
+    """Invocations whose duration is not known: the compute is at least what stands here."""
 
     @property
     def functions(self) -> float:
@@ -71,7 +77,8 @@ class Bill:
     def label(self) -> str:
         """How to read the figures, for wherever they are shown."""
         kind = f"{SIMULATED}: no function was paid for" if self.simulated else "functions on AWS"
-        return f"{kind}; prices {self.prices}"
+        missing = f"; at least, for {self.unknown} durations are not known" if self.unknown else ""
+        return f"{kind}; prices {self.prices}{missing}"
 
 
 @final
@@ -132,6 +139,7 @@ def bill(functions: Usage, servers: Iterable[Servers], prices: PriceTable, *, si
         servers=math.fsum(one.number * one.seconds / 3600 * prices.server(one.kind) for one in servers),
         simulated=simulated,
         prices=f"{prices.name} of {prices.date}",
+        unknown=functions.unknown,
     )
 
 

@@ -87,8 +87,8 @@ def prices(name: str = DEFAULT_PRICES) -> PriceTable:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(
-            f"there is no price table {name!r}{did_you_mean(name, known)} (known: {', '.join(known)}); a JSON "
-            "file with the fields of one is taken as well, see `dglx lambda prices`"
+            f"there is no price table {name!r}{did_you_mean(name, known)} (known: {', '.join(known)}); "
+            "a JSON file with the fields of one is taken as well, see `dglx lambda prices`"
         )
     return _read(path)
 
@@ -123,7 +123,7 @@ def _tables() -> tuple[PriceTable, ...]:
     return (
         PriceTable(
             name="aws",
-            source="aws.amazon.com/lambda/pricing and /ec2/pricing/on-demand: us-east-1, x86, Linux, first tier",
+            source="aws.amazon.com/lambda/pricing and /ec2/pricing/on-demand: us-east-1, x86, Linux",
             date="2025-01-01",
             per_request=0.20 / 1e6,
             per_gb_second=0.0000166667,

@@ -254,13 +254,17 @@ def test_a_thread_ticks_and_its_error_is_kept() -> None:
     task = make_task(0)
     controller.launch(task, ready=True)
     executor.dead = [Lost(key=task.key, attempt=0, reason="killed")]
-    pause = threading.Event()
     with pytest.raises(PeerError, match="killed"), controller.run():
+        wake_until_it_fails(controller)
+
+
+def wake_until_it_fails(controller: Controller) -> None:
+    controller.raise_if_failed()
+    controller.wake()
+    pause = threading.Event()
+    for _ in range(10_000):
+        pause.wait(0.001)
         controller.raise_if_failed()
-        controller.wake()
-        for _ in range(10_000):
-            pause.wait(0.001)
-            controller.raise_if_failed()
 
 
 def test_nonsense_is_refused() -> None:

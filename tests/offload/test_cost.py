@@ -1,4 +1,4 @@
-"""Dollars: the paper's example to the cent, rounding up to steps, value, and the label of simulated figures."""
+"""Dollars: the paper's example, rounding up to steps, value, and the label of simulated figures."""
 
 import pytest
 
@@ -65,6 +65,13 @@ def test_simulated_dollars_say_so_wherever_they_are_shown() -> None:
     assert "simulated" not in str(alone)
     assert "simulated" in str(compare(1, ours, 1, alone))
     assert "simulated" not in str(compare(1, alone, 1, alone))
+
+
+def test_what_is_not_known_is_not_hidden() -> None:
+    known = usage([(1, 192)], NOW)
+    cost = bill(known + Usage(invocations=2, unknown=2), [], NOW, simulated=False)
+    assert "at least, for 2 durations are not known" in str(cost)
+    assert "at least" not in str(bill(known, [], NOW, simulated=False))
 
 
 def test_nonsense_is_refused() -> None:
