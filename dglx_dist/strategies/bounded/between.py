@@ -12,12 +12,31 @@ from torch.nn import functional
 
 from dglx_dist.offload.fields import Json
 
-Activation: TypeAlias = Mapping[str, Json]
-"""As stages read it: ``{"name": "leaky_relu", "slope": 0.2}``."""
 Merge: TypeAlias = Literal["none", "flatten", "mean"]
 """What becomes of the heads of (n, K, H) rows."""
 
-IDENTITY: Activation = {"name": "identity"}
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of single numbers that stages know."""
+
+    name: str
+    parameter: str = ""
+    """``slope`` or ``alpha``, of those that have one."""
+    value: float = 0.0
+
+    def json(self) -> dict[str, Json]:
+        """Return it as stages read it: ``{"name": "leaky_relu", "slope": 0.2}``."""
+        return {"name": self.name} | ({self.parameter: self.value} if self.parameter else {})
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """Apply it."""
+        if self.name == "leaky_relu":
+            return functional.leaky_relu(z, self.value)
+        return functional.elu(z, self.value) if self.name == "elu" else _PLAIN[self.name](z)
+
+
+IDENTITY = Activation("identity")
 KNOWN = "identity, relu, leaky_relu, elu, tanh, sigmoid, gelu, each alone; heads flattened or averaged"
 """For messages."""
 
@@ -51,17 +70,7 @@ class RowFunction:
 
     def __call__(self, z: Tensor) -> Tensor:
         """Apply it to (n, H), or to (n, K, H) where heads are merged."""
-        return apply(self.after, _MERGES[self.merge](apply(self.inside, z)))
-
-
-def apply(activation: Activation, z: Tensor) -> Tensor:
-    """Return the activation of ``z``."""
-    name = str(activation["name"])
-    if name == "leaky_relu":
-        return functional.leaky_relu(z, _number(activation["slope"]))
-    if name == "elu":
-        return functional.elu(z, _number(activation["alpha"]))
-    return _PLAIN[name](z)
+        return self.after(_MERGES[self.merge](self.inside(z)))
 
 
 def find_function(
@@ -110,14 +119,14 @@ def _candidates(
         return
     first = None if own is None else find_function(z, own(z).flatten(1))
     inside = IDENTITY if first is None else first.inside
-    merged = _MERGES[merge](apply(inside, z))
+    merged = _MERGES[merge](inside(z))
     for after in _activations(merged, rows, _MERGES["none"]):
         yield RowFunction(inside=inside, merge=merge, after=after)
 
 
 def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
     """Yield all activations, those with a number with the one that fits."""
-    yield from ({"name": name} for name in _PLAIN)
+    yield from (Activation(name) for name in _PLAIN)
     if merge(z).shape != rows.shape:
         return
     rest = rows - merge(torch.relu(z))
@@ -129,9 +138,4 @@ def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> 
         fitted = float((rest * basis).sum() / (basis * basis).sum())
         # What the user wrote is a short decimal; the fit has rounding in its last digits.
         for digits in (2, 4, 7, 16):
-            yield {"name": name, key: round(fitted, digits)}
-
-
-def _number(value: Json) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
+            yield Activation(name, key, round(fitted, digits))

@@ -96,7 +96,7 @@ class GraphConvLayer(Layer):
         factor = replace(FACTOR_OF_NORM[self.module._norm], column=edge_column)
         bias = self.module.bias is not None
         (out,) = self.row_shape(self.width)
-        config = {"in": self.width, "out": out, "bias": bias, "activation": dict(then.activation)}
+        config = {"in": self.width, "out": out, "bias": bias, "activation": then.activation.json()}
         weights = [self.module.weight, self.module.bias] if bias else [self.module.weight]
         builder.vertex("dense", config, [builder.gather(factor).name], out, weights)
 
@@ -131,7 +131,7 @@ class SageLayer(Layer):
         around = builder.gather(EdgeFactor(target="whole", column=edge_column))
         (out,) = self.row_shape(self.width)
         config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None}
-        config["activation"] = dict(then.activation)
+        config["activation"] = then.activation.json()
         weights = [self.module.fc_self.weight, self.module.fc_neigh.weight]
         weights += [] if bias is None else [bias]
         builder.vertex("sage", config, [around.name, own.name], out, weights)
@@ -203,8 +203,8 @@ class GatLayer(Layer):
             "bias": bool(bias),
             "merge": then.merge,
             "residual": len(inputs) > 1,
-            "activation": dict(then.inside),
-            "after": dict(then.after),
+            "activation": then.inside.json(),
+            "after": then.after.json(),
         }
         builder.leave_open(inputs, config, bias)
 
@@ -228,7 +228,7 @@ class LinearLayer(Layer):
         """AV."""
         bias, out = self.module.bias, int(self.module.out_features)
         config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None, "transposed": True}
-        config["activation"] = dict(then.activation)
+        config["activation"] = then.activation.json()
         weights = [self.module.weight] if bias is None else [self.module.weight, bias]
         builder.vertex("dense", config, [builder.rows().name], out, weights)
 
@@ -269,10 +269,10 @@ class DeclaredLayer(Layer):
         if then.activation != IDENTITY:
             if not declared.takes_activation:
                 self.refuse(
-                    f"is followed by {then.activation['name']}, and its stage takes no activation; put it "
+                    f"is followed by {then.activation.name}, and its stage takes no activation; put it "
                     "into the stage, or declare takes_activation"
                 )
-            config["activation"] = dict(then.activation)
+            config["activation"] = then.activation.json()
         if edge_column is not None and declared.around is None:
             self.refuse("is given edge weights and looks at no edge; leave them out")
         own, inputs = builder.rows(), []

@@ -32,6 +32,12 @@ class Probed(Protocol):
     name: str
     module: nn.Module
     takes_block: bool
+
+    @property
+    def width(self) -> int:
+        """Input columns."""
+        ...
+
     own_function: Callable[[Tensor], Tensor] | None
     """What the layer applies to its result at the end."""
 
@@ -199,6 +205,11 @@ class _Watch:
         if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != NUM_NODES:
             kind = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
             raise ConfigError(f"layer {layer.name!r} is given {kind}; it must be (nodes, columns)")
+        if rows.shape[1] != layer.width:
+            raise ConfigError(
+                f"layer {layer.name!r} is given {rows.shape[1]} columns and takes {layer.width}; make it with "
+                "as many, or use strategy='data_parallel'"
+            )
         others = {str(number): value for number, value in enumerate(given[1:])} | named
         return block, rows, {name: value for name, value in others.items() if value is not None}
 
