@@ -18,8 +18,8 @@ from dglx_dist.offload.tasks import Address, Secrets
 from dglx_dist.records import Array
 
 _IDLE_S = 5.0
-"""Connections unused for longer are opened anew: a function's container is frozen between invocations, and the
-other side has given up a silent one by then."""
+"""Connections unused for longer are opened anew: a function's container is frozen between invocations, and
+the other side has given up a silent one by then."""
 
 
 class Answer(ABC):
@@ -39,9 +39,7 @@ class Caller(ABC):
     """Asks the servers of a job."""
 
     @abstractmethod
-    def send(
-        self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()
-    ) -> Answer:
+    def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         """Ask ``to`` for ``op``; ``arrays`` must not change until the answer is there.
 
         Raises:
@@ -66,9 +64,7 @@ class RemoteCaller(Caller):
         self._through = through
         self._job: _Job | None = None
 
-    def send(
-        self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()
-    ) -> Answer:
+    def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         """See Caller."""
         if secrets.secret_key is not None and to.public_key is None:
             raise ConfigError(
@@ -99,9 +95,7 @@ class DirectCaller(Caller):
         self._handlers = handlers
         self._closed = False
 
-    def send(
-        self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()
-    ) -> Answer:
+    def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         """See Caller. ``secrets`` are not looked at: nobody comes from outside."""
         if self._closed:
             raise PeerError("the executor was closed while a task was under way")

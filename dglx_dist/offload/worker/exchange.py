@@ -23,8 +23,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 class Exchange:
     """The calls of one task.
 
-    ``lambda.pull`` answered without arrays means "not yet": a worker may be started before its rows are there,
-    and asks again rather than hold a thread of the server.
+    ``lambda.pull`` answered without arrays means "not yet": a worker may be started before its rows are
+    there, and asks again rather than hold a thread of the server.
     """
 
     def __init__(self, caller: Caller, task: Task) -> None:
@@ -61,9 +61,9 @@ class Exchange:
         deadline, pause_s = time.monotonic() + task.timeout_s, _FIRST_PAUSE_S
         while not (arrays := asked.wait(task.timeout_s)):
             if time.monotonic() > deadline:
-                server = task.graph_server
+                server, name = task.graph_server, half_name(task.key, half)
                 raise PeerError(
-                    f"rank {server.rank} on {server.host} had no rows for {PULL} {half_name(task.key, half)!r} "
+                    f"rank {server.rank} on {server.host} had no rows for {PULL} {name!r} "
                     f"within {task.timeout_s:g} s; what comes before this task is late, or raise timeout_s"
                 )
             time.sleep(pause_s)
@@ -75,9 +75,7 @@ class Exchange:
     def push(self, gradients: Sequence[Array]) -> None:
         """Push the gradients and wait until the parameter server has them."""
         task = self._task
-        asked = self._caller.send(
-            task.parameter_server, task.secrets, GRADIENTS, str(task.key), gradients
-        )
+        asked = self._caller.send(task.parameter_server, task.secrets, GRADIENTS, str(task.key), gradients)
         asked.wait(task.timeout_s)
 
     def give(self, half: int, rows: Sequence[Array]) -> None:

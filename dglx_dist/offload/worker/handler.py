@@ -25,8 +25,8 @@ class Worker:
     """Does tasks one after another, and keeps only what saves time: connections and the last program.
 
     Gradients are pushed, and acknowledged, before the last rows are given. The graph server takes a task as
-    done by its rows alone, so a worker that dies anywhere loses nothing: the next attempt pushes the same bits
-    under the same key, which count once.
+    done by its rows alone, so a worker that dies anywhere loses nothing: the next attempt pushes the same
+    bits under the same key, which count once.
 
     Args:
         caller: How servers are asked.
