@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import final
 
 from dglx_dist.errors import ConfigError
@@ -12,6 +13,23 @@ from dglx_dist.offload.payload import Role, check_payload, half_rows, take_half
 from dglx_dist.offload.tasks import Direction, TaskKey
 from dglx_dist.offload.work import Work
 from dglx_dist.records import Array
+
+
+class Gift(Enum):
+    """What became of a half that a worker gave."""
+
+    TAKEN = "taken"
+    LAST = "last"
+    """Taken, and the task has both halves now: it is over."""
+    AGAIN = "again"
+    """Dropped: this half came before."""
+    LATE = "late"
+    """Dropped: the task is over."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the rows are used."""
+        return self in (Gift.TAKEN, Gift.LAST)
 
 
 @final
@@ -51,7 +69,7 @@ class TaskDesk:
             return sorted(self._open)
 
     def open(self, key: TaskKey, rows: int, arrays: Sequence[Array]) -> None:
-        """Let workers take the task ``key``; ``arrays`` as its Work pulls them, unchanged until it is over."""
+        """Let workers take task ``key``; ``arrays`` are what its Work pulls, unchanged until it is over."""
         work = self._work(key)
         halves = tuple(take_half(work.pulled, arrays, rows, half) for half in (0, 1))
         with self._lock:
@@ -70,39 +88,42 @@ class TaskDesk:
                 raise ConfigError(f"task {key} is over; the call comes from a worker that was given up")
         return None if task is None else task.halves[half]
 
-    def give(
-        self, key: TaskKey, half: int, arrays: Sequence[Array]
-    ) -> tuple[bool, list[Sequence[Array]] | None]:
+    def give(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> tuple[Gift, list[Sequence[Array]]]:
         """Take what a worker computed for half 0 or 1.
 
         Returns:
-            Whether it is taken (no: this half came before, or the task is over), and the arrays of both
-            halves, by half, when with this one the task has both; it is over then.
+            What became of it, and when it was the last one the arrays of both halves, by half.
 
         Raises:
             ConfigError: there is no such task here, it has not begun, or the arrays are not what it gives.
         """
         work = self._work(key)
         with self._lock:
-            task = self._open.get(key)
-            if task is None:
-                if not self._is_over(key):
-                    raise ConfigError(f"rows of task {key} came before it began")
-                return False, None
-            if half in task.given:
-                return False, None
+            task, refused = self._refused(key, half)
+        if task is None or refused is not None:
+            return refused or Gift.LATE, []
         nodes = half_rows(task.rows, half)
         edges = len(task.halves[half][0]) if _has_edges(work) else None
         check_payload(work.given, arrays, nodes.stop - nodes.start, f"what came of {key}", num_edges=edges)
         with self._lock:
-            if half in task.given or key not in self._open:
-                return False, None
+            # Another attempt may have given the same meanwhile.
+            _, refused = self._refused(key, half)
+            if refused is not None:
+                return refused, []
             task.given[half] = arrays
             if len(task.given) < 2:
-                return True, None
+                return Gift.TAKEN, []
             del self._open[key]
             self._over[key.interval] = key.epoch, self._order[key.step, key.direction]
-        return True, [task.given[0], task.given[1]]
+        return Gift.LAST, [task.given[0], task.given[1]]
+
+    def _refused(self, key: TaskKey, half: int) -> tuple[_OpenTask | None, Gift | None]:
+        task = self._open.get(key)
+        if task is not None:
+            return task, Gift.AGAIN if half in task.given else None
+        if not self._is_over(key):
+            raise ConfigError(f"rows of task {key} came before it began")
+        return None, Gift.LATE
 
     def _work(self, key: TaskKey) -> Work:
         if key.interval not in self._intervals:

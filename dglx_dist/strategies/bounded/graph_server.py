@@ -20,7 +20,7 @@ from dglx_dist.offload.tasks import Direction, TaskKey
 from dglx_dist.offload.work import Work
 from dglx_dist.records import Array
 from dglx_dist.strategies.bounded.course import Kind, Move, course_of
-from dglx_dist.strategies.bounded.desk import TaskDesk
+from dglx_dist.strategies.bounded.desk import Gift, TaskDesk
 from dglx_dist.strategies.bounded.over_edges import OverEdges
 from dglx_dist.strategies.bounded.part import Part
 from dglx_dist.strategies.bounded.stores import Stores
@@ -131,15 +131,15 @@ class GraphServer:
         ]
         self.desk.open(self.key_of(interval, epoch, move), self.rows_of(interval), arrays)
 
-    def give(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> tuple[bool, bool]:
-        """Take what a worker computed; return whether it is taken, and whether the task is over by that.
+    def give(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> Gift:
+        """Take what a worker computed for half 0 or 1; return what became of it.
 
         Raises:
             ConfigError: see :meth:`TaskDesk.give`.
         """
-        taken, both = self.desk.give(key, half, arrays)
-        if both is None:
-            return taken, False
+        gift, both = self.desk.give(key, half, arrays)
+        if gift is not Gift.LAST:
+            return gift
         interval, step = key.interval - self.part.first_interval, self.program.steps[key.step]
         items = self.works[key.step, key.direction].given
         found = [(item, (both[0][at], both[1][at])) for at, item in enumerate(items)]
@@ -147,7 +147,7 @@ class GraphServer:
             self._take_edges(interval, key, step, found[0][1])
         else:
             self._take_rows(interval, key, found)
-        return True, True
+        return gift
 
     def letters(self, interval: int, move: Move) -> list[Letter]:
         """Return what a SCATTER or SEND_BACK move sends: one letter per graph server that needs rows."""

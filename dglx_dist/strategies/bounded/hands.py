@@ -11,6 +11,7 @@ from dglx_dist.offload.stages.base import Arrays
 from dglx_dist.offload.tasks import TaskKey
 from dglx_dist.offload.work import add_gradients
 from dglx_dist.records import Array
+from dglx_dist.strategies.bounded.desk import Gift
 from dglx_dist.strategies.bounded.graph_server import GraphServer
 
 
@@ -74,7 +75,7 @@ def hand_in(server: GraphServer, parameters: Parameters, key: TaskKey, computed:
     work = server.works[key.step, key.direction]
     if work.pushes and work.weights:
         parameters.gradients(key, computed.gradients)
-    return [server.give(key, half, computed.halves[half])[1] for half in (0, 1)][-1]
+    return [server.give(key, half, computed.halves[half]) for half in (0, 1)][-1] is Gift.LAST
 
 
 def do_task(server: GraphServer, parameters: Parameters, key: TaskKey) -> bool:

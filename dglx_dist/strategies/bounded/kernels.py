@@ -69,7 +69,7 @@ def gather_weighted(
 
 @njit(cache=True, nogil=True)
 def pull_back_sums(out_indptr: Array, out_targets: Array, slopes: Array, nodes: Array, out: Array) -> None:
-    """Add to ``out[i]`` the gradient rows of the targets of ``nodes[i]``: the transpose of :func:`gather_sums`.
+    """Add to ``out[i]`` the gradients of the targets of ``nodes[i]``: the transpose of :func:`gather_sums`.
 
     Args:
         out_indptr: (n + m + 1,) int64.

@@ -1,4 +1,4 @@
-"""The part of a graph that one graph server has: its nodes' in-edges, their sources by local id, its ghosts."""
+"""What one graph server has of a graph: its nodes' in-edges, their sources by local id, its ghosts."""
 
 from __future__ import annotations
 
