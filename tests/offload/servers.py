@@ -34,7 +34,7 @@ from dglx_dist.offload.work import Work
 from dglx_dist.offload.worker import exchange as ops
 from dglx_dist.records import Array
 
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 
 
 def keys_of(program: Program, interval: int = 0, epoch: int = 0) -> list[TaskKey]:
@@ -122,7 +122,7 @@ class Bench:
         while any(len(self.given.get(key, {})) < 2 for key in keys):
             lost += executor.lost()
             missing = [str(key) for key in keys if len(self.given.get(key, {})) < 2]
-            assert time.monotonic() < deadline, f"missing {missing}; lost {lost}"
+            assert time.monotonic() < deadline, f"missing {missing}; lost {lost[:2]}"
             time.sleep(0.002)
         return lost + executor.lost()
 

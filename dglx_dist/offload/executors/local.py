@@ -117,8 +117,9 @@ class _Process(Hand):
 
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
         given = write_json(None if fault is None else fault.as_json())
+        line = event.replace(b"\n", b" ")  # JSON has none in its texts
         process = self._running()
-        answer = _ask(process, b'{"event":' + event + b',"fault":' + given + b"}\n")
+        answer = _ask(process, b'{"event":' + line + b',"fault":' + given + b"}\n")
         if not answer.endswith(b"\n"):
             task = Task.from_event(event)
             raise PeerError(f"task {task.key}, attempt {task.attempt}: {self._obituary(process)}")

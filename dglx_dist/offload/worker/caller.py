@@ -39,6 +39,10 @@ class Caller(ABC):
     """Asks the servers of a job."""
 
     @abstractmethod
+    def begin(self) -> None:
+        """Make ready for a task: nothing is under way, and connections may have died since the last one."""
+
+    @abstractmethod
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         """Ask ``to`` for ``op``; ``arrays`` must not change until the answer is there.
 
@@ -64,6 +68,11 @@ class RemoteCaller(Caller):
         self._through = through
         self._job: _Job | None = None
 
+    def begin(self) -> None:
+        """See Caller."""
+        if self._job is not None and self._job.idle_s > _IDLE_S:
+            self.close()
+
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         """See Caller."""
         if secrets.secret_key is not None and to.public_key is None:
@@ -71,7 +80,7 @@ class RemoteCaller(Caller):
                 f"rank {to.rank} on {to.host} comes without a public key, and this job's connections are "
                 "encrypted; set DGLX_CURVE alike on all ranks"
             )
-        if self._job is None or self._job.secrets != secrets or self._job.idle_s > _IDLE_S:
+        if self._job is None or self._job.secrets != secrets:
             self.close()
             self._job = _Job(secrets, self._through)
         return self._job.send(to, op, name, arrays)
@@ -94,6 +103,9 @@ class DirectCaller(Caller):
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
         self._closed = False
+
+    def begin(self) -> None:
+        """See Caller."""
 
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         """See Caller. ``secrets`` are not looked at: nobody comes from outside."""

@@ -66,6 +66,7 @@ class Worker:
         return answer.as_json()
 
     def _do(self, task: Task) -> bool:
+        self._caller.begin()
         exchange = Exchange(self._caller, task)
         work = self._work(task, exchange)
         self._at(Place.BEFORE_PULL)
