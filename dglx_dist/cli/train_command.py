@@ -60,12 +60,12 @@ def train(  # noqa: PLR0913  # one argument per option
             metavar="K,K",
             rich_help_panel=_LOADER,
             help="Neighbours drawn per node and layer, input-most first; -1: all. Default: 25, then 10 "
-            "for each other layer.",
+            "for each other layer. A strategy that trains on the full graph takes all.",
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(rich_help_panel=_LOADER, help="Targets per rank and step.")
-    ] = 512,
+        int | None, typer.Option(rich_help_panel=_LOADER, help="Targets per rank and step. Default: 512.")
+    ] = None,
     structure: Annotated[
         str, typer.Option(rich_help_panel=_LOADER, help="auto, replicated on each server, or partitioned.")
     ] = "auto",
@@ -81,10 +81,15 @@ def train(  # noqa: PLR0913  # one argument per option
         float,
         typer.Option(rich_help_panel=_LOADER, help="How many, as a fraction of the server's own nodes."),
     ] = 0.2,
-    depth: Annotated[int, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead.")] = 1,
+    depth: Annotated[
+        int | None, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead. Default: 1.")
+    ] = None,
     loader_threads: Annotated[
-        int, typer.Option(rich_help_panel=_LOADER, help="Threads that make them; 0: the training loop.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            rich_help_panel=_LOADER, help="Threads that make them; 0: the training loop. Default: 1."
+        ),
+    ] = None,
     verify: Annotated[
         str, typer.Option(rich_help_panel=_LOADER, help="auto: read new files, full: all, never.")
     ] = "auto",
@@ -158,7 +163,7 @@ def train(  # noqa: PLR0913  # one argument per option
         hidden=hidden,
         heads=heads,
         dropout=dropout,
-        fanouts=(25, *[10] * (layers - 1))[:layers] if fanout is None else whole_numbers(fanout, "--fanout"),
+        fanouts=None if fanout is None else whole_numbers(fanout, "--fanout"),
         batch_size=batch_size,
         epochs=epochs,
         lr=lr,

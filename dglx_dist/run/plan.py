@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
@@ -33,8 +33,10 @@ class TrainPlan:
     hidden: int = 64
     heads: int = 4
     dropout: float = 0.5
-    fanouts: tuple[int, ...] = (25, 10)
-    batch_size: int = 512
+    fanouts: tuple[int, ...] | None = None
+    """None: 25, then 10 for each layer more; all where the strategy trains on the full graph."""
+    batch_size: int | None = None
+    """None: 512; all training nodes where the strategy trains on the full graph."""
     epochs: int = 20
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -50,8 +52,9 @@ class TrainPlan:
     """Policy by which each server keeps features of others; None: it keeps none."""
     cache_alpha: float = 0.2
     """How many, as a fraction of the server's own."""
-    depth: int = 1
-    loader_threads: int = 1
+    depth: int | None = None
+    loader_threads: int | None = None
+    """This and ``depth``: None: 1; unused where there are no mini-batches."""
     timeout_s: float = 300.0
     predictions: str | None = None
     """Folder for the class of every node, as Parquet; None: not written."""
@@ -69,7 +72,7 @@ class TrainPlan:
         for name, wrong, allowed in (
             ("layers", self.layers < 1, "at least 1"),
             ("hidden", self.hidden < 1, "at least 1"),
-            ("batch-size", self.batch_size < 1, "at least 1"),
+            ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
             ("epochs", self.epochs < 1, "at least 1"),
             ("dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"),
             (
@@ -89,8 +92,12 @@ class TrainPlan:
             ),
             ("cache", self.cache not in (None, *_CACHE_POLICIES), "vip, degree or halo"),
             ("cache-alpha", not 0 <= self.cache_alpha < math.inf, "at least 0"),
-            ("depth", self.depth < 1, "at least 1"),
-            ("loader-threads", self.loader_threads < 0, "at least 0"),
+            ("depth", self.depth is not None and self.depth < 1, "at least 1"),
+            (
+                "loader-threads",
+                self.loader_threads is not None and self.loader_threads < 0,
+                "at least 0",
+            ),
             ("checkpoint-every", self.checkpoint_every < 0, "at least 0"),
             ("trace-steps", self.trace_steps < 1, "at least 1"),
             ("timeout", not 0 < self.timeout_s < math.inf, "above 0"),
@@ -109,8 +116,16 @@ class TrainPlan:
             if wrong:
                 field_name = {"timeout": "timeout_s"}.get(name, name.replace("-", "_"))
                 raise ConfigError(f"--{name} {getattr(self, field_name)} must be {allowed}")
-        if len(self.fanouts) != self.layers:
+        if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
                 f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"
             )
+
+    def for_batches(self) -> TrainPlan:
+        """Return the plan with what mini-batches need, where nobody said otherwise."""
+        given = {"depth": self.depth, "loader_threads": self.loader_threads, "batch_size": self.batch_size}
+        usual = {"depth": 1, "loader_threads": 1, "batch_size": 512}
+        found = {name: usual[name] if value is None else value for name, value in given.items()}
+        fanouts = (25, *[10] * (self.layers - 1)) if self.fanouts is None else self.fanouts
+        return replace(self, fanouts=fanouts, **found)

@@ -58,6 +58,8 @@ def train_dataset(plan: TrainPlan) -> Trained:
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
+        full_graph = strategy_of(session).traits.unit == "full_graph"
+        plan = plan if full_graph else plan.for_batches()
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = check_trainable(plan, g)
         check_outputs(plan, g)
@@ -108,7 +110,8 @@ def check_trainable(plan: TrainPlan, g: DistGraph) -> str:
                 f"{where} has no node data {name!r} (known: {known}); partition a graph that has it "
                 "(docs/quickstart.md, Cut a graph, says how columns are called)"
             )
-    if plan.cache is not None and strategy_of(g.session).traits.features != "rows":
+    traits = strategy_of(g.session).traits
+    if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
         raise ConfigError(
             f"--cache {plan.cache} keeps feature rows of other servers, and strategy {g.session.strategy!r} "
             "moves none in training; leave --cache out"
@@ -166,6 +169,7 @@ def _fit(
         trace=plan.trace,
         trace_steps=plan.trace_steps,
     )
+    of_loader = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         built.module,
         g,
@@ -177,14 +181,14 @@ def _fit(
         ),
         callbacks=[after_epoch],
         sparse=built.sparse,
-        depth=plan.depth,
-        num_threads=plan.loader_threads,
+        **{name: value for name, value in of_loader.items() if value is not None},
     )
 
 
 def _cache_features(plan: TrainPlan, g: DistGraph, ntype: str, policy: str) -> None:
     of_batches: dict[str, Any] = {}
     if policy == "vip":
+        assert plan.fanouts is not None
         of_batches = {"fanouts": list(plan.fanouts), "batch_size": plan.batch_size}
         of_batches["seeds"] = {ntype: training_nodes(g, ntype)}
     for name in g.ntypes:

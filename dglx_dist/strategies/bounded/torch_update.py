@@ -27,7 +27,8 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
     name_of = _names(optimizer, model)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
-        | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
+        # A frozen parameter gets no gradient from torch, which then leaves it as it is, decay included.
+        | {"params": [name_of[id(parameter)] for parameter in group["params"] if parameter.requires_grad]}
         for group in optimizer.param_groups
     ]
     state = {
