@@ -53,8 +53,8 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         g: With the node data that ``config`` names (``feat`` and ``label``), and ``train_mask``. Types
             without features need ``config.inputs``.
         config: How long, how often to evaluate, where checkpoints lie; defaults when not given.
-        fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all. When not given (25, 10),
-            or all where the strategy trains on the full graph.
+        fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all. Not given:
+            (25, 10), or all where the strategy trains on the full graph.
         batch_size: Targets per rank and step; 512 when not given, or all of them.
         lr: Of Adam.
         make_optimizer: Makes another optimizer from the parameters; ``lr`` is then unused.
