@@ -37,7 +37,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "LANG": "C.UTF-8",
 }
-_LAST_WORDS = 2000
+_LAST_WORDS, _LAST_BREATH_S = 2000, 0.5
 
 
 @final
@@ -167,6 +167,8 @@ class _Process(Hand):
         self._process = None
 
     def _obituary(self, process: subprocess.Popen[bytes]) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LAST_BREATH_S)
         process.kill()  # where it closed its output and lives on
         code, said = process.wait(), b""
         if self._output is not None:
