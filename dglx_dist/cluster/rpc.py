@@ -76,19 +76,24 @@ class Rpc:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._server: Server | None = None
         self._client: Client | None = None
+        self.credentials: Credentials | None = None
+        """What this rank shows and accepts; None: it does not listen."""
+        self.addresses: Mapping[int, PeerAddress] = {}
+        """Where ranks answer, this one included; none where this session runs alone."""
 
     def listen(self, address: str, credentials: Credentials) -> str:
         """Serve on ``address`` from now on; return the endpoint to publish."""
         self._context = zmq.Context()
         self._server = Server(self._context, address, credentials, self._handlers, self._config)
-        self._credentials = credentials
+        self.credentials = credentials
         return self._server.endpoint
 
     def connect(self, peers: Mapping[int, PeerAddress]) -> None:
         """Make the ranks of ``peers`` callable; connections open when first needed."""
-        if self._context is None:
+        if self._context is None or self.credentials is None:
             raise ConfigError("listen() must come before connect()")
-        self._client = Client(self._context, peers, self._credentials, self._config)
+        self.addresses = dict(peers)
+        self._client = Client(self._context, peers, self.credentials, self._config)
 
     def register(self, op: str, handler: Handler) -> None:
         """Answer calls of ``op`` with ``handler`` from now on.

@@ -77,6 +77,13 @@ class EpochTrainer(ABC):
         """
 
     @abstractmethod
+    def account(self) -> dict[str, object]:
+        """Return what the run took beside time, over all ranks, JSON values; every rank must call it.
+
+        With ``dollars`` and a ``label`` that says how to read them, where it cost any.
+        """
+
+    @abstractmethod
     def close(self, *, failed: bool = False) -> None:
         """Let go of what was opened; every rank must call it. After it ``failed``, it waits for nobody."""
 

@@ -10,8 +10,14 @@ STRATEGIES: Registry[Strategy] = Registry(
     Strategy,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
     builtin={
         "data_parallel": "dglx_dist.strategies.data_parallel:DataParallel",
+        "lambda": "dglx_dist.strategies.bounded.strategy:Lambda",
         "push_pull": "dglx_dist.strategies.push_pull.strategy:PushPull",
     },
-    aliases={"distdgl": "data_parallel", "dp": "data_parallel", "p3": "push_pull"},
+    aliases={
+        "distdgl": "data_parallel",
+        "dorylus": "lambda",
+        "dp": "data_parallel",
+        "p3": "push_pull",
+    },
     group="dglx_dist.strategies",
 )

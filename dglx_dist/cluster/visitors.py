@@ -1,0 +1,34 @@
+"""Where those who are no ranks, such as stateless workers, reach the ranks, and what they must show."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dglx_dist.cluster.auth import Credentials
+from dglx_dist.cluster.client import PeerAddress
+from dglx_dist.cluster.session import Session
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visiting:
+    """What a visitor needs."""
+
+    addresses: Mapping[int, PeerAddress]
+    """By rank."""
+    credentials: Credentials
+    """Of this rank, which its visitors show as well."""
+
+
+def open_to_visitors(session: Session) -> Visiting:
+    """Return where the ranks answer. A session that runs alone begins to listen, on this machine only."""
+    rpc = session.rpc
+    if rpc.credentials is None:
+        credentials = Credentials(secret=secrets.token_hex(32).encode())
+        endpoint = rpc.listen(_LOOPBACK, credentials)
+        rpc.connect({0: PeerAddress(rank=0, host=session.hosts[0], endpoint=endpoint)})
+    assert rpc.credentials is not None
+    return Visiting(addresses=rpc.addresses, credentials=rpc.credentials)
