@@ -20,6 +20,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import Objective, WrappedModel
 from dglx_dist.training.models import build_model
 
 NUM_NODES, NUM_EDGES, WIDTH, HIDDEN, CLASSES, STEPS, RATE = 500, 3000, 7, 8, 4, 10, 0.3
@@ -40,9 +41,16 @@ class Column:
 
     strategy: str
     options: tuple[tuple[str, Any], ...] = ()
+    shares: tuple[str, ...] = ("even", "uneven", "empty")
+    name: str = ""
 
     def __str__(self) -> str:
-        return "-".join([self.strategy, *(f"{key}={value}" for key, value in self.options)])
+        named = [self.strategy, *(f"{key}={value}" for key, value in self.options)]
+        return self.name or "-".join(named)
+
+    def shares_on(self, ranks: int) -> tuple[str, ...]:
+        """One rank has all training nodes whatever the share."""
+        return self.shares if ranks > 1 else self.shares[:1]
 
 
 def raw_graph() -> RawGraph:
@@ -165,12 +173,13 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
     topology = session.topology
     train_ids = new_ids_of_training(g)
     for column in columns:
-        strategy = STRATEGIES.get(column.strategy)(session, dict(column.options))
+        options = dict(column.options)
+        if "parameter_servers" in options:
+            options["parameter_servers"] = min(options["parameter_servers"], topology.world_size)
+        strategy = STRATEGIES.get(column.strategy)(session, options)
         for kind in MODELS:
-            for share, proportions in SHARES.items():
-                if topology.world_size == 1 and share != "even":
-                    continue
-                mine = cut(train_ids, proportions, topology.rank, topology.world_size)
+            for share in column.shares_on(topology.world_size):
+                mine = cut(train_ids, SHARES[share], topology.rank, topology.world_size)
                 sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
                     2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
                 )
@@ -182,9 +191,14 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
     return results
 
 
-def train(model: nn.Module, loader: Any, epochs: int) -> None:
-    """The user's loop."""
+def train(model: WrappedModel, loader: Any, epochs: int) -> None:
+    """The user's loop, or what the strategy has in its place."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    trainer = model.trainer(loader, optimizer, Objective(loss=F.cross_entropy))
+    if trainer is not None:
+        trainer.run(0, epochs)
+        trainer.close()
+        return
     for _ in range(epochs):
         for _, _, blocks in loader:
             scores = model(blocks, blocks[0].srcdata["feat"])

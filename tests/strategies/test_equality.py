@@ -21,11 +21,18 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies import STRATEGIES
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
+from tests.strategies.bounded import fifo
 from tests.strategies.equality import MODELS, SHARES, Column
 
 COLUMNS = [
     Column("data_parallel"),
     Column("push_pull"),
+    Column(
+        "lambda",
+        (("mode", "pipe"), ("executor", "inline"), ("intervals", 3), ("parameter_servers", 2)),
+        shares=("uneven",),
+        name="lambda pipe",
+    ),
 ]
 
 # (ranks, ranks per server): one server, then two of them (three ranks: two and one).
@@ -53,13 +60,27 @@ def test_matrix(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(
         equality.on_ranks, ranks, args=(str(folder), COLUMNS), ranks_per_server=ranks_per_server
     )
-    shares = list(SHARES) if ranks > 1 else ["even"]
-    expected = {f"{column}/{kind}/{share}" for column in COLUMNS for kind in MODELS for share in shares}
+    expected = {
+        f"{column}/{kind}/{share}"
+        for column in COLUMNS
+        for kind in MODELS
+        for share in column.shares_on(ranks)
+    }
     for result in results:
         assert set(result) == expected
         worst = {cell: difference(w, plain_weights(cell.split("/")[1])) for cell, w in result.items()}
         wrong = {cell: value for cell, value in worst.items() if not value <= TOLERANCE}
         assert not wrong
+
+
+def test_lambda_async_without_staleness_in_the_order_of_a_queue(folder: Path) -> None:
+    """Column `lambda async(S=0, FIFO)`: threads have no order, so all graph servers are in one."""
+    with start_session() as session:
+        g = DistGraph(folder, session=session)
+        for graph_servers in (1, 2, 3, 4):
+            for kind in MODELS:
+                found = fifo.weights_after(g, kind, graph_servers, equality.STEPS)
+                assert difference(found, plain_weights(kind)) <= TOLERANCE, (graph_servers, kind)
 
 
 @pytest.mark.parametrize("kind", MODELS)
