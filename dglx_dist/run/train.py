@@ -79,6 +79,8 @@ def train_dataset(plan: TrainPlan) -> Trained:
         )
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         summary = summarise(_facts(session, result), epochs)
+        if result.account:
+            summary["account"] = {name: value for name, value in result.account.items() if name != "text"}
         if writes:
             write_run(folder, config, epochs, summary)
             _draw(epochs, folder, run_title(summary, config))

@@ -80,7 +80,7 @@ class EpochTrainer(ABC):
     def account(self) -> dict[str, object]:
         """Return what the run took beside time, over all ranks, JSON values; every rank must call it.
 
-        With ``dollars`` and a ``label`` that says how to read them, where it cost any.
+        With ``dollars``, a ``label`` that says how to read them, and both as a ``text``.
         """
 
     @abstractmethod

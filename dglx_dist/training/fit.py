@@ -101,6 +101,8 @@ class FitResult:
     first_epoch: int = 0
     """Above 0 after a resume."""
     stopped_early: bool = False
+    account: dict[str, object] = field(default_factory=dict)
+    """What the run took beside time, as ``dollars`` with a ``label``; empty where nothing is paid by use."""
 
     @property
     def val_accuracy(self) -> float | None:
@@ -157,6 +159,7 @@ def train(
             count_step()
             advance(1)
 
+        account: dict[str, object] = {}
         trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), advance.show)
         with _closing(trainer):
             while run.goes_on:
@@ -164,7 +167,10 @@ def train(
                     for callback in callbacks:
                         callback(record)
                     advance.say(epoch_line(record))
-    return run.result()
+        if trainer is not None:
+            account = trainer.account()
+            advance.say(f"cost {account['text']}")
+    return replace(run.result(), account=account)
 
 
 def epoch_line(record: EpochRecord) -> str:

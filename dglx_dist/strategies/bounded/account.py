@@ -43,6 +43,7 @@ class Account:
             "dollars_servers": paid.servers,
             "dollars": paid.total,
             "label": paid.label,
+            "text": str(paid),
         }
 
 

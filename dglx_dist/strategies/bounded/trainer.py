@@ -73,7 +73,7 @@ class LambdaTrainer(EpochTrainer):
         self._interval_sizes = gather_int64((bounds[1:] - bounds[:-1]).tolist(), self._session).reshape(-1)
         self._running: Running | None = None
         self._left = ""
-        self._past = NOTHING
+        self._past, self._simulated = NOTHING, True
 
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
         """See :class:`EpochTrainer`."""
@@ -95,12 +95,12 @@ class LambdaTrainer(EpochTrainer):
         """See :class:`EpochTrainer`."""
         running, self._running = self._running, None
         if running is not None:
+            self._simulated = running.crew.simulated
             self._past += Account(counts=running.close(failed=failed))
 
     def account(self) -> dict[str, object]:
         """See :class:`EpochTrainer`."""
-        now = self._past
-        simulated = True
+        now, simulated = self._past, self._simulated
         if self._running is not None:
             now += Account(counts=self._running.crew.counts)
             simulated = self._running.crew.simulated
