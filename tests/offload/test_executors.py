@@ -211,6 +211,7 @@ def test_unknown_options_and_late_events_are_refused() -> None:
         ({"url": "http://example.org/f"}, "for everybody to read; use https://, or insecure=true"),
         ({"url": "https://example.org/f", "headers": {"a": 1}}, "'a'"),
         ({"url": "https://example.org/f", "faults": {}}, "unknown field 'faults'"),
+        ({"url": "https://example.org/f", "certificates": "/nowhere.pem"}, "give a PEM file"),
     ],
 )
 def test_options_of_http_are_checked(options: dict[str, object], message: str) -> None:
@@ -253,6 +254,20 @@ def test_a_service_that_only_takes_events_bills_nothing_here() -> None:
             while len(seen) < 3:
                 threading.Event().wait(0.005)
         assert (executor.lost(), executor.billed()) == ([], [])
+
+
+def test_closing_waits_for_no_service() -> None:
+    bench = Bench(gcn(), ROWS)
+    bench.late = 1 << 60
+    told = threading.Event()
+    with served(bench), functions_service() as (url, seen):
+        executor = EXECUTORS.get("http")(ExecutorContext(notice=told.set), {"url": url, "timeout_s": 60})
+        executor.invoke(bench.task(keys_of(bench.program)[0], timeout_s=2).to_event())
+        while not seen:
+            threading.Event().wait(0.005)
+        executor.close()
+        assert executor.lost() == []
+        assert [thread.name for thread in threading.enumerate() if thread.name == "dglx-worker"] == []
 
 
 def test_certificates_are_verified(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.executors import cpu_group, local
 from dglx_dist.offload.executors.base import ExecutorContext
 from dglx_dist.offload.executors.local import LocalExecutor
 from dglx_dist.offload.program import Program
@@ -261,6 +262,49 @@ def test_bandwidth_and_processor_are_those_of_a_small_function() -> None:
         assert took_s > 0.2
     for task in tasks:
         bench.check(task.key)
+
+
+def test_a_control_group_is_used_where_one_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[tuple[int, float]] = []
+
+    class Group:
+        def close(self) -> None:
+            groups.clear()
+
+    def hold(pid: int, share: float) -> Group:
+        groups.append((pid, share))
+        return Group()
+
+    monkeypatch.setattr(local, "hold", hold)
+    bench = Bench(gcn(), [4])
+    with served(bench), LocalExecutor(ExecutorContext(), {"cpu_share": 0.11}) as executor:
+        executor.invoke(bench.task(FORWARD).to_event())
+        bench.wait_for(executor, [FORWARD])
+        assert groups == [(workers()[0], 0.11)]
+    assert groups == []
+
+
+def test_groups_hold_their_process_and_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's files as plain ones; a group that took no process is left to nobody."""
+    made = tmp_path / "group"
+    monkeypatch.setattr(cpu_group.cgroups, "make", lambda name, share: made.mkdir() or made)
+    group = cpu_group.hold(123, 0.5)
+    assert group is not None
+    assert (made / "cgroup.procs").read_text() == "123"
+    (made / "cgroup.procs").unlink()
+    group.close()
+    assert not made.exists()
+    monkeypatch.setattr(cpu_group.cgroups, "make", lambda name, share: None)
+    assert cpu_group.hold(123, 0.5) is None
+    monkeypatch.setattr(cpu_group.cgroups, "_parents", lambda: [tmp_path])
+    busy = tmp_path / "dglx-worker-1-2"
+    (busy / "process").mkdir(parents=True)
+    (tmp_path / "dglx-worker-1-3").mkdir()
+    (tmp_path / "other").mkdir()
+    cpu_group.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dglx-worker-1-2", "other"]
 
 
 def test_fewer_workers_are_used_when_fewer_are_wanted() -> None:

@@ -1,5 +1,6 @@
 """One task from event to end: the bits of a direct call, the bytes of the paper, what is refused."""
 
+import base64
 import json
 import logging
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.offload.program import Program
 from dglx_dist.offload.tasks import Direction, TaskKey
 from dglx_dist.offload.worker import caller as caller_module
+from dglx_dist.offload.worker import function
 from dglx_dist.offload.worker.answer import WorkerAnswer
 from dglx_dist.offload.worker.caller import DirectCaller, RemoteCaller
 from dglx_dist.offload.worker.handler import Worker
@@ -178,6 +180,21 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
         worker.handle(bench.task(keys[2]).to_event())
         assert caller._job is not job
     assert bench.calls.count(("program", "")) == 1
+
+
+def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
+    bench, keys = Bench(gcn(), ROWS), keys_of(gcn())
+    with served(bench):
+        events = [bench.task(key).to_event() for key in keys]
+        coded = base64.b64encode(events[2]).decode()
+        assert function.handler(json.loads(events[0]))["accepted"] is True
+        assert function.handler({"body": events[1].decode(), "requestContext": {}})["cold"] is False
+        assert function.handler({"body": coded, "isBase64Encoded": True}, object())["key"] == str(keys[2])
+        with pytest.raises(ConfigError, match="no base64"):
+            function.handler({"body": "?", "isBase64Encoded": True})
+        for key in keys[:3]:
+            bench.check(key)
+        function._WORKER._caller.close()
 
 
 def test_another_run_brings_another_program() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
+import socket
 import ssl
 import threading
 from collections.abc import Mapping
@@ -84,14 +86,14 @@ class _Target:
     url: SplitResult
     headers: Mapping[str, str]
     timeout_s: float
-    certificates: str | None
+    trust: ssl.SSLContext | None
+    """None: plain http."""
 
     def connect(self) -> http.client.HTTPConnection:
         host = self.url.hostname or ""
-        if self.url.scheme == "http":
+        if self.trust is None:
             return http.client.HTTPConnection(host, self.url.port, timeout=self.timeout_s)
-        trust = ssl.create_default_context(cafile=self.certificates)
-        return http.client.HTTPSConnection(host, self.url.port, timeout=self.timeout_s, context=trust)
+        return http.client.HTTPSConnection(host, self.url.port, timeout=self.timeout_s, context=self.trust)
 
     @property
     def path(self) -> str:
@@ -125,10 +127,13 @@ class _Connection(Hand):
 
     def stop(self) -> None:
         self._stopped.set()
-        self._connection.close()
+        waiting = self._connection.sock
+        if waiting is not None:
+            with contextlib.suppress(OSError):
+                waiting.shutdown(socket.SHUT_RDWR)  # wakes who waits at it, as closing would not
 
     def end(self) -> None:
-        self.stop()
+        self._connection.close()
 
     def _post(self, event: bytes) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json", **self._target.headers}
@@ -162,17 +167,27 @@ def _read_target(fields: Fields) -> _Target:
             f"executor 'http' would send the job's secret to {url.hostname} for everybody to read; use "
             "https://, or insecure=true on a network that is yours"
         )
-    given = fields.maybe("headers", fields.any, {})
+    given: object = fields.maybe("headers", fields.any, None) or {}
     headers = Fields(given, "executor 'http' 'headers'", hidden=True)
     names = list(given) if isinstance(given, Mapping) else []
+    certificates = fields.maybe("certificates", lambda name: fields.text(name, _LONGEST), None)
     return _Target(
         url=url,
         headers={str(name): headers.text(str(name), _LONGEST) for name in names[:_MAX_HEADERS]},
         timeout_s=fields.maybe(
             "timeout_s", lambda name: fields.number(name, 0.01, _MAX_TIMEOUT_S), _TIMEOUT_S
         ),
-        certificates=fields.maybe("certificates", lambda name: fields.text(name, _LONGEST), None),
+        trust=None if url.scheme == "http" else _trust(certificates),
     )
+
+
+def _trust(certificates: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=certificates)
+    except OSError as error:  # of which ssl's own errors are a kind
+        raise ConfigError(
+            f"executor 'http' cannot read certificates={certificates!r}: {error}; give a PEM file"
+        ) from None
 
 
 def _is_here(host: str) -> bool:

@@ -9,11 +9,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, final
 
 from dglx_dist.errors import PeerError
 from dglx_dist.offload.executors.base import Executor, ExecutorContext, Invocation, Lost
+from dglx_dist.offload.executors.cpu_group import CpuGroup, hold, sweep
 from dglx_dist.offload.executors.faults import Faults
 from dglx_dist.offload.executors.pool import Hand, Pool, PoolPlan
 from dglx_dist.offload.executors.tree import make_tree
@@ -48,7 +50,8 @@ class LocalExecutor(Executor):
 
     Options:
         memory_mb: For the bill; 192 by default, as in the paper.
-        cpu_share: Of one core, in (0, 1]; 0.11 is AWS's share of 192 MB. None: all of one.
+        cpu_share: Of one core, in (0, 1]; 0.11 is AWS's share of 192 MB. None: all of one. By a control group
+            where this machine lets one be made, else the worker rests in proportion to its work.
         bytes_per_s: Of a worker's network, each way; None: unlimited.
         faults: See :class:`~dglx_dist.offload.executors.faults.Faults`; for tests.
     """
@@ -68,6 +71,7 @@ class LocalExecutor(Executor):
         fields.end()
         self._tree = Path(tempfile.mkdtemp(prefix="dglx-workers-", dir=context.folder))
         try:
+            sweep()
             make_tree(self._tree, context.stages)
         except BaseException:
             shutil.rmtree(self._tree)
@@ -112,6 +116,7 @@ class _Process(Hand):
         self._tree, self._setup = tree, setup
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
+        self._group: CpuGroup | None = None
         self._stopping = threading.Lock()
         self._stopped = False
 
@@ -128,8 +133,9 @@ class _Process(Hand):
     def stop(self) -> None:
         with self._stopping:
             self._stopped = True
-            if self._process is not None:
-                self._process.kill()
+            process = self._process
+            if process is not None:
+                process.kill()
 
     def end(self) -> None:
         self.stop()
@@ -151,9 +157,17 @@ class _Process(Hand):
                 stderr=self._output,
                 cwd="/",
                 env=_ENVIRONMENT,
+                start_new_session=True,  # Ctrl-C is the graph server's, with whom it ends
             )
-        _write(self._process, write_json(self._setup.as_json()) + b"\n")
+        _write(self._process, write_json(self._hold(self._process).as_json()) + b"\n")
         return self._process
+
+    def _hold(self, process: subprocess.Popen[bytes]) -> Setup:
+        """Return what the process has to see to itself."""
+        share = self._setup.cpu_share
+        if share is not None and share < 1:
+            self._group = hold(process.pid, share)
+        return self._setup if self._group is None else replace(self._setup, cpu_share=None)
 
     def _bury(self) -> None:
         """Let go of a process that has ended, or is about to."""
@@ -164,7 +178,9 @@ class _Process(Hand):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # what was still to be written to it
                     pipe.close()
-        self._process = None
+        if self._group is not None:
+            self._group.close()
+        self._process = self._group = None
 
     def _obituary(self, process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -68,14 +68,15 @@ class Pool:
         self._size, self._closed = 1, False
         self._idle, self._starting = 0, 0
         self._threads: dict[threading.Thread, Hand | None] = {}
+        self._leaving: set[threading.Thread] = set()
         self._lost: list[Lost] = []
         self._billed: list[Invocation] = []
 
     @property
     def workers(self) -> int:
-        """Threads that are up."""
+        """Threads that are up and take events."""
         with self._changed:
-            return len(self._threads)
+            return len(self._threads) - len(self._leaving)
 
     def invoke(self, event: bytes) -> None:
         """See Executor."""
@@ -127,7 +128,8 @@ class Pool:
 
     def _start_threads(self) -> None:
         """Start what the waiting events need; the lock is held."""
-        missing = min(len(self._events) - self._idle - self._starting, self._size - len(self._threads))
+        up = len(self._threads) - len(self._leaving)
+        missing = min(len(self._events) - self._idle - self._starting, self._size - up)
         for _ in range(missing if not self._closed else 0):
             thread = threading.Thread(target=self._run, name="dglx-worker", daemon=True)
             self._threads[thread] = None
@@ -146,21 +148,25 @@ class Pool:
         finally:
             hand.end()
             with self._changed:
-                self._threads.pop(me, None)
+                self._threads.pop(me)
+                self._leaving.discard(me)
 
     def _next(self) -> tuple[Task, bytes, Fault | None] | None:
         with self._changed:
             self._idle += 1
             try:
-                while not self._events and not self._closed and len(self._threads) <= self._size:
+                while not self._events and not self._closed and not self._are_too_many():
                     self._changed.wait()
             finally:
                 self._idle -= 1
-            if self._closed or len(self._threads) > self._size:
-                # Others decide by the number of threads, too: this one counts no longer.
-                self._threads.pop(threading.current_thread(), None)
+            if self._closed or self._are_too_many():
+                # The others decide by the number of threads, too: this one counts no longer.
+                self._leaving.add(threading.current_thread())
                 return None
             return self._events.popleft()
+
+    def _are_too_many(self) -> bool:
+        return len(self._threads) - len(self._leaving) > self._size
 
     def _invoke(self, hand: Hand, task: Task, event: bytes, fault: Fault | None) -> None:
         started = time.monotonic()

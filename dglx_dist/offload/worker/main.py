@@ -6,7 +6,6 @@ alone. The process ends with its input, whatever it is doing: so none outlives i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import select
@@ -137,8 +136,3 @@ def _die() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     while True:  # until the signal comes
         time.sleep(1)
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        main()
