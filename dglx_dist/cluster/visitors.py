@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dglx_dist.cluster.auth import Credentials
 from dglx_dist.cluster.client import PeerAddress
+from dglx_dist.cluster.network import interface_address
 from dglx_dist.cluster.session import Session
 
 _LOOPBACK = "127.0.0.1"
@@ -23,12 +24,21 @@ class Visiting:
     """Of this rank, which its visitors show as well."""
 
 
-def open_to_visitors(session: Session) -> Visiting:
-    """Return where the ranks answer. A session that runs alone begins to listen, on this machine only."""
+def open_to_visitors(session: Session, interface: str = "") -> Visiting:
+    """Return where the ranks answer; a session that runs alone begins to listen now.
+
+    Args:
+        session: The run.
+        interface: On which network interface a session that runs alone listens; "": visitors are on this
+            machine. Several ranks listen where they listen to each other.
+
+    Raises:
+        ConfigError: there is no such interface.
+    """
     rpc = session.rpc
     if rpc.credentials is None:
         credentials = Credentials(secret=secrets.token_hex(32).encode())
-        endpoint = rpc.listen(_LOOPBACK, credentials)
+        endpoint = rpc.listen(interface_address(interface) if interface else _LOOPBACK, credentials)
         rpc.connect({0: PeerAddress(rank=0, host=session.hosts[0], endpoint=endpoint)})
     assert rpc.credentials is not None
     return Visiting(addresses=rpc.addresses, credentials=rpc.credentials)

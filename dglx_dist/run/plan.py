@@ -124,8 +124,10 @@ class TrainPlan:
 
     def for_batches(self) -> TrainPlan:
         """Return the plan with what mini-batches need, where nobody said otherwise."""
-        given = {"depth": self.depth, "loader_threads": self.loader_threads, "batch_size": self.batch_size}
-        usual = {"depth": 1, "loader_threads": 1, "batch_size": 512}
-        found = {name: usual[name] if value is None else value for name, value in given.items()}
-        fanouts = (25, *[10] * (self.layers - 1)) if self.fanouts is None else self.fanouts
-        return replace(self, fanouts=fanouts, **found)
+        return replace(
+            self,
+            fanouts=(25, *[10] * (self.layers - 1)) if self.fanouts is None else self.fanouts,
+            batch_size=512 if self.batch_size is None else self.batch_size,
+            depth=1 if self.depth is None else self.depth,
+            loader_threads=1 if self.loader_threads is None else self.loader_threads,
+        )

@@ -171,7 +171,7 @@ def _fit(
         trace=plan.trace,
         trace_steps=plan.trace_steps,
     )
-    of_loader = {"depth": plan.depth, "num_threads": plan.loader_threads}
+    of_loader: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         built.module,
         g,

@@ -75,6 +75,7 @@ class SymmetricConv(Staged):
             config={"in": wide, "out": narrow, "bias": True},
             weights=("conv.weight", "conv.bias"),
             around="both",
+            depends_on_the_graph=True,
             takes_activation=True,
         )
 

@@ -67,6 +67,12 @@ def cases() -> dict[str, tuple[str, dict[str, Json], Model]]:
             {**relu, "transposed": True, "bias": True},
             lambda w, x: (functional.relu(functional.linear(x[0], w[0], w[1])),),
         ),
+        "rows": (
+            "rows",
+            {"width": 4, "bias": True, "activation": ELU},
+            lambda w, x: (functional.elu(x[0] + w[0]),),
+        ),
+        "rows as they are": ("rows", {"width": 4, "bias": False}, lambda w, x: (x[0],)),
         "sage": (
             "sage",
             {**relu, "bias": True},
@@ -279,6 +285,7 @@ def test_gradients_are_central_differences() -> None:
 
 GOOD: dict[str, dict[str, Json]] = {
     "dense": {"in": 4, "out": 3, "bias": True},
+    "rows": {"width": 4, "bias": True},
     "sage": {"in": 4, "out": 3, "bias": True},
     "attention_project": {"in": 4, "heads": 2, "width": 3},
     "attention_finish": {"heads": 2, "width": 3, "bias": True, "merge": "mean"},
@@ -292,6 +299,7 @@ BAD: dict[str, list[dict[str, Json]]] = {
         *({"activation": {"name": "elu", "alpha": bad}} for bad in (None, "1", float("nan"), True, 1e300)),
         {"width": 3},
     ],
+    "rows": [{"width": 0}, {"bias": 1}, {"in": 4}, {"activation": "relu"}],
     "sage": [{"out": 0}, {"bias": None}, {"transposed": True}, {"activation": {"name": "leaky_relu"}}],
     "attention_project": [
         *({"heads": bad} for bad in (0, 1 << 30, 2.5)),

@@ -17,6 +17,7 @@ STAGES: Registry[Stage] = Registry(
         "attention_finish": "dglx_dist.offload.stages.attention_finish:AttentionFinish",
         "attention_project": "dglx_dist.offload.stages.attention_project:AttentionProject",
         "dense": "dglx_dist.offload.stages.dense:Dense",
+        "rows": "dglx_dist.offload.stages.rows:Rows",
         "sage": "dglx_dist.offload.stages.sage:Sage",
     },
     group="dglx_dist.stages",

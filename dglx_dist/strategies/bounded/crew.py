@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import final
 
 from dglx_dist.cluster.client import PeerAddress
+from dglx_dist.cluster.network import link_speed
 from dglx_dist.cluster.serve import Handler
 from dglx_dist.cluster.session import Session
 from dglx_dist.cluster.visitors import open_to_visitors
@@ -26,6 +28,7 @@ from dglx_dist.offload.relaunch import RelaunchRule
 from dglx_dist.offload.tasks import MAX_TIMEOUT_S, Address, Secrets, Task, TaskKey, TaskOptions
 from dglx_dist.offload.user_stages import stages_of
 from dglx_dist.strategies.bounded.options import LambdaOptions
+from dglx_dist.strategies.bounded.spans import WorkerSpans
 from dglx_dist.strategies.bounded.workers import ControlledWorkers
 
 
@@ -40,6 +43,8 @@ class CrewPlan:
     options: LambdaOptions
     executor_options: Mapping[str, object]
     prices: PriceTable
+    interface: str = ""
+    """See LambdaSettings."""
 
 
 @final
@@ -62,7 +67,7 @@ class Crew:
             streaming=plan.options.streaming, rematerialise=plan.options.rematerialise
         )
         self._timeout_s = min(session.timeout_s, MAX_TIMEOUT_S)
-        visiting = open_to_visitors(session)
+        visiting = open_to_visitors(session, plan.interface)
         self._addresses = {rank: _address(peer) for rank, peer in visiting.addresses.items()}
         credentials = visiting.credentials
         self._secrets = Secrets(
@@ -84,7 +89,12 @@ class Crew:
             undo.callback(executor.close)
             self.simulated = executor.simulated
             """Whether no provider is paid."""
-            self.controller = Controller(executor, self._controller_options())
+            self.controller = Controller(
+                executor,
+                self._controller_options(),
+                clock=time.perf_counter,
+                observer=WorkerSpans(session.timeline, plan.program),
+            )
             self._controllers.append(self.controller)
             self.workers = ControlledWorkers(self.controller, self._task_of)
             """For the engine."""
@@ -103,11 +113,16 @@ class Crew:
     def _controller_options(self) -> ControllerOptions:
         options = self._plan.options
         return ControllerOptions(
-            limits=TunerLimits(intervals=options.intervals),
+            limits=TunerLimits(intervals=options.intervals, link_bytes_per_s=link_speed(self._own_host)),
             workers=options.workers or None,
             relaunch=RelaunchRule(retries=options.retries),
             prices=self._plan.prices,
         )
+
+    @property
+    def _own_host(self) -> str:
+        """Numeric address at which this rank answers workers."""
+        return self._addresses[self._rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
     def _wake(self) -> None:
         # The executor may have news before there is a controller.

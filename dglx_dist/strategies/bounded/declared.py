@@ -26,6 +26,9 @@ class DeclaredStage:
     """The stage's first input is this sum; None: the layer looks at no neighbour."""
     own: bool = False
     """Whether the node's own row is the stage's next input; without ``around`` it is the only one."""
+    depends_on_the_graph: bool = False
+    """Whether the module looks into the distributed graph, so that it cannot be compared with its stage on a
+    few random rows."""
     takes_activation: bool = False
     """Whether a function of the model's behind the layer may be put into ``config`` as ``activation``."""
 

@@ -68,17 +68,18 @@ def values_of(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np
     (etype,) = g.canonical_etypes
     edges = g.structure(etype).ask("in_edges", nodes)
     degrees = np.diff(edges.indptr)
-    values = np.repeat(_power(degrees, factor.target), degrees)
+    values = np.repeat(power_of(degrees, factor.target), degrees)
     if factor.source != "one":
         sources, place = np.unique(edges.sources, return_inverse=True)
         out_degrees = g.out_degrees(torch.from_numpy(sources)).numpy()
-        values *= _power(out_degrees, factor.source)[place]
+        values *= power_of(out_degrees, factor.source)[place]
     if factor.column is not None:
         values *= _column(g, factor.column, edges.edge_ids)
     return values.astype(dtype)
 
 
-def _power(degrees: Array, power: Power) -> Array:
+def power_of(degrees: Array, power: Power) -> Array:
+    """Return (n,) float64: what ``power`` of (n,) degrees multiplies by."""
     found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), _EXPONENT[power])
     return found
 

@@ -15,6 +15,7 @@ from dglx_dist.offload.fields import Json
 from dglx_dist.offload.stages.registry import vertex_stage
 from dglx_dist.strategies.bounded.between import IDENTITY, RowFunction
 from dglx_dist.strategies.bounded.declared import Declares
+from dglx_dist.strategies.bounded.declared_check import check_declared
 from dglx_dist.strategies.bounded.edge_factors import FACTOR_OF_NORM, EdgeFactor
 from dglx_dist.strategies.bounded.steps_builder import StepsBuilder
 
@@ -63,7 +64,7 @@ class Layer(ABC):
         kind = type(self.module).__name__
         raise ConfigError(f"layer {self.name!r}, {kind}, {reason}; or use strategy='data_parallel'")
 
-    def _check_parameters(self, *used: nn.Parameter | None) -> None:
+    def _check_parameters(self, *used: Tensor | None) -> None:
         """Refuse parameters that no stage knows, as of an activation with weights."""
         known = {id(parameter) for parameter in used}
         for name, parameter in self.module.named_parameters():
@@ -73,32 +74,31 @@ class Layer(ABC):
 
 @final
 class GraphConvLayer(Layer):
-    """``dgl.nn.GraphConv`` with a weight: every norm."""
+    """``dgl.nn.GraphConv``: every norm, with or without a weight."""
 
     def __init__(self, name: str, module: Any) -> None:
         super().__init__(name, module)
-        if module.weight is None:
-            self.refuse("has weight=False, and a step on a worker has one; let it have its weight")
         self.own_function = module._activation
         self._check_parameters(module.weight, module.bias)
 
     @property
     def width(self) -> int:
         """Input columns."""
-        return int(self.module.weight.shape[0])
+        return int(self.module._in_feats)
 
     def row_shape(self, width: int) -> tuple[int, ...]:
         """(out,)."""
-        return (int(self.module.weight.shape[1]),)
+        return (self.width if self.module.weight is None else int(self.module._out_feats),)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         """GA, AV."""
         factor = replace(FACTOR_OF_NORM[self.module._norm], column=edge_column)
-        bias = self.module.bias is not None
-        (out,) = self.row_shape(self.width)
-        config = {"in": self.width, "out": out, "bias": bias, "activation": then.activation.json()}
-        weights = [self.module.weight, self.module.bias] if bias else [self.module.weight]
-        builder.vertex("dense", config, [builder.gather(factor).name], out, weights)
+        weight, bias, (out,) = self.module.weight, self.module.bias, self.row_shape(self.width)
+        config: dict[str, Json] = {"width": out} if weight is None else {"in": self.width, "out": out}
+        config |= {"bias": bias is not None, "activation": then.activation.json()}
+        weights = [one for one in (weight, bias) if one is not None]
+        stage = "rows" if weight is None else "dense"
+        builder.vertex(stage, config, [builder.gather(factor).name], out, weights)
 
 
 @final
@@ -178,9 +178,7 @@ class GatLayer(Layer):
         bias = () if module.bias is None else (module.bias,)
         self._leave_open(builder, then, (sums, *(["r" + sums[1:]] if "r" in widths else [])), bias)
 
-    def _begin(
-        self, builder: StepsBuilder, config: dict[str, Json]
-    ) -> tuple[tuple[str, ...], list[nn.Parameter]]:
+    def _begin(self, builder: StepsBuilder, config: dict[str, Json]) -> tuple[tuple[str, ...], list[Tensor]]:
         """Return the inputs and first weights; an attention layer before is finished in the same step."""
         heads = builder.open_heads
         if heads is None:
@@ -194,7 +192,7 @@ class GatLayer(Layer):
         builder: StepsBuilder,
         then: RowFunction,
         inputs: tuple[str, ...],
-        bias: tuple[nn.Parameter, ...],
+        bias: tuple[Tensor, ...],
     ) -> None:
         heads, width = self.row_shape(self.width)
         config: dict[str, Json] = {
@@ -253,6 +251,8 @@ class DeclaredLayer(Layer):
         self._width, self._out = stage.input_widths[0], stage.output_widths[0]
         self._weights = [module.get_parameter(weight) for weight in declared.weights]
         self._check_parameters(*self._weights)
+        if not declared.depends_on_the_graph:
+            check_declared(name, module, declared, stage)
 
     @property
     def width(self) -> int:

@@ -97,7 +97,7 @@ def probe(
     """
     generator = torch.Generator().manual_seed(17 + training)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    blocks = [_block(generator, dtype, edge_columns) for layer in layers if layer.takes_block]
+    blocks = [probe_block(generator, dtype, edge_columns) for layer in layers if layer.takes_block]
     x = torch.randn(NUM_NODES, width, dtype=dtype, generator=generator)
     watch = _Watch(blocks, layers, generator)
     with _modes_kept(model, training), torch.random.fork_rng(devices=[]), watch.standing_in(model):
@@ -207,8 +207,8 @@ class _Watch:
             raise ConfigError(f"layer {layer.name!r} is given {kind}; it must be (nodes, columns)")
         if rows.shape[1] != layer.width:
             raise ConfigError(
-                f"layer {layer.name!r} is given {rows.shape[1]} columns and takes {layer.width}; make it with "
-                "as many, or use strategy='data_parallel'"
+                f"layer {layer.name!r} is given {rows.shape[1]} columns and takes {layer.width}; make it "
+                "with as many, or use strategy='data_parallel'"
             )
         others = {str(number): value for number, value in enumerate(given[1:])} | named
         return block, rows, {name: value for name, value in others.items() if value is not None}
@@ -228,10 +228,16 @@ class _Watch:
         )
 
 
-def _block(
+def probe_block(
     generator: torch.Generator, dtype: torch.dtype, edge_columns: Mapping[str, tuple[int, ...]]
 ) -> Any:
-    """A block whose destinations are all its sources, in the same order."""
+    """Return a random block whose destinations are all its sources, in the same order.
+
+    Args:
+        generator: Of the draws.
+        dtype: Of the edge data.
+        edge_columns: Edge data that it has, with the shape of one row.
+    """
     # Every node has an in-edge, as some convolutions want.
     loops = torch.arange(NUM_NODES)
     ends = torch.randint(NUM_NODES, (2, NUM_EDGES), generator=generator)

@@ -80,6 +80,7 @@ class Running:
             options=options,
             executor_options=settings.executor_options,
             prices=settings.prices,
+            interface=settings.interface,
         )
         crews: list[Crew] = []
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from torch import nn
+from torch import Tensor
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.offload.fields import Json
@@ -22,7 +22,7 @@ class OpenHeads:
     inputs: tuple[str, ...]
     """Slots of the sums, and of the residual where there is one."""
     config: Mapping[str, Json]
-    bias: tuple[nn.Parameter, ...]
+    bias: tuple[Tensor, ...]
 
 
 @final
@@ -67,7 +67,7 @@ class StepsBuilder:
         config: Mapping[str, Json],
         inputs: Sequence[str],
         width: int,
-        weights: Sequence[nn.Parameter],
+        weights: Sequence[Tensor],
     ) -> Slot:
         """Add a stage with one output, which the next layer reads."""
         name = self._name("AV")
@@ -81,7 +81,7 @@ class StepsBuilder:
         inputs: Sequence[str],
         slope: float,
         widths: Mapping[str, int],
-        weights: Sequence[nn.Parameter],
+        weights: Sequence[Tensor],
     ) -> str:
         """Add projection, attention and weighted sum; return the slot of the sums.
 
@@ -114,9 +114,7 @@ class StepsBuilder:
         )
         return sums.name
 
-    def leave_open(
-        self, inputs: Sequence[str], config: Mapping[str, Json], bias: Sequence[nn.Parameter]
-    ) -> None:
+    def leave_open(self, inputs: Sequence[str], config: Mapping[str, Json], bias: Sequence[Tensor]) -> None:
         """Let the next Vertex step finish attention: see :class:`OpenHeads`."""
         self.open_heads = OpenHeads(inputs=tuple(inputs), config=config, bias=tuple(bias))
 
@@ -134,7 +132,7 @@ class StepsBuilder:
         config: Mapping[str, Json],
         inputs: Sequence[str],
         outputs: tuple[Slot, ...],
-        weights: Sequence[nn.Parameter],
+        weights: Sequence[Tensor],
     ) -> None:
         self.steps.append(
             Vertex(
@@ -147,7 +145,7 @@ class StepsBuilder:
             )
         )
 
-    def _weight(self, parameter: nn.Parameter) -> str:
+    def _weight(self, parameter: Tensor) -> str:
         name = self._names[id(parameter)]
         if name in self._taken:
             raise ConfigError(

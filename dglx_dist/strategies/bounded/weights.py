@@ -42,9 +42,9 @@ def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
         settings = {key: repr(value) for key, value in group.items() if key != "params"}
         settings["params"] = " ".join(names.get(id(parameter), "?") for parameter in group["params"])
         digest.update(json.dumps(settings, sort_keys=True).encode())
-    for parameter, entries in optimizer.state.items():
+    for trained, entries in optimizer.state.items():
         for key, value in sorted(entries.items()):
-            digest.update(f"{names.get(id(parameter), '?')} {key}".encode())
+            digest.update(f"{names.get(id(trained), '?')} {key}".encode())
             if isinstance(value, Tensor):
                 _add(digest, value)
             else:

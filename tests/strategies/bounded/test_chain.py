@@ -77,6 +77,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sage": lambda: build_model("sage", WIDTH, 4, CLASSES, layers=3, dropout=0.0),
     "gcn": lambda: build_model("gcn", WIDTH, 6, CLASSES, dropout=0.0),
     "gat": lambda: build_model("gat", WIDTH, 4, CLASSES, layers=3, dropout=0.0, heads=2),
+    "sgc": lambda: build_model("sgc", WIDTH, 4, CLASSES, layers=3, dropout=0.0),
     "mlp": lambda: build_model("mlp", WIDTH, 4, CLASSES, dropout=0.0),
     "norms": lambda: Seq(
         [
@@ -267,7 +268,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Seq([dgl.nn.SAGEConv(WIDTH, 4, "pool")], [same]),
         "aggregator 'pool'",
     ),
-    "no weight": (lambda: build_model("sgc", WIDTH, 4, CLASSES, dropout=0.0), "weight=False"),
     "unknown layer": (lambda: Seq([dgl.nn.GINConv(nn.Linear(WIDTH, 4))], [same]), "GINConv, is known to no"),
     "no layer": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH)), "no layer that workers know"),
     "half": (lambda: pair(torch.relu).half(), "parameters are float16"),
