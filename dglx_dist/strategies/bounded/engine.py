@@ -73,7 +73,7 @@ class Engine:
         server: This rank's graph server.
         config: How.
         parameters: This rank's parameter server, if it has one.
-        hire: Who does tasks; called once.
+        hire: Who does tasks; called once, and what it raises leaves nothing behind.
     """
 
     def __init__(
@@ -94,9 +94,15 @@ class Engine:
         self.parameters = ParameterClient(session.rpc, config.plan, config.places, on_update=self._updated)
         """The latest weights and the optimizer's state, between runs."""
         self._service = (
-            None if parameters is None else ParameterService(session.rpc, parameters, config.places)
+            None
+            if parameters is None
+            else ParameterService(session.rpc, parameters, config.places, timeline=session.timeline)
         )
-        self._workers = hire(self._desk.handlers(self.parameters))
+        try:
+            self._workers = hire(self._desk.handlers(self.parameters))
+        except BaseException:
+            self.abandon()
+            raise
         self._schedule = ThreadSchedule(
             server,
             self._progress,
@@ -215,6 +221,6 @@ class Engine:
         behind = range(self._config.plan.num_servers)
         misses = what_misses(self._session.rpc, self._config.places, behind)
         return (
-            f"nothing moved on graph server {self._server.rank} for {quiet_s:.0f} s: {tasks}{misses}; look at the "
-            "workers' output, or raise timeout_s (DGLX_TIMEOUT)"
+            f"nothing moved on graph server {self._server.rank} for {quiet_s:.0f} s: {tasks}{misses}; look at "
+            "what the workers say, or raise timeout_s (DGLX_TIMEOUT)"
         )

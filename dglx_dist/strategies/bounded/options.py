@@ -24,7 +24,7 @@ class LambdaOptions:
     """
 
     mode: Mode = "pipe"
-    """no_pipe: one phase at a time; pipe: exact, intervals overlap within a phase; async: no layer barriers."""
+    """no_pipe: one phase at a time; pipe: exact, intervals overlap in a phase; async: no barriers of layers."""
     staleness: int = 0
     """S of async: an interval may be so many epochs ahead of the slowest one."""
     switch_at: float = 0.0
@@ -69,14 +69,15 @@ class LambdaOptions:
                 raise ConfigError(f"option {name}={getattr(self, name)} must be from {least} to {most}")
         if self.staleness and self.mode != "async":
             raise ConfigError(
-                f"option staleness={self.staleness} has no meaning with mode={self.mode!r}, which waits for all "
-                "at every Scatter; add mode='async', or leave it out"
+                f"option staleness={self.staleness} has no meaning with mode={self.mode!r}, which waits for "
+                "all at every Scatter; add mode='async', or leave it out"
             )
         if not 0 <= self.switch_at <= 1:
             raise ConfigError(f"option switch_at={self.switch_at} must be an accuracy from 0 to 1")
         if self.switch_at and self.mode != "async":
             raise ConfigError(
-                f"option switch_at={self.switch_at} ends mode='async', but mode is {self.mode!r}; leave one out"
+                f"option switch_at={self.switch_at} ends mode='async', but mode is {self.mode!r}; leave one "
+                "out"
             )
 
     def pace(self, first_epoch: int) -> Pace:

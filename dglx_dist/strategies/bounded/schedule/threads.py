@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, Protocol, final
 
-from dglx_dist.cluster.timeline import COMPUTE, NETWORK, Timeline
+from dglx_dist.cluster.timeline import GRAPH_SERVER, NETWORK, Timeline
 from dglx_dist.offload.tasks import TaskKey
 from dglx_dist.strategies.bounded.course import Barrier, Kind, Move
 from dglx_dist.strategies.bounded.graph_server import GraphServer, Letter
 from dglx_dist.strategies.bounded.progress import Progress
+from dglx_dist.strategies.bounded.spans import move_name
 from dglx_dist.strategies.bounded.workers import Workers
 
-_LOOK_S = 0.5
+_LOOK_S, _ENDS_WITHIN_S = 0.5, 5.0
+_MAIL_THREADS = 2
+"""They mostly wait for answers: one may while the other packs."""
 _MAIL = (Kind.SCATTER, Kind.SEND_BACK)
 
 
@@ -54,7 +57,7 @@ class _Queue:
 
 @final
 class ThreadSchedule:
-    """Runs epochs of one graph server: as many threads as cores make moves, one more carries mail.
+    """Runs epochs of one graph server: as many threads as cores make moves, others carry mail.
 
     Args:
         server: Whose moves.
@@ -113,10 +116,10 @@ class ThreadSchedule:
                 for; raises when something is wrong.
 
         Raises:
-            DglxError: whatever went wrong, here or on a thread.
+            DglxError: whatever went wrong, here or on a thread; the schedule cannot run again then.
         """
         self._stopping, self._failure = False, None
-        targets = [(self._moves, COMPUTE)] * self._num_threads + [(self._mail, NETWORK)]
+        targets = [(self._moves, GRAPH_SERVER)] * self._num_threads + [(self._mail, NETWORK)] * _MAIL_THREADS
         threads = [
             threading.Thread(target=self._serve, args=target, name=f"dglx-graph-server-{number}", daemon=True)
             for number, target in enumerate(targets)
@@ -129,6 +132,9 @@ class ThreadSchedule:
                 self._progress.end = end
                 self._enqueue_all()
             self._wait(look)
+        except BaseException as error:
+            self.fail(error)
+            raise
         finally:
             with self._lock:
                 self._stopping = True
@@ -137,7 +143,8 @@ class ThreadSchedule:
                 for queue in (self._moves, self._mail):
                     queue.changed.notify_all()
             for thread in threads:
-                thread.join()
+                # After a failure one may still wait for an answer that never comes.
+                thread.join(None if self._failure is None else _ENDS_WITHIN_S)
 
     def heard(self, peer: int, position: int) -> None:
         """Note that ``peer`` came to ``position``; any thread."""
@@ -233,8 +240,9 @@ class ThreadSchedule:
         with self._lock:
             epoch, move = self._progress.move_of(interval)
             following = self._progress.following(interval)
-        name = f"{self._server.program.steps[move.step].name} {move.kind.value}"
-        with self._timeline.span(name, row, epoch) if self._timeline else nullcontext():
+        name = move_name(self._server.program.steps[move.step].name, move.kind)
+        number = self._server.part.first_interval + interval
+        with self._timeline.span(name, row, epoch, number) if self._timeline else nullcontext():
             if move.kind is Kind.WORK:
                 self._open(interval, epoch, move)
                 return
