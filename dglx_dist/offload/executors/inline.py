@@ -8,6 +8,7 @@ from typing import NoReturn, final
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.offload.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.offload.executors.faults import Faults
+from dglx_dist.offload.executors.latency import Latency
 from dglx_dist.offload.executors.pool import Hand, Pool, PoolPlan
 from dglx_dist.offload.fields import Fields, write_json
 from dglx_dist.offload.worker.answer import WorkerAnswer
@@ -21,12 +22,13 @@ class InlineExecutor(Executor):
     """Runs the same handler in threads, with no socket; nothing is billed.
 
     Options: ``faults``, see :class:`~dglx_dist.offload.executors.faults.Faults`, in which a thread that is
-    killed gives up its task.
+    killed gives up its task; ``latency_s`` and ``latency_sigma`` as of executor ``local``.
     """
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'inline'")
         faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)
+        latency = Latency.read(fields)
         fields.end()
         if not context.handlers:
             raise ConfigError("executor 'inline' needs what answers workers in this process: give handlers")
@@ -38,6 +40,7 @@ class InlineExecutor(Executor):
                 memory_mb=0,
                 billed=False,
                 faults=faults,
+                latency=latency,
             )
         )
 

@@ -17,6 +17,7 @@ from dglx_dist.errors import PeerError
 from dglx_dist.offload.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.offload.executors.cpu_group import CpuGroup, hold, sweep
 from dglx_dist.offload.executors.faults import Faults
+from dglx_dist.offload.executors.latency import Latency
 from dglx_dist.offload.executors.pool import Hand, Pool, PoolPlan
 from dglx_dist.offload.executors.tree import make_tree
 from dglx_dist.offload.fields import Fields, write_json
@@ -53,6 +54,8 @@ class LocalExecutor(Executor):
         cpu_share: Of one core, in (0, 1]; 0.11 is AWS's share of 192 MB. None: all of one. By a control group
             where this machine lets one be made, else the worker rests in proportion to its work.
         bytes_per_s: Of a worker's network, each way; None: unlimited.
+        latency_s, latency_sigma: Of a log-normal pause of each invocation once it has computed, the median in
+            seconds and the spread of the logarithm, 0.5 by default: emulates what functions take beyond work.
         faults: See :class:`~dglx_dist.offload.executors.faults.Faults`; for tests.
     """
 
@@ -68,6 +71,7 @@ class LocalExecutor(Executor):
             ),
         )
         faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)
+        latency = Latency.read(fields)
         fields.end()
         self._tree = Path(tempfile.mkdtemp(prefix="dglx-workers-", dir=context.folder))
         try:
@@ -79,7 +83,11 @@ class LocalExecutor(Executor):
         tree = self._tree
         self._pool = Pool(
             PoolPlan(
-                make=lambda: _Process(tree, setup), notice=context.notice, memory_mb=memory_mb, faults=faults
+                make=lambda: _Process(tree, setup),
+                notice=context.notice,
+                memory_mb=memory_mb,
+                faults=faults,
+                latency=latency,
             )
         )
 

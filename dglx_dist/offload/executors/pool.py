@@ -14,6 +14,7 @@ from typing import final
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.offload.executors.base import Invocation, Lost
 from dglx_dist.offload.executors.faults import Faults
+from dglx_dist.offload.executors.latency import Latency
 from dglx_dist.offload.tasks import Task
 from dglx_dist.offload.worker.answer import WorkerAnswer
 from dglx_dist.offload.worker.faults import Fault
@@ -55,6 +56,8 @@ class PoolPlan:
     billed: bool = True
     """Whether invocations are told of; False: nobody would bill them."""
     faults: Faults | None = None
+    latency: Latency | None = None
+    """Of invocations in which nothing goes wrong."""
 
 
 @final
@@ -82,6 +85,8 @@ class Pool:
         """See Executor."""
         task = Task.from_event(event)
         fault, times = (self._plan.faults or Faults()).draw(task.key, task.attempt)
+        if fault is None and self._plan.latency is not None:
+            fault = self._plan.latency.draw(task.key, task.attempt)
         with self._changed:
             if self._closed:
                 raise PeerError(f"the executor is closed; task {task.key} came too late")

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import final
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from dglx_dist.cluster.ledger import WORKER
 from dglx_dist.cluster.rpc import Rpc
+from dglx_dist.cluster.timeline import PARAMETER_SERVER, Timeline
 from dglx_dist.cluster.wire import payload_bytes
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.offload.parameters import ops
@@ -53,12 +55,18 @@ class ParameterService:
         server: What is served.
         places: The others.
         timeout_s: How long the sums of another server may take after those of this one; None: the session's.
+        timeline: Where updates are noted.
     """
 
     def __init__(
-        self, rpc: Rpc, server: ParameterServer, places: Places, timeout_s: float | None = None
+        self,
+        rpc: Rpc,
+        server: ParameterServer,
+        places: Places,
+        timeout_s: float | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
-        self.server = server
+        self.server, self._timeline = server, timeline
         self._rpc, self._places = rpc, places
         self._timeout_s = rpc.timeout_s if timeout_s is None else timeout_s
         self._failure = ""
@@ -97,7 +105,12 @@ class ParameterService:
                 self._changed.wait()
                 self._changed.clear()
                 while not self._closing.is_set() and (ready := self.server.own_sums()) is not None:
-                    self._update(*ready)
+                    with (
+                        self._timeline.span("WU", PARAMETER_SERVER, ready[0])
+                        if self._timeline
+                        else nullcontext()
+                    ):
+                        self._update(*ready)
         except Exception as error:  # noqa: BLE001 - whoever waits for an update must hear of it
             # Also while closing: this rank may end because of the same, and the others must hear the cause.
             self._stop(error)
