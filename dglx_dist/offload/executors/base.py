@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import ClassVar, final
 
 from dglx_dist.cluster.serve import Handler
 from dglx_dist.offload.tasks import TaskKey
@@ -70,6 +70,8 @@ class Executor(ABC):
 
     simulated: bool = True
     """Whether no provider is paid: dollars are then what the run would have cost."""
+    option_names: ClassVar[tuple[str, ...]] = ()
+    """All options that it takes; others are refused before anything is opened."""
 
     @abstractmethod
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None: ...

@@ -43,6 +43,8 @@ class HttpExecutor(Executor):
         certificates: File with those that vouch for the server; default: the system's.
     """
 
+    option_names = ("url", "headers", "memory_mb", "timeout_s", "insecure", "certificates")
+
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'http'", hidden=True)
         memory_mb = fields.maybe(

@@ -25,6 +25,8 @@ class InlineExecutor(Executor):
     killed gives up its task; ``latency_s`` and ``latency_sigma`` as of executor ``local``.
     """
 
+    option_names = ("faults", "latency_s", "latency_sigma")
+
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'inline'")
         faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)

@@ -59,6 +59,8 @@ class LocalExecutor(Executor):
         faults: See :class:`~dglx_dist.offload.executors.faults.Faults`; for tests.
     """
 
+    option_names = ("memory_mb", "cpu_share", "bytes_per_s", "faults", "latency_s", "latency_sigma")
+
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'local'")
         memory_mb = fields.maybe(

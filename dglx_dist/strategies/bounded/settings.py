@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -13,14 +12,13 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.offload.executors.registry import EXECUTORS
 from dglx_dist.offload.prices import DEFAULT_PRICES, PriceTable, prices
+from dglx_dist.registry import did_you_mean
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.bounded.options import LambdaOptions, read_lambda_options
 
 DEFAULT_SERVER = "c5.2xlarge"
 """On which the paper's graph servers ran."""
 _OTHERS = {"prices": str, "server": str, "interface": str}
-_SURELY_MEANT = 0.85
-"""How alike two names are that differ by a slip; an executor's own options may be rather alike to ours."""
 
 
 @final
@@ -30,7 +28,7 @@ class LambdaSettings:
 
     options: LambdaOptions
     executor_options: Mapping[str, object]
-    """Those that no one else knows; the executor refuses what it does not know either."""
+    """Those that the executor takes."""
     prices: PriceTable
     server: str
     """Which kind of server of ``prices`` a rank stands for."""
@@ -43,7 +41,8 @@ def read_settings(options: Mapping[str, object]) -> LambdaSettings:
     """Read all options of the strategy.
 
     Raises:
-        ConfigError: one is of another type, has a value that cannot be honoured, or is close to a known name.
+        ConfigError: one is of another type, has a value that cannot be honoured, or is neither the
+            strategy's nor the executor's.
         UnknownNameError: there is no such executor.
     """
     known = [one.name for one in fields(LambdaOptions)]
@@ -51,11 +50,8 @@ def read_settings(options: Mapping[str, object]) -> LambdaSettings:
     others = {name: value for name, value in options.items() if name in _OTHERS}
     check_options("lambda", others, _OTHERS)
     rest = {name: value for name, value in options.items() if name not in own and name not in others}
-    for name in rest:
-        if near := difflib.get_close_matches(name, [*known, *_OTHERS], n=1, cutoff=_SURELY_MEANT):
-            raise ConfigError(f"strategy 'lambda' has no option {name!r}; did you mean {near[0]!r}?")
     read = read_lambda_options(own)
-    EXECUTORS.resolve(read.executor)
+    _check_rest(rest, [*known, *_OTHERS], read.executor)
     table = prices(str(others.get("prices", DEFAULT_PRICES)))
     server = str(others.get("server", DEFAULT_SERVER))
     table.server(server)
@@ -66,6 +62,17 @@ def read_settings(options: Mapping[str, object]) -> LambdaSettings:
         server=server,
         interface=str(others.get("interface", "")),
     )
+
+
+def _check_rest(rest: Iterable[str], known: Sequence[str], executor: str) -> None:
+    own = EXECUTORS.get(executor).option_names
+    for name in rest:
+        if name not in own:
+            hint = did_you_mean(name, [*known, *own])
+            raise ConfigError(
+                f"strategy 'lambda' has no option {name!r}; its options are: {', '.join(sorted(known))}; "
+                f"with executor={executor!r} also {', '.join(own)}{hint}"
+            )
 
 
 def threads_of(session: Session, asked: int) -> int:

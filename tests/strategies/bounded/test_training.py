@@ -254,6 +254,7 @@ def test_wrong_options_are_refused() -> None:
     for options, reason in (
         ({"stalenes": 1}, "did you mean 'staleness'"),
         ({"parameter_servers": 2}, "but there are 1 ranks"),
+        ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also faults"),
         ({"executor": "inlin"}, "did you mean 'inline'"),
         ({"prices": "awz"}, "no price table 'awz'"),
         ({"server": "c5.tiny"}, r"no server 'c5\.tiny'"),
@@ -261,13 +262,6 @@ def test_wrong_options_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             dx.init("lambda", **options)
-
-
-def test_an_option_that_only_the_executor_can_know(folder: Path) -> None:
-    with dx.init("lambda", timeout=30, executor="inline", colour="red"):
-        g = dx.DistGraph(folder)
-        with pytest.raises(ConfigError, match="executor 'inline' has the unknown field 'colour'"):
-            fit(g, FitConfig(epochs=1, show_progress=False))
 
 
 def test_several_types_are_refused() -> None:
