@@ -221,6 +221,6 @@ class Engine:
         behind = range(self._config.plan.num_servers)
         misses = what_misses(self._session.rpc, self._config.places, behind)
         return (
-            f"nothing moved on graph server {self._server.rank} for {quiet_s:.0f} s: {tasks}{misses}; look at "
-            "what the workers say, or raise timeout_s (DGLX_TIMEOUT)"
+            f"nothing moved on graph server {self._server.rank} for {quiet_s:.0f} s: {tasks}{misses}; look "
+            "at what the workers say, or raise timeout_s (DGLX_TIMEOUT)"
         )

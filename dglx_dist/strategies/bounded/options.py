@@ -24,7 +24,7 @@ class LambdaOptions:
     """
 
     mode: Mode = "pipe"
-    """no_pipe: one phase at a time; pipe: exact, intervals overlap in a phase; async: no barriers of layers."""
+    """no_pipe: one phase at a time; pipe: exact, intervals overlap in a phase; async: layers do not wait."""
     staleness: int = 0
     """S of async: an interval may be so many epochs ahead of the slowest one."""
     switch_at: float = 0.0

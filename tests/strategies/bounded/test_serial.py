@@ -261,14 +261,14 @@ SMALL = functools.partial(cases.case, 12, 30, 3)
 
 @pytest.mark.parametrize(("staleness", "runs"), [(0, 300), (1, 400), (2, 300)])
 def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -> None:
-    worst, epochs = {"spread": 0, "lag": 0, "alive": 0}, 3 + staleness
+    worst, epochs = {"spread": 0, "lag": 0, "alive": 0}, 2 + staleness
     program = cases.gcn((5, 2, 3))
     for seed in range(runs):
         servers, parameters = cases.servers(
             program,
             [0, 7, 12],
-            1 + seed % 2,
-            num_parameter_servers=1 + (seed % 4 == 1),
+            1 + (seed % 3 == 2),
+            num_parameter_servers=1 + seed % 2,
             staleness=staleness,
             graph=SMALL(),
         )
