@@ -17,6 +17,8 @@ PHASES = ("wait_s", "compute_s", "exchange_s")
 """Of the training loop, one after another."""
 HIDDEN = ("sample_s", "fetch_s")
 """On the loader's threads, beside the training loop."""
+_OF_REPORTS = ("epochs_to_target", "dollars", "value")
+"""Quantities that are no field of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,10 @@ def _ratio(ratio: Ratio, variants: Mapping[str, Variant], outcome: Outcome) -> R
 
 
 def _by_repetition(ratio: Ratio, measured: Mapping[int, Measurement]) -> dict[int, float]:
+    if ratio.quantity in _OF_REPORTS:
+        told = {number: one.extra.get(ratio.quantity) for number, one in measured.items()}
+        # A target that was not reached has no number of epochs.
+        return {number: float(value) for number, value in told.items() if value is not None}
     return {number: _mean(one, ratio.quantity) for number, one in measured.items()}
 
 

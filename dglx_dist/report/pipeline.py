@@ -1,4 +1,4 @@
-"""A picture of training in intervals (Dorylus): who worked on which interval when, drawn without a display."""
+"""A picture of training in intervals (Dorylus): who worked on which one when, drawn without a display."""
 
 from __future__ import annotations
 
