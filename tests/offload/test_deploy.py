@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,10 +14,10 @@ import pytest
 from moto import mock_aws
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.aws import role
 from dglx_dist.offload.aws.clients import Place
 from dglx_dist.offload.aws.deployment import HANDLER, Deployment
 from dglx_dist.offload.aws.function import Function
-from dglx_dist.offload.aws.role import LOG_POLICY, VPC_POLICY
 from dglx_dist.offload.aws.runtime import compiled_of, runtime_for, what_aws_lacks
 from dglx_dist.offload.deploy import deploy, plan, plan_removal, remove
 
@@ -27,7 +28,16 @@ NAME, REGION = "dglx-worker", "eu-west-1"
 def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    with mock_aws(config={"iam": {"load_aws_managed_policies": True}}):
+    with mock_aws():
+        # Reading all of AWS's own policies takes moto a second for each test; two of the same names do.
+        iam = client("iam")
+        statement = {"Effect": "Allow", "Action": "logs:PutLogEvents", "Resource": "*"}
+        document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        for name in ("LOG_POLICY", "VPC_POLICY"):
+            short = getattr(role, name).rpartition("/")[2]
+            made = iam.create_policy(PolicyName=short, Path="/service-role/", PolicyDocument=document)
+            monkeypatch.setattr(role, name, made["Policy"]["Arn"])
+        monkeypatch.setattr(role, "_MANAGED", made["Policy"]["Arn"].rpartition("/")[0] + "/")
         yield
 
 
@@ -83,7 +93,7 @@ def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(wa
     events = client("lambda").get_function_event_invoke_config(FunctionName=NAME)
     assert events["MaximumRetryAttempts"] == 0
     (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
-    assert policy["PolicyArn"] == LOG_POLICY
+    assert policy["PolicyArn"] == role.LOG_POLICY
     assert do(wanted) == []
 
 
@@ -108,7 +118,7 @@ def test_a_function_in_a_vpc_may_have_network_cards_there(wanted: Deployment) ->
     assert set(settings()["VpcConfig"]["SubnetIds"]) == set(inside.subnets)
     assert settings()["VpcConfig"]["SecurityGroupIds"] == list(inside.security_groups)
     (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
-    assert policy["PolicyArn"] == VPC_POLICY
+    assert policy["PolicyArn"] == role.VPC_POLICY
     assert do(replace(inside, subnets=inside.subnets[::-1])) == []
     assert do(wanted)[0] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
 
@@ -136,7 +146,7 @@ def test_a_given_role_is_used_and_never_touched(wanted: Deployment) -> None:
     with pytest.raises(ConfigError, match="there is no role 'yours'"):
         plan(replace(wanted, role="yours"))
     remove(NAME, wanted.place, lambda _: None)
-    assert [role["RoleName"] for role in client("iam").list_roles()["Roles"]] == ["mine"]
+    assert [one["RoleName"] for one in client("iam").list_roles()["Roles"]] == ["mine"]
 
 
 def test_a_large_package_goes_by_a_bucket(wanted: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
