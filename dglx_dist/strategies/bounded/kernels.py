@@ -63,8 +63,11 @@ def gather_weighted(
             source = sources[edge]
             for head in range(values.shape[1]):
                 value = values[edge, head]
-                for column in range(head * width, (head + 1) * width):
-                    out[i, column] += value * rows[source, column]
+                # Slices, because indices that might be negative keep the loop from becoming vector code.
+                total = out[i, head * width : (head + 1) * width]
+                row = rows[source, head * width : (head + 1) * width]
+                for column in range(width):
+                    total[column] += value * row[column]
 
 
 @njit(cache=True, nogil=True)
@@ -112,8 +115,10 @@ def pull_back_weighted(
             target, edge = out_targets[place], out_edges[place]
             for head in range(values.shape[1]):
                 value = values[edge, head]
-                for column in range(head * width, (head + 1) * width):
-                    out[i, column] += value * slopes[target, column]
+                total = out[i, head * width : (head + 1) * width]
+                row = slopes[target, head * width : (head + 1) * width]
+                for column in range(width):
+                    total[column] += value * row[column]
 
 
 @njit(cache=True, nogil=True)
