@@ -21,6 +21,7 @@ _LOOK_S, _ENDS_WITHIN_S = 0.5, 5.0
 _MAIL_THREADS = 2
 """They mostly wait for answers: one may while the other packs."""
 _MAIL = (Kind.SCATTER, Kind.SEND_BACK)
+_NEWS, _AT_ONCE = -2, -1
 
 
 class Carrier(Protocol):
@@ -51,7 +52,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, int]] = []
-        """(position, interval); interval -1 is an announcement."""
+        """(position, interval), where ``_NEWS`` and ``_AT_ONCE`` stand for positions before all others."""
         self.changed: threading.Condition
 
 
@@ -202,7 +203,9 @@ class ThreadSchedule:
         position = self._progress.position[interval]
         _, move = self._progress.start(interval)
         queue = self._mail if move.kind in _MAIL else self._moves
-        heapq.heappush(queue.heap, (position, interval))
+        # Opening a task costs nothing and lets a worker begin; behind all gathers of its phase it would have
+        # workers and graph server take turns.
+        heapq.heappush(queue.heap, (_AT_ONCE if move.kind is Kind.WORK else position, interval))
         queue.changed.notify()
 
     def _finish(self, interval: int) -> None:
@@ -213,7 +216,7 @@ class ThreadSchedule:
         if self._progress.finish(interval):
             news = self._progress.news()
             if news is not None:
-                heapq.heappush(self._mail.heap, (-1, news))
+                heapq.heappush(self._mail.heap, (_NEWS, news))
                 self._mail.changed.notify()
             self._enqueue_all()
         elif self._progress.may_go(interval):
@@ -228,7 +231,7 @@ class ThreadSchedule:
                     return
                 position, interval = heapq.heappop(queue.heap)
             try:
-                if position < 0:
+                if position == _NEWS:
                     self._carrier.announce(interval)
                 else:
                     self._make(interval, row)
