@@ -117,7 +117,7 @@ def _measured(trainer: EpochTrainer, told: BoundedParams, session: Session) -> _
     records = trainer.run(told.warmup, told.epochs)
     moved = session.ledger.since(counted)
     after: Mapping[str, Any] = trainer.account()
-    spent = {name: after[name] - before[name] for name in _COUNTED if name in before}  # type: ignore[operator]  # numbers
+    spent = {name: after[name] - before[name] for name in _COUNTED if name in before}
     return _Measured(records=records, moved=moved, account=spent, label=str(after["label"]))
 
 
