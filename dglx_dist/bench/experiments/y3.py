@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from dglx_dist.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_workers
 from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
-_DEGREE, _FEATURES, _WORKERS = 100.0, 256, 4
+_BALANCED: dict[str, Any] = {"degree": 100.0, "features": 256, "hidden": 128, "workers": 4, "latency_s": 0.01}
 """So that a graph server has about as much to do as its workers."""
 
 
 def build(plan: BenchPlan) -> ExperimentPlan:
     """Train with one phase at a time, and with the pipeline."""
-    size = size_of(plan)
-    return plan_at(plan, replace(size, degree=_DEGREE, features=_FEATURES, workers=_WORKERS))
+    return plan_at(plan, replace(size_of(plan), **_BALANCED))
 
 
 def plan_at(plan: BenchPlan, size: Size) -> ExperimentPlan:
@@ -50,8 +50,8 @@ EXPERIMENT = Experiment(
     prediction="1.5 to 1.9x: the overlap is real on few cores too, since waiting for workers costs none.",
     how=HOW
     + (
-        " Mean in-degree 100, 256 features and 4 workers for each graph server, which gives both about as "
-        "much to do."
+        " Mean in-degree 100, widths 256 and 128, pauses of 10 ms and 4 workers for each graph server, "
+        "which gives both about as much to do."
     ),
     strategies=("lambda",),
     build=build,
