@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 OGB = ["ogb>=1.3.6"]
 AWS = ["boto3>=1.28"]
 DEV = [
-    # The cloud path of strategy "lambda" is tested against a local service, in which AWS's own runtime client runs.
+    # Strategy "lambda" in a cloud is tested against a local service, in which AWS's own runtime client runs.
     *AWS,
     "moto>=5",
     "awslambdaric>=3",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dglx_dist.run.session import strategy_names as strategy_names
     from dglx_dist.run.session import wrap as wrap
     from dglx_dist.sampling import negative as negative
+    from dglx_dist.strategies.granndis.local_graphs import local_graph as local_graph
     from dglx_dist.training.checkpoint import load as load
     from dglx_dist.training.checkpoint import save as save
     from dglx_dist.training.evaluate import evaluate as evaluate
@@ -77,6 +78,7 @@ _WHERE = {
     "layerwise_inference": "dglx_dist.training.inference",
     "load": "dglx_dist.training.checkpoint",
     "local_device": "dglx_dist.run.session",
+    "local_graph": "dglx_dist.strategies.granndis.local_graphs",
     "negative": "dglx_dist.sampling",
     "node_split": "dglx_dist.graph",
     "optim": "dglx_dist.graph",

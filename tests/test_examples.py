@@ -79,6 +79,11 @@ def test_push_pull_cuts_both_weights_of_the_first_layer(tmp_path: Path) -> None:
     assert shown.count("cut by input columns: first.fc_neigh.weight, first.fc_self.weight") == 2
 
 
+def test_full_graph(tmp_path: Path) -> None:
+    first, second = accuracies(torchrun(tmp_path, "10_full_graph.py"))
+    assert first == second > 0.7
+
+
 @pytest.mark.parametrize("script", ["07_rgcn.py", "08_hgt.py"])
 def test_several_types(tmp_path: Path, script: str) -> None:
     assert accuracies(torchrun(tmp_path, script))[0] > 0.8
@@ -103,7 +108,11 @@ def changed(before: str, after: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("01_one_process.py", "02_data_parallel.py"), ("02_data_parallel.py", "09_push_pull.py")],
+    [
+        ("01_one_process.py", "02_data_parallel.py"),
+        ("02_data_parallel.py", "09_push_pull.py"),
+        ("02_data_parallel.py", "10_full_graph.py"),
+    ],
 )
 def test_the_lines_that_differ_are_the_documented_ones(before: str, after: str) -> None:
     one, two = EXAMPLES / before, EXAMPLES / after

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dglx_dist.layers.adapters import stages_of
+from dglx_dist.training.deep import ResGCN
 from dglx_dist.training.models import Stack
 
 
@@ -24,7 +25,7 @@ class FirstLayer:
     """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
 
 
-def first_layer(model: Stack, heads: int) -> FirstLayer:
+def first_layer(model: Stack | ResGCN, heads: int) -> FirstLayer:
     """Return the numbers of ``model``, whose first layer is a convolution of ``dgl.nn``.
 
     Args:

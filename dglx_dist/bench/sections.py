@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dglx_dist.bench.circumstances import circumstances, facts_in_lines
+from dglx_dist.bench.closed_form import PREDICTED_ONCE, closed_form_table, once_table
 from dglx_dist.bench.figures import (
     HIDDEN,
     PHASES,
@@ -129,12 +130,17 @@ def _measured(outcome: Outcome) -> list[str]:
         parts.append(markdown_table(_RATIO_HEAD, [_ratio_cells(one) for one in ratio_figures(outcome)]))
     phases = phase_table(outcome)
     parts += [_PHASES_TOLD, phases] if phases else []
+    parts += [table for table in (closed_form_table(outcome), once_table(outcome)) if table]
     simulated = {one.name: one.simulated for one in outcome.plan.variants if one.simulated}
     parts += [f"Simulated in {name}: {text}." for name, text in simulated.items()]
     parts += [accuracy_in_words(outcome)]
     if outcome.plan.facts:
         # Bytes by phase stand in their table.
-        facts = {name: fact for name, fact in outcome.plan.facts.items() if name != PREDICTED_BYTES}
+        facts = {
+            name: fact
+            for name, fact in outcome.plan.facts.items()
+            if name not in (PREDICTED_BYTES, PREDICTED_ONCE)
+        }
         parts += ["What the prediction rests on:", facts_in_lines(facts)]
     return parts
 

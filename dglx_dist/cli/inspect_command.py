@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from dglx_dist.cli.closure import HOPS, check_closure, show_closure
 from dglx_dist.cli.report_command import draw_or_warn, show
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
@@ -28,6 +29,18 @@ def inspect(
     verify: Annotated[
         str, typer.Option(help="auto: read files not read before, full: read all, never: trust them.")
     ] = "auto",
+    closure: Annotated[
+        bool,
+        typer.Option(
+            "--closure", help="Show how many nodes a server holds that preloads its neighbourhood, by hop."
+        ),
+    ] = False,
+    hops: Annotated[
+        int | None, typer.Option(help=f"Of --closure: as many as the model has layers. Default: {HOPS}.")
+    ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="Of --closure: how many will train. Default: one for each part.")
+    ] = None,
 ) -> None:
     """Show a partitioned dataset: edge cut, balance, halo and replication factors, sizes on disk, a picture.
 
@@ -35,13 +48,14 @@ def inspect(
     node that it owns; the replication factor is how many copies of a node there would be if all parts
     kept theirs.
 
-    Example: `dglx inspect data/demo --verify full`
+    Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
     """
     from dglx_dist.report.picture import draw_parts
     from dglx_dist.report.table import parts_table, summary_table
     from dglx_dist.report.units import plural, readable_bytes
     from dglx_dist.storage.reader import open_dataset
 
+    check_closure(closure, hops=hops, servers=servers)
     dataset = open_dataset(folder, verify=verify)  # type: ignore[arg-type]  # checked there
     manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
     sizes = part_bytes(manifest)
@@ -57,6 +71,8 @@ def inspect(
     shown["on disk"] = [readable_bytes(size) for size in sizes]
     show(parts_table(shown))
     target = picture or folder / "cache" / PICTURE
+    if closure:
+        show_closure(dataset, target, hops=hops, servers=servers)
 
     def draw() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

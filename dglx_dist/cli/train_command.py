@@ -42,7 +42,8 @@ def train(  # noqa: PLR0913  # one argument per option
     model: Annotated[
         str,
         typer.Option(
-            help="sage, gcn, sgc, gat or mlp; for several types rgcn or hgt.", rich_help_panel=_MODEL
+            help="sage, gcn, sgc, gat, mlp or resgcn (deep); for several types rgcn or hgt.",
+            rich_help_panel=_MODEL,
         ),
     ] = "sage",
     layers: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Convolutions.")] = 2,
@@ -51,6 +52,14 @@ def train(  # noqa: PLR0913  # one argument per option
     dropout: Annotated[
         float, typer.Option(rich_help_panel=_MODEL, help="Probability, after each layer but the last.")
     ] = 0.5,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MODEL,
+            help="Save memory in resgcn: backward computes each layer again, and either exchanges rows of "
+            "other ranks again (exchange) or keeps them (keep).",
+        ),
+    ] = "none",
     epochs: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Of the whole run.")] = 20,
     lr: Annotated[float, typer.Option(rich_help_panel=_MODEL, help="Learning rate of Adam.")] = 0.01,
     weight_decay: Annotated[float, typer.Option(rich_help_panel=_MODEL, help="Of Adam.")] = 0.0,
@@ -60,11 +69,15 @@ def train(  # noqa: PLR0913  # one argument per option
             metavar="K,K",
             rich_help_panel=_LOADER,
             help="Neighbours drawn per node and layer, input-most first; -1: all. Default: 25, then 10 "
-            "for each other layer. A strategy that trains on the full graph takes all.",
+            "for each other layer; all where the strategy takes the whole graph.",
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(rich_help_panel=_LOADER, help="Targets per rank and step. Default: 512.")
+        int | None,
+        typer.Option(
+            rich_help_panel=_LOADER,
+            help="Targets per rank and step. Default: 512; all where the strategy takes the whole graph.",
+        ),
     ] = None,
     structure: Annotated[
         str, typer.Option(rich_help_panel=_LOADER, help="auto, replicated on each server, or partitioned.")
@@ -163,6 +176,7 @@ def train(  # noqa: PLR0913  # one argument per option
         hidden=hidden,
         heads=heads,
         dropout=dropout,
+        recompute=recompute,
         fanouts=None if fanout is None else whole_numbers(fanout, "--fanout"),
         batch_size=batch_size,
         epochs=epochs,

@@ -8,8 +8,11 @@ import logging
 log = logging.getLogger(__name__)
 
 # Numbers of <malloc.h>.
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _NEVER = 2**31 - 1
+_DEFAULT_MMAP_MAX = 65536
+_LARGE = 1 << 20
+"""Bytes from which a tensor is mapped by itself, where memory is given back."""
 
 
 def keep_memory() -> bool:
@@ -33,3 +36,25 @@ def keep_memory() -> bool:
             "glibc keeps freed memory for the next step; set any MALLOC_ variable or GLIBC_TUNABLES to choose"
         )
     return bool(done)
+
+
+def return_memory() -> bool:
+    """Tell glibc to give what is freed back to the system, in this process, from now on.
+
+    The contrary of :func:`keep_memory`, for those who have less memory than time. What is kept lies in
+    pieces that fit nothing else: full-graph training of GraphSAGE held 1.4 to 1.6 times the memory that it
+    had in use at any time.
+
+    Returns:
+        Whether it was done; not with another C library.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        mallopt, trim = library.mallopt, library.malloc_trim
+    except AttributeError:
+        return False
+    # Setting the threshold also keeps glibc from raising it to what was freed last.
+    settings = ((_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, _LARGE), (_TRIM_THRESHOLD, _LARGE))
+    done = all(mallopt(name, value) == 1 for name, value in settings)
+    trim(0)
+    return done

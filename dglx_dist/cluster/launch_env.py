@@ -16,6 +16,11 @@ _ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
+_TALK = {
+    # torch's profiler, by which option memory of cooperative tries a model out, else says on each rank that
+    # it starts and stops; no level below silences that.
+    "KINETO_LOG_LEVEL": "99",
+}
 
 
 def rank_environment(
@@ -23,8 +28,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the whole environment for ``num_ranks`` ranks on this machine.
 
-    Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores;
-    what the user has set already is left alone.
+    Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores, and
+    silences torch's profiler; what the user has set already is left alone.
 
     Args:
         num_ranks: Ranks on this machine, at least 1.
@@ -38,7 +43,7 @@ def rank_environment(
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
     start = inherited_environment() if environment is None else dict(environment)
     threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
-    found = {**_ALLOCATOR, "OMP_NUM_THREADS": str(threads), **start}
+    found = {**_ALLOCATOR, **_TALK, "OMP_NUM_THREADS": str(threads), **start}
     if ranks_per_server is not None:
         found["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
     return found

@@ -80,10 +80,13 @@ class Rpc:
         """What this rank shows and accepts; None: it does not listen."""
         self.addresses: Mapping[int, PeerAddress] = {}
         """Where ranks answer, this one included; none where this session runs alone."""
+        self.address = ""
+        """Numeric address this rank listens on, for other sockets of the job; "" before :meth:`listen`."""
 
     def listen(self, address: str, credentials: Credentials) -> str:
         """Serve on ``address`` from now on; return the endpoint to publish."""
         self._context = zmq.Context()
+        self.address = address
         self._server = Server(self._context, address, credentials, self._handlers, self._config)
         self.credentials = credentials
         return self._server.endpoint

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import socket
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from dglx_dist.cluster.topology import (
     with_nodes,
 )
 from dglx_dist.cluster.trace import TraceWriter, open_trace
+from dglx_dist.cluster.weak import if_alive
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import StepShare
 
@@ -103,15 +103,15 @@ class Session:
         """What lower rooms keep as long as the session lasts, such as the graph opened last."""
         self.before_close: list[Callable[[], None]] = []
         """Called by :meth:`close` before anything ends, unless it failed: work that is still under way."""
+        self.on_close: list[Callable[[], None]] = []
+        """Called by :meth:`close` behind these, also when it failed: what is open; waits for nobody."""
         self._scratch, self._owns_group, self._job = parts.scratch, parts.owns_group, parts.job
         self._closed = False
-        self._watch = (
-            None
-            if self.store is None
-            else FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
-        )
+        self._watch: FailureWatch | None = None
+        if self.store is not None:
+            self._watch = FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
         atexit.register(self._at_exit)
-        _call_in_forks(weakref.WeakMethod(self._leave_to_parent))
+        os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
 
     @property
     def scratch(self) -> Path:
@@ -142,6 +142,8 @@ class Session:
             self._finish_work()
         self._closed = True
         atexit.unregister(self._at_exit)
+        for let_go in self.on_close:
+            let_go()
         self.rpc.doing = _END
         if self.trace is not None:
             self.trace.write(self._job, self.topology, self.ledger, failed=failed)
@@ -335,17 +337,6 @@ def _joined(
         job=job,
         trace=trace,
     )
-
-
-def _call_in_forks(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call ``method``, if its object is still there, in every process that is forked from this one."""
-
-    def call() -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-
-    os.register_at_fork(after_in_child=call)
 
 
 def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddress]:

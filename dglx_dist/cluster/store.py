@@ -111,10 +111,7 @@ class JobStore:
             waited_s = time.monotonic() - started
             if waited_s >= min(next_check_s, limit_s):
                 next_check_s = waited_s + _CHECK_EVERY_S
-                missing = [rank for rank, key in enumerate(keys) if not self._have([key])]
-                self._raise_if_failed(missing, what)
-                if check is not None:
-                    check(missing)
+                missing = self._missing(keys, what, check)
                 if missing and waited_s >= limit_s:
                     names = ", ".join(map(str, missing))
                     raise PeerError(
@@ -141,6 +138,27 @@ class JobStore:
         except RuntimeError:
             return None
         return int(said["rank"]), str(said["text"])
+
+    def _missing(
+        self, keys: Sequence[str], what: str, check: Callable[[list[int]], None] | None
+    ) -> list[int]:
+        """Return the ranks that are missing, after asking whether one of them failed or is dead."""
+        missing = self._absent(keys)
+        while missing:
+            try:
+                self._raise_if_failed(missing, what)
+                if check is not None:
+                    check(missing)
+                break
+            except PeerError:
+                # While it was asked, a rank may have come, and even have ended, and is silent rightly.
+                before, missing = missing, self._absent(keys)
+                if missing == before:
+                    raise
+        return missing
+
+    def _absent(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._have([key])]
 
     def _raise_if_failed(self, missing: Sequence[int], what: str) -> None:
         failure = self.first_failure()

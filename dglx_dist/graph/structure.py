@@ -11,18 +11,17 @@ import numpy as np
 from dglx_dist.cluster.rpc import Pending
 from dglx_dist.cluster.serve import Handler
 from dglx_dist.cluster.session import Session
-from dglx_dist.errors import ConfigError
 from dglx_dist.graph.in_edges import (
     NO_EDGES,
     CSCShard,
     Draw,
     InEdges,
     Piece,
-    all_in_edges,
     from_wire,
     join_pieces,
     to_wire,
 )
+from dglx_dist.graph.local_shards import LocalShards
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.remote_plan import RemotePlan, plan_remote
 from dglx_dist.graph.rows import Answered, Request, requests_of, submit_to_owners
@@ -58,29 +57,43 @@ class Structure(ABC):
 
     @abstractmethod
     def submit(
-        self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
+        self,
+        op: str,
+        nodes: Array,
+        parameters: str = "",
+        *,
+        exclude: Array = NO_EDGES,
+        layer: int = 0,
+        phase: str = "sampling",
     ) -> PendingInEdges:
         """Ask for in-edges of nodes and return at once; requests leave before local nodes are drawn.
 
         Sends 8 bytes per distinct remote node and receives 24 per edge (algorithms 1.3), counted under
-        the phase ``sampling``; every request also has 8 per excluded edge of the server that is asked.
+        ``phase``; every request also has 8 per excluded edge of the server that is asked.
 
         Args:
             op: A name given to :meth:`serve`; ``in_edges`` (all of them) is always there.
             nodes: (K,) int64 global destination ids, each existing, any order, repeats allowed.
             parameters: Handed to the draw function as it is.
             exclude: (X,) int64 ascending ids of edges that the draw function shall leave out.
-            layer: Under which the bytes are counted.
+            layer, phase: Under which the bytes are counted.
 
         Raises:
             ConfigError: ``op`` is not served.
         """
 
     def ask(
-        self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
+        self,
+        op: str,
+        nodes: Array,
+        parameters: str = "",
+        *,
+        exclude: Array = NO_EDGES,
+        layer: int = 0,
+        phase: str = "sampling",
     ) -> InEdges:
         """Return in-edges of the (K,) int64 ``nodes``; as :meth:`submit`, and waits."""
-        return self.submit(op, nodes, parameters, exclude=exclude, layer=layer).result()
+        return self.submit(op, nodes, parameters, exclude=exclude, layer=layer, phase=phase).result()
 
     @abstractmethod
     def close(self) -> None:
@@ -148,7 +161,7 @@ class ReplicatedStructure(Structure):
         self.indptr = indptr
         self.indices = indices
         self.shards = (CSCShard(indptr=indptr, indices=indices, first_node=0, first_edge=0),)
-        self._local = _LocalShards(self.shards, num_sources)
+        self._local = LocalShards(self.shards, num_sources)
 
     @property
     def is_whole(self) -> bool:
@@ -164,7 +177,14 @@ class ReplicatedStructure(Structure):
         return self._local.serves(op)
 
     def submit(
-        self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
+        self,
+        op: str,
+        nodes: Array,
+        parameters: str = "",
+        *,
+        exclude: Array = NO_EDGES,
+        layer: int = 0,
+        phase: str = "sampling",
     ) -> PendingInEdges:
         """See :meth:`Structure.submit`."""
         draw = self._local.draw_of(op)
@@ -218,7 +238,7 @@ class PartitionedStructure(Structure):
         self._session = session
         self._placement = placement
         self._label = f"{label}.{':'.join(etype)}"
-        self._local = _LocalShards(shards, num_sources)
+        self._local = LocalShards(shards, num_sources)
         self._ops: list[str] = []
         self._serve_draw("in_edges")
         for op, compute in (
@@ -243,7 +263,14 @@ class PartitionedStructure(Structure):
         return self._local.serves(op)
 
     def submit(
-        self, op: str, nodes: Array, parameters: str = "", *, exclude: Array = NO_EDGES, layer: int = 0
+        self,
+        op: str,
+        nodes: Array,
+        parameters: str = "",
+        *,
+        exclude: Array = NO_EDGES,
+        layer: int = 0,
+        phase: str = "sampling",
     ) -> PendingInEdges:
         """See :meth:`Structure.submit`."""
         draw = self._local.draw_of(op)
@@ -255,7 +282,7 @@ class PartitionedStructure(Structure):
                     self._op(op),
                     parameters,
                     [plan.ids[call.first : call.last], *self._excluded_at(call.rank, exclude)],
-                    phase="sampling",
+                    phase=phase,
                     layer=layer,
                 ),
                 call,
@@ -328,62 +355,3 @@ class PartitionedStructure(Structure):
     def _register(self, op: str, handler: Handler) -> None:
         self._session.rpc.register(self._op(op), handler)
         self._ops.append(self._op(op))
-
-
-class _LocalShards:
-    """What both structures do with the shards in memory."""
-
-    def __init__(self, shards: tuple[CSCShard, ...], num_sources: int) -> None:
-        self._shards = shards
-        self._num_sources = num_sources
-        self._draws: dict[str, Draw] = {"in_edges": all_in_edges}
-        self._out_degrees: Array | None = None
-
-    def serve(self, op: str, draw: Draw) -> None:
-        if op in self._draws:
-            raise ConfigError(f"{op!r} is served already; choose another name")
-        self._draws[op] = draw
-
-    def serves(self, op: str) -> bool:
-        return op in self._draws
-
-    def draw_of(self, op: str) -> Draw:
-        if op not in self._draws:
-            raise ConfigError(f"{op!r} is not served (known: {', '.join(self._draws)}); call serve() first")
-        return self._draws[op]
-
-    def pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
-        pieces = []
-        for shard in self._shards:
-            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
-            if len(places):
-                edges = draw(shard, nodes[places], parameters, exclude)
-                pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
-        return pieces
-
-    def in_degrees(self, nodes: Array) -> Sequence[Array]:
-        out = np.zeros(len(nodes), dtype=np.int64)
-        for shard in self._shards:
-            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
-            local = nodes[places] - shard.first_node
-            out[places] = shard.indptr[local + 1] - shard.indptr[local]
-        return [out]
-
-    def out_degrees(self, nodes: Array) -> Sequence[Array]:
-        if self._out_degrees is None:
-            # Counted once, when first asked for: it reads every edge.
-            total = np.zeros(self._num_sources, dtype=np.int64)
-            for shard in self._shards:
-                total += np.bincount(shard.indices, minlength=self._num_sources)
-            self._out_degrees = total
-        return [self._out_degrees[nodes]]
-
-    def find_edges(self, edge_ids: Array) -> Sequence[Array]:
-        sources = np.zeros(len(edge_ids), dtype=np.int64)
-        destinations = np.zeros(len(edge_ids), dtype=np.int64)
-        for shard in self._shards:
-            places = np.flatnonzero((edge_ids >= shard.first_edge) & (edge_ids < shard.last_edge))
-            local = edge_ids[places] - shard.first_edge
-            sources[places] = shard.indices[local]
-            destinations[places] = shard.first_node + np.searchsorted(shard.indptr, local, side="right") - 1
-        return [sources, destinations]

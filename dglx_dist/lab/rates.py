@@ -15,8 +15,10 @@ _USUAL_S = 20e-3
 """A rate at which the usual bucket would last longer gets a smaller one, so that rates hold for short too."""
 _BUNDLE_BYTES = 72 * 1024
 """Segments leave a virtual card in bundles of up to 64 KiB and their headers; a smaller bucket tears them."""
-_TORN_BITS_PER_S = 5_000_000
-"""Below it one bundle lasts a tenth of a second and more: it is torn, and each segment has its headers."""
+_TORN_BITS_PER_S = 50_000_000
+"""Below it one bundle lasts more than 12 ms, which would be free after each pause of a short epoch: it is
+torn, and each segment has its headers."""
+_TORN_S = 5e-3
 _LEAST_BURST_BYTES = 16 * 1024
 _LATE_S = 2e-3
 """The kernel may be so late in refilling a bucket; fast links need one that lasts as long."""
@@ -65,9 +67,9 @@ class Rate:
         ]
 
     def _burst(self, may_tear: bool) -> int:
-        if may_tear and self.bits_per_s < _TORN_BITS_PER_S:
-            return _LEAST_BURST_BYTES
         bytes_per_s = self.bits_per_s / 8
+        if may_tear and self.bits_per_s < _TORN_BITS_PER_S:
+            return max(round(bytes_per_s * _TORN_S), _LEAST_BURST_BYTES)
         usual = min(max(round(bytes_per_s * _USUAL_S), _BUNDLE_BYTES), _USUAL_BURST_BYTES)
         return max(usual, round(bytes_per_s * _LATE_S))
 

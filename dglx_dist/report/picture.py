@@ -21,6 +21,8 @@ PHASES = (
 HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
 """The same for what the loader's threads do beside it."""
 INSIDE, OUTSIDE = "#9ecae1", "#d62728"
+_IN_LEGEND = 8
+"""Servers that are named beside their lines."""
 
 
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
@@ -103,4 +105,27 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
     for axes in panels:
         axes.set_axis_off()
     figure.suptitle(title)
+    figure.savefig(path, dpi=100)
+
+
+def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
+    """Draw how the closures of servers grow into a PNG file.
+
+    Args:
+        factors: (K + 1, S) nodes within h hops of a server's own, by its own; a line for each server.
+        path: Where the picture goes.
+        title: Heading.
+    """
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    servers = len(factors[0])
+    for server in range(servers):
+        axes.plot(range(len(factors)), [row[server] for row in factors], marker="o", label=f"server {server}")
+    # No closure is larger than the graph.
+    axes.axhline(servers, color="#444444", linestyle="--", linewidth=1, label="the whole graph")
+    axes.set(title=title, xlabel="hops", ylabel="nodes held / own nodes", ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if servers <= _IN_LEGEND:
+        axes.legend(fontsize=8)
     figure.savefig(path, dpi=100)

@@ -97,6 +97,44 @@ def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
     return table
 
 
+def expansion_table(
+    factors: Sequence[Sequence[float]], foreign: Sequence[int], row_bytes: int, work: Sequence[float]
+) -> Table:
+    """Return one row per hop: how many times its own nodes each server holds, and what that costs the worst.
+
+    Args:
+        factors: (K + 1, S) nodes within h hops by own nodes; of more than 8 servers least, mean and most.
+        foreign: (K + 1,) nodes of other servers, of the server with most.
+        row_bytes: Of a node's features.
+        work: (K + 1,) edges aggregated by a model of h layers, by those without replicas.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_EXPANSION_LEGEND, caption_justify="left")
+    servers = len(factors[0])
+    heads = (
+        [f"server {number}" for number in range(servers)] if servers <= _SHOWN else ["least", "mean", "most"]
+    )
+    for name in ("hops", *heads, "foreign nodes", "features", "work"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for hop, (row, nodes, times) in enumerate(zip(factors, foreign, work, strict=True)):
+        shown = row if servers <= _SHOWN else [min(row), sum(row) / servers, max(row)]
+        table.add_row(
+            str(hop),
+            *(f"{factor:.2f}" for factor in shown),
+            readable_count(nodes),
+            readable_bytes(nodes * row_bytes),
+            f"{times:.2f}",
+        )
+    return table
+
+
+_SHOWN = 8
+_EXPANSION_LEGEND = (
+    "nodes within so many hops of a server's own, by its own: what it holds under shared_preload for a model "
+    "of as many layers. Foreign nodes and features, loaded once, and work, that of an epoch by the one of "
+    "full_graph, are those of the server with most"
+)
+
+
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of Markdown, one line per row; ``|`` and line ends in cells are escaped.
 

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.run.session import DataLoader, strategy_of, wrap
+from dglx_dist.run.session import DataLoader, default_batch_size, default_fanouts, strategy_of, wrap
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import TrainingLoader
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult, train
 from dglx_dist.training.sparse_state import Sparse
-
-FANOUTS, BATCH_SIZE = (25, 10), 512
-"""Of mini-batches, when nobody says otherwise."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -53,9 +50,9 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         g: With the node data that ``config`` names (``feat`` and ``label``), and ``train_mask``. Types
             without features need ``config.inputs``.
         config: How long, how often to evaluate, where checkpoints lie; defaults when not given.
-        fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all. Not given:
-            (25, 10), or all where the strategy trains on the full graph.
-        batch_size: Targets per rank and step; 512 when not given, or all of them.
+        fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all. None: two layers, 25
+            and 10; all where the strategy takes the whole graph.
+        batch_size: Targets per rank and step. None: 512, where the strategy has mini-batches.
         lr: Of Adam.
         make_optimizer: Makes another optimizer from the parameters; ``lr`` is then unused.
         callbacks: Called after each epoch with its record.
@@ -86,7 +83,12 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         config = replace(config, inputs=EntityInputs(g, feature=config.feature))
     _check_inputs(g, config.inputs)
     if loader is None:
-        loader = _node_loader(g, config, fanouts, {"batch_size": batch_size, **loader_options})
+        fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
+        batch_size = default_batch_size(g.session.strategy) if batch_size is None else batch_size
+        options = {"shuffle": True, **loader_options}
+        if batch_size is not None:
+            options["batch_size"] = batch_size
+        loader = _node_loader(g, config, fanouts, options)
     wrapped = wrap(model, g)
     if make_optimizer is None:
         optimizer: torch.optim.Optimizer = torch.optim.Adam(wrapped.parameters(), lr=lr)
@@ -116,16 +118,8 @@ def training_nodes(g: DistGraph, ntype: str) -> Tensor:
 
 
 def _node_loader(
-    g: DistGraph, config: FitConfig, fanouts: Sequence[int] | None, options: Mapping[str, Any]
+    g: DistGraph, config: FitConfig, fanouts: Sequence[int], options: Mapping[str, Any]
 ) -> TrainingLoader:
-    if strategy_of(g.session).traits.unit == "full_graph":
-        # As many as there are layers would be right; without blocks nobody counts them.
-        fanouts = (-1,) if fanouts is None else fanouts
-        options = {name: value for name, value in options.items() if value is not None}
-    else:
-        fanouts = FANOUTS if fanouts is None else fanouts
-        batch_size = BATCH_SIZE if options["batch_size"] is None else options["batch_size"]
-        options = {"shuffle": True, **options, "batch_size": batch_size}
     ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
     feats = {ntype: [config.feature]}
     if config.inputs is not None:

@@ -11,6 +11,7 @@ from dglx_dist.graph.optim import SparseAdam
 from dglx_dist.graph.sparse_optimizer import SparseOptimizer
 from dglx_dist.records import FEATURE
 from dglx_dist.run.plan import TrainPlan
+from dglx_dist.training.deep import build_resgcn
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.kinds import RELATIONAL_KINDS
 from dglx_dist.training.models import build_model
@@ -40,12 +41,7 @@ def build(plan: TrainPlan, g: DistGraph, ntype: str, classes: int) -> Built:
         ConfigError: a number is out of range, or there is no room for the rows.
     """
     if plan.model not in RELATIONAL_KINDS:
-        width = g.nodes[ntype].data[FEATURE].shape[1]
-        return Built(
-            module=build_model(
-                plan.model, width, plan.hidden, classes, plan.layers, plan.dropout, plan.heads, graph=g
-            )
-        )
+        return Built(module=_of_one_type(plan, g, g.nodes[ntype].data[FEATURE].shape[1], classes))
     embeddings = {
         name: DistEmbedding(
             g.num_nodes(name),
@@ -75,3 +71,11 @@ def build(plan: TrainPlan, g: DistGraph, ntype: str, classes: int) -> Built:
     )
     sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
     return Built(module=module, inputs=inputs, sparse=sparse)
+
+
+def _of_one_type(plan: TrainPlan, g: DistGraph, width: int, classes: int) -> nn.Module:
+    if plan.model == "resgcn":
+        return build_resgcn(width, plan.hidden, classes, plan.layers, plan.dropout, recompute=plan.recompute)
+    return build_model(
+        plan.model, width, plan.hidden, classes, plan.layers, plan.dropout, plan.heads, graph=g
+    )

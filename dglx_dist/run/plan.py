@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.training.kinds import MODEL_KINDS, RELATIONAL_KINDS, check_kind
+from dglx_dist.training.kinds import MODEL_KINDS, RECOMPUTE, RELATIONAL_KINDS, check_kind
 
 _CACHE_POLICIES = ("vip", "degree", "halo")
 _NOT_OF_A_STRATEGY = ("strategy", "timeout", "seed", "backend")
@@ -33,10 +33,12 @@ class TrainPlan:
     hidden: int = 64
     heads: int = 4
     dropout: float = 0.5
+    recompute: str = "none"
+    """What backward computes again, for deep models: one of ``training.kinds.RECOMPUTE``."""
     fanouts: tuple[int, ...] | None = None
-    """None: 25, then 10 for each layer more; all where the strategy trains on the full graph."""
+    """One for each layer; None: the strategy's own."""
     batch_size: int | None = None
-    """None: 512; all training nodes where the strategy trains on the full graph."""
+    """Targets per rank and step; None: the strategy's own, where it has mini-batches."""
     epochs: int = 20
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -80,6 +82,16 @@ class TrainPlan:
                 self.model in ("gat", "hgt") and (self.heads < 1 or self.hidden % self.heads > 0),
                 f"a divisor of --hidden {self.hidden}",
             ),
+            (
+                "recompute",
+                self.recompute not in RECOMPUTE,
+                ", ".join(RECOMPUTE[:-1]) + " or " + RECOMPUTE[-1],
+            ),
+            (
+                "recompute",
+                self.recompute != "none" and self.model != "resgcn",
+                f"left out with --model {self.model}: only layers of resgcn are computed again",
+            ),
             ("lr", not 0 < self.lr < math.inf, "above 0"),
             ("weight-decay", not 0 <= self.weight_decay < math.inf, "at least 0"),
             ("seed", self.seed < 0, "at least 0"),
@@ -121,13 +133,3 @@ class TrainPlan:
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
                 f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"
             )
-
-    def for_batches(self) -> TrainPlan:
-        """Return the plan with what mini-batches need, where nobody said otherwise."""
-        return replace(
-            self,
-            fanouts=(25, *[10] * (self.layers - 1)) if self.fanouts is None else self.fanouts,
-            batch_size=512 if self.batch_size is None else self.batch_size,
-            depth=1 if self.depth is None else self.depth,
-            loader_threads=1 if self.loader_threads is None else self.loader_threads,
-        )

@@ -168,6 +168,26 @@ def strategy_names() -> tuple[str, ...]:
     return STRATEGIES.names()
 
 
+def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
+    """Return one fan-out per layer for who names none: 25 and 10s, or all where steps take whole graphs.
+
+    Raises:
+        UnknownNameError: there is no such strategy.
+    """
+    if STRATEGIES.get(strategy).traits.unit == "full_graph":
+        return (-1,) * num_layers
+    return (25, *[10] * (num_layers - 1))
+
+
+def default_batch_size(strategy: str) -> int | None:
+    """Return the targets per rank and step for who names none: 512; None where steps take whole graphs.
+
+    Raises:
+        UnknownNameError: there is no such strategy.
+    """
+    return None if STRATEGIES.get(strategy).traits.unit == "full_graph" else 512
+
+
 def _distributed(g: object) -> DistGraph:
     if not isinstance(g, DistGraph):
         raise ConfigError(

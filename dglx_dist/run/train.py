@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from dglx_dist.run.fit import fit, training_nodes
 from dglx_dist.run.models import Built, build
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.predict import check_outputs, write_outputs
-from dglx_dist.run.session import init, strategy_of
+from dglx_dist.run.session import default_batch_size, default_fanouts, init, strategy_of
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
@@ -55,11 +55,10 @@ def train_dataset(plan: TrainPlan) -> Trained:
         CheckpointError: the checkpoint to resume from does not match.
         PeerError: another rank died or fell silent.
     """
+    plan = settled(plan)
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
-        full_graph = strategy_of(session).traits.unit == "full_graph"
-        plan = plan if full_graph else plan.for_batches()
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = check_trainable(plan, g)
         check_outputs(plan, g)
@@ -86,6 +85,24 @@ def train_dataset(plan: TrainPlan) -> Trained:
             _draw(epochs, folder, run_title(summary, config))
         write_outputs(plan, wrapped, built, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
+
+
+def settled(plan: TrainPlan) -> TrainPlan:
+    """Return ``plan`` with what its strategy takes where the plan says nothing.
+
+    Raises:
+        UnknownNameError: there is no such strategy.
+    """
+    fanouts = default_fanouts(plan.strategy, plan.layers) if plan.fanouts is None else plan.fanouts
+    usual = default_batch_size(plan.strategy)
+    ahead = None if usual is None else 1
+    return replace(
+        plan,
+        fanouts=fanouts,
+        batch_size=usual if plan.batch_size is None else plan.batch_size,
+        depth=ahead if plan.depth is None else plan.depth,
+        loader_threads=ahead if plan.loader_threads is None else plan.loader_threads,
+    )
 
 
 def check_trainable(plan: TrainPlan, g: DistGraph) -> str:
@@ -190,8 +207,7 @@ def _fit(
 def _cache_features(plan: TrainPlan, g: DistGraph, ntype: str, policy: str) -> None:
     of_batches: dict[str, Any] = {}
     if policy == "vip":
-        assert plan.fanouts is not None
-        of_batches = {"fanouts": list(plan.fanouts), "batch_size": plan.batch_size}
+        of_batches = {"fanouts": list(plan.fanouts or ()), "batch_size": plan.batch_size}
         of_batches["seeds"] = {ntype: training_nodes(g, ntype)}
     for name in g.ntypes:
         if FEATURE in g.nodes[name].data:

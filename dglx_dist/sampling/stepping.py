@@ -180,23 +180,7 @@ class StepLoader(ABC, Generic[K, B, T]):
         Raises:
             CheckpointError: it is no such position, or of a loader with another seed or of more steps.
         """
-        if not isinstance(state, Mapping):
-            raise CheckpointError(f"{state!r} is no position of a loader; give what state_dict() returned")
-        for name in ("epoch", "step", "seed"):
-            try:
-                whole_number(name, state.get(name), least=0)
-            except ConfigError as error:
-                raise CheckpointError(f"this is no position of a loader: {error}") from None
-        if state["seed"] != self._seed:
-            raise CheckpointError(
-                f"the loader's position was saved with seed {state['seed']}, and this one has {self._seed}; "
-                f"pass seed={state['seed']}"
-            )
-        if state["step"] > len(self):
-            raise CheckpointError(
-                f"the loader was at step {state['step']}, and an epoch has {len(self)} steps here; use the "
-                "same dataset, batch_size and number of ranks"
-            )
+        check_position(state, self._seed, len(self))
         self._epoch, self._next_step, self._begun = int(state["epoch"]), int(state["step"]), False
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
@@ -260,6 +244,27 @@ class StepLoader(ABC, Generic[K, B, T]):
             self._session.trace.note_pass(
                 Pass(loader=self._number, steps=len(self), seconds=seconds, wait_s=wait_s)
             )
+
+
+def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
+    """Raise CheckpointError unless ``state`` is a position of a loader of ``seed`` with ``num_steps``."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{state!r} is no position of a loader; give what state_dict() returned")
+    for name in ("epoch", "step", "seed"):
+        try:
+            whole_number(name, state.get(name), least=0)
+        except ConfigError as error:
+            raise CheckpointError(f"this is no position of a loader: {error}") from None
+    if state["seed"] != seed:
+        raise CheckpointError(
+            f"the loader's position was saved with seed {state['seed']}, and this one has {seed}; "
+            f"pass seed={state['seed']}"
+        )
+    if state["step"] > num_steps:
+        raise CheckpointError(
+            f"the loader was at step {state['step']}, and an epoch has {num_steps} steps here; use the "
+            "same dataset, batch_size and number of ranks"
+        )
 
 
 def seed_of(options: LoaderOptions, session: Session) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,18 +17,63 @@ from dglx_dist.storage.layout import PARTIAL_SUFFIX
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_ABANDONED_S = 86400.0
+"""After so long a folder that nobody has renamed will not be, whoever made it."""
+_MAKER = re.compile(rf"\.(?P<host>[^./]+)-(?P<process>\d+)-[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)}$")
 
 
 @contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target``, for the caller to fill and rename; remove it if left over."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+    maker = f"{_host()}-{os.getpid()}"
+    folder = target.with_name(f"{target.name}.{maker}-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     folder.mkdir()
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what :func:`partial_folder` made anywhere in ``folder`` and whoever filled it left: was killed.
+
+    That is where its process on this machine is gone, or, as of other machines nobody can tell, where it is a
+    day old. What cannot be removed stays.
+    """
+    # Other ranks and other runs make and remove folders here meanwhile, which a walk does not mind.
+    for parent, names, _ in os.walk(folder):
+        for name in [name for name in names if name.endswith(PARTIAL_SUFFIX)]:
+            names.remove(name)
+            if _is_abandoned(Path(parent, name)):
+                shutil.rmtree(Path(parent, name), ignore_errors=True)
+
+
+def _is_abandoned(partial: Path) -> bool:
+    maker = _MAKER.search(partial.name)
+    if maker is None:
+        return False
+    try:
+        age_s = time.time() - partial.stat().st_mtime
+    except OSError:
+        return False  # another rank has just removed it
+    return age_s > _ABANDONED_S or (maker["host"] == _host() and not _runs(int(maker["process"])))
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # somebody else's
+    return True
+
+
+def _host() -> str:
+    # No dots: the name of a folder stands before it and ends with one. Machines of a lab and containers may
+    # share a name, and then not the numbers of their processes.
+    return f"{os.uname().nodename.replace('.', '_')}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 @contextmanager

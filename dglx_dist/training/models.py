@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.bounded.declared import DeclaredStage
+from dglx_dist.training.deep import ResGCN, build_resgcn
 from dglx_dist.training.kinds import check_kind
 from dglx_dist.training.symmetric import SymmetricConv
 
@@ -100,12 +101,13 @@ def build_model(
     dropout: float = 0.5,
     heads: int = 4,
     graph: DistGraph | None = None,
-) -> Stack:
+) -> Stack | ResGCN:
     """Build a model; initial weights come from torch's global generator.
 
     Args:
         kind: ``sage`` (mean), ``gcn``, ``sgc`` (one linear map to the classes and a mean per layer, nothing
-            between them, so that ``hidden`` is not used), ``gat`` or ``mlp``.
+            between them, so that ``hidden`` is not used), ``gat``, ``mlp`` or ``resgcn`` (many layers with
+            skip connections, :mod:`dglx_dist.training.deep`).
         in_dim: Feature columns.
         hidden: Width between layers; for ``gat`` of all heads together.
         classes: Width of the result.
@@ -126,6 +128,8 @@ def build_model(
             f"model {kind!r} needs widths and layers of at least 1 and a dropout in [0, 1), but got "
             f"in_dim={in_dim}, hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
         )
+    if kind == "resgcn":
+        return build_resgcn(in_dim, hidden, classes, layers, dropout)
     if kind == "gat" and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     if kind == "sgc":

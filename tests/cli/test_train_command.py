@@ -1,7 +1,12 @@
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from typer.testing import CliRunner
+
+from dglx_dist.cli.app import app
 from dglx_dist.cli.train_command import check_launched
 from dglx_dist.errors import ConfigError
+from dglx_dist.run.plan import TrainPlan
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +28,35 @@ def test_what_torchrun_started_is_accepted(monkeypatch: pytest.MonkeyPatch) -> N
     check_launched(4, 1)
     monkeypatch.setenv("DGLX_RANKS_PER_SERVER", "2")
     check_launched(4, 2)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> TrainPlan:
+    """What the command line asks of the run, which does not happen."""
+    asked: list[TrainPlan] = []
+
+    def note(plan: TrainPlan) -> SimpleNamespace:
+        asked.append(plan)
+        return SimpleNamespace(rank=1)
+
+    monkeypatch.setattr("dglx_dist.run.train.train_dataset", note)
+    shown = CliRunner().invoke(app, ["train", "data", *arguments])
+    assert shown.exit_code == 0, shown.output
+    (plan,) = asked
+    return plan
+
+
+def test_a_deep_model_over_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = ("--model", "resgcn", "--layers", "28", "--recompute", "exchange")
+    plan = planned(monkeypatch, "--strategy", "flx", "--option", "hops=3", *deep)
+    assert (plan.model, plan.layers, plan.recompute) == ("resgcn", 28, "exchange")
+    assert (plan.strategy, plan.strategy_options) == ("flx", {"hops": 3})
+    # The strategy's own: nobody is warned of fan-outs that nobody named.
+    assert plan.fanouts is None
+    assert planned(monkeypatch, "--fanout", "5,-1").fanouts == (5, -1)
+
+
+def test_what_is_computed_again_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, said in (("all", "must be none, exchange or keep"), ("keep", "must be left out")):
+        shown = CliRunner().invoke(app, ["train", "data", "--recompute", wrong])
+        assert isinstance(shown.exception, ConfigError)
+        assert said in str(shown.exception)

@@ -36,6 +36,43 @@ def test_a_large_tensor_is_paged_in_once_when_memory_is_kept() -> None:
     assert pages(True) < 100 < 10_000 < pages(False)
 
 
+RETURNED = """
+import torch
+from pathlib import Path
+from dglx_dist.cluster.allocator import keep_memory, return_memory
+
+def resident():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmRSS")) // 1024
+
+def left_after():
+    before = resident()
+    tensors = [torch.ones(2_000_000) for _ in range(16)]
+    last = torch.ones(100)
+    del tensors
+    return resident() - before
+
+assert keep_memory()
+kept = left_after()
+assert return_memory()
+print(kept, left_after())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_what_is_freed_goes_back_where_memory_counts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RETURNED],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    kept, left = map(int, done.stdout.split())
+    assert kept > 100
+    assert left < 20
+
+
 def test_what_the_user_said_about_the_allocator_is_seen() -> None:
     assert not read_settings({}).allocator_set
     assert not read_settings({"LD_PRELOAD": "", "OMP_NUM_THREADS": "1"}).allocator_set

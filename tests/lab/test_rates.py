@@ -45,11 +45,11 @@ def test_refuses_others_with_an_example(text: str) -> None:
         ("10gbit", 2_500_000),  # 2 ms
         ("1gbit", 262_144),
         ("60mbit", 150_000),  # 20 ms
-        ("5mbit", 73_728),  # one bundle of segments
+        ("49mbit", 30_625),  # 5 ms, bundles are torn
         ("1mbit", 16_384),
     ],
 )
-def test_a_bucket_lasts_20_milliseconds_where_segments_allow_it(rate: str, burst: int) -> None:
+def test_a_bucket_lasts_20_milliseconds_and_less_where_bundles_are_torn(rate: str, burst: int) -> None:
     words = ["tbf", "rate", f"{Rate.parse(rate).bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
     assert Rate.parse(rate).tbf(may_tear=True) == words
 

@@ -1,11 +1,15 @@
 """Folders appear whole or not at all, and the old one stands until the new one does."""
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dglx_dist.storage import folders
-from dglx_dist.storage.folders import partial_folder, publish, replace_folder
+from dglx_dist.storage.folders import partial_folder, publish, remove_abandoned, replace_folder
 
 
 def filled(folder: Path, text: str) -> Path:
@@ -55,3 +59,56 @@ def test_the_system_here_exchanges_in_one_step(tmp_path: Path) -> None:
     if not folders._exchange(new, old):
         pytest.skip("this file system cannot exchange two names")
     assert ((old / "x").read_text(), (new / "x").read_text()) == ("new", "old")
+
+
+def killed_while_filling(target: Path) -> None:
+    with partial_folder(target):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left_by_a_killed_process(target: Path) -> Path:
+    process = multiprocessing.get_context("fork").Process(target=killed_while_filling, args=(target,))
+    process.start()
+    process.join(60)
+    (left,) = target.parent.glob(f"{target.name}.*.partial")
+    return left
+
+
+def test_what_the_killed_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    left_by_a_killed_process(tmp_path / "deep" / "a.b-c")
+    of_another = left_by_a_killed_process(tmp_path / "d")
+    of_another = of_another.rename(
+        str(of_another).replace(os.uname().nodename.replace(".", "_"), "elsewhere")
+    )
+    in_a_container = left_by_a_killed_process(tmp_path / "c")
+    in_a_container = in_a_container.rename(
+        str(in_a_container).replace(str(Path("/proc/self/ns/pid").stat().st_ino), "1")
+    )
+    set_aside = filled(tmp_path / "d.old-0123abcd.partial", "the only one")
+    with partial_folder(tmp_path / "e") as under_way:
+        remove_abandoned(tmp_path)
+        assert under_way.exists()
+        assert sorted(tmp_path.rglob("*.partial")) == sorted(
+            [of_another, in_a_container, set_aside, under_way]
+        )
+        os.utime(of_another, (0, 0))
+        os.utime(in_a_container, (0, 0))
+        remove_abandoned(tmp_path)
+        assert sorted(tmp_path.rglob("*.partial")) == sorted([set_aside, under_way])
+    remove_abandoned(tmp_path / "nowhere")
+
+
+def test_what_others_remove_meanwhile_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = left_by_a_killed_process(tmp_path / "z" / "d")
+    (tmp_path / "gone").mkdir()
+    scan = os.scandir
+
+    def scan_late(path: Any = ".") -> Any:
+        if str(path).endswith("gone"):
+            (tmp_path / "gone").rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    remove_abandoned(tmp_path)
+    assert not left.exists()
+    assert not (tmp_path / "gone").exists()

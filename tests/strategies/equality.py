@@ -26,6 +26,8 @@ from dglx_dist.training.models import build_model
 NUM_NODES, NUM_EDGES, WIDTH, HIDDEN, CLASSES, STEPS, RATE = 500, 3000, 7, 8, 4, 10, 0.3
 NUM_PARTS = 4
 MODELS = ("sage", "gcn", "gcn_symmetric", "gat")
+DEEP_MODELS = (*MODELS, "resgcn")
+"""With residuals, LayerNorm, and an encoder in front of the first convolution."""
 
 SHARES = {
     "even": (1.0, 1.0, 1.0, 1.0),
@@ -41,16 +43,16 @@ class Column:
 
     strategy: str
     options: tuple[tuple[str, Any], ...] = ()
-    shares: tuple[str, ...] = ("even", "uneven", "empty")
+    models: tuple[str, ...] = MODELS
+    shares: tuple[str, ...] = tuple(SHARES)
+    steps: int = STEPS
+    keeps_loader: bool = False
+    """Whether all models are trained from one loader."""
     name: str = ""
 
     def __str__(self) -> str:
         named = [self.strategy, *(f"{key}={value}" for key, value in self.options)]
         return self.name or "-".join(named)
-
-    def shares_on(self, ranks: int) -> tuple[str, ...]:
-        """One rank has all training nodes whatever the share."""
-        return self.shares if ranks > 1 else self.shares[:1]
 
 
 def raw_graph() -> RawGraph:
@@ -83,6 +85,31 @@ def write_parts(folder: Path) -> Path:
     )
     write_dataset(raw_graph(), assignment, folder / "parts")
     return folder / "parts"
+
+
+class PlainResidual(nn.Module):
+    """ResGCN+ of two convolutions of dgl.nn, as its paper has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [dgl.nn.SAGEConv(HIDDEN, HIDDEN, "mean") for _ in range(2)]
+        self.encoder = nn.Linear(WIDTH, HIDDEN)
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
+        self.decoder = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, graphs: list[Any], h: Tensor) -> Tensor:
+        h = self.encoder(h)
+        for layer, norm, graph in zip(self.layers, self.norms, graphs, strict=False):
+            h = h + layer(graph, torch.relu(norm(h)))
+        scores: Tensor = self.decoder(torch.relu(self.norms[2](h)))
+        return scores
+
+
+def plain_model(kind: str) -> nn.Module:
+    """A model written against DGL, with its first weights."""
+    torch.manual_seed(11)
+    return (PlainResidual() if kind == "resgcn" else PlainModel(kind)).double()
 
 
 class PlainModel(nn.Module):
@@ -122,18 +149,19 @@ def plain_graph() -> Any:
     return graph
 
 
-def one_process(kind: str, batch_of_step: list[Tensor] | None = None) -> tuple[list[Any], Any]:
+def one_process(
+    kind: str, batch_of_step: list[Tensor] | None = None, steps: int = STEPS
+) -> tuple[list[Any], Any]:
     """Train with plain DGL; return the weights, in the order of parameters(), and the scores of all nodes.
 
-    ``batch_of_step``: original ids of each step's targets; ten times all training nodes when not given. The
-    whole graph stands for every block: what DGL computes for a target does not depend on the others.
+    ``batch_of_step``: original ids of each step's targets; ``steps`` times all training nodes when not given.
+    The whole graph stands for every block: what DGL computes for a target does not depend on the others.
     """
     graph = plain_graph()
-    torch.manual_seed(11)
-    model = PlainModel(kind).double()
+    model = plain_model(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     everyone = graph.ndata["train_mask"].nonzero()[:, 0]
-    for targets in batch_of_step or [everyone] * STEPS:
+    for targets in batch_of_step or [everyone] * steps:
         scores = model([graph, graph], graph.ndata["feat"])[targets]
         optimizer.zero_grad()
         F.cross_entropy(scores, graph.ndata["label"][targets]).backward()
@@ -177,18 +205,30 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
         if "parameter_servers" in options:
             options["parameter_servers"] = min(options["parameter_servers"], topology.world_size)
         strategy = STRATEGIES.get(column.strategy)(session, options)
-        for kind in MODELS:
-            for share in column.shares_on(topology.world_size):
-                mine = cut(train_ids, SHARES[share], topology.rank, topology.world_size)
-                sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-                    2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
-                )
-                loader = strategy.loader(g, mine, sampler, batch_size=len(train_ids))
+        for share in shares_of(column, topology.world_size):
+            mine = cut(train_ids, SHARES[share], topology.rank, topology.world_size)
+            loader = None
+            for kind in column.models:
+                if loader is None or not column.keeps_loader:
+                    loader = _loader(strategy, g, mine, len(train_ids))
                 model = strategy.wrap(model_of(kind, g), g)
-                train(model, loader, STEPS)
+                train(model, loader, column.steps)
                 weights = [p.detach().numpy().copy() for p in model.whole().parameters()]
                 results[f"{column}/{kind}/{share}"] = weights
     return results
+
+
+def shares_of(column: Column, ranks: int) -> tuple[str, ...]:
+    """The ways to cut that differ on so many ranks."""
+    return column.shares if ranks > 1 else column.shares[:1]
+
+
+def _loader(strategy: Any, g: DistGraph, mine: Tensor, batch_size: int) -> Any:
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    options = {} if strategy.traits.unit == "full_graph" else {"batch_size": batch_size}
+    return strategy.loader(g, mine, sampler, **options)
 
 
 def train(model: WrappedModel, loader: Any, epochs: int) -> None:

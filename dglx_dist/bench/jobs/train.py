@@ -6,6 +6,7 @@ Reports are what ``bench.reports`` reads; those of the ranks agree but for ``pea
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -49,10 +50,10 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
         PeerError: another rank died or fell silent.
     """
     told = read_params(params)
-    timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
+    timeout_s, began = min(_LONGEST_WAIT_S, context.timeout_s), time.perf_counter()
     with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
         g = DistGraph(told.data, structure=told.structure, session=session)
-        report = _measured(_make(told, g), told, context)
+        report = _measured(_make(told, g), told, context, began)
         g.close()
         return report
 
@@ -72,6 +73,10 @@ class _Before:
 
     card: int | None
     ledger: Snapshot
+    payload: list[LedgerRow]
+    """Of all that was before."""
+    seconds: float
+    """Since the job began, without the epochs that warmed up: what is done once."""
 
 
 def _make(told: TrainParams, g: DistGraph) -> _Training:
@@ -101,16 +106,23 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
     )
 
 
-def _measured(training: _Training, told: TrainParams, context: JobContext) -> dict[str, Any]:
+def _measured(training: _Training, told: TrainParams, context: JobContext, began: float) -> dict[str, Any]:
     """Warm up, train the measured epochs and gather what they cost; collective."""
     session, g = training.g.session, training.g
-    curve: list[tuple[float, float]] = []
+    curve = _Curve(training, told)
+    trained_s = 0.0
     for epoch in range(told.warmup):
         record = _epoch(training, told, epoch)
-        _evaluate(training, told, record, curve)
+        trained_s += record.seconds
+        curve.follow(record)
     training.loader.reset()
     g.barrier()
-    before = _Before(card=context.card_sent(), ledger=session.ledger.snapshot())
+    before = _Before(
+        card=context.card_sent(),
+        ledger=session.ledger.snapshot(),
+        payload=session.ledger.rows(),
+        seconds=time.perf_counter() - began - trained_s,
+    )
     g.barrier()
     wire: int | None = 0
     records = []
@@ -119,7 +131,7 @@ def _measured(training: _Training, told: TrainParams, context: JobContext) -> di
         if told.accuracy:
             # What evaluation sends is not of the epochs.
             wire = None
-            _evaluate(training, told, records[-1], curve)
+            curve.follow(records[-1])
     g.barrier()
     sent = session.ledger.since(before.ledger)
     wire = None if wire is None else _sent_by_cards(before.card, context, session)
@@ -127,8 +139,13 @@ def _measured(training: _Training, told: TrainParams, context: JobContext) -> di
         "epochs": [_json(record) for record in records],
         "bytes_outside_wire": wire,
         "peak_bytes": context.peak_bytes(),
-        "accuracy": curve,
-        "extra": {**_facts(training, session), "bytes_outside_by_phase": _by_phase(sent, session)},
+        "accuracy": curve.points,
+        "extra": {
+            **_facts(training, session),
+            "bytes_outside_by_phase": _by_phase(sent, session),
+            "seconds_before": int(gather_int64([int(1e6 * before.seconds)], session).max()) / 1e6,
+            "bytes_outside_before": _by_phase(before.payload, session),
+        },
     }
 
 
@@ -149,15 +166,31 @@ def _json(record: EpochRecord) -> dict[str, Any]:
     }
 
 
-def _evaluate(
-    training: _Training, told: TrainParams, record: EpochRecord, curve: list[tuple[float, float]]
-) -> None:
-    """Add (seconds of training so far, validation accuracy) to ``curve`` when asked to; collective."""
-    if told.accuracy:
+@final
+class _Curve:
+    """(Seconds of training so far, validation accuracy), of the epochs for which it is asked.
+
+    Args:
+        training: Whose model.
+        told: Whether, and after which epochs.
+    """
+
+    def __init__(self, training: _Training, told: TrainParams) -> None:
+        self._training, self._told = training, told
+        self._seconds, self._epochs = 0.0, 0
+        self.points: list[tuple[float, float]] = []
+
+    def follow(self, record: EpochRecord) -> None:
+        """Take an epoch into account; collective."""
+        told, g = self._told, self._training.g
+        self._seconds += record.seconds
+        self._epochs += 1
+        is_due = self._epochs % told.accuracy_every == 0 or self._epochs == told.warmup + told.epochs
+        if not told.accuracy or not is_due:
+            return
         # Each rank's nodes at once: what several batches of them need is then pulled once, not by each.
-        g = training.g
-        accuracy = evaluate(training.step.model, g, [_VALIDATION], batch_size=g.num_nodes())[_VALIDATION]
-        curve.append((record.seconds + (curve[-1][0] if curve else 0.0), accuracy))
+        found = evaluate(self._training.step.model, g, [_VALIDATION], batch_size=g.num_nodes())
+        self.points.append((self._seconds, found[_VALIDATION]))
 
 
 def _sent_by_cards(before: int | None, context: JobContext, session: Session) -> int | None:

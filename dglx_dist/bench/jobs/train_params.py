@@ -52,6 +52,8 @@ class TrainParams:
     """More for the loader, such as ``depth`` and ``num_threads``."""
     accuracy: bool = False
     """Evaluate after every epoch, outside its seconds."""
+    accuracy_every: int = 1
+    """Where ``accuracy``: after so many epochs only, and after the last."""
     simulated: Mapping[str, Any] | None = None
     """``ComputeCost.to_json()``: sleep so long in place of computing; None: compute."""
 
@@ -63,6 +65,7 @@ class TrainParams:
             ("batch_size", self.batch_size < 1, "at least 1"),
             ("epochs", self.epochs < 1, "at least 1"),
             ("warmup", self.warmup < 0, "at least 0"),
+            ("accuracy_every", self.accuracy_every < 1, "at least 1"),
             ("max_steps", self.max_steps is not None and self.max_steps < 1, "at least 1, or left out"),
             ("lr", not 0 < self.lr < math.inf, "above 0"),
             ("norm", self.norm not in ("graph", "block"), "graph or block"),

@@ -294,11 +294,23 @@ def _reports(
             "epochs": [asdict(epoch) for epoch in epochs],
             "bytes_outside_wire": _total(wire),
             "peak_bytes": server_peak // ranks_per_server if server_peak else rank["peak_bytes"],
-            "accuracy": [],
+            "accuracy": _curve([rank["epochs"] for rank in found]),
             "extra": extra,
         }
         for rank in found
     ]
+
+
+def _curve(epochs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    """Return (seconds of training so far, accuracy) where ranks, [rank][epoch], counted validation nodes."""
+    curve, seconds = [], 0.0
+    for row in zip(*epochs, strict=True):
+        seconds += max(rank["seconds"] for rank in row)
+        counts = [rank["validation"] for rank in row if "validation" in rank]
+        if counts:
+            correct, of = (sum(column) for column in zip(*counts, strict=True))
+            curve.append((seconds, correct / max(of, 1)))
+    return curve
 
 
 def _total(values: Sequence[int | None]) -> int | None:

@@ -88,6 +88,10 @@ class Report:
             }
         )
 
+    def note_validation(self, correct: float, of: int) -> None:
+        """Say how many of this rank's validation nodes the model hits after the last epoch."""
+        self._epochs[-1]["validation"] = (correct, of)
+
     def write(self) -> None:
         """Write everything; called once, at the end."""
         partial = self._path.with_suffix(".partial")

@@ -21,6 +21,7 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import peers_named
 from dglx_dist.cluster.session import Session
 from dglx_dist.cluster.timeline import NETWORK
+from dglx_dist.cluster.weak import if_alive
 from dglx_dist.errors import PeerError
 from dglx_dist.strategies.push_pull.group import Group
 
@@ -119,7 +120,7 @@ class Courier:
                 ended = weakref.finalize(self, self._lanes[tag].jobs.put, None)
                 # At exit a lane that is woken runs into the interpreter's end.
                 ended.atexit = False
-            session.before_close.append(_if_alive(weakref.WeakMethod(self.close)))
+            session.before_close.append(if_alive(self.close))
 
     def close(self) -> None:
         """End the threads, once what was posted has come."""
@@ -198,15 +199,6 @@ def add_in_order(received: Received) -> Tensor:
     for share in rest:
         total += share
     return total.to(first.dtype)
-
-
-def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    def call() -> None:
-        found = method()
-        if found is not None:
-            found()
-
-    return call
 
 
 def _wait_for(jobs: queue.SimpleQueue[_Posted | None]) -> None:

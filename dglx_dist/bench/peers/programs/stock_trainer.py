@@ -67,6 +67,22 @@ class Trainer:
             note_batch(clock, loss, scores, labels)
             note_blocks(clock, input_nodes, seeds, blocks)
 
+    def validate(self) -> tuple[float, int]:
+        """Return how many of this trainer's validation nodes are hit, and their number; all neighbours."""
+        nodes = dgl.distributed.node_split(
+            self.g.ndata["val_mask"], self.g.get_partition_book(), force_even=True
+        )
+        layers = len(self.model.module.layers)
+        loader = dgl.dataloading.DistNodeDataLoader(
+            self.g, nodes, dgl.dataloading.MultiLayerFullNeighborSampler(layers), batch_size=len(nodes)
+        )
+        correct = 0.0
+        with torch.no_grad():
+            for input_nodes, seeds, blocks in loader:
+                scores = self.model.module(blocks, self.g.ndata["feat"][input_nodes])
+                correct += float((scores.argmax(1) == self.g.ndata["label"][seeds].long()).sum())
+        return correct, len(nodes)
+
 
 def main() -> None:
     """Train and report."""
@@ -76,9 +92,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     trainer = Trainer(arguments.workload, arguments.data)
     report = Report(arguments.out, dist.get_rank(), dist.barrier, arguments.device)
-    for _ in range(arguments.epochs):
+    # After so many epochs; 0: never.
+    every = int(arguments.options.get("accuracy_every", 0))
+    for epoch in range(1, arguments.epochs + 1):
         with report.epoch() as clock:
             trainer.epoch(clock)
+        if every and (epoch % every == 0 or epoch == arguments.epochs):
+            report.note_validation(*trainer.validate())
     report.write()
 
 

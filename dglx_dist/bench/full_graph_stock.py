@@ -1,0 +1,59 @@
+"""Stock DistDGL beside full-graph training: the same graph and cut, in mini-batches."""
+
+from __future__ import annotations
+
+from dglx_dist.bench import data
+from dglx_dist.bench.full_graph import (
+    BASE,
+    EVERY,
+    RANKS_PER_SERVER,
+    SERVERS,
+    Setting,
+    Size,
+    cut_of,
+    graph_of,
+)
+from dglx_dist.bench.peers.data import dgl_copy
+from dglx_dist.bench.peers.launch import KIND, Launch
+from dglx_dist.bench.peers.workload import Workload
+from dglx_dist.bench.records import BenchPlan, Job, MatchedPhi, Shape, Variant
+
+STOCK = "stock DistDGL, mini-batches"
+_BATCH_SIZE, _FANOUTS = 128, (15, 10)
+
+
+def stock(plan: BenchPlan, size: Size, setting: Setting) -> Variant:
+    """Return GraphSAGE of the setting's width under stock DistDGL, with a curve of its accuracy.
+
+    Raises:
+        StorageError: the datasets cannot be written.
+    """
+    graph, cut = graph_of(plan, size, setting), cut_of(setting)
+    ours = data.prepare(graph, {setting.cut: cut}, plan.work)[setting.cut]
+    workload = Workload(
+        nodes=graph.nodes,
+        degree=int(graph.degree),
+        features=graph.features,
+        classes=graph.classes,
+        train_rate=graph.train_rate,
+        hidden=setting.hidden,
+        fanouts=_FANOUTS,
+        batch_size=_BATCH_SIZE,
+        lr=0.01,
+        seed=graph.seed,
+    )
+    launch = Launch(
+        system="stock",
+        workload=workload,
+        data=str(dgl_copy(graph, cut, ours, plan.work)),
+        epochs=size.epochs,
+    )
+    # An epoch has many steps, so fewer of them reach an accuracy.
+    drawn = {"warmup": 0, "epochs": max(size.curve_epochs // EVERY, 1), "options": {"accuracy_every": 1}}
+    return Variant(
+        name=setting.named(STOCK),
+        shape=Shape(servers=SERVERS, ranks_per_server=RANKS_PER_SERVER),
+        job=Job(kind=KIND, params=launch.params(), warm={"epochs": 1, "warmup": 0}),
+        rate=MatchedPhi(phi=setting.phi, baseline=setting.named(BASE)),
+        curve=Job(kind=KIND, params={**launch.params(), **drawn}),
+    )

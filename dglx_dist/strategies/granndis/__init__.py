@@ -1,0 +1,1 @@
+"""Full-graph training aware of servers: halo exchange, shared preloading, co-batches (GraNNDis)."""

@@ -1,0 +1,160 @@
+"""Experiments with full-graph training: each builds its jobs, and foretells the bytes of a real run."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.bench import full_graph, suites
+from dglx_dist.bench.closed_form import PREDICTED_ONCE
+from dglx_dist.bench.driver import check_plan
+from dglx_dist.bench.experiments import g1, g2, g3, g4, g5
+from dglx_dist.bench.full_graph import (
+    BASE,
+    BASE_PP,
+    COOPERATIVE,
+    EAS,
+    PRELOAD,
+    PRELOAD_PP,
+    RANKS_PER_SERVER,
+    SERVERS,
+    Size,
+)
+from dglx_dist.bench.full_graph_stock import STOCK
+from dglx_dist.bench.halo_bytes import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
+from dglx_dist.bench.jobs import train
+from dglx_dist.bench.jobs.train_params import read_params
+from dglx_dist.bench.phase_table import PREDICTED_BYTES
+from dglx_dist.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EDGE_TYPE
+from dglx_dist.storage.reader import open_dataset
+from dglx_dist.storage.replica import open_structure
+from tests.bench.graphs import context
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+
+TINY = Size(nodes=2400, epochs=1, curve_epochs=1, deep_layers=4)
+WIDTHS = Widths(first=10, hidden=3, first_learns=False, gradient_bytes=40)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
+    folder = tmp_path_factory.mktemp("granndis")
+    return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
+
+
+@pytest.mark.parametrize("module", [g1, g2, g3, g4, g5], ids=lambda one: one.EXPERIMENT.id)
+def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None:
+    plan: ExperimentPlan = module.plan_at(bench, TINY)
+    check_plan(module.EXPERIMENT.id, plan)
+    foretold = plan.facts[PREDICTED_BYTES]
+    for variant in plan.variants:
+        if variant.job.kind != "train":
+            assert variant.name == STOCK
+            assert Path(variant.job.params["data"]).is_file()
+            continue
+        told = read_params({**variant.job.params, **variant.job.warm})
+        assert Path(told.data).is_dir()
+        assert variant.shape.servers * variant.shape.ranks_per_server == 4
+        if isinstance(variant.rate, MatchedPhi):
+            assert sum(foretold[variant.name].values()) > 0
+    unforetold = [one.name for one in plan.ratios if one.predicted is None]
+    assert all("gbit" in name or name.startswith(STOCK) for name in unforetold)
+    assert suites.find(module.EXPERIMENT.id).build is not None
+
+
+def pairs_of(folder: Path, layers: int) -> tuple[list[int], list[int]]:
+    """Pairs outside and inside by layer, of the equality graph on 2 servers of 2 ranks, the plain way."""
+    dataset = open_dataset(folder)
+    manifest, whole = dataset.manifest, open_structure(dataset, EDGE_TYPE)
+    offsets = manifest.node_offsets["_N"]
+    mask = np.concatenate([dataset.part(part).node_data("_N", "train_mask") for part in range(4)])
+    bounds = [0, int(offsets[2]), int(offsets[4])]
+    middle = [(bounds[0] + bounds[1]) // 2, bounds[1] + (bounds[2] - bounds[1]) // 2]
+    starts = [bounds[0], middle[0], bounds[1], middle[1]]
+    rank_of = np.searchsorted(starts, np.arange(len(mask)), side="right") - 1
+    needed, outside, inside = set(np.flatnonzero(mask).tolist()), [], []
+    for _ in range(layers):
+        found = {
+            (int(u), int(rank_of[v]))
+            for v in needed
+            for u in whole.indices[whole.indptr[v] : whole.indptr[v + 1]]
+        }
+        halo = [(u, rank) for u, rank in found if rank_of[u] != rank]
+        outside.insert(0, sum(rank_of[u] // 2 != rank // 2 for u, rank in halo))
+        inside.insert(0, len(halo) - outside[0])
+        needed |= {u for u, _ in found}
+    return outside, inside
+
+
+def test_pairs_are_those_of_plain_search(tmp_path: Path) -> None:
+    folder = equality.write_parts(tmp_path)
+    found = count_pairs(open_dataset(folder), topology_of(2, 2), 3)
+    assert (list(found.outside), list(found.inside)) == pairs_of(folder, 3)
+    assert found.outside[0] >= found.outside[2] > 0
+    with pytest.raises(ConfigError, match="halos of 65 ranks"):
+        count_pairs(open_dataset(folder), topology_of(1, 65), 1)
+
+
+def test_bytes_by_hand() -> None:
+    """Layers take 10, 3 and 3 columns; 5, 4 and 2 pairs; 4 bytes a number."""
+    assert exchanged_bytes([5, 4, 2], WIDTHS, use_pp=False) == {"halo": 4 * (50 + 18), "halo_gradients": 72}
+    assert exchanged_bytes([5, 4, 2], WIDTHS, use_pp=True) == {"halo": 72, "halo_gradients": 72}
+    learns = Widths(first=3, hidden=3, first_learns=True, gradient_bytes=0)
+    assert exchanged_bytes([5, 4, 2], learns, use_pp=False) == {"halo": 132, "halo_gradients": 132}
+    assert exchanged_bytes([7], WIDTHS, use_pp=True) == {}
+    # 4 ranks send 60 bytes each; those of ranks 1 and 3 leave their server.
+    assert gradient_bytes(WIDTHS, topology_of(2, 2)) == 120
+    assert gradient_bytes(WIDTHS, topology_of(1, 4)) == 0
+
+
+def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """On every rank: what each job tells besides times."""
+    return {name: train.run({**params, "warmup": 1}, context())["extra"] for name, params in jobs.items()}
+
+
+def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
+    flat = full_graph.Setting(phi=0.8, features=20, layers=2, hidden=8, raw=())
+    deep = full_graph.Setting(phi=0.8, features=20, layers=3, hidden=8, model="resgcn", label="deep", raw=())
+    size = replace(TINY, nodes=1200)
+    plans = [full_graph.plan_of(bench, size, [flat], [])]
+    # Others of deep models are as the flat ones.
+    some = [way for way in full_graph.WAYS if way.name in (BASE, BASE_PP, PRELOAD)]
+    plans.append(full_graph.plan_of(bench, size, [deep], [], some))
+    jobs = {variant.name: dict(variant.job.params) for plan in plans for variant in plan.variants}
+    found = run_ranks(
+        train_all,
+        SERVERS * RANKS_PER_SERVER,
+        args=(jobs,),
+        ranks_per_server=RANKS_PER_SERVER,
+        timeout_s=240.0,
+    )[0]
+    sent = {name: dict(extra["bytes_outside_by_phase"]) for name, extra in found.items()}
+    for phases in sent.values():
+        # How the ranks agree is nobody's payload.
+        phases.pop("control", None)
+    assert sent == {name: one for plan in plans for name, one in plan.facts[PREDICTED_BYTES].items()}
+    once = {name: one for plan in plans for name, one in plan.facts[PREDICTED_ONCE].items()}
+    assert set(once) == set(jobs) - {EAS, COOPERATIVE}
+    assert once == {name: found[name]["bytes_outside_before"].get("preload", 0) for name in once}
+    counted = full_graph._count(bench, size, flat)
+    # In the first epoch; there is nothing of co-batches among the bytes of the later ones.
+    assert found[COOPERATIVE]["bytes_outside_before"]["preload"] == counted.co_batch_features > 0
+    edges = {name: found[name]["edges"] for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP, EAS, COOPERATIVE)}
+    assert edges[BASE] == edges[BASE_PP] == sum(counted.exchanging.edges)
+    assert edges[PRELOAD] == edges[PRELOAD_PP] == sum(counted.preloading.edges)
+    assert edges[COOPERATIVE] == sum(counted.batches.edges)
+    # Few nodes have more than 15 foreign in-neighbours here.
+    assert 0.99 * sum(counted.sampled.edges) <= edges[EAS] <= sum(counted.sampled.edges)
+
+
+def test_the_script_knows_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
+    script = importlib.import_module("granndis")
+    assert list(script.ALL) == [one.EXPERIMENT.id for one in (g1, g2, g3, g4, g5)]
