@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench import data
 from dglx_dist.bench.full_graph import (
     BASE,
     EVERY,
@@ -13,10 +12,9 @@ from dglx_dist.bench.full_graph import (
     cut_of,
     graph_of,
 )
-from dglx_dist.bench.peers.data import dgl_copy
-from dglx_dist.bench.peers.launch import KIND, Launch
-from dglx_dist.bench.peers.workload import Workload
+from dglx_dist.bench.peers.launch import KIND
 from dglx_dist.bench.records import BenchPlan, Job, MatchedPhi, Shape, Variant
+from dglx_dist.bench.stock_launch import stock_launch
 
 STOCK = "stock DistDGL, mini-batches"
 _BATCH_SIZE, _FANOUTS = 128, (15, 10)
@@ -28,25 +26,16 @@ def stock(plan: BenchPlan, size: Size, setting: Setting) -> Variant:
     Raises:
         StorageError: the datasets cannot be written.
     """
-    graph, cut = graph_of(plan, size, setting), cut_of(setting)
-    ours = data.prepare(graph, {setting.cut: cut}, plan.work)[setting.cut]
-    workload = Workload(
-        nodes=graph.nodes,
-        degree=int(graph.degree),
-        features=graph.features,
-        classes=graph.classes,
-        train_rate=graph.train_rate,
+    launch = stock_launch(
+        graph_of(plan, size, setting),
+        cut_of(setting),
+        setting.cut,
+        work=plan.work,
+        epochs=size.epochs,
         hidden=setting.hidden,
         fanouts=_FANOUTS,
         batch_size=_BATCH_SIZE,
         lr=0.01,
-        seed=graph.seed,
-    )
-    launch = Launch(
-        system="stock",
-        workload=workload,
-        data=str(dgl_copy(graph, cut, ours, plan.work)),
-        epochs=size.epochs,
     )
     # An epoch has many steps, so fewer of them reach an accuracy.
     drawn = {"warmup": 0, "epochs": max(size.curve_epochs // EVERY, 1), "options": {"accuracy_every": 1}}

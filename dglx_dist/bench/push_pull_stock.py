@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench import data
-from dglx_dist.bench.peers.data import dgl_copy
-from dglx_dist.bench.peers.launch import KIND, Launch
-from dglx_dist.bench.peers.workload import Workload
+from dglx_dist.bench.peers.launch import KIND
 from dglx_dist.bench.push_pull import SERVERS, Case, Size, cut_of, graph_of
 from dglx_dist.bench.records import BenchPlan, Job, MatchedPhi, Shape, Variant
+from dglx_dist.bench.stock_launch import stock_launch
 from dglx_dist.lab.rates import Rate
 
 STOCK = "stock DistDGL, hash, 16"
@@ -20,24 +18,15 @@ def stock(plan: BenchPlan, size: Size, *, rate: Rate | MatchedPhi) -> Variant:
         StorageError: the datasets cannot be written.
     """
     case = Case(name=STOCK, rate=rate)
-    graph, cut = graph_of(size, case.features, plan.seed), cut_of(case.cut, SERVERS)
-    ours = data.prepare(graph, {case.cut: cut}, plan.work)[case.cut]
-    workload = Workload(
-        nodes=graph.nodes,
-        degree=int(graph.degree),
-        features=graph.features,
-        classes=graph.classes,
-        train_rate=graph.train_rate,
+    launch = stock_launch(
+        graph_of(size, case.features, plan.seed),
+        cut_of(case.cut, SERVERS),
+        case.cut,
+        work=plan.work,
+        epochs=size.epochs,
         hidden=case.hidden,
         fanouts=case.fanouts,
         batch_size=size.batch_size,
-        seed=graph.seed,
-    )
-    launch = Launch(
-        system="stock",
-        workload=workload,
-        data=str(dgl_copy(graph, cut, ours, plan.work)),
-        epochs=size.epochs,
     )
     job = Job(kind=KIND, params=launch.params(), warm={"epochs": 1, "warmup": 0})
     return Variant(name=STOCK, shape=Shape(servers=SERVERS), job=job, rate=rate)

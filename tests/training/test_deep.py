@@ -202,7 +202,7 @@ def test_on_ranks_it_trains_as_in_one_process(tmp_path: Path) -> None:
 def _train(folder: str, out: str) -> list[float]:
     plan = TrainPlan(
         data=folder, out=out, model="resgcn", layers=6, hidden=8, fanouts=(-1,) * 6, epochs=3,
-        batch_size=200, recompute="exchange", save_embeddings=f"{out}-rows",
+        batch_size=200, dropout=0.0, recompute="exchange", save_embeddings=f"{out}-rows",
     )  # fmt: skip
     return [epoch.loss for epoch in train_dataset(plan).epochs]
 
