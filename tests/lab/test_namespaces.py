@@ -94,7 +94,7 @@ def test_a_rate_that_is_refused_is_not_said_to_hold(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
-    """15 datagrams of 1000 bytes fit in the smallest bucket, each with 42 bytes of headers; little else is sent."""
+    """15 datagrams of 1000 bytes fit in the smallest bucket, each with 42 bytes of headers."""
     first, second = pair.servers
     assert reaches(first, second.address)
     before = pair.cards()
