@@ -7,7 +7,6 @@ A task names the program by its digest; rows, weights and the program itself are
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import final
@@ -193,13 +192,13 @@ class Task:
         return event
 
     @classmethod
-    def from_event(cls, event: bytes | str | Mapping[str, object]) -> Task:
-        """Read what :meth:`to_event` wrote, or the object that a functions service made of it.
+    def from_event(cls, event: object) -> Task:
+        """Read what :meth:`to_event` wrote, or the object that a functions service made of its JSON.
 
         Raises:
             ConfigError: it is larger than 256 KB, no JSON, or a field is missing, unknown or out of bounds.
         """
-        given = event if isinstance(event, Mapping) else read_json(event, MAX_EVENT_BYTES, "a task")
+        given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
         fields = Fields(given, "a task")
         fields.whole("version", _VERSION, _VERSION)
         program = fields.text("program", 64)

@@ -190,8 +190,6 @@ def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
         assert function.handler(json.loads(events[0]))["accepted"] is True
         assert function.handler({"body": events[1].decode(), "requestContext": {}})["cold"] is False
         assert function.handler({"body": coded, "isBase64Encoded": True}, object())["key"] == str(keys[2])
-        with pytest.raises(ConfigError, match="no base64"):
-            function.handler({"body": "?", "isBase64Encoded": True})
         for key in keys[:3]:
             bench.check(key)
         function._WORKER._caller.close()
@@ -243,7 +241,7 @@ def test_an_encrypted_job_never_shows_its_secret_in_clear() -> None:
             Worker(caller).handle(naked.to_event())
 
 
-def refused(event: bytes | str | dict[str, object], message: str) -> None:
+def refused(event: object, message: str) -> None:
     bench = Bench(gcn(), ROWS)
     with pytest.raises(DglxError, match=message):
         Worker(DirectCaller(bench.handlers())).handle(event)
@@ -271,10 +269,61 @@ def test_events_that_make_no_sense_are_refused(field: str, value: object, messag
     refused({**event, field: value}, message)
 
 
-def test_what_is_no_event_is_refused() -> None:
-    refused(b"{", "no JSON")
-    refused("[1]", "give an object")
-    refused(b'{"x":"' + b"y" * 300_000 + b'"}', "300008 bytes, more than 262144")
+MALICIOUS = {
+    "cut off": (b"{", "no JSON"),
+    "a list": ("[1]", "give an object"),
+    "large": (b'{"x":"' + b"y" * 300_000 + b'"}', "300008 bytes, more than 262144"),
+    "deep": (b'{"key":' + b"[" * 100_000, "no JSON"),
+    "as deep as can be read": (b'{"version":' + b"[" * 700 + b"]" * 700 + b"}", "'version' = a list"),
+    "a pickle": (b"\x80\x04cos\nsystem\n(S'true'\ntR.", "no JSON"),
+    "a number beyond all floats": ({"timeout_s": 10**400}, "'timeout_s' = 1000"),
+    "a number beyond all texts": (b'{"version":' + b"1" * 5000 + b"}", "no JSON"),
+    "no number": (b'{"version":NaN}', "NaN is no number"),
+    "half a character": ({"graph_server": {"rank": 0, "host": "\ud800", "endpoint": "tcp://a:1"}}, "'host'"),
+    "steers a terminal": ({"program": "\x1b]0;owned\x07"}, r"'\\x1b\]0;owned"),
+    "a file as endpoint": (
+        {"graph_server": {"rank": 0, "host": "h", "endpoint": "ipc:///tmp/x", "public_key": None}},
+        "give tcp://HOST:PORT",
+    ),
+    "a stage of its own": ({"stages": {"dense": "os:system"}}, "unknown field 'stages'"),
+    "nothing": (None, "a NoneType"),
+    "a number": (7, "a int"),
+    "a real list": ([1], "a list"),
+}
+
+
+@pytest.mark.parametrize("case", MALICIOUS)
+def test_malicious_events_are_refused(case: str) -> None:
+    given, message = MALICIOUS[case]
+    if isinstance(given, dict):
+        given = {**json.loads(Bench(gcn(), ROWS).task(keys_of(gcn())[0]).to_event()), **given}
+    refused(given, message)
+
+
+@pytest.mark.parametrize("body", ["?", "\u00e9", "bm8gSlNPTg==", "e30="])
+def test_malicious_bodies_of_requests_are_refused(body: str) -> None:
+    with pytest.raises(ConfigError, match=r"no base64|no JSON|lacks the field"):
+        function.handler({"body": body, "isBase64Encoded": True})
+    with pytest.raises(ConfigError, match="no JSON"):
+        function.handler({"body": body})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([], "without one program"),
+        ([np.zeros(8, np.uint8)] * 2, "without one program"),
+        ([np.zeros((1 << 20) + 1, np.uint8)], "without one program of at most 1048576 bytes"),
+        ([np.frombuffer(b"\x80\x04cos\nsystem\n.", np.uint8)], "no JSON"),
+        ([np.frombuffer(sage().to_json(), np.uint8)], "it is of another run"),
+    ],
+)
+def test_what_is_not_the_program_of_the_task_is_refused(answer: list[Array], message: str) -> None:
+    bench = Bench(gcn(), ROWS)
+    handlers = bench.handlers() | {"lambda.program": lambda name, arrays: answer}
+    with pytest.raises(ConfigError, match=rf"task e0\.s1\.i0\.f, attempt 0: .*{message}"):
+        Worker(DirectCaller(handlers)).handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
+    assert bench.calls == []
 
 
 def test_a_program_names_registered_stages_only() -> None:
@@ -295,6 +344,7 @@ def test_a_program_names_registered_stages_only() -> None:
         ("lambda.weights", [np.zeros((5, 4))], "got weights"),
         ("lambda.weights", [np.zeros((5, 40)), np.zeros(4)], "got weights"),
         ("lambda.give", [], "without yes or no"),
+        ("lambda.give", [np.array([1.0])], "without yes or no"),
     ],
 )
 def test_answers_of_other_shapes_are_refused(op: str, answer: list[Array], message: str) -> None:
