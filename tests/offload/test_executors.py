@@ -209,7 +209,19 @@ def test_unknown_options_and_late_events_are_refused() -> None:
         ({}, "lacks the field 'url'"),
         ({"url": "ftp://x/"}, "https://HOST/PATH"),
         ({"url": "http://example.org/f"}, "for everybody to read; use https://, or insecure=true"),
+        *(
+            ({"url": url}, "https://HOST/PATH")
+            for url in (
+                *("https://h:99999/f", "https://h:x/f", "https://[::1/f", "https:///f", "https://h/a b"),
+                *("https://h/\u00e9", "file:///etc/passwd", "f"),
+            )
+        ),
+        ({"url": "https://me:mine@example.org/f"}, "give the header Authorization"),
         ({"url": "https://example.org/f", "headers": {"a": 1}}, "'a'"),
+        ({"url": "https://example.org/f", "headers": {"a b": "1"}}, "cannot send the header 'a b'"),
+        ({"url": "https://example.org/f", "headers": {"a": "\u20ac"}}, "cannot send the header 'a'"),
+        ({"url": "https://example.org/f", "headers": dict.fromkeys(map(str, range(33)), "1")}, "at most 32"),
+        ({"url": "https://example.org/f", "headers": ["a"]}, "give an object"),
         ({"url": "https://example.org/f", "faults": {}}, "unknown field 'faults'"),
         ({"url": "https://example.org/f", "certificates": "/nowhere.pem"}, "give a PEM file"),
     ],
@@ -238,6 +250,8 @@ def test_http_tells_what_a_service_says() -> None:
     (lost,) = posted(bench, url=url)
     assert "POST to 127.0.0.1" in lost.reason
     assert "key=1" not in lost.reason
+    with functions_service((500, b"\x1b]0;owned\x07" + b"x" * 60_000)) as (url, _):
+        assert posted(bench, url=url)[0].reason.endswith("answered 500: \ufffd]0;owned\ufffd" + "x" * 490)
     with functions_service((200, b"[]")) as (url, _):
         assert "a worker's answer" in posted(bench, url=url)[0].reason
     with functions_service((200, b"x" * 100_000)) as (url, _):
