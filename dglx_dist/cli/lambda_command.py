@@ -62,7 +62,10 @@ def package(
         str | None,
         typer.Option(help="Fetch numpy and pyzmq for this Python, such as 3.12. Default: this one's."),
     ] = None,
-    architecture: Annotated[str, typer.Option(help="Processor, for --python: x86_64 or arm64.")] = "x86_64",
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="Processor, with --python: x86_64 or arm64. Default: x86_64.", show_default=False),
+    ] = None,
     wheels: Annotated[
         Path | None, typer.Option(help="Folder with wheels of numpy and pyzmq, to fetch nothing.")
     ] = None,
@@ -76,19 +79,16 @@ def package(
     """
     from tempfile import TemporaryDirectory
 
+    from dglx_dist.offload.aws.deployment import ARCHITECTURES
     from dglx_dist.offload.aws.runtime import what_aws_lacks
     from dglx_dist.offload.libraries import download_wheels
     from dglx_dist.offload.package import Package, write_zip
 
-    if python is not None and wheels is not None:
-        raise ConfigError(
-            f"--python {python} fetches wheels and --wheels {wheels} has them; give one of both"
-        )
+    _check_sources(python, architecture, wheels, libraries=libraries)
     with TemporaryDirectory(prefix="dglx-wheels-") as folder:
         if python is not None:
             wheels = Path(folder)
-            machine = "aarch64" if architecture == "arm64" else architecture
-            download_wheels(wheels, python=python, architecture=machine)
+            download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
         stages = pairs(stage or [], "--stage")
         written = write_zip(target, Package(stages=stages, wheels=wheels, libraries=libraries))
     _say(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")
@@ -204,6 +204,26 @@ def prices(
     from dglx_dist.offload import prices as tables
 
     typer.echo(tables.prices(name).to_json(), nl=False)
+
+
+def _check_sources(
+    python: str | None, architecture: str | None, wheels: Path | None, *, libraries: bool
+) -> None:
+    """Raise ConfigError where an option of ``package`` would have no effect, or is unknown."""
+    from dglx_dist.offload.aws.deployment import ARCHITECTURES
+
+    if python is not None and wheels is not None:
+        raise ConfigError(
+            f"--python {python} fetches wheels and --wheels {wheels} has them; give one of both"
+        )
+    if not libraries and (python is not None or wheels is not None):
+        raise ConfigError("--no-libraries leaves out what --python and --wheels say; give one of both")
+    if architecture is not None and python is None:
+        raise ConfigError(
+            f"--architecture {architecture} says which wheels --python fetches; give --python as well"
+        )
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")
 
 
 def _do(

@@ -184,7 +184,7 @@ class Controller:
 
     def _beat(self) -> None:
         while True:
-            self._awake.wait(self._options.tick_s)
+            self._awake.wait(self._options.pause_s)
             self._awake.clear()
             if self._stopped.is_set():
                 return
@@ -192,6 +192,13 @@ class Controller:
                 self.tick()
             except DglxError as error:
                 self._failure = error
+                return
+            except Exception as error:  # noqa: BLE001 - nothing would be launched again, and nobody know why
+                self._failure = PeerError(
+                    f"the controller of the workers stopped: {type(error).__name__}: {error}; this is a "
+                    "mistake in dglx_dist: go on from the last checkpoint, and report it"
+                )
+                self._failure.__cause__ = error
                 return
 
     def _send(self) -> None:
@@ -249,6 +256,8 @@ class Controller:
         self._tuned = now
         number = self._tuner.observe(self._queue())
         with self._lock:
+            # Who waits for rows keeps a place. Were all places theirs, what they wait for would get none.
+            number = max(number, self._pending.num_early_out + 1)
             changed, self._pending.workers = number != self._pending.workers, number
         if changed:
             self._executor.size(number)

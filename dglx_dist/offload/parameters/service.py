@@ -25,7 +25,7 @@ from dglx_dist.records import Array
 
 log = logging.getLogger(__name__)
 
-_POLL_S, _PROBE_S, _LAST_WORDS_S = 1.0, 5.0, 2.0
+_POLL_S, _PROBE_S, _LAST_WORDS_S, _ENDS_WITHIN_S = 1.0, 5.0, 2.0, 5.0
 _MAX_REASON = 1000
 
 
@@ -92,10 +92,11 @@ class ParameterService:
             raise PeerError(self._failure)
 
     def close(self) -> None:
-        """Stop serving; may be called twice."""
+        """Stop serving; may be called twice. Waits some seconds at most, for an update under way."""
         self._closing.set()
         self._changed.set()
-        self._thread.join()
+        # It may wait for a rank that is dead; its calls end with the session.
+        self._thread.join(_ENDS_WITHIN_S)
         for op in self._handlers:
             self._rpc.unregister(op)
 
@@ -161,6 +162,7 @@ class ParameterService:
         for rank in self._places.graph_servers:
             with contextlib.suppress(DglxError):
                 told.append(self._rpc.submit(rank, ops.STOPPED, self._failure, [], phase=ops.CONTROL))
+        # The time counts from when they were asked, so for all of them together.
         for pending in told:
             with contextlib.suppress(DglxError):
                 pending.result(_LAST_WORDS_S)
