@@ -127,12 +127,19 @@ def test_the_first_result_counts_and_others_are_refused() -> None:
     scene = Scene(relaunch=RelaunchRule(first_s=2))
     key = scene.launch(0)
     assert scene.wait(2.1) == [f"{key}/1"]
-    assert not scene.controller.finished(key, 5)
     assert scene.controller.finished(key, 0)
     assert not scene.controller.finished(key, 1)
     assert not scene.controller.finished(make_task(9).key, 0)
     counts = scene.controller.counts
-    assert (counts.invocations, counts.relaunched, counts.lost, counts.refused) == (2, 1, 0, 3)
+    assert (counts.invocations, counts.relaunched, counts.lost, counts.refused) == (2, 1, 0, 2)
+    assert scene.controller.under_way == 0
+
+
+def test_a_number_of_an_attempt_that_nobody_made_does_not_have_the_task_done_again() -> None:
+    scene = Scene(relaunch=RelaunchRule(first_s=2))
+    key = scene.launch(0)
+    assert scene.controller.finished(key, 999_999)
+    assert scene.wait(60) == []
     assert scene.controller.under_way == 0
 
 
