@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from dglx_dist.offload.executors.base import ExecutorContext
 from dglx_dist.offload.executors.registry import EXECUTORS
 from dglx_dist.offload.package import Package, write_zip
 from dglx_dist.offload.relaunch import RelaunchRule
+from dglx_dist.run.plan import TrainPlan
+from dglx_dist.run.train import train_dataset
 
 from ..helpers.functions_service import REGION, Function, FunctionsService
 from ..helpers.zips import zipped
+from ..strategies import equality
 from .programs import gcn
 from .servers import Bench, keys_of, served
 
@@ -99,6 +103,27 @@ def test_tasks_come_back_by_the_controller_with_their_bill(service: FunctionsSer
     assert counts.billed_s == pytest.approx(seconds, abs=0.002 * len(keys))
     assert counts.gb_s == pytest.approx(counts.billed_s * 192 / 1024, abs=0.001 * len(keys))
     assert running.simulated
+
+
+def test_a_whole_run_has_the_bits_of_one_without_functions(
+    service: FunctionsService, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    function(service)
+    folder = tmp_path_factory.mktemp("run")
+    plan = TrainPlan(data=str(equality.write_parts(folder)), out="", hidden=8, dropout=0.0, epochs=2)
+    here = {"executor": "inline", "intervals": 2, "workers": 2}
+    there = {"executor": "aws", "function": NAME, "endpoint_url": service.url, "read_log_every_s": 0.05}
+    losses = []
+    for number, options in enumerate((here, {**here, **there})):
+        out = folder / str(number)
+        train_dataset(replace(plan, out=str(out), strategy="lambda", strategy_options=options))
+        epochs = (out / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(epoch)["loss"] for epoch in epochs])
+    account = json.loads((out / "summary.json").read_text())["account"]
+    assert losses[0] == losses[1]
+    assert len(losses[1]) == 2
+    assert account["invocations"] >= 2 * 2 * 3
+    assert account["label"].startswith("simulated")
 
 
 def test_what_a_dead_container_did_not_do_another_does(service: FunctionsService) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import dglx_dist
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.aws.clients import Place
 from dglx_dist.offload.aws.deployment import Deployment
 from dglx_dist.offload.aws.runtime import compiled_of, runtime_for, what_aws_lacks
 
@@ -61,3 +65,16 @@ def test_a_package_must_fit_its_runtime(wanted: Deployment, tmp_path: Path) -> N
     old.write_text("no zip")
     with pytest.raises(ConfigError, match="is no package"):
         runtime_for(wanted, on_aws=True)
+
+
+def test_boto3_is_asked_for_when_it_is_needed_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("boto3", "botocore", "botocore.config"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install 'dglx_dist\[aws\]'"):
+        Place(region="eu-west-1").client("lambda")
+    for file in Path(dglx_dist.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        for node in ast.parse(text).body if "boto" in text else ():
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith(("boto3", "botocore")) for name in names), file
