@@ -197,7 +197,7 @@ def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(scaled(tmp_path, monkeypatch), [4])
-    stages = stages_of(bench.program)
+    stages = stages_of(bench.program.steps)
     assert stages == {"my_scaled": "my_scaled:Scaled"}
     told = threading.Event()
     context = ExecutorContext(stages=stages, notice=told.set)
@@ -221,6 +221,9 @@ def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_stage_that_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="move its class to a module of its own"):
         LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "__main__:Mine"}), {})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="move its class to the top of 'mine'"):
+        LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "mine:make.<locals>.Mine"}), {})
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="no_such_module"):
         code_of({"mine": "no_such_module.inner:Mine"})
