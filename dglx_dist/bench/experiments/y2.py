@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dglx_dist.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_workers
@@ -22,10 +23,10 @@ def build(plan: BenchPlan) -> ExperimentPlan:
 def plan_at(plan: BenchPlan, size: Size) -> ExperimentPlan:
     """Return the experiment at ``size``; makes its dataset."""
     cases, ratios = [], []
-    for sigma, words in ((0.5, "jitter"), (0.0, "no jitter")):
+    for sigma, words in ((size.latency_sigma, "jitter"), (0.0, "no jitter")):
         for mode, options in _MODES.items():
-            told = {**slow_workers(size), "latency_sigma": sigma, **options}
-            cases.append(Case(name=f"{mode}, {words}", options=told))
+            slow = slow_workers(replace(size, latency_sigma=sigma))
+            cases.append(Case(name=f"{mode}, {words}", options={**slow, **options}))
         high = 0.9 if sigma else None
         ratios += [
             Ratio(name=f"{mode} / pipe, {words}", over=f"{mode}, {words}", under=f"pipe, {words}", high=high)

@@ -8,8 +8,19 @@ from typing import Any
 from dglx_dist.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_workers
 from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
-_BALANCED: dict[str, Any] = {"degree": 100.0, "features": 256, "hidden": 128, "workers": 4, "latency_s": 0.01}
-"""So that a graph server has about as much to do as its workers."""
+_BALANCED: dict[str, Any] = {
+    "nodes": 12_000,
+    "degree": 400.0,
+    "features": 128,
+    "hidden": 128,
+    "intervals": 16,
+    "workers": 3,
+    "epochs": 4,
+    "latency_s": 0.05,
+    "latency_sigma": 0.0,
+}
+"""So that a graph server computes about as long as its workers wait, and all else is small beside it: many
+edges, few rows, short tasks, and no more processes that compute than cores."""
 
 
 def build(plan: BenchPlan) -> ExperimentPlan:
