@@ -184,6 +184,11 @@ class GraphServer:
         total = sum((found[interval] for interval in sorted(found)), np.zeros(2))
         return float(total[0]), int(total[1])
 
+    def correct(self, epoch: int) -> int:
+        """Return the number of correct rows of own nodes in ``epoch`` so far, without forgetting it."""
+        with self._lock:
+            return int(sum(found[1] for found in self._statistics.get(epoch, {}).values()))
+
     def _pulled(self, interval: int, index: int, item: Item) -> Array:
         nodes, edges, state = (
             self.part.nodes_of(interval),

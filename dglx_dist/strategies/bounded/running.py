@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from dglx_dist.cluster.serve import Handler
@@ -34,6 +34,8 @@ class Start:
     update: Update
     epoch: int
     """The one that comes next."""
+    is_synchronous: bool = False
+    """Whether training became synchronous before, as ``switch_at`` asks."""
 
 
 @final
@@ -96,7 +98,10 @@ class Running:
         config = EngineConfig(
             plan=plan,
             places=places,
-            pace=options.pace(start.epoch),
+            pace=replace(
+                options.pace(start.epoch, program.num_train),
+                synchronous_from=start.epoch if start.is_synchronous else None,
+            ),
             threads=threads_of(session, options.threads),
         )
         server = GraphServer(part, program, fused=options.fusion, rematerialise=options.rematerialise)
