@@ -24,6 +24,7 @@ def test_what_is_given_and_what_is_not() -> None:
         ({"switch_at": 1.5, "mode": "async"}, "accuracy from 0 to 1"),
         ({"initialise": "xavier"}, "no initialisation 'xavier'.*he_normal"),
         ({"intervals": 0}, "intervals=0 must be from 1"),
+        ({"batch": 0}, "batch=0 must be from 1"),
         ({"parameter_servers": 0}, "parameter_servers=0 must be from 1"),
         ({"fusion": 1}, "must be of type bool"),
         ({"stale": 1}, "no option 'stale'"),
