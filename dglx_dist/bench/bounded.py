@@ -37,6 +37,7 @@ class Size:
 
     nodes: int = 16_000
     degree: float = 25.0
+    classes: int = 10
     features: int = 128
     hidden: int = 16
     intervals: int = 8
@@ -78,7 +79,12 @@ def graph_of(size: Size, seed: int, **changed: Any) -> SyntheticConfig:
     """Return the built-in graph of these experiments: communities, half of the nodes to train on."""
     told = {"train_rate": 0.5, "homophily": 0.9, "locality": 0.95, **changed}
     return SyntheticConfig(
-        nodes=size.nodes, degree=size.degree, features=size.features, seed=seed + 1, **told
+        nodes=size.nodes,
+        degree=size.degree,
+        classes=size.classes,
+        features=size.features,
+        seed=seed + 1,
+        **told,
     )
 
 
