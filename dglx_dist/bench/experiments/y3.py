@@ -69,7 +69,7 @@ EXPERIMENT = Experiment(
     + (
         f" Mean in-degree {_BALANCED['degree']:g}, widths {_BALANCED['features']} and {_BALANCED['hidden']}, "
         f"{_BALANCED['intervals']} intervals, {_BALANCED['workers']} worker at a time for each graph server, "
-        f"all pauses {1e3 * _BALANCED['latency_s']:g} ms: a graph server computes about as long in each phase "
+        f"all pauses {1e3 * _BALANCED['latency_s']:g} ms: a graph server computes about as long in a phase "
         "as its worker waits, most of it for rows at 200 Mbit/s."
     ),
     strategies=("lambda",),
