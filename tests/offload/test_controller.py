@@ -96,7 +96,7 @@ def make_task(interval: int, epoch: int = 0, step: int = 1) -> Task:
 def test_no_more_than_the_workers_are_under_way_and_older_epochs_go_first() -> None:
     scene = Scene(workers=2)
     first, _, later, older = (scene.launch(i, epoch) for i, epoch in [(0, 1), (1, 1), (2, 1), (3, 0)])
-    assert scene.executor.sent == ["e1.s1.i0.f/0", "e1.s1.i1.f/0"]
+    assert scene.executor.sent == ["r0.e1.s1.i0.f/0", "r0.e1.s1.i1.f/0"]
     assert (scene.controller.waiting, scene.controller.under_way, scene.executor.sizes) == (2, 2, [2])
     assert scene.controller.finished(first, 0)
     assert scene.executor.sent[2:] == [f"{older}/0"]
@@ -220,7 +220,7 @@ def test_a_batch_goes_out_when_it_is_full_or_has_waited() -> None:
     assert len(scene.executor.sent) == 4
     scene.launch(4)
     assert scene.wait(0.009) == []
-    assert scene.wait(0.002) == ["e0.s1.i4.f/0"]
+    assert scene.wait(0.002) == ["r0.e0.s1.i4.f/0"]
     quick = ControllerOptions(limits=TunerLimits(intervals=1), batch=3, batch_wait_s=0.01)
     assert (quick.pause_s, replace(quick, batch_wait_s=0.0).pause_s) == (0.01, 0.001)
     assert replace(quick, batch=1).pause_s == quick.tick_s

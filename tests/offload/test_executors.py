@@ -141,7 +141,10 @@ def test_a_task_that_fails_is_told_of_with_its_reason(name: str) -> None:
     bench, key = Bench(gcn(), ROWS), TaskKey(0, 0, 0, Direction.FORWARD)
     lost = lost_of(name, bench, key)
     assert (lost.key, lost.attempt) == (key, 1)
-    assert "task e0.s0.i0.f, attempt 1: task e0.s0.i0.f is step 'GA1', which graph servers do" in lost.reason
+    assert (
+        "task r0.e0.s0.i0.f, attempt 1: task r0.e0.s0.i0.f is step 'GA1', which graph servers do"
+        in lost.reason
+    )
 
 
 @pytest.mark.parametrize("name", ["inline", "local"])
@@ -197,7 +200,7 @@ def test_unknown_options_and_late_events_are_refused() -> None:
             executor.size(0)
         executor.close()
         executor.close()
-        with pytest.raises(PeerError, match=r"closed; task e0\.s1\.i0\.f came too late"):
+        with pytest.raises(PeerError, match=r"closed; task r0\.e0\.s1\.i0\.f came too late"):
             executor.invoke(event)
     with pytest.raises(ConfigError, match="give handlers"):
         EXECUTORS.get("inline")(ExecutorContext(), {})

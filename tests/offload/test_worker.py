@@ -115,14 +115,14 @@ def test_rows_that_are_late_are_asked_for_again_and_counted_once() -> None:
     bench.late = 3
     with served(bench), remote() as caller:
         Worker(caller).handle(bench.task(key).to_event())
-        assert [name for what, name in bench.calls if what == "pull"] == ["e0.s1.i0.f/0"] * 4 + [
-            "e0.s1.i0.f/1"
+        assert [name for what, name in bench.calls if what == "pull"] == ["r0.e0.s1.i0.f/0"] * 4 + [
+            "r0.e0.s1.i0.f/1"
         ]
         assert bench.bytes["pull"] == 7 * 5 * 8
         bench.late = 10**9
         late = bench.task(replace(key, epoch=1), timeout_s=0.05)
         with pytest.raises(
-            PeerError, match=r"task e1\.s1\.i0\.f, attempt 0: rank 0 on here had no rows for .*/0"
+            PeerError, match=r"task r0\.e1\.s1\.i0\.f, attempt 0: rank 0 on here had no rows for .*/0"
         ):
             Worker(caller).handle(late.to_event())
     bench.check(key)
@@ -133,7 +133,14 @@ def test_an_answer_says_what_happened_and_a_second_attempt_is_not_taken() -> Non
     worker = Worker(DirectCaller(bench.handlers()))
     first = worker.handle(json.loads(bench.task(key).to_event()))
     second = WorkerAnswer.from_json(json.dumps(worker.handle(bench.task(key).again().to_event())))
-    assert first == {**first, "key": "e0.s4.i0.fb", "attempt": 0, "accepted": True, "cold": True, "error": ""}
+    assert first == {
+        **first,
+        "key": "r0.e0.s4.i0.fb",
+        "attempt": 0,
+        "accepted": True,
+        "cold": True,
+        "error": "",
+    }
     assert (second.key, second.attempt, second.accepted, second.cold) == (key, 1, False, False)
     assert second.seconds > 0
     assert bench.pushes == [key, key]  # with the same bits, or Bench would have refused
@@ -208,7 +215,7 @@ def test_a_dead_server_is_named() -> None:
         task = bench.task(TaskKey(0, 1, 0, Direction.FORWARD))
     with remote() as caller, pytest.raises(PeerError) as caught:
         Worker(caller).handle(task.to_event())
-    assert "task e0.s1.i0.f, attempt 0: rank 0 on here" in str(caught.value)
+    assert "task r0.e0.s1.i0.f, attempt 0: rank 0 on here" in str(caught.value)
     assert "lambda.program" in str(caught.value)
 
 
@@ -251,11 +258,11 @@ def refused(event: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("key", "e0.s1.i0.x", "no key of a task"),
-        ("key", "e0.s1.i99999999999.f", "no key of a task"),
-        ("key", "e0.s99.i0.f", "names step 99 of 5"),
-        ("key", "e0.s0.i0.f", "graph servers do themselves"),
-        ("key", "e0.s1.i0.fb", "only the last, 4, can be"),
+        ("key", "r0.e0.s1.i0.x", "no key of a task"),
+        ("key", "r0.e0.s1.i99999999999.f", "no key of a task"),
+        ("key", "r0.e0.s99.i0.f", "names step 99 of 5"),
+        ("key", "r0.e0.s0.i0.f", "graph servers do themselves"),
+        ("key", "r0.e0.s1.i0.fb", "only the last, 4, can be"),
         ("rows", -1, "'rows' = -1"),
         ("rows", 1 << 50, "'rows'"),
         ("timeout_s", 1e9, "'timeout_s'"),
@@ -321,7 +328,7 @@ def test_malicious_bodies_of_requests_are_refused(body: str) -> None:
 def test_what_is_not_the_program_of_the_task_is_refused(answer: list[Array], message: str) -> None:
     bench = Bench(gcn(), ROWS)
     handlers = bench.handlers() | {"lambda.program": lambda name, arrays: answer}
-    with pytest.raises(ConfigError, match=rf"task e0\.s1\.i0\.f, attempt 0: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"task r0\.e0\.s1\.i0\.f, attempt 0: .*{message}"):
         Worker(DirectCaller(handlers)).handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
     assert bench.calls == []
 
@@ -350,7 +357,7 @@ def test_a_program_names_registered_stages_only() -> None:
 def test_answers_of_other_shapes_are_refused(op: str, answer: list[Array], message: str) -> None:
     bench = Bench(gcn(), ROWS)
     handlers = bench.handlers() | {op: lambda name, arrays: answer}
-    with pytest.raises(ConfigError, match=f"task e0.s1.i0.f, attempt 0: .*{message}"):
+    with pytest.raises(ConfigError, match=f"task r0.e0.s1.i0.f, attempt 0: .*{message}"):
         Worker(DirectCaller(handlers)).handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
 
 
@@ -364,7 +371,7 @@ def test_a_server_that_raises_is_named() -> None:
         task = bench.task(TaskKey(0, 1, 0, Direction.FORWARD))
         event = replace(task, key=key).to_event()
         with pytest.raises(
-            RemoteError, match=r"i3\.f, attempt 0: rank 0 on here failed at lambda\.pull 'e0\.s1\.i3"
+            RemoteError, match=r"i3\.f, attempt 0: rank 0 on here failed at lambda\.pull 'r0\.e0\.s1\.i3"
         ):
             Worker(caller).handle(event)
 

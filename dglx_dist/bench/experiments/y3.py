@@ -9,15 +9,15 @@ from dglx_dist.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_work
 from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
 _BALANCED: dict[str, Any] = {
-    "nodes": 14_000,
-    "degree": 1700.0,
-    "classes": 4,
+    "nodes": 10_000,
+    "degree": 2400.0,
+    "classes": 2,
     "features": 256,
     "hidden": 256,
     "intervals": 16,
     "workers": 1,
     "epochs": 3,
-    "latency_s": 0.005,
+    "latency_s": 0.01,
     "latency_sigma": 0.0,
 }
 """So that a graph server computes about as long as its worker waits, and all else is small beside it: many
@@ -77,6 +77,7 @@ EXPERIMENT = Experiment(
     note=(
         "The gain is largest where graph servers and workers take equally long, 2x but for the filling of "
         "the pipeline and for what workers compute: that is on the cores of their graph server here, where "
-        "functions have their own, and overlaps with nothing."
+        "functions have their own, and overlaps with nothing. Other sizes gave less or scattered more: two "
+        "workers 1.36x, 14 000 nodes of degree 1700 1.24x and 1.55x."
     ),
 )

@@ -34,7 +34,7 @@ class HttpExecutor(Executor):
 
     The answer is 200 with the worker's own (``WorkerAnswer``), or 202 or 204 where the service takes the
     event and tells nothing more: then nothing is billed here. Anything else is a lost attempt. Certificates
-    are verified. An event holds the job's secret, so plain http goes to this machine only.
+    are verified. An event holds the workers' secret, so plain http goes to this machine only.
 
     Options:
         url: ``https://HOST[:PORT]/PATH``.
@@ -166,7 +166,7 @@ def _read_target(fields: Fields) -> _Target:
     insecure = fields.maybe("insecure", fields.flag, False)
     if url.scheme == "http" and not insecure and not _is_here(url.hostname or ""):
         raise ConfigError(
-            f"executor 'http' would send the job's secret to {url.hostname} for everybody to read; use "
+            f"executor 'http' would send the workers' secret to {url.hostname} for everybody to read; use "
             "https://, or insecure=true on a network that is yours"
         )
     certificates = fields.maybe("certificates", lambda name: fields.text(name, _LONGEST), None)

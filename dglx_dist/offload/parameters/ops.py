@@ -16,6 +16,8 @@ from dglx_dist.records import Array
 
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """By workers, name: the task's key. The server counts the bytes, for a worker has no ledger."""
+FOR_WORKERS = frozenset({WEIGHTS, GRADIENTS})
+"""What whoever holds no more than a worker's secret may ask."""
 WEIGHTS_FOR_RANK, GRADIENTS_OF_RANK = "lambda.weights_for_rank", "lambda.gradients_of_rank"
 """The same by ranks that do a task themselves; as ever the caller counts."""
 SUMS = "lambda.sums"

@@ -95,7 +95,9 @@ class Engine:
         self._service = (
             None
             if parameters is None
-            else ParameterService(session.rpc, parameters, config.places, timeline=session.timeline)
+            else ParameterService(
+                session.rpc, parameters, config.places, timeline=session.timeline, run=server.run
+            )
         )
         try:
             self._workers = hire(self._desk.handlers(self.parameters))

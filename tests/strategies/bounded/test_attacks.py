@@ -1,10 +1,11 @@
-"""Who means harm, with the job's secret and without, against real servers of a run: nothing comes of it."""
+"""Who means harm, with a worker's secret and without, against real servers of a run: nothing comes of it."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,11 @@ from dglx_dist.cluster.serve import Handler
 from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.cluster.visitors import Visiting, open_to_visitors
 from dglx_dist.cluster.wire import Head, Kind, encode
-from dglx_dist.errors import PeerError, RemoteError
+from dglx_dist.errors import PeerError
 from dglx_dist.offload.parameters.service import Places
 from dglx_dist.offload.program import Program
-from dglx_dist.offload.tasks import Address, Direction, Secrets, Task, TaskKey
+from dglx_dist.offload.tasks import Direction, Task, TaskKey, attempt_name, half_name
 from dglx_dist.offload.work import Work
-from dglx_dist.offload.worker.caller import RemoteCaller
 from dglx_dist.offload.worker.exchange import GIVE, GRADIENTS, PULL, WEIGHTS
 from dglx_dist.offload.worker.handler import Worker
 from dglx_dist.records import Array
@@ -28,30 +28,15 @@ from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.pace import Pace
 
 from . import cases
+from .visitor import Visitor
 
-INTERVALS, EPOCHS = 3, 3
+INTERVALS, EPOCHS, RUN = 3, 3, 2
 NO_KEYS = (
-    *("", "e0", "e0.s1.i0.f/2", "e0.s1.i0.f/00", "e1e9.s1.i0.f/0", "e9999999999.s1.i0.f/0", "e0.s1.i-1.f/0"),
-    *("../../etc/passwd", "e0.s1.i0.f/0/1000000", "e٣.s1.i0.f/0", "\x00", "x" * 4096),
+    *("", "r0", "e0.s1.i0.f/0", "r0.e0.s1.i0.f/2", "r0.e0.s1.i0.f/00", "r0.e1e9.s1.i0.f/0"),
+    *("r0.e9999999999.s1.i0.f/0", "r9999999999.e0.s1.i0.f/0", "r-1.e0.s1.i0.f/0", "r0.e0.s1.i-1.f/0"),
+    *("../../etc/passwd", "r0.e0.s1.i0.f/0/1000000", "r0.e٣.s1.i0.f/0", "\x00", "x" * 4096),
 )
 """Neither halves nor attempts."""
-
-
-class Visitor:
-    """Asks the one rank of a job, as a worker does."""
-
-    def __init__(self, visiting: Visiting, secret: str = "") -> None:
-        peer = visiting.addresses[0]
-        self.address = Address(rank=0, host=peer.host, endpoint=peer.endpoint)
-        self.secrets = Secrets(secret=secret or visiting.credentials.secret.decode())
-        self.caller = RemoteCaller()
-
-    def ask(self, op: str, name: str, arrays: Sequence[Array] = ()) -> list[Array]:
-        return self.caller.send(self.address, self.secrets, op, name, arrays).wait(20.0)
-
-    def is_refused(self, op: str, name: str, arrays: Sequence[Array] = (), *, match: str) -> None:
-        with pytest.raises(RemoteError, match=match):
-            self.ask(op, name, arrays)
 
 
 class Besieged:
@@ -115,6 +100,7 @@ class Besieged:
         if (key.step, key.direction) not in self.attacked:
             self._by_rows(task, work)
             self._by_gradients(key, work)
+            self._by_other_runs(task, work)
         if key.interval == 1:
             self._by_keys(key, work)
         self.attacked.add((key.step, key.direction))
@@ -124,37 +110,39 @@ class Besieged:
             for name in NO_KEYS:
                 self._attacker.is_refused(op, name, match="names no|no key of a task")
         for op in (WEIGHTS, GRADIENTS):
-            for name in (*NO_KEYS, "e0.s1.i0.f/0"):
+            for name in (*NO_KEYS, "r0.e0.s1.i0.f/0"):
                 self._attacker.is_refused(op, name, match="no key of a task")
         for op in ("", "os:system", "lambda.exec", "__class__", "lambda.pull\x00"):
-            self._attacker.is_refused(op, "e0.s1.i0.f/0", match="no operation")
+            self._attacker.is_refused(op, "r0.e0.s1.i0.f/0", match="no operation")
 
     def _by_keys(self, key: TaskKey, work: Work) -> None:
         """Intervals, steps and epochs that are not there, not yet, or no more."""
         attacker, end = self._attacker, f"s{key.step}.i{key.interval}.{key.direction.value}"
         for interval in (INTERVALS, 999_999_999):
             for op, half in ((PULL, "/0"), (GIVE, "/0/0")):
-                attacker.is_refused(op, f"e{key.epoch}.s1.i{interval}.f{half}", match="of no interval")
+                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s1.i{interval}.f{half}", match="of no interval")
             for op in (WEIGHTS, GRADIENTS):
-                attacker.is_refused(op, f"e{key.epoch}.s1.i{interval}.b", match="there is no interval")
+                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s1.i{interval}.b", match="there is no interval")
         for step in (0, 2, 5, 9999):
             for op, half in ((PULL, "/0"), (GIVE, "/0/0")):
-                attacker.is_refused(op, f"e{key.epoch}.s{step}.i0.f{half}", match="no worker does step")
+                attacker.is_refused(
+                    op, f"r{RUN}.e{key.epoch}.s{step}.i0.f{half}", match="no worker does step"
+                )
             for op in (WEIGHTS, GRADIENTS):
-                attacker.is_refused(op, f"e{key.epoch}.s{step}.i0.b", match="has no weights")
+                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s{step}.i0.b", match="has no weights")
         for epoch in (key.epoch + 1, 999_999_999):
-            assert attacker.ask(PULL, f"e{epoch}.{end}/0") == []  # not there yet: that tells nothing
-            attacker.is_refused(GIVE, f"e{epoch}.{end}/0/0", match="came before it began")
-            attacker.is_refused(WEIGHTS, f"e{epoch}.{end}", match="beyond staleness 0")
+            assert attacker.ask(PULL, f"r{RUN}.e{epoch}.{end}/0") == []  # not there yet: that tells nothing
+            attacker.is_refused(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", match="came before it began")
+            attacker.is_refused(WEIGHTS, f"r{RUN}.e{epoch}.{end}", match="beyond staleness 0")
             slopes = [np.ones(shape) for shape in work.weights.values()]
             way = "forward" if key.direction is Direction.FORWARD else "beyond staleness 0"
-            attacker.is_refused(GRADIENTS, f"e{epoch}.{end}", slopes, match=way)
+            attacker.is_refused(GRADIENTS, f"r{RUN}.e{epoch}.{end}", slopes, match=way)
         for epoch in range(key.epoch):
-            attacker.is_refused(PULL, f"e{epoch}.{end}/0", match="is over")
-            (taken,) = attacker.ask(GIVE, f"e{epoch}.{end}/0/0", [np.full((1, 1), np.nan)])
+            attacker.is_refused(PULL, f"r{RUN}.e{epoch}.{end}/0", match="is over")
+            (taken,) = attacker.ask(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", [np.full((1, 1), np.nan)])
             assert taken.tolist() == [0]
             if key.direction is not Direction.FORWARD:
-                self._by_old_gradients(f"e{epoch}.{end}", key.epoch - epoch, slopes)
+                self._by_old_gradients(f"r{RUN}.e{epoch}.{end}", key.epoch - epoch, slopes)
 
     def _by_old_gradients(self, name: str, age: int, slopes: Sequence[Array]) -> None:
         self._attacker.is_refused(WEIGHTS, name, match="are gone")
@@ -165,10 +153,21 @@ class Besieged:
 
     def _by_rows(self, task: Task, work: Work) -> None:
         """Rows of the open task in every wrong form; none of them is taken."""
-        name, half = f"{task.key}/0/0", (task.rows + 1) // 2
-        good = [np.zeros((half, item.width) if item.width else (2,), item.dtype) for item in work.given]
+        good = [np.zeros(shape, dtype) for shape, dtype in _first_half(task, work)]
         for bad in _other_forms(good):
-            self._attacker.is_refused(GIVE, name, bad, match=rf"what came of {task.key} has")
+            self._attacker.is_refused(GIVE, f"{task.key}/0/0", bad, match=rf"what came of {task.key} has")
+
+    def _by_other_runs(self, task: Task, work: Work) -> None:
+        """A worker that was given up in an earlier run of this session, which began at the same epoch."""
+        rows = [np.zeros(shape, dtype) for shape, dtype in _first_half(task, work)]
+        slopes = [np.ones(shape) for shape in work.weights.values()]
+        for run in (RUN - 1, RUN + 1):
+            key = replace(task.key, run=run)
+            said = f"task {key} is of run {run} of this session, and this is run {RUN}"
+            self._attacker.is_refused(PULL, half_name(key, 0), match=said)
+            self._attacker.is_refused(GIVE, attempt_name(key, 0, 0), rows, match=said)
+            self._attacker.is_refused(WEIGHTS, str(key), match=said)
+            self._attacker.is_refused(GRADIENTS, str(key), slopes, match=said)
 
     def _by_gradients(self, key: TaskKey, work: Work) -> None:
         slopes = [np.ones(shape) for shape in work.weights.values()]
@@ -177,6 +176,12 @@ class Besieged:
             return
         for bad in _other_forms(slopes):
             self._attacker.is_refused(GRADIENTS, str(key), bad, match="gradients of interval")
+
+
+def _first_half(task: Task, work: Work) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of what a worker gives for the first half."""
+    half = (task.rows + 1) // 2
+    return [((half, item.width) if item.width else (2,), item.dtype) for item in work.given]
 
 
 def _other_forms(good: Sequence[Array]) -> Iterator[list[Array]]:
@@ -207,7 +212,7 @@ def engine_of(session: Session, visiting: Visiting) -> tuple[Engine, Besieged]:
         return hired[0]
 
     parameters = cases.parameter_server(program, plan, 0)
-    return Engine(session, GraphServer(part, program), config, parameters, hire), hired[0]
+    return Engine(session, GraphServer(part, program, run=RUN), config, parameters, hire), hired[0]
 
 
 def test_attacks_on_the_tasks_of_a_run_change_nothing() -> None:
@@ -245,7 +250,9 @@ def garbage() -> Iterator[list[bytes]]:
 
 def test_garbage_from_somebody_with_the_secret_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with start_session(timeout_s=20.0) as session:
-        session.rpc.register("double", lambda _name, arrays: [2 * arrays[0]] if arrays else [])
+        session.rpc.register(
+            "double", lambda _name, arrays: [2 * arrays[0]] if arrays else [], for_visitors=True
+        )
         visiting = open_to_visitors(session)
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 2000)
@@ -265,11 +272,11 @@ def test_the_secret_of_another_job_opens_nothing(caplog: pytest.LogCaptureFixtur
     with start_session(timeout_s=20.0) as session:
         visiting = open_to_visitors(session)
         came: list[str] = []
-        session.rpc.register(WEIGHTS, lambda name, _arrays: came.append(name) or [])
+        session.rpc.register(WEIGHTS, lambda name, _arrays: came.append(name) or [], for_visitors=True)
         for secret in ("0" * 64, visiting.credentials.secret.decode()[:-1], " "):
             visitor = Visitor(visiting, secret)
             with pytest.raises(PeerError, match="refused the connection"):
-                visitor.ask(WEIGHTS, "e0.s1.i0.f")
+                visitor.ask(WEIGHTS, "r0.e0.s1.i0.f")
             visitor.caller.close()
         assert came == []
     assert visiting.credentials.secret.decode() not in caplog.text

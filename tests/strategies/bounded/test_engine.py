@@ -276,23 +276,23 @@ def test_what_workers_may_ask() -> None:
             return session.rpc.call(0, op, name, arrays, phase="test")
 
         assert Program.from_json(ask(PROGRAM, "")[0].tobytes()) == program
-        assert ask(PULL, "e0.s1.i0.f/0") == []
+        assert ask(PULL, "r0.e0.s1.i0.f/0") == []
         engine.run(2)
         for op, name, message in (
-            (PULL, "e0.s1.i0.f/0", "is over"),
-            (PULL, "e2.s1.i3.f/0", "no interval from 0 to 2"),
-            (PULL, "e2.s2.i0.f/0", "no worker does step 2"),
-            (PULL, "e2.s4.i0.b/0", "no worker does step 4 in this direction"),
-            (PULL, "e2.s1.i0.f", "names no half"),
-            (GIVE, "e2.s1.i0.f/0/0", "came before it began"),
-            (GIVE, "e2.s1.i0.f/0", "names no half"),
+            (PULL, "r0.e0.s1.i0.f/0", "is over"),
+            (PULL, "r0.e2.s1.i3.f/0", "no interval from 0 to 2"),
+            (PULL, "r0.e2.s2.i0.f/0", "no worker does step 2"),
+            (PULL, "r0.e2.s4.i0.b/0", "no worker does step 4 in this direction"),
+            (PULL, "r0.e2.s1.i0.f", "names no half"),
+            (GIVE, "r0.e2.s1.i0.f/0/0", "came before it began"),
+            (GIVE, "r0.e2.s1.i0.f/0", "names no half"),
         ):
             with pytest.raises(RemoteError, match=message):
                 ask(op, name)
-        assert ask(GIVE, "e1.s1.i0.f/0/7")[0].tolist() == [0]
+        assert ask(GIVE, "r0.e1.s1.i0.f/0/7")[0].tolist() == [0]
         assert hands.done_twice == []
-        assert ask(GIVE, "e1.s1.i0.f/1/7")[0].tolist() == [0]
-        assert hands.done_twice == [TaskKey.parse("e1.s1.i0.f")]
+        assert ask(GIVE, "r0.e1.s1.i0.f/1/7")[0].tolist() == [0]
+        assert hands.done_twice == [TaskKey.parse("r0.e1.s1.i0.f")]
         engine.close()
         hands.close()
 
@@ -302,7 +302,7 @@ def test_a_standstill_names_tasks_and_what_updates_wait_for() -> None:
         engine, hands = engine_of(session, cases.gcn(), Pace(), 1)
         hands._do = lambda _key, _rows: None  # type: ignore[method-assign]
         with pytest.raises(
-            PeerError, match=r"no worker gave rows for e0.s1.i0.f.*gradients of intervals 0, 1, 2"
+            PeerError, match=r"no worker gave rows for r0.e0.s1.i0.f.*gradients of intervals 0, 1, 2"
         ):
             engine.run(1)
         engine.abandon()

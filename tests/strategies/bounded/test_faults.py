@@ -52,10 +52,10 @@ def faultless(folder: Path) -> list[Any]:
 
 
 def first_attempts() -> list[TaskKey]:
-    """Of a run of two layers: AV forward, the last one fused, AV backward."""
+    """Of the first run of a session, of two layers: AV forward, the last one fused, AV backward."""
     kinds = ((1, Direction.FORWARD), (4, Direction.FUSED), (1, Direction.BACKWARD))
     return [
-        TaskKey(epoch, step, interval, direction)
+        TaskKey(epoch, step, interval, direction, 1)
         for epoch in range(EPOCHS)
         for interval in range(INTERVALS)
         for step, direction in kinds

@@ -48,7 +48,7 @@ def test_letters_that_are_not_what_a_scatter_sends_are_refused() -> None:
 
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     (server, _), parameters = cases.servers(cases.gcn(), STARTS, 2)
-    key, move = TaskKey.parse("e0.s1.i0.f"), server.course[1]
+    key, move = TaskKey.parse("r0.e0.s1.i0.f"), server.course[1]
     assert server.desk.pull(key, 0) is None
     with pytest.raises(ConfigError, match="came before it began"):
         server.give(key, 0, [])
@@ -56,7 +56,7 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     server.open(0, 0, move)
     computed = compute_task(server, LocalParameters(parameters), key)
     first, second = computed.halves
-    with pytest.raises(ConfigError, match=r"what came of e0\.s1\.i0\.f has 0 arrays, not 1"):
+    with pytest.raises(ConfigError, match=r"what came of r0\.e0\.s1\.i0\.f has 0 arrays, not 1"):
         server.give(key, 0, [])
     with pytest.raises(ConfigError, match="output h1 of shape"):
         server.give(key, 0, [first[0][:-1]])

@@ -20,6 +20,7 @@ from dglx_dist.graph.optim import SparseAdam
 from dglx_dist.offload.parameters.initialise import initialise
 from dglx_dist.records import EpochRecord
 from dglx_dist.strategies.base import Objective, WrappedModel
+from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.loader import IntervalLoader
 from dglx_dist.strategies.bounded.loading import read_features, read_structure
 from dglx_dist.training import checkpoint
@@ -80,8 +81,15 @@ def fit(g: Any, config: FitConfig, kind: str = "sage", **more: Any) -> tuple[Wra
 
 
 @pytest.mark.filterwarnings("error:.*without effect")
-def test_fit_is_plain_training(g: Any) -> None:
-    """Also where the learning rate changes at a stop: the parameter servers go on with the new one."""
+def test_fit_is_plain_training(g: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the learning rate changes at a stop: parameter servers go on with it, as a new run."""
+    runs: list[int] = []
+
+    def numbered(*given: Any, run: int, **more: Any) -> GraphServer:
+        runs.append(run)
+        return GraphServer(*given, run=run, **more)
+
+    monkeypatch.setattr("dglx_dist.strategies.bounded.running.GraphServer", numbered)
     seen: list[EpochRecord] = []
     optimizers: list[torch.optim.Optimizer] = []
 
@@ -102,6 +110,7 @@ def test_fit_is_plain_training(g: Any) -> None:
         callbacks=[slower],
     )
     expected, losses = plain(8, lambda epoch: 0.02 if epoch <= 5 else 0.005)
+    assert runs == [runs[0], runs[0] + 1]
     assert difference(model.whole(), expected) < 1e-12
     assert [record.epoch for record in seen] == list(range(8))
     assert [record.val_accuracy is not None for record in seen] == [e in (2, 5, 7) for e in range(8)]
