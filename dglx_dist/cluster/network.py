@@ -6,6 +6,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from pathlib import Path
 
 from dglx_dist.cluster.topology import Rendezvous
 from dglx_dist.errors import ConfigError
@@ -46,6 +47,25 @@ def interface_address(name: str) -> str:
         except OSError:
             return _ipv6_address(name)
     return socket.inet_ntoa(answer[20:24])
+
+
+def link_speed(address: str, cards: Path = Path("/sys/class/net")) -> float | None:
+    """Return how many bytes per second the network card with ``address`` carries.
+
+    None where the kernel does not know, as for loopback and many virtual cards.
+
+    Args:
+        address: Numeric, of this machine.
+        cards: Where the kernel tells of its cards.
+    """
+    for _, name in socket.if_nameindex():
+        try:
+            if interface_address(name) == address:
+                megabits = int((cards / name / "speed").read_text())
+                return megabits * 1e6 / 8 if megabits > 0 else None
+        except (ConfigError, OSError, ValueError):
+            continue  # A card without address, or one that does not tell its speed.
+    return None
 
 
 def endpoint_of(address: str, port: int | str) -> str:
