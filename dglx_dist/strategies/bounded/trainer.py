@@ -67,6 +67,7 @@ class LambdaTrainer(EpochTrainer):
             objective=objective,
             targets=targets,
             intervals=settings.options.intervals,
+            want_in_edges=chain.want_in_edges,
         )
         self._part = open_part(loader.g, wanted)
         bounds = self._part.bounds

@@ -295,6 +295,10 @@ def test_what_no_worker_can_train_is_refused(g: Any) -> None:
     wide = equality.build_model("sage", 9, 4, equality.CLASSES, dropout=0.0).double()
     with pytest.raises(ConfigError, match=r"shape \(500, 7\), and the model's first layer takes 9 columns"):
         dx.fit(wide, g, config=FitConfig(**config))
+    strict = equality.model_of("gcn", g)
+    strict.layers[1].set_allow_zero_in_degree(False)
+    with pytest.raises(ConfigError, match=r"node \d+ has no in-edge, and layer 'layers\.1' refuses"):
+        dx.fit(strict, g, config=FitConfig(**config))
     model = dx.wrap(equality.model_of("sage", g), g)
     with pytest.raises(ConfigError, match="the loader is a list"):
         model.trainer([], adam(model.parameters()), Objective(loss=F.cross_entropy))
