@@ -107,8 +107,9 @@ class LambdaTrainer(EpochTrainer):
             simulated = self._running.crew.simulated
         rows = gather_json(as_json(now), self._session)
         total = account_of_ranks([row for row in rows if isinstance(row, dict)])
-        found = total.describe(self._settings.server, self._settings.prices, simulated=simulated)
-        if self._settings.options.switch_at:
+        settings = self._settings
+        found = total.describe(settings.server, settings.prices, simulated=simulated, alone=settings.alone)
+        if settings.options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
 
