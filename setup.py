@@ -9,6 +9,10 @@ HERE = Path(__file__).parent
 OGB = ["ogb>=1.3.6"]
 AWS = ["boto3>=1.28"]
 DEV = [
+    # Strategy "lambda" in a cloud is tested against a local service, in which AWS's own runtime client runs.
+    *AWS,
+    "moto>=5",
+    "awslambdaric>=3",
     "pytest>=8",
     "pytest-timeout>=2.2",
     "pytest-xdist>=3.5",

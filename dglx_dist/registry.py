@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dglx_dist.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Return every name that :meth:`get` resolves, aliases left out, sorted."""
-        announced = {point.name for point in entry_points(group=self._group)}
+        announced = {point.name for point in _announced(self._group)}
         return tuple(sorted({*self._paths, *self._added, *announced}))
 
     def resolve(self, name: str) -> str:
@@ -57,8 +59,11 @@ class Registry(Generic[T]):
         Raises:
             UnknownNameError: no plugin has that name.
         """
-        known = self.names()
         resolved = self._aliases.get(name, name)
+        # What other packages announce is looked for last: it means reading the metadata of all of them.
+        if resolved in self._added or resolved in self._paths:
+            return resolved
+        known = self.names()
         if resolved in known:
             return resolved
         hint = did_you_mean(name, [*known, *self._aliases])
@@ -78,8 +83,7 @@ class Registry(Generic[T]):
             module, _, attribute = self._paths[resolved].partition(":")
             found = getattr(importlib.import_module(module), attribute)
         else:
-            (point, *_) = entry_points(group=self._group, name=resolved)
-            found = point.load()
+            found = next(point for point in _announced(self._group) if point.name == resolved).load()
         return self._checked(resolved, found)
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
@@ -104,3 +108,10 @@ class Registry(Generic[T]):
             f"the {self._kind} {name!r} is {found!r}, which is not a subclass of "
             f"{self._base.__module__}.{self._base.__qualname__}"
         )
+
+
+def _announced(group: str) -> Iterable[EntryPoint]:
+    # Imported only here: it takes as long as half of NumPy, and built-in names need none of it.
+    from importlib.metadata import entry_points
+
+    return entry_points(group=group)

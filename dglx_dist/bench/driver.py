@@ -120,13 +120,12 @@ class _Running:
         self._steps.expect(len(self.variants) * (1 + repetitions) + len(curves))
         for variant in self.variants:
             self._steps.begin(f"warming up: {variant.name}")
-            warm = replace(variant.job, params={**variant.job.params, **variant.job.warm})
-            stage.do(variant.shape, warm, None)
+            stage.do(variant.shape, variant.job.warmed(), None)
         rates = self._find_rates(stage)
         for repetition in range(repetitions):
             for variant in in_turn(self.variants, repetition):
                 self._steps.begin(f"repetition {repetition + 1} of {repetitions}: {variant.name}")
-                reports = stage.do(variant.shape, variant.job, rates[variant.name])
+                reports = stage.do(variant.shape, variant.job.turn(repetition), rates[variant.name])
                 self._measurements.append(read_measurement(variant, repetition, reports))
             self._steps.end()
             self.write("failed", f"stopped after repetition {repetition + 1} of {repetitions}")
@@ -225,7 +224,8 @@ def without_paths(plan: ExperimentPlan, work: str) -> ExperimentPlan:
         return value.replace(work, "WORK") if isinstance(value, str) else value
 
     def job(given: Job) -> Job:
-        return replace(given, params=kept(given.params), warm=kept(given.warm))
+        turns = tuple(kept(one) for one in given.turns)
+        return replace(given, params=kept(given.params), warm=kept(given.warm), turns=turns)
 
     variants = (
         replace(one, job=job(one.job), curve=None if one.curve is None else job(one.curve))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,18 @@ class Job:
     """JSON values."""
     warm: Mapping[str, Any] = field(default_factory=dict)
     """What of ``params`` is different in the one run that only warms up, e.g. fewer epochs."""
+    turns: tuple[Mapping[str, Any], ...] = ()
+    """What of ``params`` is different in repetition 0, 1, ..., as the seed; begins anew after its end."""
+
+    def warmed(self) -> Job:
+        """Return the job that only warms up."""
+        return replace(self, params={**self.params, **self.warm})
+
+    def turn(self, repetition: int) -> Job:
+        """Return the job of this repetition."""
+        if not self.turns:
+            return self
+        return replace(self, params={**self.params, **self.turns[repetition % len(self.turns)]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +105,10 @@ class Ratio:
     """Variant above the line."""
     under: str
     """Variant below the line."""
-    quantity: Literal["seconds", "bytes_outside", "samples_per_second"] = "seconds"
+    quantity: Literal[
+        "seconds", "bytes_outside", "samples_per_second", "epochs_to_target", "dollars", "value"
+    ] = "seconds"
+    """Of an epoch; the last three as reports have them in ``extra``."""
     predicted: float | None = None
     low: float | None = None
     """Least value with which the claim counts as reproduced; None: no such bound."""

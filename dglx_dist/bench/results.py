@@ -144,11 +144,16 @@ def _variant(value: Mapping[str, Any]) -> Variant:
         **_known(Variant, value)
         | {
             "shape": Shape(**_known(Shape, shape) | {"internal": _rate(shape["internal"])}),
-            "job": Job(**_known(Job, value["job"])),
-            "curve": None if curve is None else Job(**_known(Job, curve)),
+            "job": _job(value["job"]),
+            "curve": None if curve is None else _job(curve),
             "rate": _rate_or_phi(value["rate"]),
         }
     )
+
+
+def _job(value: Mapping[str, Any]) -> Job:
+    # Results of earlier releases have no turns.
+    return Job(**_known(Job, value) | {"turns": tuple(value.get("turns", ()))})
 
 
 def _measurement(value: Mapping[str, Any]) -> Measurement:

@@ -32,6 +32,9 @@ _QUANTITIES = {
     "seconds": "seconds per epoch",
     "bytes_outside": "payload between servers",
     "samples_per_second": "samples per second",
+    "epochs_to_target": "epochs to the target",
+    "dollars": "simulated dollars per epoch",
+    "value": "value, 1 / (time x simulated dollars)",
 }
 
 _PHASES_TOLD = "Payload between servers by phase, of all ranks, beside what the formulas give:"

@@ -10,6 +10,7 @@ from dglx_dist.cli.bench_command import bench
 from dglx_dist.cli.ingest_command import ingest
 from dglx_dist.cli.inspect_command import inspect
 from dglx_dist.cli.lab_command import lab_app
+from dglx_dist.cli.lambda_command import lambda_app
 from dglx_dist.cli.partition_command import partition
 from dglx_dist.cli.report_command import report
 from dglx_dist.cli.train_command import train
@@ -53,4 +54,5 @@ app.command(no_args_is_help=True)(inspect)
 app.command(no_args_is_help=True)(train)
 app.command(no_args_is_help=True)(report)
 app.add_typer(lab_app)
+app.add_typer(lambda_app)
 app.command(no_args_is_help=True)(bench)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,8 @@ def report(
     batches: Annotated[
         str | None,
         typer.Option(
-            metavar="FIRST:LAST", help="Of a trace: the batches to draw. Default: four in the middle."
+            metavar="FIRST:LAST",
+            help="Of a trace: batches to draw; epochs, of strategy lambda. Default: some in the middle.",
         ),
     ] = None,
 ) -> None:
@@ -59,15 +61,19 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
         ConfigError: it has no such batches.
     """
     from dglx_dist.cluster.trace_events import read_trace
-    from dglx_dist.report.schedule import draw, overlap_text
+    from dglx_dist.report import pipeline, schedule
 
     trace, target = read_trace(path), path.with_suffix(".png")
     title = " ".join(
         [str(trace.facts.get("strategy", path.stem))]
         + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
     )
-    Console(highlight=False, soft_wrap=True, markup=False).print(f"{title}: {overlap_text(trace)}")
-    draw_or_warn(lambda: draw(trace, target, title=title, batches=batches), target)
+    if pipeline.has_intervals(trace):
+        text, draw = pipeline.pipeline_text(trace), partial(pipeline.draw, epochs=batches)
+    else:
+        text, draw = schedule.overlap_text(trace), partial(schedule.draw, batches=batches)
+    Console(highlight=False, soft_wrap=True, markup=False).print(f"{title}: {text}")
+    draw_or_warn(lambda: draw(trace, target, title=title), target)
 
 
 def read_batches(text: str | None) -> tuple[int, int] | None:

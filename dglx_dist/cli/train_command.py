@@ -94,10 +94,15 @@ def train(  # noqa: PLR0913  # one argument per option
         float,
         typer.Option(rich_help_panel=_LOADER, help="How many, as a fraction of the server's own nodes."),
     ] = 0.2,
-    depth: Annotated[int, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead.")] = 1,
+    depth: Annotated[
+        int | None, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead. Default: 1.")
+    ] = None,
     loader_threads: Annotated[
-        int, typer.Option(rich_help_panel=_LOADER, help="Threads that make them; 0: the training loop.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            rich_help_panel=_LOADER, help="Threads that make them; 0: the training loop. Default: 1."
+        ),
+    ] = None,
     verify: Annotated[
         str, typer.Option(rich_help_panel=_LOADER, help="auto: read new files, full: all, never.")
     ] = "auto",

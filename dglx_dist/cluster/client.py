@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dglx_dist.cluster.auth import Credentials
 from dglx_dist.cluster.framing import Assembler, Message, frames_of, send_frames
+from dglx_dist.cluster.monitor import read_event
 from dglx_dist.cluster.serve import ServeConfig, tune
 from dglx_dist.cluster.wire import Head, Kind, WireError
 from dglx_dist.errors import PeerError, RemoteError
@@ -191,7 +191,7 @@ class Link:
             self._notice()
 
     def _notice(self) -> None:
-        event = recv_monitor_message(self._monitor)["event"]
+        event = read_event(self._monitor).number
         if event == zmq.EVENT_CONNECTED:
             self._retries = 0
         elif event == zmq.EVENT_DISCONNECTED:

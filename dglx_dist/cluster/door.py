@@ -10,9 +10,9 @@ import threading
 from typing import final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dglx_dist.cluster.auth import Credentials, answer_door, open_door
+from dglx_dist.cluster.monitor import read_event
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ class Door:
             source.close(0)
 
     def _note(self) -> None:
-        event = recv_monitor_message(self._events)
-        handle = int(event["value"])
-        if event["event"] == zmq.EVENT_ACCEPTED:
+        event = read_event(self._events)
+        handle = int(event.value)
+        if event.number == zmq.EVENT_ACCEPTED:
             self._names[handle] = _peer_name(handle)
-        elif event["event"] == zmq.EVENT_DISCONNECTED:
+        elif event.number == zmq.EVENT_DISCONNECTED:
             name = self._names.pop(handle, "")
             # Only who passed the handshake can get a message through, and no rank connects without one.
             if handle in self._welcome:

@@ -12,6 +12,9 @@ from dglx_dist.cluster.topology import Topology
 LedgerKey: TypeAlias = tuple[str, int, int, int]
 """(phase, layer, source rank, destination rank)."""
 
+WORKER = -1
+"""In the place of a rank: any stateless worker. It has no ledger: the rank that it calls counts for it."""
+
 Snapshot: TypeAlias = Mapping[LedgerKey, int]
 
 
@@ -24,7 +27,7 @@ class LedgerRow:
     source: int
     destination: int
     inside: bool
-    """Whether both ranks are of one server."""
+    """Whether both ranks are of one server; a worker never is."""
     num_bytes: int
 
 
@@ -87,7 +90,7 @@ class Ledger:
             layer=layer,
             source=source,
             destination=destination,
-            inside=self._topology.same_server(source, destination),
+            inside=WORKER not in (source, destination) and self._topology.same_server(source, destination),
             num_bytes=num_bytes,
         )
 

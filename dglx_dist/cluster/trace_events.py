@@ -15,13 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.cluster.timeline import COMPUTE, LOADER, NETWORK, Span
+from dglx_dist.cluster.timeline import (
+    COMPUTE,
+    GRAPH_SERVER,
+    LOADER,
+    NETWORK,
+    PARAMETER_SERVER,
+    WORKER,
+    Span,
+)
 from dglx_dist.errors import StorageError
 from dglx_dist.storage.fields import Fields
 
 _FORMAT = "dglx_dist trace 1"
 _HEAD = f'{{"otherData": {{"format": "{_FORMAT}"'
-_ROWS = (COMPUTE, NETWORK, LOADER)
+_ROWS = (COMPUTE, GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK, LOADER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +189,12 @@ def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
         "dur": round(1e6 * (span.end_s - span.begin_s), 3),
         "pid": rank,
         "tid": thread,
-        "args": {} if span.batch is None else {"batch": span.batch},
+        "args": {name: value for name, value in _numbers(span).items() if value is not None},
     }
+
+
+def _numbers(span: Span) -> dict[str, int | None]:
+    return {"batch": span.batch, "interval": span.interval}
 
 
 def deal_out(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
@@ -208,13 +220,17 @@ def deal_out(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
 
 def _span(event: Fields) -> Span:
     begin, duration = _number(event, "ts"), _number(event, "dur")
-    batch = event.record("args").integer("batch") if "batch" in event.mapping("args") else None
+    args = event.record("args")
+    batch, interval = (
+        args.integer(name) if name in event.mapping("args") else None for name in ("batch", "interval")
+    )
     return Span(
         name=event.text("name"),
         row=event.text("cat"),
         begin_s=begin / 1e6,
         end_s=(begin + duration) / 1e6,
         batch=batch,
+        interval=interval,
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from dglx_dist.cluster import cgroups
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import cgroups, state
+from dglx_dist.lab import state
 from dglx_dist.lab.holder import wait_until_ended
 from dglx_dist.lab.server import cgroup_name
 from dglx_dist.lab.state import LabState

@@ -8,8 +8,9 @@ from datetime import datetime, timezone
 from os import getpid
 from typing import Literal, final
 
+from dglx_dist.cluster import cgroups
 from dglx_dist.errors import LabError
-from dglx_dist.lab import cgroups, cleaning, links, state
+from dglx_dist.lab import cleaning, links, state
 from dglx_dist.lab.base import Card, Lab, LabSpec, label
 from dglx_dist.lab.budget import CpuShare, deal_out, held_by, usable_cores
 from dglx_dist.lab.holder import Holder

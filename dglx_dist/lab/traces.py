@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dglx_dist.cluster.ledger import LedgerRow
+from dglx_dist.cluster.ledger import WORKER, LedgerRow
 from dglx_dist.cluster.trace import UNFINISHED, Pass
 from dglx_dist.errors import StorageError
 from dglx_dist.records import EpochRecord
@@ -54,14 +54,16 @@ class Trace:
         return any(rank.failed for ranks in self.sessions for rank in ranks)
 
     def ledger_outside_by_server(self) -> dict[int, tuple[int, int]]:
-        """Return {server: (sent, received)}: payload bytes to and from the other servers, all sessions."""
+        """Return {server: (sent, received)}: payload bytes to and from others, workers too, all sessions."""
         sent = dict.fromkeys(range(self.num_servers), 0)
         received = dict(sent)
         for ranks in self.sessions:
             server = ranks[0].server_of_rank
             for row in (row for rank in ranks for row in rank.ledger if not row.inside):
-                sent[server[row.source]] += row.num_bytes
-                received[server[row.destination]] += row.num_bytes
+                if row.source != WORKER:
+                    sent[server[row.source]] += row.num_bytes
+                if row.destination != WORKER:
+                    received[server[row.destination]] += row.num_bytes
         return {server: (sent[server], received[server]) for server in sent}
 
     def epoch_seconds(self) -> list[float]:
@@ -137,8 +139,8 @@ def _row(fields: Fields, world_size: int) -> LedgerRow:
     return LedgerRow(
         phase=fields.text("phase"),
         layer=fields.integer("layer"),
-        source=fields.choice("source", range(world_size)),
-        destination=fields.choice("destination", range(world_size)),
+        source=fields.choice("source", (WORKER, *range(world_size))),
+        destination=fields.choice("destination", (WORKER, *range(world_size))),
         inside=fields.choice("inside", [True, False]),
         num_bytes=fields.integer("num_bytes", at_least=0),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dglx_dist.cluster.timeline import COMPUTE, NETWORK, WAIT, Span
+from dglx_dist.cluster.timeline import COMPUTE, GRAPH_SERVER, NETWORK, WAIT, WORKER, Span
 from dglx_dist.cluster.trace_events import TraceFile
 
 Interval = tuple[float, float]
@@ -39,6 +39,17 @@ def overlap(trace: TraceFile) -> Overlap:
     return Overlap(network_s=network_s, beside_s=beside_s, compute_s=compute_s)
 
 
+def workers_beside(trace: TraceFile) -> tuple[float, float]:
+    """Return seconds in which a rank had tasks at workers, and those of them in which it computed too."""
+    worker_s = beside_s = 0.0
+    for rank in trace.ranks:
+        tasks = [one for one in rank.spans if one.row == WORKER and not is_wait(one)]
+        busy = _union((one.begin_s, one.end_s) for one in tasks)
+        worker_s += _length(busy)
+        beside_s += _length(busy) - _length(_without(busy, _compute(rank.spans)))
+    return worker_s, beside_s
+
+
 def is_wait(span: Span) -> bool:
     """Whether a row stands still during ``span``."""
     return span.name.startswith(WAIT)
@@ -49,7 +60,7 @@ def _network(spans: Sequence[Span]) -> list[Interval]:
 
 
 def _compute(spans: Sequence[Span]) -> list[Interval]:
-    rows = [one for one in spans if one.row == COMPUTE]
+    rows = [one for one in spans if one.row in (COMPUTE, GRAPH_SERVER)]
     work = _union((one.begin_s, one.end_s) for one in rows if not is_wait(one))
     return _without(work, _union((one.begin_s, one.end_s) for one in rows if is_wait(one)))
 

@@ -54,8 +54,9 @@ class TrainPlan:
     """Policy by which each server keeps features of others; None: it keeps none."""
     cache_alpha: float = 0.2
     """How many, as a fraction of the server's own."""
-    depth: int = 1
-    loader_threads: int = 1
+    depth: int | None = None
+    loader_threads: int | None = None
+    """This and ``depth``: None: 1; unused where there are no mini-batches."""
     timeout_s: float = 300.0
     predictions: str | None = None
     """Folder for the class of every node, as Parquet; None: not written."""
@@ -103,8 +104,12 @@ class TrainPlan:
             ),
             ("cache", self.cache not in (None, *_CACHE_POLICIES), "vip, degree or halo"),
             ("cache-alpha", not 0 <= self.cache_alpha < math.inf, "at least 0"),
-            ("depth", self.depth < 1, "at least 1"),
-            ("loader-threads", self.loader_threads < 0, "at least 0"),
+            ("depth", self.depth is not None and self.depth < 1, "at least 1"),
+            (
+                "loader-threads",
+                self.loader_threads is not None and self.loader_threads < 0,
+                "at least 0",
+            ),
             ("checkpoint-every", self.checkpoint_every < 0, "at least 0"),
             ("trace-steps", self.trace_steps < 1, "at least 1"),
             ("timeout", not 0 < self.timeout_s < math.inf, "above 0"),

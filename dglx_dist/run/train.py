@@ -31,7 +31,7 @@ from dglx_dist.strategies.opening import strategy_of
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS
-from dglx_dist.training.tracing import check_trace
+from dglx_dist.training.tracing import check_trace, without_keys
 
 CHECKPOINTS = "checkpoints"
 
@@ -79,6 +79,10 @@ def train_dataset(plan: TrainPlan) -> Trained:
         )
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         summary = summarise(_facts(session, result), epochs)
+        if result.account:
+            shown = {name: value for name, value in result.account.items() if name != "text"}
+            # A resumed run has no account of the epochs before.
+            summary["account"] = {"epochs": len(result.epochs), **shown}
         if writes:
             write_run(folder, config, epochs, summary)
             _draw(epochs, folder, run_title(summary, config))
@@ -93,8 +97,15 @@ def settled(plan: TrainPlan) -> TrainPlan:
         UnknownNameError: there is no such strategy.
     """
     fanouts = default_fanouts(plan.strategy, plan.layers) if plan.fanouts is None else plan.fanouts
-    batch_size = default_batch_size(plan.strategy) if plan.batch_size is None else plan.batch_size
-    return replace(plan, fanouts=fanouts, batch_size=batch_size)
+    usual = default_batch_size(plan.strategy)
+    ahead = None if usual is None else 1
+    return replace(
+        plan,
+        fanouts=fanouts,
+        batch_size=usual if plan.batch_size is None else plan.batch_size,
+        depth=ahead if plan.depth is None else plan.depth,
+        loader_threads=ahead if plan.loader_threads is None else plan.loader_threads,
+    )
 
 
 def check_trainable(plan: TrainPlan, g: DistGraph) -> str:
@@ -121,15 +132,11 @@ def check_trainable(plan: TrainPlan, g: DistGraph) -> str:
                 f"{where} has no node data {name!r} (known: {known}); partition a graph that has it "
                 "(docs/quickstart.md, Cut a graph, says how columns are called)"
             )
-    if plan.cache is not None and strategy_of(g.session).traits.features != "rows":
+    traits = strategy_of(g.session).traits
+    if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
         raise ConfigError(
             f"--cache {plan.cache} keeps feature rows of other servers, and strategy {g.session.strategy!r} "
             "moves none in training; leave --cache out"
-        )
-    if plan.cache == "vip" and plan.batch_size is None:
-        raise ConfigError(
-            f"--cache vip keeps what mini-batches need most, and strategy {g.session.strategy!r} has none; "
-            "leave --cache out"
         )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
@@ -146,10 +153,11 @@ def _classes(g: DistGraph, ntype: str) -> int:
 
 
 def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, object]:
-    """Return what ``config.json`` holds: every option as it was in force, and what it met."""
+    """Return what ``config.json`` holds: every option as it was in force, keys left out, and what it met."""
     return {
         **asdict(plan),
         "strategy": session.strategy,
+        "strategy_options": without_keys(plan.strategy_options),
         "timeout_s": session.timeout_s,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
@@ -184,6 +192,7 @@ def _fit(
         trace=plan.trace,
         trace_steps=plan.trace_steps,
     )
+    of_loader: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         built.module,
         g,
@@ -195,8 +204,7 @@ def _fit(
         ),
         callbacks=[after_epoch],
         sparse=built.sparse,
-        depth=plan.depth,
-        num_threads=plan.loader_threads,
+        **{name: value for name, value in of_loader.items() if value is not None},
     )
 
 

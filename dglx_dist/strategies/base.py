@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.records import FEATURE, LABEL, EpochRecord
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -45,6 +47,48 @@ class Parts:
     """Equal on every rank, gradients summed over the ranks."""
     local: tuple[str, ...]
     """Each rank holds its own piece; nobody exchanges their gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a training loop without a loop of the user's is asked to train."""
+
+    loss: Callable[[Tensor, Tensor], Tensor] | None
+    """(B, C) scores and (B,) labels to their mean loss; None: a task of the user's own."""
+    feature: str = FEATURE
+    """Node data that goes into the model."""
+    label: str = LABEL
+    beside: tuple[str, ...] = ()
+    """What else takes part in a step, by the names of the options that say so."""
+
+
+class EpochTrainer(ABC):
+    """Trains whole epochs, under a strategy whose epochs overlap so that no loop can own a step."""
+
+    @abstractmethod
+    def run(self, first: int, number: int) -> Sequence[EpochRecord]:
+        """Train ``number`` epochs from ``first`` on; every rank must call it.
+
+        Afterwards nothing is under way, and the model's parameters and the optimizer's state are those of the
+        last epoch on every rank.
+
+        Returns:
+            One record per epoch, over all ranks, not evaluated.
+
+        Raises:
+            PeerError: a rank is dead or silent.
+        """
+
+    @abstractmethod
+    def account(self) -> dict[str, object]:
+        """Return what the run took beside time, over all ranks, JSON values; every rank must call it.
+
+        With ``dollars``, a ``label`` that says how to read them, and both as a ``text``.
+        """
+
+    @abstractmethod
+    def close(self, *, failed: bool = False) -> None:
+        """Let go of what was opened; every rank must call it. After it ``failed``, it waits for nobody."""
 
 
 class WrappedModel(nn.Module, ABC):
@@ -91,6 +135,26 @@ class WrappedModel(nn.Module, ABC):
             () the norm before clipping, equal on every rank.
         """
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def trainer(
+        self,
+        loader: Any,
+        optimizer: Optimizer,
+        objective: Objective,
+        show: Callable[[str], None] | None = None,
+    ) -> EpochTrainer | None:
+        """Return what trains in place of a loop over ``loader``; None, as here: a loop does. Collective.
+
+        Args:
+            loader: What the strategy's ``loader`` returned.
+            optimizer: Over the parameters of this model.
+            objective: What is trained.
+            show: Called now and then with one line about what is going on; from any thread.
+
+        Raises:
+            ConfigError: the strategy cannot train this.
+        """
+        return None
 
     def join(self) -> AbstractContextManager[None]:
         """Context for a loop over a loader; does nothing, for loaders give all ranks equal steps."""

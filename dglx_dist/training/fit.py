@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.pull import CacheCounts
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
-from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
 from dglx_dist.training import checkpoint
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
@@ -100,6 +101,8 @@ class FitResult:
     first_epoch: int = 0
     """Above 0 after a resume."""
     stopped_early: bool = False
+    account: dict[str, object] = field(default_factory=dict)
+    """What the run took beside time, as ``dollars`` with a ``label``; empty where nothing is paid by use."""
 
     @property
     def val_accuracy(self) -> float | None:
@@ -156,14 +159,19 @@ def train(
             count_step()
             advance(1)
 
-        for epoch in range(run.first_epoch, config.epochs):
-            if run.stopped_early:
-                break
-            record = run.epoch(epoch, after_step)
-            for callback in callbacks:
-                callback(record)
-            advance.say(epoch_line(record))
-    return run.result()
+        account: dict[str, object] = {}
+        show = advance.show if enabled else None
+        trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
+        with _closing(trainer):
+            while run.goes_on:
+                for record in run.advance(trainer, after_step):
+                    for callback in callbacks:
+                        callback(record)
+                    advance.say(epoch_line(record))
+        if trainer is not None:
+            account = trainer.account()
+            advance.say(f"cost {account['text']}")
+    return replace(run.result(), account=account)
 
 
 def epoch_line(record: EpochRecord) -> str:
@@ -184,7 +192,7 @@ class _Run:
     def __init__(self, loader: TrainingLoader, g: DistGraph, config: FitConfig, step: Step) -> None:
         self._loader, self._g, self._config, self._step = loader, g, config, step
         self._session: Session = g.session
-        self.first_epoch = 0
+        self.first_epoch = self._next = 0
         self.stopped_early = False
         self._records: list[EpochRecord] = []
         self._accuracy: dict[str, float] = {}
@@ -204,7 +212,7 @@ class _Run:
             loader=self._loader,
             dataset=_facts(self._g),
         )
-        self.first_epoch = resumed.epoch
+        self.first_epoch = self._next = resumed.epoch
         best = resumed.extra.get("best")
         self._best = (int(best[0]), float(best[1])) if best else None
         self._evaluations_since_best = int(resumed.extra.get("evaluations_since_best", 0))
@@ -212,21 +220,44 @@ class _Run:
         accuracy = resumed.extra.get("accuracy", {})
         self._accuracy = {str(name): float(value) for name, value in accuracy.items()}
 
-    def epoch(self, epoch: int, after_step: Callable[[], None]) -> EpochRecord:
-        """Train, evaluate and save one epoch."""
-        config = self._config
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are epochs to train."""
+        return self._next < self._config.epochs and not self.stopped_early
+
+    def advance(self, trainer: EpochTrainer | None, after_step: Callable[[], None]) -> Sequence[EpochRecord]:
+        """Train one epoch, or with a ``trainer`` all until the next stop; evaluate and save there."""
         counted = self._g.kvstore.cache_counts()
-        record = train_epoch(self._step, self._loader, self._session, epoch, after_step)
-        record = self._with_cache(record, self._g.kvstore.cache_counts() - counted)
-        last = epoch + 1 == config.epochs
-        if last or (config.eval_every and (epoch + 1) % config.eval_every == 0):
-            record = self._evaluate(record)
-        self._records.append(record)
+        if trainer is None:
+            found = [train_epoch(self._step, self._loader, self._session, self._next, after_step)]
+        else:
+            found = list(trainer.run(self._next, self._next_stop() - self._next))
+            for _ in found:
+                after_step()
+        found[-1] = self._with_cache(found[-1], self._g.kvstore.cache_counts() - counted)
+        self._next += len(found)
+        found[-1] = self._finish(found[-1])
+        self._records += found
         if self._session.trace is not None:
-            self._session.trace.note_epoch(record)
+            for record in found:
+                self._session.trace.note_epoch(record)
+        return found
+
+    def _next_stop(self) -> int:
+        """Return the epoch before which the next evaluation or checkpoint is, or the end."""
+        config = self._config
+        every = [config.eval_every] if config.eval_every else []
+        every += [config.checkpoint_every] if config.checkpoint_folder is not None else []
+        return min([config.epochs, *((self._next // number + 1) * number for number in every)])
+
+    def _finish(self, record: EpochRecord) -> EpochRecord:
+        config = self._config
+        last = self._next == config.epochs
+        if last or (config.eval_every and self._next % config.eval_every == 0):
+            record = self._evaluate(record)
         last = last or self.stopped_early
-        if config.checkpoint_folder is not None and (last or (epoch + 1) % config.checkpoint_every == 0):
-            self._save(epoch + 1)
+        if config.checkpoint_folder is not None and (last or self._next % config.checkpoint_every == 0):
+            self._save(self._next)
         return record
 
     def _with_cache(self, record: EpochRecord, counts: CacheCounts) -> EpochRecord:
@@ -307,6 +338,28 @@ def _step_of(
         inputs=config.inputs,
     )
     return Step(model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse))
+
+
+def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:
+    beside = {"config.task": config.task, "config.inputs": config.inputs, "sparse": sparse}
+    return Objective(
+        loss=config.loss if config.task is None else None,
+        feature=config.feature,
+        label=config.label,
+        beside=tuple(name for name, value in beside.items() if value is not None),
+    )
+
+
+@contextmanager
+def _closing(trainer: EpochTrainer | None) -> Iterator[None]:
+    """Close ``trainer`` afterwards; after an error without waiting for the other ranks."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if trainer is not None:
+            trainer.close(failed=failed)
 
 
 def _trace_of(config: FitConfig) -> TraceConfig | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.bounded.declared import DeclaredStage
 from dglx_dist.training.deep import ResGCN, build_resgcn
 from dglx_dist.training.kinds import check_kind
 from dglx_dist.training.symmetric import SymmetricConv
@@ -77,6 +78,18 @@ class OwnRows(nn.Module):
     def forward(self, block: Any, h: Tensor) -> Tensor:
         """Map (num_src, F) to (num_dst, H); destinations come first among a block's sources."""
         return self.linear(h[: block.num_dst_nodes()])
+
+    def vertex_stage(self) -> DeclaredStage:
+        """Return what strategy ``lambda`` runs on workers in its place."""
+        config = {"in": self.linear.in_features, "out": self.linear.out_features}
+        return DeclaredStage(
+            stage="dense",
+            config={**config, "bias": True, "transposed": True},
+            weights=("linear.weight", "linear.bias"),
+            around=None,
+            own=True,
+            takes_activation=True,
+        )
 
 
 def build_model(

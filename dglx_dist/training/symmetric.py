@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dglx_dist.layers.aggregate import narrows_first, sum_in_edges
 from dglx_dist.layers.staged import Staged, StageInput, Sums
+from dglx_dist.strategies.bounded.declared import DeclaredStage
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
@@ -65,6 +66,18 @@ class SymmetricConv(Staged):
     def apply_nodes(self, block: DGLBlock, gathered: Sums) -> Tensor:
         """Add the bias."""
         return gathered[0] + self.conv.bias
+
+    def vertex_stage(self) -> DeclaredStage:
+        """Return what strategy ``lambda`` runs on workers in its place."""
+        wide, narrow = self.conv.weight.shape
+        return DeclaredStage(
+            stage="dense",
+            config={"in": wide, "out": narrow, "bias": True},
+            weights=("conv.weight", "conv.bias"),
+            around="both",
+            depends_on_the_graph=True,
+            takes_activation=True,
+        )
 
 
 def _degrees_of(graph: DistGraph) -> Degrees:

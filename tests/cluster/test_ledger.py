@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dglx_dist.cluster.ledger import Ledger, ring_bytes
+from dglx_dist.cluster.ledger import WORKER, Ledger, ring_bytes
 from dglx_dist.cluster.topology import Topology
 
 
@@ -27,6 +27,17 @@ def test_rows_are_summed_by_phase_layer_and_ends() -> None:
     ]
     (new,) = ledger.since(before)
     assert (new.phase, new.layer, new.source, new.destination, new.num_bytes) == ("dense", 1, 2, 0, 4)
+
+
+def test_a_worker_is_on_no_server() -> None:
+    ledger = Ledger(Topology(1, 2, (0, 0)))  # -1 as an index would be rank 1's server
+    ledger.add("weights_down", 0, 1, WORKER, 8)
+    ledger.add("weights_up", 0, WORKER, 1, 4)
+    assert [(row.source, row.destination, row.inside) for row in ledger.rows()] == [
+        (1, WORKER, False),
+        (WORKER, 1, False),
+    ]
+    assert ledger.total(outside=True) == 12
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])

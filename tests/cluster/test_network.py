@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from dglx_dist.cluster.network import endpoint_of, interface_address, listening_address
+from dglx_dist.cluster.network import endpoint_of, interface_address, link_speed, listening_address
 from dglx_dist.cluster.session import start_session
 from dglx_dist.cluster.topology import read_rendezvous
 from dglx_dist.errors import ConfigError
@@ -47,3 +49,13 @@ def test_ranks_listen_on_the_rendezvous_interface_only() -> None:
     endpoints = run_ranks(_endpoint, 2)
     assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in endpoints)
     assert len(set(endpoints)) == 2
+
+
+def test_the_speed_of_a_card_is_what_the_kernel_says(tmp_path: Path) -> None:
+    speeds = {"10000": 1.25e9, "-1": None, "no number": None}
+    assert link_speed("127.0.0.1", tmp_path) is None
+    (tmp_path / "lo").mkdir()
+    for text, speed in speeds.items():
+        (tmp_path / "lo" / "speed").write_text(text + "\n")
+        assert link_speed("127.0.0.1", tmp_path) == speed
+    assert link_speed("192.0.2.1", tmp_path) is None

@@ -66,7 +66,7 @@ def test_name_of_the_folder_tells_nothing_of_the_secret() -> None:
 
 def _folder_shows_secret() -> bool:
     with start_session() as session:
-        secret = session.rpc._credentials.secret.decode()
+        secret = session.rpc.credentials.secret.decode()
         return any(secret[at : at + 8] in session.scratch.name for at in range(len(secret) - 7))
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from dglx_dist.cluster import cgroups
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import cgroups, cleaning, links, namespaces, state
+from dglx_dist.lab import cleaning, links, namespaces, state
 from dglx_dist.lab.base import LabSpec
 from dglx_dist.lab.holder import wait_until_ended
 from dglx_dist.lab.links import CARD

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dglx_dist.cluster import cgroups
 from dglx_dist.errors import LabError
-from dglx_dist.lab import cgroups
 from dglx_dist.lab.links import CARD
 from dglx_dist.lab.namespaces import NamespaceLab
 from dglx_dist.lab.pids import Process

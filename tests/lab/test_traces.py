@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.cluster.ledger import Ledger
+from dglx_dist.cluster.ledger import WORKER, Ledger
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.cluster.trace import Pass, TraceWriter
 from dglx_dist.errors import StorageError
@@ -60,6 +60,11 @@ def test_bytes_between_servers_are_added_up_by_server() -> None:
         ],
     )
     assert trace.ledger_outside_by_server() == {0: (30, 340), 1: (340, 30)}
+
+
+def test_what_workers_send_and_get_is_their_servers_alone() -> None:
+    trace = trace_of((0, 1), [[row(0, WORKER, 7), row(WORKER, 0, 5)], []])
+    assert trace.ledger_outside_by_server() == {0: (7, 5), 1: (0, 0)}
 
 
 def test_sessions_add_up() -> None:

@@ -20,6 +20,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import Objective, WrappedModel
 from dglx_dist.training.models import build_model
 
 NUM_NODES, NUM_EDGES, WIDTH, HIDDEN, CLASSES, STEPS, RATE = 500, 3000, 7, 8, 4, 10, 0.3
@@ -47,9 +48,11 @@ class Column:
     steps: int = STEPS
     keeps_loader: bool = False
     """Whether all models are trained from one loader."""
+    name: str = ""
 
     def __str__(self) -> str:
-        return "-".join([self.strategy, *(f"{key}={value}" for key, value in self.options)])
+        named = [self.strategy, *(f"{key}={value}" for key, value in self.options)]
+        return self.name or "-".join(named)
 
 
 def raw_graph() -> RawGraph:
@@ -198,7 +201,10 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
     topology = session.topology
     train_ids = new_ids_of_training(g)
     for column in columns:
-        strategy = STRATEGIES.get(column.strategy)(session, dict(column.options))
+        options = dict(column.options)
+        if "parameter_servers" in options:
+            options["parameter_servers"] = min(options["parameter_servers"], topology.world_size)
+        strategy = STRATEGIES.get(column.strategy)(session, options)
         for share in shares_of(column, topology.world_size):
             mine = cut(train_ids, SHARES[share], topology.rank, topology.world_size)
             loader = None
@@ -225,9 +231,19 @@ def _loader(strategy: Any, g: DistGraph, mine: Tensor, batch_size: int) -> Any:
     return strategy.loader(g, mine, sampler, **options)
 
 
-def train(model: nn.Module, loader: Any, epochs: int) -> None:
-    """The user's loop."""
+def train(model: WrappedModel, loader: Any, epochs: int) -> None:
+    """The user's loop, or what the strategy has in its place."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    trainer = model.trainer(loader, optimizer, Objective(loss=F.cross_entropy))
+    if trainer is None:
+        loop(model, loader, optimizer, epochs)
+    else:
+        trainer.run(0, epochs)
+        trainer.close()
+
+
+def loop(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, epochs: int) -> None:
+    """Train as a user of DGL does."""
     for _ in range(epochs):
         for _, _, blocks in loader:
             scores = model(blocks, blocks[0].srcdata["feat"])

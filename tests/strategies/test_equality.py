@@ -21,11 +21,18 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies import STRATEGIES
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-from tests.strategies.equality import DEEP_MODELS, SHARES, STEPS, Column
+from tests.strategies.bounded import fifo
+from tests.strategies.equality import DEEP_MODELS, MODELS, SHARES, STEPS, Column
 
 COLUMNS = [
     Column("data_parallel"),
     Column("push_pull"),
+    Column(
+        "lambda",
+        (("mode", "pipe"), ("executor", "inline"), ("intervals", 3), ("parameter_servers", 2)),
+        shares=("uneven",),
+        name="lambda pipe",
+    ),
     # Who names a seed does not matter to these: rows lie where their owners or their servers are.
     *(
         Column(strategy, options, DEEP_MODELS, ("empty",), steps, keeps_loader=True)
@@ -80,6 +87,16 @@ def test_matrix(folder: Path, ranks: int, ranks_per_server: int) -> None:
         worst = {cell: difference(weights, expected[cell]) for cell, weights in result.items()}
         wrong = {cell: value for cell, value in worst.items() if not value <= TOLERANCE}
         assert not wrong
+
+
+def test_lambda_async_without_staleness_in_the_order_of_a_queue(folder: Path) -> None:
+    """Column `lambda async(S=0, FIFO)`: threads have no order, so all graph servers are in one."""
+    with start_session() as session:
+        g = DistGraph(folder, session=session)
+        for graph_servers in (1, 2, 3, 4):
+            for kind in MODELS:
+                found = fifo.weights_after(g, kind, graph_servers, STEPS)
+                assert difference(found, plain_weights(kind, STEPS)) <= TOLERANCE, (graph_servers, kind)
 
 
 @pytest.mark.parametrize("kind", DEEP_MODELS)
@@ -157,7 +174,8 @@ def _wrong_rules(folder: str) -> dict[str, list[Any]]:
     strategy = STRATEGIES.get("data_parallel")(session, {})
     loader = strategy.loader(g, mine, sampler, batch_size=len(ids))
     mean_of_means = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g))
-    equality.train(mean_of_means, loader, equality.STEPS)
+    optimizer = torch.optim.SGD(mean_of_means.parameters(), lr=equality.RATE)
+    equality.loop(mean_of_means, loader, optimizer, equality.STEPS)
     summed = equality.model_of("sage", g)
     optimizer = torch.optim.SGD(summed.parameters(), lr=equality.RATE)
     for _ in range(equality.STEPS):

@@ -18,6 +18,7 @@ and closes its own session, and raises what went wrong."""
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         "calibrate": "dglx_dist.bench.jobs.calibrate:run",
+        "bounded": "dglx_dist.bench.jobs.bounded:run",
         "echo": "dglx_dist.bench.jobs.echo:run",
         "survey": "dglx_dist.bench.jobs.survey:run",
         "train": "dglx_dist.bench.jobs.train:run",

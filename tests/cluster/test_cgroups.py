@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.lab import cgroups, state
+from dglx_dist.cluster import cgroups
+from dglx_dist.lab import state
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Control groups of the kernel that hold a server to a fraction of the cores; versions 1 and 2."""
+"""Control groups of the kernel that hold processes to a fraction of the cores; versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def quota_of(folder: Path) -> float:
 def find(name: str) -> list[Path]:
     """Return the folders of groups called ``name``."""
     return [parent / name for parent in _parents() if (parent / name).is_dir()]
+
+
+def matching(pattern: str) -> list[Path]:
+    """Return the folders of groups whose names match ``pattern``, as of a shell."""
+    return [folder for parent in _parents() for folder in sorted(parent.glob(pattern)) if folder.is_dir()]
 
 
 def remove(folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Where workers run: here, on this machine, or in somebody's cloud."""

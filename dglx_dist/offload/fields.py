@@ -1,0 +1,157 @@
+"""Reads mappings that came from outside (JSON): each field is checked once, unknown ones are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, TypeAlias, TypeVar, final
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.registry import did_you_mean
+
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+T = TypeVar("T")
+
+
+@final
+class Fields:
+    """The fields of one mapping; call :meth:`end` when all have been read.
+
+    Args:
+        given: What came; anything but a mapping with text keys is refused.
+        where: What it describes, for messages.
+        hidden: Whether messages keep the values to themselves.
+
+    Raises:
+        ConfigError: ``given`` is no such mapping. Every reader raises it for a field that is missing, of
+            another kind, or out of its bounds.
+    """
+
+    def __init__(self, given: object, where: str, *, hidden: bool = False) -> None:
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise ConfigError(f"{where} is a {type(given).__name__}; give an object with named fields")
+        self._given: Mapping[str, object] = given
+        self.where, self._hidden = where, hidden
+        self._read: list[str] = []
+
+    def any(self, name: str) -> object:
+        """Return the field as it is."""
+        self._read.append(name)
+        if name not in self._given:
+            raise ConfigError(f"{self.where} lacks the field {name!r}")
+        return self._given[name]
+
+    def maybe(self, name: str, read: Callable[[str], T], default: T) -> T:
+        """Return ``read(name)`` where the field is given and not null, else ``default``."""
+        self._read.append(name)
+        return default if self._given.get(name) is None else read(name)
+
+    def whole(self, name: str, low: int, high: int) -> int:
+        """Return an integer in [``low``, ``high``]."""
+        value = self.any(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._wrong(name, value, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float) -> float:
+        """Return a number in [``low``, ``high``], both finite."""
+        value = self.any(name)
+        # Bounds first: NaN is within none, and a whole number of hundreds of digits is no float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self._wrong(name, value, f"a number from {low} to {high}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """Return a truth value."""
+        value = self.any(name)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, longest: int) -> str:
+        """Return a text of 1 to ``longest`` printable characters."""
+        value = self.any(name)
+        if not isinstance(value, str) or not 0 < len(value) <= longest or not value.isprintable():
+            raise self._wrong(name, value, f"a printable text of 1 to {longest} characters")
+        return value
+
+    def choice(self, name: str, choices: Sequence[str]) -> str:
+        """Return one of ``choices``."""
+        value = self.any(name)
+        if not isinstance(value, str) or value not in choices:
+            hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+            raise self._wrong(name, value, f"one of {', '.join(choices)}{hint}")
+        return value
+
+    def items(self, name: str, most: int) -> list[object]:
+        """Return a list of at most ``most`` items."""
+        value = self.any(name)
+        if not isinstance(value, list | tuple) or len(value) > most:
+            raise self._wrong(name, value, f"a list of at most {most}")
+        return list(value)
+
+    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
+        """Return a list of at most ``most`` texts of at most ``longest`` characters."""
+        values = self.items(name, most)
+        numbered = Fields({str(index): value for index, value in enumerate(values)}, f"{self.where} {name!r}")
+        return tuple(numbered.text(str(index), longest) for index in range(len(values)))
+
+    def end(self) -> None:
+        """Raise ConfigError if the mapping has a field that nobody has read."""
+        for name in self._given:
+            if name not in self._read:
+                hint = did_you_mean(name, self._read)
+                raise ConfigError(f"{self.where} has the unknown field {name[:80]!r}{hint}; leave it out")
+
+    def refuse(self, name: str, wanted: str) -> NoReturn:
+        """Raise ConfigError for the field ``name``, which does not fit the others; give ``wanted``."""
+        raise self._wrong(name, self._given.get(name), wanted)
+
+    def _wrong(self, name: str, value: object, wanted: str) -> ConfigError:
+        shown = "(not shown)" if self._hidden else _shown(value)
+        return ConfigError(f"{self.where} has {name!r} = {shown}; give {wanted}")
+
+
+def read_json(text: bytes | str, longest: int, where: str) -> object:
+    """Parse ``text`` of at most ``longest`` bytes.
+
+    Raises:
+        ConfigError: it is longer, no UTF-8, no JSON, or nested too deeply.
+    """
+    if len(text) > longest:
+        raise ConfigError(f"{where} has {len(text)} bytes, more than {longest}; send it in smaller parts")
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no JSON: {error}") from None
+
+
+def write_json(value: Json) -> bytes:
+    """Return the one JSON text of ``value``: keys sorted, no blanks, so that equal values have equal bytes.
+
+    Raises:
+        ConfigError: it holds something that JSON has no place for, such as NaN.
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"cannot be written as JSON: {error}; use numbers, texts, lists, objects") from None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def printable(text: str, longest: int) -> str:
+    """Return at most ``longest`` characters of ``text`` that came from outside, fit for a terminal or a log.
+
+    What could steer a terminal is replaced; line ends stay.
+    """
+    return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in text[:longest])
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping | list | tuple):
+        return f"a {type(value).__name__}"  # it may be nested deeper than can be shown
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

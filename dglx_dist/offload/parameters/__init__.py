@@ -1,0 +1,1 @@
+"""Weights on servers: versions, stashes, updates (Dorylus, section 5)."""

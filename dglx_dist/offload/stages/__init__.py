@@ -1,0 +1,1 @@
+"""Tensor stages that workers run, in NumPy."""

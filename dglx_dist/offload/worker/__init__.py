@@ -1,0 +1,1 @@
+"""What runs inside a worker; needs NumPy and pyzmq only."""

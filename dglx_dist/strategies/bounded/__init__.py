@@ -1,0 +1,1 @@
+"""Training in intervals on graph servers, with bounded asynchrony (Dorylus)."""

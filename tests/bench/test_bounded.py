@@ -1,0 +1,155 @@
+"""Experiments with training in intervals: jobs that can be read, bytes that are those of a real run."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.bench import bounded
+from dglx_dist.bench.bounded import Case, Size
+from dglx_dist.bench.bounded_bytes import BoundedSetting, bounded_bytes
+from dglx_dist.bench.coauthors import projected
+from dglx_dist.bench.driver import check_plan
+from dglx_dist.bench.experiments import y1, y2, y3, y4, y5
+from dglx_dist.bench.jobs import bounded as job
+from dglx_dist.bench.jobs.bounded_params import read_bounded
+from dglx_dist.bench.phase_table import PREDICTED_BYTES
+from dglx_dist.bench.records import BenchPlan, ExperimentPlan
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import NODE_TYPE, EpochRecord
+from dglx_dist.strategies.bounded.settings import read_settings
+from tests.bench.graphs import context
+from tests.helpers.ranks import run_ranks
+
+TINY = Size(nodes=600, degree=8, features=12, hidden=8, intervals=2, workers=2, epochs=2, latency_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
+    folder = tmp_path_factory.mktemp("dorylus")
+    return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
+
+
+@pytest.mark.parametrize("module", [y1, y2, y3, y4, y5], ids=lambda one: one.EXPERIMENT.id)
+def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None:
+    plan: ExperimentPlan = module.plan_at(bench, TINY)
+    check_plan(module.EXPERIMENT.id, plan)
+    for variant in plan.variants:
+        for turn in range(2):
+            told = read_bounded(variant.job.turn(turn).params)
+            assert Path(told.data).is_dir()
+            read_settings(told.options)
+        read_bounded(variant.job.warmed().params)
+    assert plan.ratios
+
+
+def test_repetitions_of_y1_differ_by_their_seed_alone(bench: BenchPlan) -> None:
+    jobs = [variant.job for variant in y1.plan_at(bench, TINY).variants]
+    assert [jobs[0].turn(number).params["seed"] for number in range(6)] == [0, 1, 2, 3, 4, 0]
+    assert {**jobs[0].turn(1).params, "seed": 0} == jobs[0].params
+    modes = [one.params["options"].get("mode") for one in jobs]
+    assert modes == ["pipe", "async", "async"]
+
+
+def test_bytes_of_a_graph_drawn_by_hand() -> None:
+    """2 nodes on 2 servers, each the other's ghost; widths 3, 5, 2; one interval each; float32."""
+    told = BoundedSetting(widths=(3, 5, 2), nodes=2, ghosts=2, intervals=2)
+    assert bounded_bytes(told) == {
+        "ghosts": 2 * (4 + 20),
+        "ghost_gradients": 2 * (4 + 20),
+        # AV1: 3 columns; fused AV2: 5 columns and a label; gradAV1: 3 and 5 columns.
+        "lambda_down": 2 * 4 * (3 + 5 + 1 + 3 + 5),
+        # AV1: 5 columns; fused AV2: 5 columns, and 32 bytes an interval.
+        "lambda_up": 2 * 4 * (5 + 5) + 2 * 32,
+        "weights_down": 2 * 4 * (2 * 4 * 5 + 6 * 2),
+        "weights_up": 2 * 4 * (4 * 5 + 6 * 2),
+    }
+
+
+def test_fusion_and_rematerialisation_save_what_the_formulas_say() -> None:
+    """Algorithms 4.6 for 2 layers; labels come as 4 bytes a row, and loss and count go as 32 an interval."""
+    on = BoundedSetting(widths=(3, 5, 2), nodes=10, ghosts=4, intervals=3)
+    rows, last_weights = 10 * 4, 6 * 2 * 4
+
+    def more(**off: bool) -> dict[str, int]:
+        base, other = bounded_bytes(on), bounded_bytes(replace(on, **off))
+        return {name: other[name] - base[name] for name in base if other[name] != base[name]}
+
+    assert more(fusion=False) == {
+        "lambda_up": rows * 2 - 3 * 32,
+        "lambda_down": rows * (5 + 2) - rows,
+        "weights_down": 3 * last_weights,
+    }
+    # z of layer 1 alone: that of the last layer never leaves a fused task.
+    assert more(rematerialise=False) == {"lambda_up": rows * 5, "lambda_down": rows * 5}
+
+
+def run_all(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """On every rank: what each job reports."""
+    return {name: job.run(params, context()) for name, params in jobs.items()}
+
+
+def test_what_a_run_moves_is_foretold_to_the_byte(bench: BenchPlan) -> None:
+    cases = [
+        Case(name=name, options={"executor": "local", "workers": 1, **options})
+        for name, options in {
+            "on": {},
+            "fusion": {"fusion": False},
+            "rematerialise": {"rematerialise": False},
+            "streaming": {"streaming": False},
+            "off": {"fusion": False, "rematerialise": False, "mode": "async", "staleness": 1},
+        }.items()
+    ]
+    plan = bounded.plan_of(bench, TINY, cases, ())
+    jobs = {one.name: {**one.job.params, "target": 0.01, "accuracy": True} for one in plan.variants}
+    reports = run_ranks(run_all, 2, args=(jobs,), ranks_per_server=1)[0]
+    for name, foretold in plan.facts[PREDICTED_BYTES].items():
+        extra = reports[name]["extra"]
+        phases = {
+            phase: count for phase, count in extra["bytes_outside_by_phase"].items() if phase != "control"
+        }
+        assert phases == {phase: TINY.epochs * count for phase, count in foretold.items()}, name
+        assert extra["epochs_to_target"] == 1
+        assert 0 < extra["test_accuracy"] <= 1
+        assert "simulated" in extra["dollars_are"]
+    exact = [name for name in reports if name != "off"]
+    assert len({tuple(reports[name]["extra"]["losses"]) for name in exact}) == 1
+    # 2 ranks x 2 intervals x 3 tasks, and 4 where the last one is not fused.
+    assert reports["on"]["extra"]["invocations"] == 12
+    assert reports["fusion"]["extra"]["invocations"] == 16
+
+
+def record(accuracy: float) -> EpochRecord:
+    zeros = dict.fromkeys(("sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s"), 0.0)
+    return EpochRecord(
+        epoch=0, loss=1.0, train_accuracy=accuracy, val_accuracy=None, seconds=1.0, num_samples=1,
+        bytes_inside=0, bytes_outside=0, **zeros,
+    )  # fmt: skip
+
+
+def test_epochs_are_counted_to_the_first_that_is_good_enough() -> None:
+    records = [record(accuracy) for accuracy in (0.5, 0.7, 0.6, 0.9)]
+    assert [job.epochs_to(records, target) for target in (0.5, 0.7, 0.8, 0.95, None)] == [1, 2, 4, None, None]
+
+
+def test_a_wrong_parameter_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no parameter 'epoch'.*'epochs'"):
+        read_bounded({"data": "x", "epoch": 3})
+    with pytest.raises(ConfigError, match="needs the parameter data"):
+        read_bounded({})
+    with pytest.raises(ConfigError, match=r"target=2\.0 of a bounded job must be a fraction"):
+        read_bounded({"data": "x", "target": 2.0})
+
+
+def test_projections_keep_directions_and_splits_cover_all_nodes() -> None:
+    graph = generate(SyntheticConfig(nodes=600, degree=8, features=40, communities=10))
+    found = projected(graph, 32).node_data[NODE_TYPE]
+    assert found["feat"].shape == (600, 32)
+    masks = [np.asarray(found[name]) for name in ("train_mask", "val_mask", "test_mask")]
+    assert [int(mask.sum()) for mask in masks] == [396, 60, 144]
+    assert (sum(mask.astype(int) for mask in masks) == 1).all()
+    # Rows have unit length before, and nearly so after.
+    assert np.linalg.norm(np.asarray(found["feat"]), axis=1).mean() == pytest.approx(1.0, abs=0.05)

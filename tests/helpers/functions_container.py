@@ -1,0 +1,201 @@
+"""One container of the local functions service: a process under AWS's runtime client, and its Runtime API."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+API = "/2018-06-01/runtime"
+RUNTIME_MODULES = ("awslambdaric", "runtime_client", "snapshot_restore_py", "simplejson")
+LAYER_MODULES = ("numpy", "zmq")
+"""What a function with any "Layers" finds beside its package."""
+INIT_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one invocation ended."""
+
+    request: str
+    body: bytes
+    error: str | None
+    """Type of the error, as the runtime client tells it; None where there was none."""
+    duration_s: float
+    init_s: float | None
+    """How long the container took to start; None for a warm one."""
+    log: str
+
+    @property
+    def cold(self) -> bool:
+        return self.init_s is not None
+
+    def report(self, memory_mb: int) -> str:
+        """The line with which AWS ends an invocation in the log."""
+        ms = self.duration_s * 1e3
+        init = "" if self.init_s is None else f"\tInit Duration: {self.init_s * 1e3:.2f} ms"
+        return (
+            f"REPORT RequestId: {self.request}\tDuration: {ms:.2f} ms\tBilled Duration: {int(ms) + 1} ms\t"
+            f"Memory Size: {memory_mb} MB\tMax Memory Used: 64 MB{init}\t\n"
+        )
+
+
+class Container:
+    """Runs invocations one after another until it dies, or takes too long over one."""
+
+    def __init__(self, task: Path, configuration: dict[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="container-")
+        self._inbox: queue.Queue[tuple[str, bytes, float] | None] = queue.Queue()
+        self._outbox: queue.Queue[tuple[str, str | None, bytes]] = queue.Queue()
+        self._configuration, self._fresh = configuration, True
+        self.alive, self._started = True, time.monotonic()
+        self._waiting = threading.Event()
+        container = self
+
+        class Handler(_RuntimeApi):
+            owner = container
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self._log = Path(self._folder.name, "log")
+        self._process = self._start(task)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def run(self, request: str, event: bytes, timeout_s: float) -> Outcome:
+        """Hand ``event`` to the handler and wait until it has ended, or is killed."""
+        init_s = self._init() if self._fresh else None
+        self._fresh = False
+        before = self._log.stat().st_size
+        begun = time.monotonic()
+        if self.alive:
+            self._inbox.put((request, event, time.time() + timeout_s))
+        try:
+            _, error, body = self._outbox.get(timeout=timeout_s)
+        except queue.Empty:
+            error, body = "Sandbox.Timedout", _told("Sandbox.Timedout", f"Task timed out after {timeout_s} s")
+        if error is not None and error.startswith("Sandbox."):
+            self.kill()
+        took = time.monotonic() - begun
+        log = self._log.read_bytes()[before:].decode(errors="replace")
+        return Outcome(request=request, body=body, error=error, duration_s=took, init_s=init_s, log=log)
+
+    def kill(self) -> None:
+        """End the process; may be called twice, on any thread."""
+        self.alive = False
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kill, and remove what it left."""
+        self.kill()
+        self._watcher.join()
+        self._folder.cleanup()
+
+    def next(self) -> tuple[str, bytes, float] | None:
+        """What the runtime client asks for; None at the end."""
+        self._waiting.set()
+        return self._inbox.get()
+
+    def done(self, request: str, error: str | None, body: bytes) -> None:
+        self._outbox.put((request, error, body))
+
+    def _init(self) -> float:
+        self._waiting.wait(INIT_WITHIN_S)
+        return time.monotonic() - self._started
+
+    def _start(self, task: Path) -> subprocess.Popen[bytes]:
+        places = [task, _links(Path(self._folder.name, "runtime"), RUNTIME_MODULES)]
+        if self._configuration.get("Layers"):
+            places.append(_links(Path(self._folder.name, "layer"), LAYER_MODULES))
+        port = self._server.server_address[1]
+        environment = {
+            "AWS_LAMBDA_RUNTIME_API": f"127.0.0.1:{port}",
+            "AWS_LAMBDA_FUNCTION_NAME": self._configuration["FunctionName"],
+            "AWS_LAMBDA_FUNCTION_MEMORY_SIZE": str(self._configuration["MemorySize"]),
+            "LAMBDA_TASK_ROOT": str(task),
+            "_HANDLER": self._configuration["Handler"],
+            "PYTHONPATH": ":".join(map(str, places)),
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        # -S: no site-packages, so what is not in the zip is not there.
+        command = [sys.executable, "-S", "-m", "awslambdaric", self._configuration["Handler"]]
+        with self._log.open("wb") as log:
+            return subprocess.Popen(command, env=environment, cwd=task, stdout=log, stderr=log)
+
+    def _watch(self) -> None:
+        code = self._process.wait()
+        self.alive = False
+        words = self._log.read_text(errors="replace")[-1000:]
+        self._waiting.set()
+        self._inbox.put(None)
+        self._outbox.put(("", "Sandbox.Exit", _told("Runtime.ExitError", f"Runtime exited: {code}\n{words}")))
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _RuntimeApi(BaseHTTPRequestHandler):
+    owner: Container
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_GET(self) -> None:
+        assert self.path == f"{API}/invocation/next"
+        found = self.owner.next()
+        if found is None:
+            self.close_connection = True
+            return
+        request, event, deadline = found
+        self.send_response(200)
+        self.send_header("Lambda-Runtime-Aws-Request-Id", request)
+        self.send_header("Lambda-Runtime-Deadline-Ms", str(int(deadline * 1e3)))
+        self.send_header("Lambda-Runtime-Invoked-Function-Arn", "arn:aws:lambda:local")
+        self.send_header("Lambda-Runtime-Trace-Id", "Root=1-0-0")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(event)))
+        self.end_headers()
+        self.wfile.write(event)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = self.path.removeprefix(API).strip("/").split("/")
+        if parts[-1] == "response":
+            self.owner.done(parts[1], None, body)
+        else:
+            kind = self.headers.get("Lambda-Runtime-Function-Error-Type", "Unhandled")
+            self.owner.done(parts[1], f"Sandbox.{kind}" if parts[0] == "init" else kind, body)
+        self.send_response(202)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def _links(folder: Path, modules: Sequence[str]) -> Path:
+    """Make ``folder`` with links to what is installed here of ``modules``."""
+    folder.mkdir()
+    for name in modules:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        place = Path(spec.origin)
+        place = place.parent if place.name == "__init__.py" else place
+        (folder / place.name).symlink_to(place)
+    return folder
+
+
+def _told(kind: str, message: str) -> bytes:
+    return json.dumps({"errorType": kind, "errorMessage": message}).encode()
