@@ -9,6 +9,11 @@ from typing import Any, Literal, TypeAlias
 Unit: TypeAlias = Literal["mini_batch", "full_graph"]
 """What one step trains on."""
 
+Moves: TypeAlias = Literal["rows", "columns", "plans", "intervals"]
+"""Which formula is its: pulled feature rows, sums of columns, plans of whole graphs, or intervals of them."""
+
+Way: TypeAlias = tuple[int, str, int]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GraphStats:
@@ -79,6 +84,9 @@ class Candidate:
     cache_alpha: float = 0.0
     """Its size, by the server's own nodes."""
     unit: Unit
+    moves: Moves
+    way: Way | None = None
+    """Of plans: layers that a server computes alone, "" or "eas", co-batches of an epoch; None: no plans."""
     exact: bool = True
     """Whether steps give the weights of one process on the same batches; False: another estimator."""
     epochs_factor: float = 1.0

@@ -1,0 +1,263 @@
+"""The dry run: one process counts the batches and plans of all ranks, and times the model on some of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import dgl
+import numpy as np
+from torch import Tensor, nn
+
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.graph.placement import Placement
+from dglx_dist.graph.split import marked_ids
+from dglx_dist.planner.batch_work import BatchWork, RowSizes, work_of_counts
+from dglx_dist.planner.cache_rows import CachedRows, rows_of_caches
+from dglx_dist.planner.candidates import EAS, EAS_FANOUT, EAS_HOPS
+from dglx_dist.planner.closure_plans import Ground, plan_all, seeds_by_server
+from dglx_dist.planner.full_work import FullWork, gathered
+from dglx_dist.planner.ghosts import count_ghosts
+from dglx_dist.planner.graph_stats import TRAIN_MASK, of_dataset
+from dglx_dist.planner.halo_bytes import topology_of
+from dglx_dist.planner.measured import Measured
+from dglx_dist.planner.memory import MemoryModel
+from dglx_dist.planner.model_shape import ModelShape
+from dglx_dist.planner.rates import Rates, measure_compute
+from dglx_dist.planner.records import Cluster, Way
+from dglx_dist.planner.survey import Draws, count_rank
+from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
+from dglx_dist.sampling import DataLoader
+from dglx_dist.strategies.granndis.batches import compose
+from dglx_dist.strategies.granndis.eas import EasOptions, EasSelector
+
+if TYPE_CHECKING:
+    from dglx_dist.graph import DistGraph
+
+DRY_BATCHES = 20
+"""Of each rank that are counted when nobody says."""
+_MOST_EDGES_OF_A_TRIAL = 3_000_000
+_PARTS_OF_A_BATCH = (1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What is found out, and how thoroughly."""
+
+    cluster: Cluster
+    draws: Draws | None
+    """Mini-batches; None: none are asked for."""
+    ways: tuple[Way, ...]
+    """Of whole graphs."""
+    caches: tuple[float, ...] = ()
+    """Sizes that are counted."""
+    partitioned: bool = False
+    """Whether servers will ask each other for in-edges."""
+    program_bytes: int
+    """That a rank has before it opens a graph."""
+    epoch: int = 1
+    assumptions: tuple[str, ...] = ()
+
+
+def dry_run(
+    g: DistGraph,
+    module: nn.Module,
+    shape: ModelShape,
+    told: DryRun,
+    tell: Callable[[str], None] | None = None,
+) -> Measured:
+    """Count and measure; ``g``'s session has one rank, and the whole graph's structure.
+
+    Args:
+        g: Of one node and edge type, with features, labels and training nodes.
+        module: Called as ``module(blocks, features)``; not changed.
+        shape: Of it.
+        told: What to find out.
+        tell: Called with what is done next.
+
+    Raises:
+        ConfigError: the graph lacks something, has fewer parts than servers, or the model fails on it.
+    """
+    clock = _Clock(tell)
+    with clock.of("figures of the graph"):
+        graph = of_dataset(g.dataset, told.cluster.servers)
+        topology = topology_of(told.cluster.servers, told.cluster.ranks_per_server)
+        offsets = g.dataset.manifest.node_offsets[NODE_TYPE]
+        bounds = Placement(g.dataset.manifest.num_parts, topology).server_offsets(offsets)
+        seeds = marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    ground = Ground(structure=g.structure(), bounds=bounds, topology=topology, seed=g.session.seed)
+    batches, sampled = None, 0.0
+    if told.draws is not None:
+        with clock.of("batches of all ranks"):
+            sizes = _row_sizes(g, shape, told)
+            batches, sampled = _batches(g, ground, seeds, told, sizes)
+    with clock.of("the model on some batches"):
+        rates = _rates(g, module, shape, told, seeds, sampled)
+    whole = {}
+    for way in told.ways:
+        with clock.of(f"plans of {_named(way, shape)}"):
+            whole[way] = count_way(g, ground, seeds, way, len(shape.layers))
+    with clock.of("pairs of border nodes"):
+        shard = g.structure().shards[0]
+        ghosts = count_ghosts(shard.indptr, shard.indices, bounds, topology)
+    memory = MemoryModel(
+        graph=graph,
+        shape=shape,
+        cluster=told.cluster,
+        program_bytes=told.program_bytes,
+        replicated=not told.partitioned,
+    )
+    return Measured(
+        graph=graph,
+        shape=shape,
+        cluster=told.cluster,
+        rates=rates,
+        memory=memory,
+        batches=batches,
+        whole=whole,
+        ghosts=ghosts,
+        structure_partitioned=told.partitioned,
+        epoch=told.epoch,
+        assumptions=told.assumptions,
+        seconds=clock.seconds,
+    )
+
+
+def count_way(g: DistGraph, ground: Ground, seeds: Array, way: Way, num_layers: int) -> FullWork:
+    """Return the work of one way of training on whole graphs, from the plans of all ranks."""
+    hops, kind, number = way
+    by_server = seeds_by_server(ground, seeds)
+    eas = None
+    if kind == EAS:
+        limits = EasOptions(hops=EAS_HOPS, fanout=EAS_FANOUT)
+        selector = EasSelector(g)
+
+        def eas(structure: Any, own: tuple[int, int], mine: Array) -> Array:
+            return selector.rule(limits, seed=ground.seed)(structure, own, mine)
+
+    if number == 1:
+        return gathered([plan_all(ground, by_server, num_layers, hops, eas=eas)], ground.topology)
+    pieces = [compose(mine, number, "random", seed=ground.seed) for mine in by_server]
+    steps = [
+        plan_all(ground, [piece[step] for piece in pieces], num_layers, hops, eas=eas)
+        for step in range(number)
+    ]
+    return gathered(steps, ground.topology)
+
+
+def _batches(
+    g: DistGraph, ground: Ground, seeds: Array, told: DryRun, sizes: RowSizes
+) -> tuple[BatchWork, float]:
+    """Return the work of an epoch, and the seconds of drawing one edge."""
+    assert told.draws is not None
+    cached = rows_of_caches(g, ground, seeds, told.draws, told.caches)
+    # The first batch compiles kernels.
+    count_rank(g, replace(told.draws, most_batches=1), seeds, (_of_rank(ground.topology, 0), ground.bounds))
+    ranks, begin = [], time.perf_counter()
+    for rank in range(ground.topology.world_size):
+        here = _of_rank(ground.topology, rank)
+        ranks.append(count_rank(g, told.draws, seeds, (here, ground.bounds), held=_held(cached, here.server)))
+    edges = sum(sum(one.edges) for one in ranks)
+    per_edge = (time.perf_counter() - begin) / max(edges, 1)
+    rows = {one.alpha: sum(int(mask.sum()) for mask in one.held) for one in cached}
+    return work_of_counts(ranks, ground.topology, sizes, cached=rows), per_edge
+
+
+def _held(cached: Iterable[CachedRows], server: int) -> list[Array]:
+    return [one.held[server] for one in cached]
+
+
+def _rates(
+    g: DistGraph, module: nn.Module, shape: ModelShape, told: DryRun, seeds: Array, sampled: float
+) -> Rates:
+    trials = list(_trials(g, shape, told, seeds))
+    step, edge, product = measure_compute(module, shape, trials)
+    gather = _gather_byte(g, seeds)
+    return Rates(
+        step_s=step,
+        edge_column_s=edge,
+        multiply_add_s=product,
+        sample_edge_s=sampled,
+        gather_byte_s=gather,
+    )
+
+
+def _trials(g: DistGraph, shape: ModelShape, told: DryRun, seeds: Array) -> Iterator[list[Any]]:
+    """Yield blocks to time the model on: of mini-batches, and of all neighbours."""
+    if told.draws is not None:
+        for part in _PARTS_OF_A_BATCH:
+            size = min(max(told.draws.batch_size // part, 1), len(seeds))
+            yield _blocks(g, seeds[:size], told.draws.fanouts)
+    if not told.ways:
+        return
+    layers = len(shape.layers)
+    edges, nodes = g.num_edges(), g.num_nodes()
+    size = min(len(seeds), 64)
+    if edges * layers <= _MOST_EDGES_OF_A_TRIAL:
+        size = len(seeds)
+    elif edges > nodes * 500:
+        size = 1
+    for count in sorted({max(size // 4, 1), size}):
+        # Spread over the graph, as training nodes are.
+        yield _blocks(g, seeds[np.linspace(0, len(seeds) - 1, count).astype(np.int64)], (-1,) * layers)
+
+
+def _blocks(g: DistGraph, seeds: Array, fanouts: tuple[int, ...]) -> list[Any]:
+    sampler = dgl.dataloading.NeighborSampler(list(fanouts))
+    loader = DataLoader(g, np.unique(seeds), sampler, batch_size=len(seeds), num_threads=0)
+    ((_, _, blocks),) = list(loader)
+    return list(blocks)
+
+
+def _gather_byte(g: DistGraph, seeds: Array) -> float:
+    ids = np.resize(seeds, 20_000)
+    column = g.ndata[FEATURE]
+    rows: Tensor = column[ids]
+    begin = time.perf_counter()
+    rows = column[ids]
+    return (time.perf_counter() - begin) / max(rows.numel() * rows.element_size(), 1)
+
+
+def _row_sizes(g: DistGraph, shape: ModelShape, told: DryRun) -> RowSizes:
+    def of(name: str) -> int:
+        column = g.ndata[name]
+        return int(np.prod(column.shape[1:], dtype=np.int64)) * column.dtype.itemsize
+
+    return RowSizes(
+        feature=of(FEATURE), label=of(LABEL), gradients=shape.gradient_bytes, partitioned=told.partitioned
+    )
+
+
+def _of_rank(topology: Topology, rank: int) -> Topology:
+    return Topology(rank, topology.world_size, topology.server_of_rank)
+
+
+def _named(way: Way, shape: ModelShape) -> str:
+    hops, kind, number = way
+    batches = f" in {number} co-batches" if number > 1 else ""
+    return f"{hops} of {len(shape.layers)} layers preloaded{', sampled' if kind else ''}{batches}"
+
+
+class _Clock:
+    """Notes how long each part takes."""
+
+    def __init__(self, tell: Callable[[str], None] | None) -> None:
+        self._tell = tell
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """By part."""
+        return dict(self._seconds)
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Time a part."""
+        if self._tell is not None:
+            self._tell(name)
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - begin
