@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import dgl
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.graph.placement import Placement
@@ -26,21 +25,16 @@ from dglx_dist.planner.halo_bytes import topology_of
 from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.memory import MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
-from dglx_dist.planner.rates import Rates, measure_compute
+from dglx_dist.planner.rates import Rates, fitted, time_batches
 from dglx_dist.planner.records import Cluster, Way
 from dglx_dist.planner.survey import Draws, count_rank
+from dglx_dist.planner.trials import gather_byte_s, trials
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
-from dglx_dist.sampling import DataLoader
 from dglx_dist.strategies.granndis.batches import compose
 from dglx_dist.strategies.granndis.eas import EasOptions, EasSelector
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
-
-DRY_BATCHES = 20
-"""Of each rank that are counted when nobody says."""
-_MOST_EDGES_OF_A_TRIAL = 3_000_000
-_PARTS_OF_A_BATCH = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +86,7 @@ def dry_run(
     batches, sampled = None, 0.0
     if told.draws is not None:
         with clock.of("batches of all ranks"):
-            sizes = _row_sizes(g, shape, told)
+            sizes = row_sizes(g, shape, partitioned=told.partitioned)
             batches, sampled = _batches(g, ground, seeds, told, sizes)
     with clock.of("the model on some batches"):
         rates = _rates(g, module, shape, told, seeds, sampled)
@@ -173,61 +167,26 @@ def _held(cached: Iterable[CachedRows], server: int) -> list[Array]:
 def _rates(
     g: DistGraph, module: nn.Module, shape: ModelShape, told: DryRun, seeds: Array, sampled: float
 ) -> Rates:
-    trials = list(_trials(g, shape, told, seeds))
-    step, edge, product = measure_compute(module, shape, trials)
-    gather = _gather_byte(g, seeds)
+    tried = trials(g, seeds, told.draws, len(shape.layers), whole=bool(told.ways))
+    step, edge, product = fitted(*time_batches(module, shape, list(tried)))
     return Rates(
         step_s=step,
         edge_column_s=edge,
         multiply_add_s=product,
         sample_edge_s=sampled,
-        gather_byte_s=gather,
+        gather_byte_s=gather_byte_s(g, seeds),
     )
 
 
-def _trials(g: DistGraph, shape: ModelShape, told: DryRun, seeds: Array) -> Iterator[list[Any]]:
-    """Yield blocks to time the model on: of mini-batches, and of all neighbours."""
-    if told.draws is not None:
-        for part in _PARTS_OF_A_BATCH:
-            size = min(max(told.draws.batch_size // part, 1), len(seeds))
-            yield _blocks(g, seeds[:size], told.draws.fanouts)
-    if not told.ways:
-        return
-    layers = len(shape.layers)
-    edges, nodes = g.num_edges(), g.num_nodes()
-    size = min(len(seeds), 64)
-    if edges * layers <= _MOST_EDGES_OF_A_TRIAL:
-        size = len(seeds)
-    elif edges > nodes * 500:
-        size = 1
-    for count in sorted({max(size // 4, 1), size}):
-        # Spread over the graph, as training nodes are.
-        yield _blocks(g, seeds[np.linspace(0, len(seeds) - 1, count).astype(np.int64)], (-1,) * layers)
+def row_sizes(g: DistGraph, shape: ModelShape, *, partitioned: bool) -> RowSizes:
+    """Return the bytes of rows and gradients."""
 
-
-def _blocks(g: DistGraph, seeds: Array, fanouts: tuple[int, ...]) -> list[Any]:
-    sampler = dgl.dataloading.NeighborSampler(list(fanouts))
-    loader = DataLoader(g, np.unique(seeds), sampler, batch_size=len(seeds), num_threads=0)
-    ((_, _, blocks),) = list(loader)
-    return list(blocks)
-
-
-def _gather_byte(g: DistGraph, seeds: Array) -> float:
-    ids = np.resize(seeds, 20_000)
-    column = g.ndata[FEATURE]
-    rows: Tensor = column[ids]
-    begin = time.perf_counter()
-    rows = column[ids]
-    return (time.perf_counter() - begin) / max(rows.numel() * rows.element_size(), 1)
-
-
-def _row_sizes(g: DistGraph, shape: ModelShape, told: DryRun) -> RowSizes:
     def of(name: str) -> int:
         column = g.ndata[name]
         return int(np.prod(column.shape[1:], dtype=np.int64)) * column.dtype.itemsize
 
     return RowSizes(
-        feature=of(FEATURE), label=of(LABEL), gradients=shape.gradient_bytes, partitioned=told.partitioned
+        feature=of(FEATURE), label=of(LABEL), gradients=shape.gradient_bytes, partitioned=partitioned
     )
 
 

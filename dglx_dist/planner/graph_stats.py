@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,18 +48,35 @@ def of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
         squares += float(degrees @ degrees)
         train += int(np.count_nonzero(part.node_data(NODE_TYPE, TRAIN_MASK)))
     nodes, edges = manifest.num_nodes(NODE_TYPE), manifest.num_edges(etype)
-    info = manifest.node_columns[NODE_TYPE][FEATURE]
+    return replace(
+        of_manifest(manifest, servers, train),
+        edge_cut=cut / max(edges, 1),
+        degree_spread=squares * nodes / max(edges, 1) ** 2,
+    )
+
+
+def of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
+    """Return the figures of a dataset without reading it: the cut is that of its parts, the spread unknown.
+
+    Args:
+        manifest: Of one node and edge type, with ``feat``.
+        servers: S.
+        train_nodes: How many are trained on.
+    """
+    info, etype = manifest.node_columns[NODE_TYPE][FEATURE], manifest.edge_types[0]
+    cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
+    # Of P parts on fewer servers, neighbours on one server are no longer cut.
+    fewer = (servers - 1) / servers * parts / max(parts - 1, 1)
     return GraphStats(
         name=manifest.name,
-        nodes=nodes,
-        edges=edges,
+        nodes=manifest.num_nodes(NODE_TYPE),
+        edges=manifest.num_edges(etype),
         features=math.prod(info.row_shape),
         feature_bytes=numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape),
         classes=int(manifest.num_classes.get(NODE_TYPE, 0)),
-        train_nodes=train,
-        edge_cut=cut / max(edges, 1),
+        train_nodes=train_nodes,
+        edge_cut=cut * fewer,
         method=manifest.method,
-        degree_spread=squares * nodes / max(edges, 1) ** 2,
     )
 
 

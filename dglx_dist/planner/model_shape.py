@@ -231,3 +231,39 @@ def _first(module: nn.Module, features: int, heads: int) -> tuple[FirstLayer | N
         return first_layer(module, module.get_submodule(name), heads), ""
     except ConfigError as refused:
         return None, str(refused).partition(";")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundLayers:
+    """What one sees of a module from outside."""
+
+    kind: str
+    """The ready-made one whose layers are most like it."""
+    hidden: int
+    """Columns that its first convolution gives."""
+    count: int
+    """Convolutions."""
+
+
+def layers_in(module: nn.Module) -> FoundLayers:
+    """Return what the convolutions of ``dgl.nn`` in ``module`` tell; a guess where there are none."""
+    found = [one for one in module.modules() if type(one).__name__ in _KIND_OF]
+    if not found:
+        return FoundLayers(kind="sage", hidden=_USUAL_WIDTH, count=0)
+    kind = _KIND_OF[type(found[0]).__name__]
+    # DGL has no public name for it.
+    width = int(getattr(found[0], "_out_feats", _USUAL_WIDTH)) * int(getattr(found[0], "_num_heads", 1))
+    deep = type(module).__name__ == "ResGCN"
+    return FoundLayers(kind="resgcn" if deep else kind, hidden=width, count=len(found))
+
+
+_USUAL_WIDTH = 64
+_KIND_OF = {
+    "SAGEConv": "sage",
+    "GraphConv": "gcn",
+    "SymmetricConv": "gcn",
+    "GATConv": "gat",
+    "GATv2Conv": "gat",
+    "SGConv": "sgc",
+    "OwnRows": "mlp",
+}

@@ -120,7 +120,7 @@ def _refusal(candidate: Candidate, known: Measured) -> str:
 
 def _note(candidate: Candidate, known: Measured) -> str:
     if candidate.moves == "intervals":
-        return "workers on the same servers; with functions of a cloud see docs/strategies/lambda.md"
+        return "workers on the same servers"
     if candidate.epochs_factor != 1.0:
         return f"about {candidate.epochs_factor:g} x the epochs"
     return ""

@@ -72,15 +72,15 @@ def assumed(*, speed: float = 1.0) -> Rates:
     return one.slowed(1.0 / speed)
 
 
-def measure_compute(
+def time_batches(
     module: nn.Module,
     shape: ModelShape,
     batches: Sequence[Sequence[Any]],
     *,
     repetitions: int = _REPETITIONS,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[float, float, float]:
-    """Time steps of a copy of ``module`` and return (step_s, edge_column_s, multiply_add_s).
+) -> tuple[Array, Array]:
+    """Time steps of a copy of ``module``: (k, 3) float64 work and (k,) float64 seconds for :func:`fitted`.
 
     Args:
         module: Called as ``module(blocks, features)``; not changed.
@@ -102,8 +102,7 @@ def measure_compute(
         rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
         took = [_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1)][1:]
         seconds.append(statistics.median(took))
-    step, edge, product = fitted(np.array(rows), np.array(seconds))
-    return step, edge, product
+    return np.array(rows), np.array(seconds)
 
 
 def _sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
@@ -138,10 +137,10 @@ def _step(
 
 
 def fitted(work: Array, seconds: Array) -> tuple[float, float, float]:
-    """Lay seconds through (k, 3) float64 ``work``, no factor below 0, by least squares of relative errors.
+    """Lay seconds through (k, 3) float64 ``work`` by least squares of relative errors, no factor below 0.
 
     Returns:
-        The factor of each column; 0 for one that explains nothing.
+        (step_s, edge_column_s, multiply_add_s); 0 for what explains nothing.
     """
     scaled = work / seconds[:, None]
     best, least = np.zeros(_TERMS), np.inf

@@ -11,13 +11,14 @@ from dglx_dist.planner.records import Choice, Prediction
 from dglx_dist.report.units import readable_bytes, readable_count, readable_percent, readable_seconds
 
 _COLUMNS = (
-    "", "strategy and options", "s / epoch", "compute", "sample", "outside", "inside", "all-reduce",
-    "bytes outside", "bytes inside", "peak / rank", "steps are", "",
+    "", "strategy, options", "s", "compute", "draw", "outside", "inside", "sums", "outside", "inside",
+    "memory", "steps", "",
 )  # fmt: skip
 _LEGEND = (
-    "seconds of an epoch, by what takes them: outside and inside are waiting for rows of other servers and "
-    "of ranks of the same one; ~: bytes expected, else counted to the byte; exact: steps give the weights of "
-    "one process on the same batches"
+    "s: seconds of an epoch, then what takes them: computing, drawing batches, waiting for rows of other "
+    "servers and of ranks of the same one, sums of gradients. Then payload of an epoch between servers and "
+    "inside of them, ~: expected, else counted; and the peak of a rank. exact: steps give the weights of one "
+    "process on the same batches"
 )
 
 
@@ -26,7 +27,8 @@ def plan_table(choice: Choice) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
     for place, name in enumerate(_COLUMNS):
         left = place in (1, len(_COLUMNS) - 1, len(_COLUMNS) - 2)
-        table.add_column(name, justify="left" if left else "right", no_wrap=place != len(_COLUMNS) - 1)
+        wraps = place in (1, len(_COLUMNS) - 1)
+        table.add_column(name, justify="left" if left else "right", no_wrap=not wraps)
     for place, one in enumerate(choice.predictions):
         style = "bold" if place == choice.picked else ("" if one.feasible else "dim")
         table.add_row(*_cells(one, chosen=place == choice.picked), style=style)
@@ -62,7 +64,7 @@ def _cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
 
 
 def _kind(one: Prediction) -> str:
-    return "exact" if one.candidate.exact else "an estimator"
+    return "exact" if one.candidate.exact else "estimate"
 
 
 def plan_head(choice: Choice) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -17,7 +18,8 @@ from dglx_dist.lab.rates import Rate
 from dglx_dist.planner import expected
 from dglx_dist.planner.candidates import CACHE_SIZES, Frame, enumerate_candidates, ways_of
 from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS, Wishes, choose
-from dglx_dist.planner.dry_run import DRY_BATCHES, DryRun, dry_run
+from dglx_dist.planner.dry_batches import DRY_BATCHES
+from dglx_dist.planner.dry_run import DryRun, dry_run
 from dglx_dist.planner.graph_stats import TRAIN_MASK, Figures, check_plannable, told
 from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
@@ -106,8 +108,8 @@ class PlanPlan:
             )
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
-                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but --layers "
-                f"is {self.layers}; give one fan-out for each layer, input-most first"
+                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "
+                f"--layers is {self.layers}; give one fan-out for each layer, input-most first"
             )
 
     @property
@@ -188,7 +190,7 @@ def _from_figures(plan: PlanPlan, figures: Figures) -> tuple[Measured, tuple[Can
 
 def _from_dataset(plan: PlanPlan, tell: Tell | None) -> tuple[Measured, tuple[Candidate, ...]]:
     assert plan.data is not None
-    check_plannable(read_manifest(plan.data), plan.data)
+    check_plannable(read_manifest(Path(plan.data)), plan.data)
     cluster = cluster_of(plan)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(int(cluster.cores), 1))

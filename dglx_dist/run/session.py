@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,14 @@ from dglx_dist.cluster.topology import read_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.partition import PARTITIONERS, Partitioner
+from dglx_dist.run.auto_options import AUTO, Training, read_auto_options
 from dglx_dist.sampling.edge_loader import samples_edges
 from dglx_dist.sampling.options import whole_number
 from dglx_dist.strategies.base import Reduction, Strategy, WrappedModel
 from dglx_dist.strategies.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    from dglx_dist.planner.records import Choice
 
 
 def init(
@@ -31,7 +35,7 @@ def init(
     """Join the other ranks that torchrun started; every rank calls it first. One process without torchrun.
 
     Args:
-        strategy: Name or alias of a strategy; None: DGLX_STRATEGY, else ``data_parallel``.
+        strategy: Name or alias of a strategy, or ``auto``; None: DGLX_STRATEGY, else ``data_parallel``.
         timeout: Seconds that a rank may be silent before the others give up, naming it.
         seed: Of everything random; the same draws on any number of ranks.
         backend: Of ``torch.distributed``; None: gloo, and nccl beside it where there is CUDA.
@@ -48,16 +52,24 @@ def init(
     """
     # Before anything is opened: a wrong name must not cost a rendezvous.
     seed = whole_number("seed", seed, least=0)
-    name = STRATEGIES.resolve(strategy or read_settings().strategy or "data_parallel")
+    asked = strategy or read_settings().strategy or "data_parallel"
+    name = asked if asked == AUTO else STRATEGIES.resolve(asked)
     session = start_session(strategy=name, options=options, timeout_s=timeout, seed=seed, backend=backend)
     torch.manual_seed(seed)
     try:
-        strategy_of(session)
+        _check_options(session)
     except BaseException as error:
         session.fail(error)
         session.close(failed=True)
         raise
     return session
+
+
+def _check_options(session: Session) -> None:
+    if session.strategy != AUTO:
+        strategy_of(session)
+        return
+    read_auto_options(session.options)
 
 
 def shutdown() -> None:
@@ -69,8 +81,13 @@ def strategy_of(session: Session) -> Strategy:
     """Return the strategy that the session was opened with; it keeps no state of its own.
 
     Raises:
-        ConfigError: the strategy does not know one of the session's options.
+        ConfigError: the strategy does not know one of the session's options, or ``auto`` has not chosen yet.
     """
+    if session.strategy == AUTO:
+        raise ConfigError(
+            "strategy 'auto' chooses once it has seen model and graph: call dx.choose_strategy(model, g, "
+            "fanouts=..., batch_size=...) before the first loader and dx.wrap; dx.fit does it by itself"
+        )
     return STRATEGIES.get(session.strategy)(session, session.options)
 
 
@@ -164,7 +181,7 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Return the names that :func:`init` takes, aliases left out."""
+    """Return the names that :func:`init` takes, aliases left out; ``auto`` chooses among them."""
     return STRATEGIES.names()
 
 
@@ -213,3 +230,39 @@ def register_partitioner(name: str) -> Callable[[type[Partitioner]], type[Partit
         ConfigError: the name is taken.
     """
     return PARTITIONERS.register(name)
+
+
+def choose_strategy(
+    model: nn.Module,
+    g: DistGraph,
+    *,
+    fanouts: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    epochs: int = 20,
+) -> Choice:
+    """Choose the strategy that trains ``model`` on ``g`` fastest, where the session has ``auto``; collective.
+
+    Before the first loader is made, and before :func:`wrap`; :func:`fit` does it by itself. Some batches and
+    plans are counted, the model is timed on them, and the links for two seconds.
+
+    Args:
+        model: As it will be wrapped; not changed.
+        g: The distributed graph, of one node and edge type.
+        fanouts: Of the loader to come, input-most first. None: 25, then 10, as ``fit`` has them.
+        batch_size: Of the loader to come. None: 512.
+        epochs: That will be trained.
+
+    Returns:
+        Every way to train with what an epoch of it is expected to take, which one was taken and why; the same
+        on every rank.
+
+    Raises:
+        ConfigError: the session has a strategy already, the graph has several types, or nothing fits.
+        PeerError: a rank is dead or silent.
+    """
+    # Only here: choosing brings all that it chooses among.
+    from dglx_dist.run.auto import choose_in_job
+
+    layers = 2 if fanouts is None else len(fanouts)
+    told = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs, num_layers=layers)
+    return choose_in_job(model, _distributed(g), told)
