@@ -22,7 +22,7 @@ def train(  # noqa: PLR0913  # one argument per option
     data: Annotated[Path, typer.Argument(metavar="DIR", help="What `dglx partition` wrote.")],
     strategy: Annotated[
         str,
-        typer.Option(help="How the ranks share the work; a wrong name lists what there is, auto chooses."),
+        typer.Option(help="How the ranks share the work; a wrong name lists them, auto chooses."),
     ] = "data_parallel",
     ranks: Annotated[
         int | None,
