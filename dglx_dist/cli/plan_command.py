@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from dglx_dist.cli.lab_options import say
 from dglx_dist.cli.options import whole_numbers
-from dglx_dist.cli.report_command import show
+from dglx_dist.cli.report_command import draw_or_warn, show
 from dglx_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dglx_dist.planner.records import Choice
+    from dglx_dist.run.planning import PlanPlan
 
 _MODEL, _SERVERS, _GRAPH, _CHOICE = "Model", "Servers", "A graph that is not here", "What may be chosen"
 
@@ -119,6 +124,14 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = 20,
     structure: Annotated[str, typer.Option(help="auto, replicated on each server, or partitioned.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the run that is planned for.")] = 0,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--map",
+            metavar="FILE.png",
+            help="Draw who wins at other hidden widths and bandwidths, for this graph.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON and nothing else.")] = False,
 ) -> None:
     """Say what an epoch takes, moves and needs under every strategy, which one to take, and why.
@@ -177,7 +190,8 @@ def plan(  # noqa: PLR0913  # one argument per option
         seed=seed,
         structure=structure,  # type: ignore[arg-type]  # checked when the graph is opened
     )
-    choice = make_plan(asked, None if as_json else lambda text: say(f"counting: {text}", "dim"))
+    tell = None if as_json else lambda text: say(f"counting: {text}", "dim")
+    choice = make_plan(asked, tell) if picture is None else _mapped(asked, picture, tell)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if as_json:
         console.print(json.dumps(choice.to_json()))
@@ -186,3 +200,23 @@ def plan(  # noqa: PLR0913  # one argument per option
     show(plan_table(choice))
     for line in plan_lines(choice):
         console.print(line)
+    if picture is not None:
+        console.print(f"drawn: {picture}")
+
+
+def _mapped(asked: PlanPlan, picture: Path, tell: Callable[[str], None] | None) -> Choice:
+    """Draw the map; return the choice."""
+    from dglx_dist.report.regions import draw_regions
+    from dglx_dist.run.planning import make_map
+
+    choice, regions = make_map(asked, tell)
+    ranks = f"{asked.servers} x {asked.ranks} ranks"
+    title = f"{choice.graph.name}, {asked.model} of {asked.layers} layers, {ranks}: the fastest"
+    here = asked.hidden, choice.cluster.external_bytes_per_s
+
+    def draw() -> None:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        draw_regions(regions, picture, title=title, here=here)
+
+    draw_or_warn(draw, picture, remedy="; say where with --map FILE.png")
+    return choice

@@ -23,10 +23,11 @@ from dglx_dist.planner.ghosts import count_ghosts
 from dglx_dist.planner.graph_stats import TRAIN_MASK, of_dataset
 from dglx_dist.planner.halo_bytes import topology_of
 from dglx_dist.planner.measured import Measured
-from dglx_dist.planner.memory import MemoryModel
+from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.rates import Rates, fitted, time_batches
 from dglx_dist.planner.records import Cluster, Way
+from dglx_dist.planner.rehearsed import rehearsed
 from dglx_dist.planner.survey import Draws, count_rank
 from dglx_dist.planner.trials import gather_byte_s, trials
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
@@ -101,8 +102,10 @@ def dry_run(
         graph=graph,
         shape=shape,
         cluster=told.cluster,
-        program_bytes=told.program_bytes,
+        program_bytes=max(told.program_bytes, PROGRAM_BYTES),
         replicated=not told.partitioned,
+        of_batches=rehearsed(module, shape, with_halo=False),
+        of_graphs=rehearsed(module, shape, with_halo=True) if told.ways else None,
     )
     return Measured(
         graph=graph,

@@ -21,10 +21,11 @@ from dglx_dist.planner.dry_run import DryRun, row_sizes
 from dglx_dist.planner.full_work import FullWork, RankLayers, gathered
 from dglx_dist.planner.graph_stats import TRAIN_MASK, of_manifest
 from dglx_dist.planner.measured import Ghosts, Measured
-from dglx_dist.planner.memory import MemoryModel
+from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.rates import Rates, fitted, time_batches
 from dglx_dist.planner.records import Way
+from dglx_dist.planner.rehearsed import rehearsed
 from dglx_dist.planner.survey import Draws, RankCount, count_rank
 from dglx_dist.planner.trials import gather_byte_s, trials
 from dglx_dist.records import FEATURE, Array
@@ -70,8 +71,12 @@ def live_run(
         graph=graph,
         shape=shape,
         cluster=told.cluster,
-        program_bytes=max(int(str(one)) for one in gather_json(told.program_bytes, session)),
+        program_bytes=max(
+            PROGRAM_BYTES, *(int(str(one)) for one in gather_json(told.program_bytes, session))
+        ),
         replicated=not told.partitioned,
+        of_batches=rehearsed(module, shape, with_halo=False),
+        of_graphs=rehearsed(module, shape, with_halo=True) if told.ways else None,
     )
     return Measured(
         graph=graph,

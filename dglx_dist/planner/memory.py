@@ -16,8 +16,8 @@ from dglx_dist.records import Array
 if TYPE_CHECKING:
     from dglx_dist.strategies.granndis.rehearsal import Rehearsal
 
-PROGRAM_BYTES = 560 * 10**6
-"""Of a rank that has imported everything and compiled its kernels, where nobody measured it."""
+PROGRAM_BYTES = 690 * 10**6
+"""Of a rank that has imported everything, compiled its kernels and evaluated once; with torch 2.13 on Linux."""
 _OF_ADAM = 4
 """Parameters, their gradients, and Adam's two moments."""
 _KEPT_OF_BATCHES, _KEPT_OF_GRAPHS = 1.15, 1.3
@@ -38,8 +38,10 @@ class MemoryModel:
     program_bytes: int
     replicated: bool
     """Whether every server maps the structure of the whole graph."""
-    rehearsal: Rehearsal | None = None
-    """Allocations of a step of the model; None: from its widths alone."""
+    of_batches: Rehearsal | None = None
+    """Allocations of a step on sampled blocks; None: from widths alone."""
+    of_graphs: Rehearsal | None = None
+    """The same for layers that exchange rows."""
     batches_ahead: int = 1
 
     @property
@@ -58,7 +60,7 @@ class MemoryModel:
         sources, targets, edges = largest
         inputs = round(sources[0] * self.shape.features * self.shape.itemsize * columns)
         blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
-        step = self._step([sources[0], *targets], sources, edges)
+        step = self._step(self.of_batches, [sources[0], *targets], sources, edges)
         return (
             self.fixed
             + held
@@ -72,7 +74,7 @@ class MemoryModel:
         # Layers that are alike share one block.
         distinct = dict.fromkeys(zip(work.sources, work.rows[1:], work.edges, strict=True))
         blocks = sum(_PLAN_EDGE_BYTES * edges + 16 * sources + 8 * rows for sources, rows, edges in distinct)
-        step = self._step(work.rows, work.sources, work.edges)
+        step = self._step(self.of_graphs, work.rows, work.sources, work.edges)
         own = self.graph.nodes // self.cluster.servers * self.graph.feature_bytes
         return self.fixed + own + round(_KEPT_OF_GRAPHS * (step + (1 + ahead) * (inputs + blocks)))
 
@@ -88,11 +90,17 @@ class MemoryModel:
         """Bytes of the feature rows of a server, which its ranks share."""
         return -(-self.graph.nodes // self.cluster.servers) * self.graph.feature_bytes
 
-    def _step(self, rows: Sequence[int], sources: Sequence[int], edges: Sequence[int]) -> int:
+    def _step(
+        self,
+        rehearsal: Rehearsal | None,
+        rows: Sequence[int],
+        sources: Sequence[int],
+        edges: Sequence[int],
+    ) -> int:
         """Return the peak of a step beyond its inputs and its blocks."""
-        if self.rehearsal is not None:
+        if rehearsal is not None:
             counts: Array = np.array([1, *rows, *sources, *edges], np.int64)
-            return int(self.rehearsal.running(counts).max())
+            return int(rehearsal.running(counts).max())
         kept = [
             rows[place + 1] * (layer.summed + 3 * layer.outputs) + sources[place] * layer.outputs
             for place, layer in enumerate(self.shape.layers)

@@ -193,7 +193,9 @@ def shape_of_kind(
     """Return the figures of a ready-made model that is not built; parameters to within biases."""
     layers = layers_of_kind(kind, features, hidden, classes, num_layers, heads)
     weights = [layer.per_source + layer.per_target for layer in layers]
-    biases = [layer.outputs if kind != "mlp" else 0 for layer in layers]
+    # Attention has two vectors beside the bias.
+    each = {"mlp": 0, "gat": 3}.get(kind, 1)
+    biases = [each * layer.outputs for layer in layers]
     tensors = {"sage": 3, "gat": 4, "resgcn": 5}.get(kind, 2) * num_layers
     first = layers[0]
     cut = (first.per_source + first.per_target) * 4

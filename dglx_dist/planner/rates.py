@@ -120,7 +120,8 @@ def _step(
     shape: ModelShape,
     clock: Callable[[], float],
 ) -> float:
-    rows = torch.ones(blocks[0].num_src_nodes(), shape.features)
+    kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    rows = torch.ones(blocks[0].num_src_nodes(), shape.features, dtype=kind)
     labels = torch.zeros(blocks[-1].num_dst_nodes(), dtype=torch.int64)
     begin = clock()
     try:

@@ -37,8 +37,8 @@ def trials(
     """
     topology = g.session.topology
     if len(seeds) >= topology.world_size:
-        # Every rank tries other ones, as in training.
-        seeds = seeds[topology.rank :: topology.world_size]
+        # Every rank tries other ones, as in training, and all as many.
+        seeds = seeds[topology.rank :: topology.world_size][: len(seeds) // topology.world_size]
     for part in _PARTS_OF_A_BATCH if draws is not None else ():
         assert draws is not None
         size = min(max(draws.batch_size // part, 1), len(seeds))

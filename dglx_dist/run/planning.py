@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import psutil
 import torch
 
@@ -26,6 +27,7 @@ from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import shape_of_kind, shape_of_module
 from dglx_dist.planner.rates import assumed
 from dglx_dist.planner.records import Candidate, Choice, Cluster
+from dglx_dist.planner.regions import Regions, find_regions
 from dglx_dist.planner.survey import Draws
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.run.session import default_batch_size, default_fanouts, init
@@ -281,3 +283,26 @@ def _is_partitioned(plan: PlanPlan, structure_bytes: int) -> bool:
         return plan.structure == "partitioned" and plan.servers > 1
     memory = plan.memory_bytes or psutil.virtual_memory().total // plan.ranks
     return plan.servers > 1 and structure_bytes > memory * plan.ranks // 2
+
+
+def make_map(plan: PlanPlan, tell: Tell | None = None) -> tuple[Choice, Regions]:
+    """Return the plan, and who wins at other hidden widths and bandwidths; see :func:`make_plan`.
+
+    One dry run suffices: batches and plans are the same at every width, and rates those that were measured at
+    ``plan.hidden``.
+    """
+    known, candidates = measured(plan, tell)
+    graph, widths = known.graph, sorted({*MAP_WIDTHS, plan.hidden})
+    shapes = {
+        hidden: shape_of_kind(plan.model, graph.features, hidden, graph.classes, plan.layers, plan.heads)
+        for hidden in widths
+        if plan.model != "gat" or hidden % plan.heads == 0
+    }
+    rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
+    found = find_regions(known, candidates, plan.wishes, shapes, [float(rate) for rate in rates])
+    return choose(candidates, known, plan.wishes), found
+
+
+MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
+MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
+"""The bandwidths of a map, and how many of them."""

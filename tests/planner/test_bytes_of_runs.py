@@ -1,10 +1,9 @@
-"""Every way to train, for an epoch on 2 servers of 2 ranks: the ledger says what was predicted, to the byte."""
+"""An epoch of every way to train, on 2 servers of 2 ranks: the ledger has what was predicted."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
