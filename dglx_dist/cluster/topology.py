@@ -197,6 +197,14 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     )
 
 
+def silence_profiler() -> None:
+    """Keep torch's profiler of this process from saying on standard error that it starts and stops.
+
+    By the variable that ranks are started with (:func:`rank_environment`); what the user has set stays.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
 def inherited_environment() -> dict[str, str]:
     """Return a copy of the environment, for whoever starts ranks."""
     return dict(os.environ)

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from dglx_dist.strategies.granndis.rehearsal import Rehearsal
 
 PROGRAM_BYTES = 690 * 10**6
-"""Of a rank that has imported everything, compiled its kernels and evaluated once; with torch 2.13 on Linux."""
+"""Of a rank that has imported everything, compiled its kernels and evaluated once (torch 2.13, Linux)."""
 _OF_ADAM = 4
 """Parameters, their gradients, and Adam's two moments."""
-_KEPT_OF_BATCHES, _KEPT_OF_GRAPHS = 1.15, 1.3
-"""Ranks keep freed memory for the next step (cluster/allocator.py); by so much more than is in use."""
+_KEPT_OF_BATCHES, _KEPT_OF_COLUMNS, _KEPT_OF_GRAPHS = 1.15, 3.5, 1.3
+"""Freed memory is kept for the next step (cluster/allocator.py), by each thread what it freed itself, and
+push-pull has several: so much is held for what is in use."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 """Of a sampled block: ids, positions and the formats that message passing makes of them."""
 _PLAN_EDGE_BYTES = 44
@@ -49,23 +50,24 @@ class MemoryModel:
         """The program, the model and its optimizer."""
         return self.program_bytes + _OF_ADAM * self.shape.parameters * self.shape.itemsize
 
-    def rows(self, largest: Sequence[Sequence[int]], *, held: int, columns: float = 1.0) -> int:
+    def batches(self, largest: Sequence[Sequence[int]], *, held: int, pulls: bool = False) -> int:
         """Return the peak of a rank that trains on mini-batches.
 
         Args:
             largest: (3, L) sources, targets and edges of the largest batch.
             held: Bytes of features, beside the structure, that are mapped or kept.
-            columns: Share of the feature columns that inputs have.
+            pulls: Whether sums are pulled and pushed, on threads of their own.
         """
         sources, targets, edges = largest
-        inputs = round(sources[0] * self.shape.features * self.shape.itemsize * columns)
+        inputs = round(sources[0] * self.shape.features * self.shape.itemsize)
         blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
+        kept = _KEPT_OF_COLUMNS if pulls else _KEPT_OF_BATCHES
         step = self._step(self.of_batches, [sources[0], *targets], sources, edges)
         return (
             self.fixed
             + held
             + self.structure
-            + round(_KEPT_OF_BATCHES * (step + (self.batches_ahead + 2) * (inputs + blocks)))
+            + round(kept * (step + (self.batches_ahead + 2) * (inputs + blocks)))
         )
 
     def full(self, work: FullWork, *, ahead: int = 0) -> int:

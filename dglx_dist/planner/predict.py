@@ -48,7 +48,7 @@ def _rows(candidate: Candidate, known: Measured) -> _Found:
     pulled = sum(count for name, count in traffic.outside.items() if name != "gradients")
     row = known.graph.feature_bytes
     kept = 0 if cache is None else cache.rows * (row + 4) // known.cluster.servers
-    memory = known.memory.rows(work.largest, held=known.memory.own_features + kept)
+    memory = known.memory.batches(work.largest, held=known.memory.own_features + kept)
     return formulas.rows_seconds(known, work, pulled), traffic, memory
 
 
@@ -59,8 +59,9 @@ def _columns(candidate: Candidate, known: Measured) -> _Found:
     depth = int(candidate.options.get("depth", 1))
     took = formulas.columns_seconds(known, work, size, (traffic.outside, traffic.inside), late=depth > 1)
     columns = known.graph.nodes * known.graph.feature_bytes // size
-    # All owners' blocks are there at once, each with a part of the columns.
-    memory = known.memory.rows(work.largest, held=columns + known.memory.own_features, columns=1.0)
+    # All owners' blocks are there at once, each with a part of the columns: as much as an own whole one.
+    held = columns + known.memory.own_features
+    memory = known.memory.batches(work.largest, held=held, pulls=size > 1)
     memory += (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
     return took, traffic, memory
 

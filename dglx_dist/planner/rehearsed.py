@@ -1,4 +1,4 @@
-"""What a step of a model allocates, from one step on a tiny graph; nothing where the model does not take it."""
+"""What a step of a model allocates, from one step on a tiny graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import nn
 
+from dglx_dist.cluster.topology import silence_profiler
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.records import EDGE_TYPE
@@ -25,6 +26,7 @@ def rehearsed(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> Rehea
     """
     kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
     row = torch.zeros(1, shape.features, dtype=kind)
+    silence_profiler()
     try:
         return rehearse(
             module,

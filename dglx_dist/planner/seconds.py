@@ -14,8 +14,9 @@ _FEW_CORES, _HIDDEN_BY_FEW, _HIDDEN_BY_MANY = 2.0, 0.25, 0.9
 only while the rank waits for its turn: by the measurements of D1 and P1 (docs/performance.md) a quarter."""
 _ROUNDS_OF_PULL, _ROUNDS_OF_SUMS = 2, 4
 """Messages one after another: there and back; and forward and back."""
-_BLOCK_OF_A_STEP = 0.25
-"""What the first layer's block of one more owner costs, by what a step costs beside its rows."""
+_KAPPA_OF_AN_OWNER, _KAPPA_OF_ATTENTION = 0.1, 2.7
+"""What one more owner adds to the computing of push-pull, by that of data parallelism: many small blocks in
+place of a large one, and with attention the softmax of every owner on every part (P1, P9)."""
 _ASYNC = 0.85
 """An epoch without barriers, by one with them (Dorylus, 7.4)."""
 _WORKER_OVERHEAD = 1.5
@@ -54,10 +55,11 @@ def columns_seconds(
         phases: Bytes between servers and inside of them, by the ledger's phases.
         late: Whether several batches are in flight, so that sums travel beside computing.
     """
-    cluster, rates = known.cluster, known.rates
+    cluster, first = known.cluster, known.shape.first
     outside, inside = phases
-    compute = rates.compute_s(_columns_work(known, work, size), work.steps)
-    compute += work.steps * (size - 1) * _BLOCK_OF_A_STEP * rates.step_s
+    attends = first is not None and first.logit_width > 0
+    each = _KAPPA_OF_ATTENTION if attends else _KAPPA_OF_AN_OWNER
+    compute = (1 + each * (size - 1)) * known.rates.compute_s(known.shape.work(*work.worked), work.steps)
     draws = size if size > 1 and "structure" not in {**outside, **inside} else 1
     sums = ("activations", "activation_gradients")
     waited = sum(outside.get(name, 0) for name in sums) / cluster.servers / cluster.external_bytes_per_s
@@ -103,26 +105,6 @@ def _exchanged(rows: tuple[int, ...], first: int, hidden: int, use_pp: bool, *, 
     """Return numbers that cross forward and back, of rows by layer."""
     above = 2 * hidden * sum(rows[1:])
     return above + (0 if use_pp else first * rows[0] * (2 if learns else 1))
-
-
-def _columns_work(known: Measured, work: BatchWork, size: int) -> tuple[int, int]:
-    """Return (columns of edges, multiply-adds) of a rank: a part of layer 1 for all, its own rest."""
-    shape, ranks = known.shape, known.cluster.ranks
-    without = shape.work(*(_without_first(one) for one in work.worked))
-    sources, targets, edges = (count * size // ranks for count in work.first)
-    layer, columns = shape.layers[0], shape.features / size
-    products = columns * layer.outputs
-    # SAGE multiplies a row by two matrices, GCN by one.
-    twice = max((layer.per_source + layer.per_target) // max(layer.inputs * layer.outputs, 1), 1)
-    # A part multiplies first where that is less work for its columns.
-    after = (edges * columns, targets * products * twice)
-    before = (2 * edges * layer.outputs, (sources + targets * (twice - 1)) * products)
-    cost = min(after, before, key=lambda one: known.rates.compute_s((int(one[0]), int(2 * one[1])), 0))
-    return without[0] + int(cost[0]), without[1] + int(2 * cost[1])
-
-
-def _without_first(counts: tuple[int, ...]) -> tuple[int, ...]:
-    return (0, *counts[1:])
 
 
 def _sampling(known: Measured, work: BatchWork, draws: int) -> float:

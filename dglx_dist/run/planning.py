@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,6 +231,7 @@ def _measured_on(
         partitioned=_is_partitioned(plan, structure),
         program_bytes=program_bytes,
         epoch=plan.epoch,
+        clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter,
     )
     known = dry_run(g, module, shape, told_to, tell)
     if cluster.cores < 1:
