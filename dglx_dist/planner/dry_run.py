@@ -14,11 +14,12 @@ from torch import nn
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.split import marked_ids
+from dglx_dist.planner import expected
 from dglx_dist.planner.batch_work import BatchWork, RowSizes, work_of_counts
 from dglx_dist.planner.cache_rows import CachedRows, rows_of_caches
 from dglx_dist.planner.candidates import EAS, EAS_FANOUT, EAS_HOPS
 from dglx_dist.planner.closure_plans import Ground, plan_all, seeds_by_server
-from dglx_dist.planner.full_work import FullWork, gathered
+from dglx_dist.planner.full_work import FullWork, gathered, worth_counting
 from dglx_dist.planner.ghosts import count_ghosts
 from dglx_dist.planner.graph_stats import TRAIN_MASK, of_dataset
 from dglx_dist.planner.halo_bytes import topology_of
@@ -95,6 +96,9 @@ def dry_run(
         rates = _rates(g, module, shape, told, seeds, sampled)
     whole = {}
     for way in told.ways:
+        if not worth_counting(graph.edges, len(shape.layers), way):
+            whole[way] = expected.closures(graph, told.cluster, way, len(shape.layers))
+            continue
         with clock.of(f"plans of {_named(way, shape)}"):
             whole[way] = count_way(g, ground, seeds, way, len(shape.layers))
     with clock.of("pairs of border nodes"):

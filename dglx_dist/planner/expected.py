@@ -122,7 +122,7 @@ def ghosts(graph: GraphStats, cluster: Cluster) -> Ghosts:
     rows = graph.nodes / cluster.ranks
     outside = _boundary(graph, rows, graph.edge_cut) * cluster.ranks
     inside = _boundary(graph, rows, _cut_inside(cluster, graph)) * cluster.ranks
-    return Ghosts(outside=round(outside), inside=round(inside))
+    return Ghosts(outside=round(outside), inside=round(inside), counted=False)
 
 
 def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[int]) -> _Levels:

@@ -9,6 +9,10 @@ import numpy as np
 
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.planner.halo_bytes import HaloPairs
+from dglx_dist.planner.records import Way
+
+_MOST_EDGES = 200_000_000
+"""That plans may have, over layers and co-batches: making them takes about a second for each million."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,12 @@ class FullWork:
     def num_layers(self) -> int:
         """L."""
         return len(self.sources)
+
+
+def worth_counting(edges: int, num_layers: int, way: Way) -> bool:
+    """Return whether the plans of ``way`` can be made in minutes; else they are expected from figures."""
+    _, _, number = way
+    return edges * num_layers * number <= _MOST_EDGES
 
 
 def gathered(steps: Sequence[Sequence[RankLayers]], topology: Topology) -> FullWork:

@@ -14,11 +14,12 @@ from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.graph.access import most_wanted
 from dglx_dist.graph.caching import CacheRequest, vip_scores
 from dglx_dist.graph.split import marked_ids
+from dglx_dist.planner import expected
 from dglx_dist.planner.batch_work import BatchWork, work_of_counts
 from dglx_dist.planner.candidates import EAS, EAS_FANOUT, EAS_HOPS
 from dglx_dist.planner.closure_plans import in_numbers
 from dglx_dist.planner.dry_run import DryRun, row_sizes
-from dglx_dist.planner.full_work import FullWork, RankLayers, gathered
+from dglx_dist.planner.full_work import FullWork, RankLayers, gathered, worth_counting
 from dglx_dist.planner.graph_stats import TRAIN_MASK, of_manifest
 from dglx_dist.planner.measured import Ghosts, Measured
 from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
@@ -62,11 +63,14 @@ def live_run(
     tell("timing the model")
     rates = _rates(g, module, shape, told, seeds, per_edge)
     whole: dict[Way, FullWork] = {}
+    graph = of_manifest(g.dataset.manifest, session.topology.num_servers, len(seeds))
     for way in told.ways:
+        if not worth_counting(g.num_edges(), len(shape.layers), way):
+            whole[way] = expected.closures(graph, told.cluster, way, len(shape.layers))
+            continue
         tell(f"counting plans of {way[0]} of {len(shape.layers)} layers preloaded")
         whole[way] = _way(g, seeds, way, len(shape.layers))
     pairs = whole.get((0, "", 1))
-    graph = of_manifest(g.dataset.manifest, session.topology.num_servers, len(seeds))
     memory = MemoryModel(
         graph=graph,
         shape=shape,
@@ -203,6 +207,10 @@ def _way(g: DistGraph, seeds: Array, way: Way, num_layers: int) -> FullWork:
     by_rank: Sequence[Any] = gather_json(plans, session)
     steps = [[RankLayers(**one[step]) for one in by_rank] for step in range(len(pieces))]
     return gathered(steps, session.topology)
+
+
+def _ghosts(work: FullWork) -> Ghosts:
+    return Ghosts(outside=work.pairs.outside[0], inside=work.pairs.inside[0], counted=False)
 
 
 def _own(g: DistGraph) -> tuple[int, int]:

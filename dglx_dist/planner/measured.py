@@ -19,6 +19,8 @@ class Ghosts:
 
     outside: int
     inside: int
+    counted: bool = True
+    """Whether over all nodes of the graph; False: expected, or of those only that training needs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ def intervals_traffic(known: Measured, ghosts: Ghosts) -> Traffic:
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
     once = ghosts.outside * (2 * _ID_BYTES + known.graph.feature_bytes)
-    counted = known.graph.counted and shape.kind == "gcn"
+    counted = ghosts.counted and shape.kind == "gcn"
     return _split(outside, inside, (0, 0), once, counted)
 
 

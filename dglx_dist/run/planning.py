@@ -100,6 +100,9 @@ class PlanPlan:
             ("hidden", self.hidden < 1, "at least 1"),
             ("dry-batches", self.dry_batches < 0, "at least 0"),
             ("speed", not 0 < self.speed < float("inf"), "above 0"),
+            ("cores", self.cores is not None and not 0 < self.cores < float("inf"), "above 0"),
+            ("latency-s", not 0 <= self.latency_s < float("inf"), "at least 0"),
+            ("full-graph-epochs", not 0 < self.full_graph_epochs < float("inf"), "above 0"),
             ("unit", self.unit not in ("mini_batch", "full_graph", "any"), "mini_batch, full_graph or any"),
         ):
             if wrong:

@@ -8,8 +8,8 @@ At every point of the grid (mini-batches of 2 layers, whole graphs of 2 layers, 
 width; random and METIS cut; bandwidth) `dglx plan` foretells all exact ways to train, which are then trained
 on two servers of one rank: one epoch to warm up, then two measured ones. Regret is the time of the way that
 was chosen by that of the fastest. Reported beside it: predicted by measured time of every way, and whether
-the bytes of the counted epoch are those of the ledger. Nothing is simulated but the links; without the right to
-limit them the grid has one bandwidth, and says so.
+the bytes of the counted epoch are those of the ledger. Nothing is simulated but the links; without the right
+to limit them the grid has one bandwidth, and says so.
 """
 
 from __future__ import annotations
