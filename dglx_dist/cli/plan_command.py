@@ -140,7 +140,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     --bandwidth-external 1gbit`
 
     For what is not here: `dglx plan --nodes 1e9 --edges 2e10 --features 128 --servers 64 --ranks 8
-    --bandwidth-external 100gbit --speed 50 --memory 80GB`
+    --bandwidth-external 100gbit --cores 8 --speed 50 --memory 80GB`
 
     Nothing is trained: batches and plans of all ranks are counted by one process, and the model is timed on a
     few of them. `dglx train --strategy auto` does this and trains.

@@ -45,11 +45,10 @@ _Found = tuple[Seconds, Traffic, int]
 def _rows(candidate: Candidate, known: Measured) -> _Found:
     work, cache = _batches(known), _cache(candidate, known)
     traffic = rows_traffic(known, work, cache)
-    pulled = sum(count for name, count in traffic.outside.items() if name != "gradients")
     row = known.graph.feature_bytes
     kept = 0 if cache is None else cache.rows * (row + 4) // known.cluster.servers
     memory = known.memory.batches(work.largest, held=known.memory.own_features + kept)
-    return formulas.rows_seconds(known, work, pulled), traffic, memory
+    return formulas.rows_seconds(known, work, traffic), traffic, memory
 
 
 def _columns(candidate: Candidate, known: Measured) -> _Found:
@@ -57,7 +56,7 @@ def _columns(candidate: Candidate, known: Measured) -> _Found:
     size = int(candidate.options.get("group_size", ranks))
     traffic = columns_traffic(known, work, size, pushed=candidate.options.get("structure") == "push")
     depth = int(candidate.options.get("depth", 1))
-    took = formulas.columns_seconds(known, work, size, (traffic.outside, traffic.inside), late=depth > 1)
+    took = formulas.columns_seconds(known, work, size, traffic, late=depth > 1)
     columns = known.graph.nodes * known.graph.feature_bytes // size
     # All owners' blocks are there at once, each with a part of the columns: as much as an own whole one.
     held = columns + known.memory.own_features
@@ -72,7 +71,7 @@ def _plans(candidate: Candidate, known: Measured) -> _Found:
     use_pp = candidate.way[2] == 1
     traffic = plans_traffic(known, work, use_pp=use_pp)
     memory = known.memory.full(work, ahead=0 if work.steps == 1 else 1)
-    return formulas.plans_seconds(known, work, use_pp=use_pp), traffic, memory
+    return formulas.plans_seconds(known, work, traffic, use_pp=use_pp), traffic, memory
 
 
 def _intervals(candidate: Candidate, known: Measured) -> _Found:
@@ -80,7 +79,7 @@ def _intervals(candidate: Candidate, known: Measured) -> _Found:
     assert known.ghosts is not None
     traffic, work = intervals_traffic(known, known.ghosts), known.whole[candidate.way]
     staleness = int(candidate.options.get("staleness", -1)) + 1
-    took = formulas.intervals_seconds(known, work, traffic.outside, overlaps=not candidate.exact)
+    took = formulas.intervals_seconds(known, work, traffic, overlaps=not candidate.exact)
     # Every epoch in flight keeps its activations.
     kept = known.memory.full(work) - known.memory.fixed
     return took, traffic, known.memory.fixed + round(kept * (1 + 0.5 * staleness))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from dglx_dist.planner.batch_work import BatchWork
 from dglx_dist.planner.full_work import FullWork
 from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.records import Cluster, Seconds
+from dglx_dist.planner.traffic import GRADIENTS, Traffic
 
-_FEW_CORES, _HIDDEN_BY_FEW, _HIDDEN_BY_MANY = 2.0, 0.25, 0.9
+_FEW_CORES, _HIDDEN_BY_FEW, _HIDDEN_BY_MANY = 2.0, 0.35, 0.9
 """With fewer cores than that, a rank's loader and its training share one, and what is fetched ahead is hidden
-only while the rank waits for its turn: by the measurements of D1 and P1 (docs/performance.md) a quarter."""
+in part: by the measurements of D1, P1 and PEER1 (docs/performance.md) some third of the shorter of the two."""
+_WIRE_BYTE_S = 0.75e-9
+"""To send or to receive a byte, on a core (PEER1 with and without a cache)."""
 _ROUNDS_OF_PULL, _ROUNDS_OF_SUMS = 2, 4
 """Messages one after another: there and back; and forward and back."""
 _KAPPA_OF_AN_OWNER, _KAPPA_OF_ATTENTION = 0.1, 2.7
@@ -28,35 +31,30 @@ def hidden_share(cores: float) -> float:
     return _HIDDEN_BY_FEW if cores < _FEW_CORES else _HIDDEN_BY_MANY
 
 
-def rows_seconds(known: Measured, work: BatchWork, pulled_bytes: int) -> Seconds:
-    """Return those of data parallelism that pulls ``pulled_bytes`` between servers, all ranks together."""
-    compute = known.rates.compute_s(known.shape.work(*work.worked), work.steps)
-    sampling = _sampling(known, work, 1)
+def rows_seconds(known: Measured, work: BatchWork, traffic: Traffic) -> Seconds:
+    """Return those of data parallelism."""
+    pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
     rounds = _ROUNDS_OF_PULL * (1 + (len(known.shape.layers) if known.structure_partitioned else 0))
-    pulled = _busiest(pulled_bytes, work.card_share, known.cluster)
+    pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
     pulled += _waits(rounds * work.steps, known.cluster) if pulled_bytes else 0.0
-    return _ahead(known, work, compute, sampling, pulled, 0.0, 0.0)
+    compute = known.rates.compute_s(known.shape.work(*work.worked), work.steps)
+    return _ahead(
+        known, work, traffic, _Parts(compute=compute, sampling=_sampling(known, work, 1), pulled=pulled)
+    )
 
 
-def columns_seconds(
-    known: Measured,
-    work: BatchWork,
-    size: int,
-    phases: tuple[Mapping[str, int], Mapping[str, int]],
-    *,
-    late: bool,
-) -> Seconds:
+def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffic, *, late: bool) -> Seconds:
     """Return those of push-pull in groups of ``size`` ranks.
 
     Args:
         known: What was measured.
         work: Of the same batches under data parallelism.
         size: N_f.
-        phases: Bytes between servers and inside of them, by the ledger's phases.
+        traffic: Its bytes.
         late: Whether several batches are in flight, so that sums travel beside computing.
     """
     cluster, first = known.cluster, known.shape.first
-    outside, inside = phases
+    outside, inside = traffic.outside, traffic.inside
     attends = first is not None and first.logit_width > 0
     each = _KAPPA_OF_ATTENTION if attends else _KAPPA_OF_AN_OWNER
     compute = (1 + each * (size - 1)) * known.rates.compute_s(known.shape.work(*work.worked), work.steps)
@@ -65,16 +63,20 @@ def columns_seconds(
     waited = sum(outside.get(name, 0) for name in sums) / cluster.servers / cluster.external_bytes_per_s
     if waited:
         waited += _waits(_ROUNDS_OF_SUMS * work.steps, cluster)
-    others = sum(count for name, count in outside.items() if name not in (*sums, "gradients"))
+    others = sum(count for name, count in outside.items() if name not in (*sums, GRADIENTS))
     ahead = others / cluster.servers / cluster.external_bytes_per_s
     own = sum(inside.get(name, 0) for name in sums) / cluster.servers / cluster.internal_bytes_per_s
-    sampling = _sampling(known, work, draws)
-    if late:
-        return _ahead(known, work, compute, sampling, ahead + waited, 0.0, own)
-    return _ahead(known, work, compute, sampling, ahead, waited, own)
+    parts = _Parts(
+        compute=compute,
+        sampling=_sampling(known, work, draws),
+        pulled=ahead + (waited if late else 0.0),
+        waited=0.0 if late else waited,
+        inside=own,
+    )
+    return _ahead(known, work, traffic, parts)
 
 
-def plans_seconds(known: Measured, work: FullWork, *, use_pp: bool) -> Seconds:
+def plans_seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
     """Return those of whole graphs whose layers exchange rows, in one step or in several co-batches."""
     cluster, widths = known.cluster, known.shape.widths
     compute = known.rates.compute_s(known.shape.work(*work.worked), work.steps)
@@ -82,20 +84,18 @@ def plans_seconds(known: Measured, work: FullWork, *, use_pp: bool) -> Seconds:
     inside = _exchanged(work.inside_rows, widths.first, widths.hidden, use_pp, learns=widths.first_learns)
     waits = 2 * sum(1 for rows in work.card_rows if rows) * work.steps
     return Seconds(
-        compute=compute,
+        compute=compute + _handling(known, traffic),
         outside=outside * widths.itemsize / cluster.external_bytes_per_s + _waits(waits, cluster),
         inside=inside * widths.itemsize / cluster.internal_bytes_per_s,
-        all_reduce=_all_reduce(known, work.steps),
+        all_reduce=_all_reduce(known, work.steps, traffic),
     )
 
 
-def intervals_seconds(
-    known: Measured, work: FullWork, outside: Mapping[str, int], *, overlaps: bool
-) -> Seconds:
+def intervals_seconds(known: Measured, work: FullWork, traffic: Traffic, *, overlaps: bool) -> Seconds:
     """Return those of training in intervals, with workers that share the cores of their graph server."""
     cluster = known.cluster
     compute = _WORKER_OVERHEAD * known.rates.compute_s(known.shape.work(*work.worked), 1)
-    ghosts = sum(outside.get(name, 0) for name in ("ghosts", "ghost_gradients"))
+    ghosts = sum(traffic.outside.get(name, 0) for name in ("ghosts", "ghost_gradients"))
     network = ghosts / cluster.servers / cluster.external_bytes_per_s
     factor = _ASYNC if overlaps else 1.0
     return Seconds(compute=factor * compute, outside=factor * network)
@@ -115,47 +115,50 @@ def _sampling(known: Measured, work: BatchWork, draws: int) -> float:
     )
 
 
-def _ahead(
-    known: Measured,
-    work: BatchWork,
-    compute: float,
-    sampling: float,
-    pulled: float,
-    waited: float,
-    inside: float,
-) -> Seconds:
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """Seconds of an epoch before any of them are hidden."""
+
+    compute: float
+    sampling: float
+    pulled: float
+    """What is fetched ahead."""
+    waited: float = 0.0
+    """What a step stands still for."""
+    inside: float = 0.0
+
+
+def _ahead(known: Measured, work: BatchWork, traffic: Traffic, parts: _Parts) -> Seconds:
     """Return seconds of steps whose batches are made while others are computed."""
     share = hidden_share(known.cluster.cores)
+    compute = parts.compute + _handling(known, traffic)
     # On few cores, drawing a batch takes its time from computing another one.
-    drawn = sampling if known.cluster.cores < _FEW_CORES else max(0.0, sampling - share * compute)
-    hidden = share * min(pulled, compute + drawn)
+    few = known.cluster.cores < _FEW_CORES
+    drawn = parts.sampling if few else max(0.0, parts.sampling - share * compute)
+    hidden = share * min(parts.pulled, compute + drawn)
     return Seconds(
         compute=compute,
         sampling=drawn,
-        outside=pulled - hidden + waited,
-        inside=inside,
-        all_reduce=_all_reduce(known, work.steps),
+        outside=parts.pulled - hidden + parts.waited,
+        inside=parts.inside,
+        all_reduce=_all_reduce(known, work.steps, traffic),
     )
 
 
-def _all_reduce(known: Measured, steps: int) -> float:
-    """Return the seconds of summing all gradients in a ring, for so many steps."""
-    cluster, ranks = known.cluster, known.cluster.ranks
-    if ranks == 1:
+def _all_reduce(known: Measured, steps: int, traffic: Traffic) -> float:
+    """Return the seconds of summing gradients in rings, for so many steps."""
+    cluster = known.cluster
+    outside = traffic.outside.get(GRADIENTS, 0) / cluster.servers / cluster.external_bytes_per_s
+    inside = traffic.inside.get(GRADIENTS, 0) / cluster.servers / cluster.internal_bytes_per_s
+    return max(outside, inside) + _waits(2 * (cluster.servers - 1) * steps, cluster)
+
+
+def _handling(known: Measured, traffic: Traffic) -> float:
+    """Return what sending and receiving take of computing, where there are few cores."""
+    if known.cluster.cores >= _FEW_CORES:
         return 0.0
-    sent = 2 * (ranks - 1) / ranks * known.shape.gradient_bytes
-    outside = sent / cluster.external_bytes_per_s if cluster.servers > 1 else 0.0
-    inside = (
-        sent * cluster.ranks_per_server / cluster.internal_bytes_per_s
-        if cluster.ranks_per_server > 1
-        else 0.0
-    )
-    rounds = 2 * (cluster.servers - 1)
-    return steps * max(outside, inside) + _waits(rounds * steps, cluster)
-
-
-def _busiest(num_bytes: int, card_share: float, cluster: Cluster) -> float:
-    return num_bytes * card_share / cluster.external_bytes_per_s
+    moved = 2 * sum(traffic.outside.values()) / known.cluster.ranks
+    return moved * _WIRE_BYTE_S / min(known.cluster.cores, 1.0)
 
 
 def _waits(messages: int, cluster: Cluster) -> float:
