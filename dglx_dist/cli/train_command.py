@@ -245,9 +245,9 @@ def check_names(strategy: str, data: Path, servers: int) -> None:
         StorageError: there is no partitioned dataset at ``data``.
         ConfigError: it has fewer parts than there are ``servers``.
     """
-    from dglx_dist.run.auto_options import AUTO
+
     from dglx_dist.storage.manifest import read_manifest
-    from dglx_dist.strategies.registry import STRATEGIES
+    from dglx_dist.strategies.registry import AUTO, STRATEGIES
 
     if strategy != AUTO:
         STRATEGIES.resolve(strategy)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from dglx_dist.planner.records import Candidate, Way
 
-EAS = "eas"
-EAS_HOPS, EAS_FANOUT = 1, 15
-"""GraNNDis' defaults."""
+EAS_HOPS: Mapping[str, int] = MappingProxyType({"eas, 1 hop": 1, "eas, 2 hops": 2})
+"""Of expansion-aware sampling: the second field of a way to m."""
+EAS_FANOUT = 15
+"""k, as in the paper."""
+PIECES = (2, 8)
+"""R of whole graphs that are trained on in co-batches, where one does not fit."""
 CACHE_SIZES = (0.1, 0.5)
 """Of caches of remote rows, by the server's own nodes."""
 ASYNC_EPOCHS = {0: 1.08, 1: 1.4}
@@ -65,7 +69,7 @@ def _by_columns(frame: Frame) -> Iterator[Candidate]:
 def _by_servers(frame: Frame) -> Iterator[Candidate]:
     if frame.servers == 1:
         return
-    number = min(max(frame.steps, 2), _MOST_CO_BATCHES)
+    number = _co_batches(frame)
     yield Candidate(
         strategy="cooperative",
         options={"batches": number},
@@ -83,8 +87,12 @@ def _by_plans(frame: Frame) -> Iterator[Candidate]:
     for hops in sorted({1, frame.num_layers - 1} - {0, frame.num_layers}):
         yield make(strategy="shared_preload", options={"hops": hops}, way=(hops, "", 1))
     yield make(strategy="shared_preload", way=(frame.num_layers, "", 1))
-    limits = {"external_hops": EAS_HOPS, "external_fanout": EAS_FANOUT}
-    yield make(strategy="shared_preload", options=limits, way=(frame.num_layers, EAS, 1), exact=False)
+    for kind, reach in EAS_HOPS.items():
+        limits = {"external_hops": reach, "external_fanout": EAS_FANOUT}
+        yield make(strategy="shared_preload", options=limits, way=(frame.num_layers, kind, 1), exact=False)
+    taken = _co_batches(frame) if frame.steps else 0
+    for number in sorted({*PIECES} - {taken}):
+        yield make(strategy="cooperative", options={"batches": number}, way=(frame.num_layers, "", number))
 
 
 def _by_intervals(frame: Frame) -> Iterator[Candidate]:
@@ -92,6 +100,11 @@ def _by_intervals(frame: Frame) -> Iterator[Candidate]:
     yield make()
     for staleness, factor in ASYNC_EPOCHS.items():
         yield make(options={"mode": "async", "staleness": staleness}, exact=False, epochs_factor=factor)
+
+
+def _co_batches(frame: Frame) -> int:
+    """Return as many co-batches as there are steps of mini-batches, within limits."""
+    return min(max(frame.steps, 2), _MOST_CO_BATCHES)
 
 
 def _groups(ranks: int) -> list[int]:

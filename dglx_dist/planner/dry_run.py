@@ -17,7 +17,7 @@ from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner import expected
 from dglx_dist.planner.batch_work import BatchWork, RowSizes, work_of_counts
 from dglx_dist.planner.cache_rows import CachedRows, rows_of_caches
-from dglx_dist.planner.candidates import EAS, EAS_FANOUT, EAS_HOPS
+from dglx_dist.planner.candidates import EAS_FANOUT, EAS_HOPS
 from dglx_dist.planner.closure_plans import Ground, plan_all, seeds_by_server
 from dglx_dist.planner.full_work import FullWork, gathered, worth_counting
 from dglx_dist.planner.ghosts import count_ghosts
@@ -134,8 +134,8 @@ def count_way(g: DistGraph, ground: Ground, seeds: Array, way: Way, num_layers: 
     hops, kind, number = way
     by_server = seeds_by_server(ground, seeds)
     eas = None
-    if kind == EAS:
-        limits = EasOptions(hops=EAS_HOPS, fanout=EAS_FANOUT)
+    if kind:
+        limits = EasOptions(hops=EAS_HOPS[kind], fanout=EAS_FANOUT)
         selector = EasSelector(g)
 
         def eas(structure: Any, own: tuple[int, int], mine: Array) -> Array:

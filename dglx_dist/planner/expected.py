@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dglx_dist.planner.batch_work import BatchWork
-from dglx_dist.planner.candidates import EAS_FANOUT
+from dglx_dist.planner.candidates import EAS_FANOUT, EAS_HOPS
 from dglx_dist.planner.full_work import FullWork
 from dglx_dist.planner.halo_bytes import HaloPairs
 from dglx_dist.planner.measured import Ghosts
@@ -83,7 +83,7 @@ def closures(graph: GraphStats, cluster: Cluster, way: Way, num_layers: int) -> 
     """Return what an epoch of whole graphs is expected to come to; co-batches count as parts of one step."""
     hops, kind, number = way
     own = graph.nodes / cluster.servers
-    held = _grown(graph, own, 1 if kind else hops, fanout=EAS_FANOUT if kind else None)
+    held = _grown(graph, own, EAS_HOPS[kind] if kind else hops, fanout=EAS_FANOUT if kind else None)
     rows = [held[max(hops - level, 0)] for level in range(num_layers + 1)] if not kind else []
     rows = rows or [held[-1]] * num_layers + [own]
     external = rows[0] - own if hops else 0.0

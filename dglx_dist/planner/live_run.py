@@ -16,7 +16,7 @@ from dglx_dist.graph.caching import CacheRequest, vip_scores
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner import expected
 from dglx_dist.planner.batch_work import BatchWork, work_of_counts
-from dglx_dist.planner.candidates import EAS, EAS_FANOUT, EAS_HOPS
+from dglx_dist.planner.candidates import EAS_FANOUT, EAS_HOPS
 from dglx_dist.planner.closure_plans import in_numbers
 from dglx_dist.planner.dry_run import DryRun, row_sizes
 from dglx_dist.planner.full_work import FullWork, RankLayers, gathered, worth_counting
@@ -186,8 +186,8 @@ def _way(g: DistGraph, seeds: Array, way: Way, num_layers: int) -> FullWork:
     named = own if session.topology.local_rank == 0 else own[:0]
     planner = Planner(g)
     eas = None
-    if kind == EAS:
-        limits = EasOptions(hops=EAS_HOPS, fanout=EAS_FANOUT)
+    if kind:
+        limits = EasOptions(hops=EAS_HOPS[kind], fanout=EAS_FANOUT)
         eas = EasSelector(g).rule(limits, seed=session.seed)
         g.barrier()
     pieces = [named] if number == 1 else compose(named, number, "random", seed=session.seed)

@@ -86,7 +86,8 @@ class Candidate:
     unit: Unit
     moves: Moves
     way: Way | None = None
-    """Of plans: layers that a server computes alone, "" or "eas", co-batches of an epoch; None: no plans."""
+    """Of plans: layers that a server computes alone, "" or a limit of what it takes in, co-batches; None: it has
+    no plans."""
     exact: bool = True
     """Whether steps give the weights of one process on the same batches; False: another estimator."""
     epochs_factor: float = 1.0

@@ -12,7 +12,7 @@ from dglx_dist.planner.traffic import GRADIENTS, Traffic
 
 _FEW_CORES, _HIDDEN_BY_FEW, _HIDDEN_BY_MANY = 2.0, 0.35, 0.9
 """With fewer cores than that, a rank's loader and its training share one, and what is fetched ahead is hidden
-in part: by the measurements of D1, P1 and PEER1 (docs/performance.md) some third of the shorter of the two."""
+in part: by D1, P1 and PEER1 as measured (docs/performance.md) some third of the shorter of the two."""
 _WIRE_BYTE_S = 0.75e-9
 """To send or to receive a byte, on a core (PEER1 with and without a cache)."""
 _ROUNDS_OF_PULL, _ROUNDS_OF_SUMS = 2, 4

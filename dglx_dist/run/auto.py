@@ -27,9 +27,10 @@ from dglx_dist.planner.survey import Draws
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
 from dglx_dist.report.plan_table import plan_lines
-from dglx_dist.run.auto_options import AUTO, AutoOptions, Training, read_auto_options
+from dglx_dist.run.auto_options import AutoOptions, Training, read_auto_options
 from dglx_dist.run.session import default_batch_size, default_fanouts
 from dglx_dist.strategies.push_pull.options import read_size
+from dglx_dist.strategies.registry import AUTO
 
 _USUAL = "data_parallel"
 """Whose fan-outs and batch size are meant by who names none."""

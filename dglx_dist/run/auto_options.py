@@ -9,9 +9,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS
 from dglx_dist.planner.dry_batches import DRY_BATCHES
 from dglx_dist.strategies.base import check_options
-
-AUTO = "auto"
-"""In the place of a strategy: the one that suits graph, model and network."""
+from dglx_dist.strategies.registry import AUTO
 
 _OPTIONS: Mapping[str, type] = {
     "unit": str,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.run.auto_options import AUTO
 from dglx_dist.run.session import (
     DataLoader,
     choose_strategy,
@@ -23,6 +22,7 @@ from dglx_dist.run.session import (
     wrap,
 )
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import TrainingLoader
 from dglx_dist.training.evaluate import labelled_type

@@ -14,11 +14,11 @@ from dglx_dist.cluster.topology import read_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.partition import PARTITIONERS, Partitioner
-from dglx_dist.run.auto_options import AUTO, Training, read_auto_options
+from dglx_dist.run.auto_options import Training, read_auto_options
 from dglx_dist.sampling.edge_loader import samples_edges
 from dglx_dist.sampling.options import whole_number
 from dglx_dist.strategies.base import Reduction, Strategy, WrappedModel
-from dglx_dist.strategies.registry import STRATEGIES
+from dglx_dist.strategies.registry import AUTO, STRATEGIES
 
 if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice

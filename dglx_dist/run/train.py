@@ -25,13 +25,14 @@ from dglx_dist.report.picture import draw
 from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_plan, write_run
 from dglx_dist.report.summary import RunFacts, run_title, summarise
 from dglx_dist.run.auto import choose_in_job, describe
-from dglx_dist.run.auto_options import AUTO, Training
+from dglx_dist.run.auto_options import Training
 from dglx_dist.run.fit import fit, training_nodes
 from dglx_dist.run.models import Built, build
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.predict import check_outputs, write_outputs
 from dglx_dist.run.session import default_batch_size, default_fanouts, init, strategy_of
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS

@@ -11,11 +11,12 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.planner.links import probe
-from dglx_dist.run.auto_options import AUTO, read_auto_options
+from dglx_dist.run.auto_options import read_auto_options
 from dglx_dist.run.fit import fit
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.session import DataLoader, choose_strategy, init
 from dglx_dist.run.train import train_dataset
+from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
