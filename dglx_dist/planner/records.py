@@ -86,8 +86,7 @@ class Candidate:
     unit: Unit
     moves: Moves
     way: Way | None = None
-    """Of plans: layers that a server computes alone, "" or a limit of what it takes in, co-batches; None: it has
-    no plans."""
+    """Of plans: layers that a server computes alone, a limit of what it takes in ("": none), co-batches."""
     exact: bool = True
     """Whether steps give the weights of one process on the same batches; False: another estimator."""
     epochs_factor: float = 1.0
