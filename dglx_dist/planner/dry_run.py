@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
@@ -33,6 +33,7 @@ from dglx_dist.planner.survey import Draws, count_rank
 from dglx_dist.planner.trials import gather_byte_s, trials
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
 from dglx_dist.strategies.granndis.batches import compose
+from dglx_dist.strategies.granndis.closure import Selection
 from dglx_dist.strategies.granndis.eas import EasOptions, EasSelector
 
 if TYPE_CHECKING:
@@ -133,14 +134,7 @@ def count_way(g: DistGraph, ground: Ground, seeds: Array, way: Way, num_layers: 
     """Return the work of one way of training on whole graphs, from the plans of all ranks."""
     hops, kind, number = way
     by_server = seeds_by_server(ground, seeds)
-    eas = None
-    if kind:
-        limits = EasOptions(hops=EAS_HOPS[kind], fanout=EAS_FANOUT)
-        selector = EasSelector(g)
-
-        def eas(structure: Any, own: tuple[int, int], mine: Array) -> Array:
-            return selector.rule(limits, seed=ground.seed)(structure, own, mine)
-
+    eas = _selection(g, ground.seed, kind) if kind else None
     if number == 1:
         return gathered([plan_all(ground, by_server, num_layers, hops, eas=eas)], ground.topology)
     pieces = [compose(mine, number, "random", seed=ground.seed) for mine in by_server]
@@ -149,6 +143,13 @@ def count_way(g: DistGraph, ground: Ground, seeds: Array, way: Way, num_layers: 
         for step in range(number)
     ]
     return gathered(steps, ground.topology)
+
+
+def _selection(g: DistGraph, seed: int, kind: str) -> Selection:
+    """Return which nodes each server may use, by the draws of training."""
+    limits, selector = EasOptions(hops=EAS_HOPS[kind], fanout=EAS_FANOUT), EasSelector(g)
+    # A rule remembers the nodes of one server, and here are all of them.
+    return lambda structure, own, mine: selector.rule(limits, seed=seed)(structure, own, mine)
 
 
 def _batches(

@@ -10,6 +10,7 @@ import numpy as np
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.planner.halo_bytes import HaloPairs
 from dglx_dist.planner.records import Way
+from dglx_dist.records import Array
 
 _MOST_EDGES = 200_000_000
 """That plans may have, over layers and co-batches: making them takes about a second for each million."""
@@ -97,7 +98,7 @@ def gathered(steps: Sequence[Sequence[RankLayers]], topology: Topology) -> FullW
     )
 
 
-def _sum_of(plans: Sequence[RankLayers]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sum_of(plans: Sequence[RankLayers]) -> tuple[Array, Array, Array]:
     return (
         np.array([one.sources for one in plans]).sum(axis=0),
         np.array([one.rows[1:] for one in plans]).sum(axis=0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -66,10 +67,10 @@ def draw_regions(
     figure.savefig(path, dpi=110, format="png")
 
 
-def _draw_gains(axes: object, bits: Sequence[float], regions: Regions) -> None:
+def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:
     gains = np.array(regions.gains)
     levels = [level for level in _GAINS if gains.min() < level < gains.max()]
     if min(gains.shape) < 2 or not levels:
         return
-    lines = axes.contour(bits, regions.hidden, gains, levels=levels, colors="#444444", linewidths=0.8)  # type: ignore[attr-defined]
-    axes.clabel(lines, fmt=lambda level: f"{level:g} x {regions.usual}", fontsize=7)  # type: ignore[attr-defined]
+    lines = axes.contour(bits, regions.hidden, gains, levels=levels, colors="#444444", linewidths=0.8)
+    axes.clabel(lines, fmt=lambda level: f"{level:g} x {regions.usual}", fontsize=7)
