@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+
+from dglx_dist.offload.package import Package, Packed, write_zip
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def worker_zip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def worker_package(tmp_path_factory: pytest.TempPathFactory) -> Packed:
     """The whole package of a worker, NumPy and pyzmq included; written once, for it takes seconds."""
-    from dglx_dist.offload.package import Package, write_zip
-
-    return write_zip(tmp_path_factory.mktemp("package") / "worker.zip", Package()).path
+    return write_zip(tmp_path_factory.mktemp("package") / "worker.zip", Package())

@@ -84,6 +84,15 @@ def test_full_graph(tmp_path: Path) -> None:
     assert first == second > 0.7
 
 
+def test_lambda(tmp_path: Path) -> None:
+    shown = torchrun(tmp_path, "11_lambda.py")
+    first, second = accuracies(shown)
+    assert first == second > 0.7
+    assert "epoch 39: loss" in shown
+    assert re.search(r"synchronous from epoch \d+$", shown, flags=re.MULTILINE)
+    assert re.search(r"cost \$.*simulated", shown)
+
+
 @pytest.mark.parametrize("script", ["07_rgcn.py", "08_hgt.py"])
 def test_several_types(tmp_path: Path, script: str) -> None:
     assert accuracies(torchrun(tmp_path, script))[0] > 0.8

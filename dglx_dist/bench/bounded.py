@@ -16,11 +16,14 @@ from dglx_dist.run.prepare import PartitionPlan
 from dglx_dist.storage.reader import open_dataset
 
 SERVERS = 2
-HOW = (
-    "2 graph servers, each with half of this machine's cores and one of them the parameter server, a graph "
-    "cut by METIS, GCN of 2 layers with hidden width 16 and Adam, all nodes in every epoch. Workers are "
-    "processes of this machine, or threads where that is said; what they are slowed down by is real "
-    "waiting: a log-normal pause (sigma 0.5) of each task, and connections of 200 Mbit/s."
+SETTING = (
+    "2 graph servers, each with half of this machine's cores and one of them the parameter server too, a "
+    "graph cut by METIS, GCN of 2 layers and Adam, all nodes in every epoch."
+)
+HOW = SETTING + (
+    " Workers are processes of this machine, on the cores of their graph server. Their work is small beside "
+    "what slows them down, which is real waiting: a pause of each task, and connections of 200 Mbit/s each "
+    "way, through which all rows and weights pass."
 )
 EMULATED = "workers are processes of this machine, their latency is slept"
 MEGABIT = 1e6 / 8
@@ -34,6 +37,7 @@ class Size:
 
     nodes: int = 16_000
     degree: float = 25.0
+    classes: int = 10
     features: int = 128
     hidden: int = 16
     intervals: int = 8
@@ -43,6 +47,8 @@ class Size:
     epochs: int = 8
     latency_s: float = 0.04
     """Median pause of a task."""
+    latency_sigma: float = 0.5
+    """Spread of its logarithm; 0: all pauses alike."""
 
 
 SIZES: Mapping[str, Size] = {"quick": Size(nodes=8000, epochs=4), "papers": Size()}
@@ -73,7 +79,12 @@ def graph_of(size: Size, seed: int, **changed: Any) -> SyntheticConfig:
     """Return the built-in graph of these experiments: communities, half of the nodes to train on."""
     told = {"train_rate": 0.5, "homophily": 0.9, "locality": 0.95, **changed}
     return SyntheticConfig(
-        nodes=size.nodes, degree=size.degree, features=size.features, seed=seed + 1, **told
+        nodes=size.nodes,
+        degree=size.degree,
+        classes=size.classes,
+        features=size.features,
+        seed=seed + 1,
+        **told,
     )
 
 
@@ -134,4 +145,9 @@ def foretold(case: Case, folder: Path, size: Size, classes: int) -> dict[str, in
 
 def slow_workers(size: Size) -> dict[str, Any]:
     """Return the options of worker processes with latency and the bandwidth of functions."""
-    return {"executor": "local", "latency_s": size.latency_s, "bytes_per_s": LAMBDA_BYTES_PER_S}
+    return {
+        "executor": "local",
+        "latency_s": size.latency_s,
+        "latency_sigma": size.latency_sigma,
+        "bytes_per_s": LAMBDA_BYTES_PER_S,
+    }

@@ -72,7 +72,8 @@ class RatioFigures:
 
     ratio: Ratio
     value: Spread | None
-    """None: a variant has no measurement, or the lower one is 0. Median: quotient of the two medians.
+    """None: a variant has no measurement, one of its repetitions did not come to the target, or the lower
+    one is 0. Median: quotient of the two medians.
     Quartiles: of the quotients of single repetitions, which ran one after the other, so that a drift of
     the machine cancels."""
     simulated: str
@@ -174,19 +175,22 @@ def _ratio(ratio: Ratio, variants: Mapping[str, Variant], outcome: Outcome) -> R
     ]
     return RatioFigures(
         ratio=ratio,
-        value=_quotient(_by_repetition(ratio, over), _by_repetition(ratio, under)),
+        value=_quotient(_by_repetition(ratio.quantity, over), _by_repetition(ratio.quantity, under)),
         simulated="; ".join(dict.fromkeys(text for text in words if text)),
         limited=all(link.limited for link in links),
         missed_phi="; ".join(dict.fromkeys(missed)),
     )
 
 
-def _by_repetition(ratio: Ratio, measured: Mapping[int, Measurement]) -> dict[int, float]:
-    if ratio.quantity in _OF_REPORTS:
-        told = {number: one.extra.get(ratio.quantity) for number, one in measured.items()}
-        # A target that was not reached has no number of epochs.
-        return {number: float(value) for number, value in told.items() if value is not None}
-    return {number: _mean(one, ratio.quantity) for number, one in measured.items()}
+def _by_repetition(quantity: str, measured: Mapping[int, Measurement]) -> dict[int, float]:
+    """Return the quantity by repetition; nothing where one repetition has none."""
+    if quantity not in _OF_REPORTS:
+        return {number: _mean(one, quantity) for number, one in measured.items()}
+    told = {number: one.extra.get(quantity) for number, one in measured.items()}
+    # A target that one seed did not reach has no number of epochs, and the median of the others is too small.
+    if None in told.values():
+        return {}
+    return {number: float(value) for number, value in told.items() if value is not None}
 
 
 def _quotient(over: Mapping[int, float], under: Mapping[int, float]) -> Spread | None:

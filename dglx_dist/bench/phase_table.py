@@ -24,10 +24,11 @@ def predicted_bytes(outcome: Outcome) -> Mapping[str, Mapping[str, int]]:
 def measured_bytes(outcome: Outcome) -> dict[str, dict[str, float]]:
     """Return payload between servers by variant and phase, per epoch of its first repetition.
 
+    Where workers had tasks launched again, of the one with the fewest: these pull their rows again.
     Without what ranks tell each other to agree (barriers, counts): a few hundred bytes, of any strategy.
     """
     found: dict[str, dict[str, float]] = {}
-    for one in outcome.measurements:
+    for one in sorted(outcome.measurements, key=lambda one: one.extra.get("relaunched", 0)):
         if one.epochs and _MEASURED in one.extra:
             counts = one.extra[_MEASURED]
             phases = {phase: counts[phase] / len(one.epochs) for phase in counts if phase != CONTROL}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dglx_dist.bench.figures import RatioFigures, ratio_figures
-from dglx_dist.bench.records import Experiment, Outcome
+from dglx_dist.bench.records import Experiment, Outcome, Ratio
 from dglx_dist.bench.suites import why_absent
 
 Word = Literal[
@@ -32,12 +32,13 @@ def judge(figures: RatioFigures) -> Verdict:
     """Judge one ratio by its bounds.
 
     A value inside the bounds is not enough where they claim a difference (all of them above 1, or all
-    below): an interquartile range that holds 1 shows none.
+    below): an interquartile range that holds 1 shows none. Two bounds with 1 between or on them claim none.
     """
     ratio, value, simulated = figures.ratio, figures.value, bool(figures.simulated)
     if value is None:
         why = (
-            f"{ratio.over} over {ratio.under} could not be formed: one has no measurement, or the lower is 0"
+            f"{ratio.over} over {ratio.under} could not be formed: one has no measurement or did not come to "
+            "the target in every repetition, or the lower is 0"
         )
         return Verdict(word="not reproduced", why=why, simulated=simulated)
     if not figures.limited:
@@ -55,11 +56,17 @@ def judge(figures: RatioFigures) -> Verdict:
     if ratio.high is not None and value.median > ratio.high:
         why = f"{value.median:.2f} is above the most that counts as reproduced, {ratio.high:g}"
         return Verdict(word="not reproduced", why=why, simulated=simulated)
-    differs = (ratio.low is not None and ratio.low >= 1) or (ratio.high is not None and ratio.high <= 1)
-    if differs and value.holds(1.0):
+    if _claims_difference(ratio) and value.holds(1.0):
         why = f"its interquartile range, {value.low:.2f} to {value.high:.2f}, holds 1: no difference is shown"
         return Verdict(word="not reproduced", why=why, simulated=simulated)
     return Verdict(word="reproduced", why=f"{value.median:.2f} is {bounds}", simulated=simulated)
+
+
+def _claims_difference(ratio: Ratio) -> bool:
+    low, high = ratio.low, ratio.high
+    if low is not None and high is not None and low <= 1 <= high:
+        return False
+    return (low is not None and low >= 1) or (high is not None and high <= 1)
 
 
 def bounds_in_words(low: float | None, high: float | None) -> str:

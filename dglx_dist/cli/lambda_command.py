@@ -20,7 +20,7 @@ lambda_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
-Name = Annotated[str, typer.Argument(help="Name of the function.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the function.", show_default=False)]
 Region = Annotated[
     str | None,
     typer.Option(help="Region of AWS. Default: as the AWS command line has it.", show_default=False),
@@ -40,7 +40,9 @@ NETWORK = "Network: a function must reach the graph servers"
     dglx lambda package worker.zip --python 3.12\n
     dglx lambda deploy dglx-worker --package worker.zip --subnet subnet-1 --security-group sg-1 --memory 512\n
     dglx lambda invoke-test dglx-worker\n
-    dglx train data/demo --strategy lambda --option executor=aws --option function=dglx-worker
+    dglx train data/demo --strategy lambda --dropout 0 --option executor=aws \\
+
+        --option function=dglx-worker --option interface=eth0
 
 Credentials come from where the AWS command line finds them, and from nowhere else. Each command says what it
 changes before it does; what it did not make, it leaves alone. `dglx lambda remove dglx-worker` removes all of
@@ -62,7 +64,10 @@ def package(
         str | None,
         typer.Option(help="Fetch numpy and pyzmq for this Python, such as 3.12. Default: this one's."),
     ] = None,
-    architecture: Annotated[str, typer.Option(help="Processor, for --python: x86_64 or arm64.")] = "x86_64",
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="Processor, with --python: x86_64 or arm64. Default: x86_64.", show_default=False),
+    ] = None,
     wheels: Annotated[
         Path | None, typer.Option(help="Folder with wheels of numpy and pyzmq, to fetch nothing.")
     ] = None,
@@ -76,19 +81,16 @@ def package(
     """
     from tempfile import TemporaryDirectory
 
+    from dglx_dist.offload.aws.deployment import ARCHITECTURES
     from dglx_dist.offload.aws.runtime import what_aws_lacks
     from dglx_dist.offload.libraries import download_wheels
     from dglx_dist.offload.package import Package, write_zip
 
-    if python is not None and wheels is not None:
-        raise ConfigError(
-            f"--python {python} fetches wheels and --wheels {wheels} has them; give one of both"
-        )
+    _check_sources(python, architecture, wheels, libraries=libraries)
     with TemporaryDirectory(prefix="dglx-wheels-") as folder:
         if python is not None:
             wheels = Path(folder)
-            machine = "aarch64" if architecture == "arm64" else architecture
-            download_wheels(wheels, python=python, architecture=machine)
+            download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
         stages = pairs(stage or [], "--stage")
         written = write_zip(target, Package(stages=stages, wheels=wheels, libraries=libraries))
     _say(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")
@@ -102,22 +104,32 @@ def deploy(  # noqa: PLR0913  # one argument per option
     package: Annotated[
         Path, typer.Option(metavar="FILE", help="What `dglx lambda package` wrote.", show_default=False)
     ],
-    memory: Annotated[int, typer.Option(metavar="MB", help="Memory; AWS gives cores by it.")] = 192,
+    memory: Annotated[
+        int, typer.Option(metavar="MB", help="Memory; AWS gives cores by it: one for 1769 MB.")
+    ] = 192,
     timeout: Annotated[int, typer.Option(metavar="SECONDS", help="After which AWS ends an invocation.")] = 60,
     role: Annotated[
         str | None, typer.Option(help="Name or ARN of its role. Default: one is made.", show_default=False)
     ] = None,
     subnet: Annotated[
-        list[str] | None, typer.Option(rich_help_panel=NETWORK, help="May be given several times.")
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=NETWORK, metavar="ID", help="Subnet it runs in; may be given several times."
+        ),
     ] = None,
     security_group: Annotated[
-        list[str] | None, typer.Option(rich_help_panel=NETWORK, help="May be given several times.")
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=NETWORK, metavar="ID", help="What it may reach; may be given several times."
+        ),
     ] = None,
     bucket: Annotated[
         str | None, typer.Option(help="S3 bucket for a package above 50 MB.", show_default=False)
     ] = None,
-    runtime: Annotated[str | None, typer.Option(help="Such as python3.12. Default: the package's.")] = None,
-    architecture: Annotated[str, typer.Option(help="x86_64 or arm64.")] = "x86_64",
+    runtime: Annotated[
+        str | None, typer.Option(help="Such as python3.12. Default: the package's.", show_default=False)
+    ] = None,
+    architecture: Annotated[str, typer.Option(help="Processor of the function: x86_64 or arm64.")] = "x86_64",
     region: Region = None,
     endpoint_url: EndpointUrl = None,
     dry_run: DryRun = False,
@@ -195,7 +207,12 @@ def remove(
 
 @lambda_app.command()
 def prices(
-    name: Annotated[str, typer.Argument(help="A table's name, or the path of a JSON file.")] = "aws",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A table: aws, dorylus (the paper's), or the path of a JSON file."
+        ),
+    ] = "aws",
 ) -> None:
     """Print a price table as JSON: change a copy of it, and give that to `--option prices=FILE`.
 
@@ -204,6 +221,26 @@ def prices(
     from dglx_dist.offload import prices as tables
 
     typer.echo(tables.prices(name).to_json(), nl=False)
+
+
+def _check_sources(
+    python: str | None, architecture: str | None, wheels: Path | None, *, libraries: bool
+) -> None:
+    """Raise ConfigError where an option of ``package`` would have no effect, or is unknown."""
+    from dglx_dist.offload.aws.deployment import ARCHITECTURES
+
+    if python is not None and wheels is not None:
+        raise ConfigError(
+            f"--python {python} fetches wheels and --wheels {wheels} has them; give one of both"
+        )
+    if not libraries and (python is not None or wheels is not None):
+        raise ConfigError("--no-libraries leaves out what --python and --wheels say; give one of both")
+    if architecture is not None and python is None:
+        raise ConfigError(
+            f"--architecture {architecture} says which wheels --python fetches; give --python as well"
+        )
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")
 
 
 def _do(

@@ -3,8 +3,9 @@
 Plain (default): rank 0 draws a random secret, all ranks learn it through the rendezvous store, and every
 connection must present it. It keeps out strangers who can reach the port; like the store itself, it does
 not protect against somebody who can read the network. Curve: each rank makes a key pair, only the public
-halves pass through the store, connections are encrypted and only keys of this job are accepted; the
-secret halves never leave their process.
+halves pass through the store, connections are encrypted and only keys of this job are accepted; a secret
+half never leaves its process. Who is no rank has a secret, or pair, of its own, which opens less (see
+visitors).
 """
 
 from __future__ import annotations

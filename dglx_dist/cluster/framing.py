@@ -35,6 +35,18 @@ SMALL_BYTES = 16 * 1024
 Frames: TypeAlias = list[bytes | memoryview]
 
 
+class NotAdmittedError(WireError):
+    """A message that is not wanted here, of which no more than the head was looked at.
+
+    Args:
+        head: Its head.
+    """
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(f"{head.kind.name} {head.op!r} is not wanted here")
+        self.head = head
+
+
 class Message(NamedTuple):
     """One complete message."""
 
@@ -90,11 +102,16 @@ class Assembler:
 
     Args:
         on_first: Called with the file descriptor of the connection when its first message comes.
+        admits: Whether a message that begins with such a head is wanted; None: all are.
     """
 
-    def __init__(self, on_first: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_first: Callable[[int], None] | None = None,
+        admits: Callable[[Head], bool] | None = None,
+    ) -> None:
         self._partial: dict[int, tuple[Message, int]] = {}
-        self._on_first = on_first
+        self._on_first, self._admits = on_first, admits
 
     @property
     def is_idle(self) -> bool:
@@ -105,6 +122,7 @@ class Assembler:
         """Read one ZeroMQ message (after any routing frame); return a message once it is complete.
 
         Raises:
+            NotAdmittedError: it is not wanted; nothing but its head was read, and no room was made for it.
             WireError: the message is malformed; all its frames have been consumed.
             zmq.Again: nothing came within the socket's own time-out.
         """
@@ -113,6 +131,8 @@ class Assembler:
             head = decode(raw)
             if head.kind is Kind.CHUNK:
                 return self._read_chunk(socket, head)
+            if self._admits is not None and not self._admits(head):
+                raise NotAdmittedError(head)
             return self._read_first(socket, head, raw)
         finally:
             while socket.getsockopt(zmq.RCVMORE):

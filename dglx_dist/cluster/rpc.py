@@ -73,8 +73,10 @@ class Rpc:
         self.doing = ""
         """What this rank waits for together with the others, told to whoever asks; "" when for nothing."""
         self._handlers: dict[str, Handler] = {PING: self._tell}
+        self._handlers_for_visitors: dict[str, Handler] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._server: Server | None = None
+        self._door_of_visitors: tuple[zmq.Context[zmq.Socket[bytes]], Server] | None = None
         self._client: Client | None = None
         self.credentials: Credentials | None = None
         """What this rank shows and accepts; None: it does not listen."""
@@ -98,11 +100,27 @@ class Rpc:
         self.addresses = dict(peers)
         self._client = Client(self._context, peers, self.credentials, self._config)
 
-    def register(self, op: str, handler: Handler) -> None:
+    def listen_to_visitors(self, address: str, credentials: Credentials) -> str:
+        """Serve those who are no ranks on ``address``, at a port of their own; return the endpoint.
+
+        What was registered for visitors is answered there, and nothing else.
+        """
+        # A context of its own: ZeroMQ asks one door for all sockets of a context.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        server = Server(context, address, credentials, self._handlers_for_visitors, self._config)
+        self._door_of_visitors = context, server
+        return server.endpoint
+
+    def register(self, op: str, handler: Handler, *, for_visitors: bool = False) -> None:
         """Answer calls of ``op`` with ``handler`` from now on.
 
         ``handler`` is called from any thread, several at a time. The arrays it returns are sent without
         a copy and must not be changed afterwards.
+
+        Args:
+            op: Name of the operation.
+            handler: What answers it.
+            for_visitors: Whether those may call it, too, who are no ranks and are trusted with no more.
 
         Raises:
             ConfigError: ``op`` is taken.
@@ -110,10 +128,13 @@ class Rpc:
         if op in self._handlers:
             raise ConfigError(f"the operation {op!r} is registered already; choose another name")
         self._handlers[op] = handler
+        if for_visitors:
+            self._handlers_for_visitors[op] = handler
 
     def unregister(self, op: str) -> None:
         """Answer calls of ``op`` with an error from now on; unknown names are ignored."""
         self._handlers.pop(op, None)
+        self._handlers_for_visitors.pop(op, None)
 
     def submit(
         self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
@@ -184,6 +205,12 @@ class Rpc:
             with contextlib.suppress(zmq.ZMQError):
                 self._context.destroy(linger=0)
         self._context = self._server = None
+        if self._door_of_visitors is not None:
+            context, server = self._door_of_visitors
+            server.close()
+            with contextlib.suppress(zmq.ZMQError):
+                context.destroy(linger=0)
+            self._door_of_visitors = None
 
     def forget(self) -> None:
         """In a forked process: leave sockets and threads to the parent and call nobody any more."""

@@ -23,6 +23,7 @@ from dglx_dist.cluster.framing import (
     Assembler,
     Frames,
     Message,
+    NotAdmittedError,
     frames_of,
     send_frames,
 )
@@ -128,21 +129,33 @@ class Server:
     def _receive(self, peer: bytes) -> None:
         assembler = self._assemblers.get(peer)
         if assembler is None:
-            self._assemblers[peer] = assembler = Assembler(partial(self._greet, peer))
+            self._assemblers[peer] = assembler = Assembler(partial(self._greet, peer), self._admits)
         try:
             message = assembler.read(self._router)
+        except NotAdmittedError as error:
+            self._refuse(peer, error.head)
+            return
         except WireError as error:
             log.warning("dropped a malformed message: %s", error)
             return
         if message is None:
             return
-        if message.head.kind is not Kind.REQUEST:
-            log.warning("dropped a message of kind %s, which is no request", message.head.kind.name)
-            return
         if self._seconds_of.get(message.head.op, _SLOW_S) < _SLOW_S:
             self._send(peer, self._answer(message))
         else:
             self._slow.put((peer, message))
+
+    def _admits(self, head: Head) -> bool:
+        return head.kind is Kind.REQUEST and head.op in self._handlers
+
+    def _refuse(self, peer: bytes, head: Head) -> None:
+        if head.kind is not Kind.REQUEST:
+            log.warning("dropped a message of kind %s, which is no request", head.kind.name)
+            return
+        text = f"LookupError: {no_such_operation(head.op, self._handlers)}"
+        self._send(
+            peer, frames_of(Head(Kind.ERROR, head.request, name=text[:1000]), [], self._config.chunk_bytes)
+        )
 
     def _greet(self, peer: bytes, handle: int) -> None:
         """Note that ``peer`` came, through the connection of file descriptor ``handle``."""
@@ -206,7 +219,10 @@ def run_handler(handlers: Mapping[str, Handler], op: str, name: str, arrays: Seq
     """
     handler = handlers.get(op)
     if handler is None:
-        raise LookupError(
-            f"no operation {op!r} is registered here (there are: {', '.join(sorted(handlers))})"
-        )
+        raise LookupError(no_such_operation(op, handlers))
     return list(handler(name, arrays))
+
+
+def no_such_operation(op: str, handlers: Mapping[str, Handler]) -> str:
+    """Say that nothing is registered as ``op``, and what is."""
+    return f"no operation {op!r} is registered here (there are: {', '.join(sorted(handlers))})"

@@ -1,31 +1,42 @@
-"""Where those who are no ranks, such as stateless workers, reach the ranks, and what they must show."""
+"""A door of their own for those who are no ranks, such as stateless workers.
+
+A visitor's secret may lie where the job's must not, as in the events of a functions service. So visitors have
+a secret, a port and handlers of their own: with theirs nobody gets through the ranks' door, and behind theirs
+nothing is answered but what was registered for visitors (see :meth:`Rpc.register`).
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
-from dglx_dist.cluster.auth import Credentials
+from dglx_dist.cluster.auth import Credentials, make_credentials_keys
 from dglx_dist.cluster.client import PeerAddress
+from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.network import interface_address
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.topology import read_settings
 
+_KEPT = "visitors"
 _LOOPBACK = "127.0.0.1"
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Visiting:
     """What a visitor needs."""
 
     addresses: Mapping[int, PeerAddress]
-    """By rank."""
+    """Where ranks answer visitors, by rank."""
     credentials: Credentials
-    """Of this rank, which its visitors show as well."""
+    """What visitors of this rank show: a secret of the job for visitors alone, and with ``DGLX_CURVE`` a key
+    pair that opens the door of visitors alone."""
 
 
 def open_to_visitors(session: Session, interface: str = "") -> Visiting:
-    """Return where the ranks answer; a session that runs alone begins to listen now.
+    """Return where the ranks answer visitors; the first time collective, then kept as long as the session.
 
     Args:
         session: The run.
@@ -34,11 +45,47 @@ def open_to_visitors(session: Session, interface: str = "") -> Visiting:
 
     Raises:
         ConfigError: there is no such interface.
+        PeerError: a rank did not take part.
     """
-    rpc = session.rpc
-    if rpc.credentials is None:
-        credentials = Credentials(secret=secrets.token_hex(32).encode())
-        endpoint = rpc.listen(interface_address(interface) if interface else _LOOPBACK, credentials)
-        rpc.connect({0: PeerAddress(rank=0, host=session.hosts[0], endpoint=endpoint)})
-    assert rpc.credentials is not None
-    return Visiting(addresses=rpc.addresses, credentials=rpc.credentials)
+    kept = session.attached.get(_KEPT)
+    if isinstance(kept, Visiting):
+        return kept
+    address = session.rpc.address or (interface_address(interface) if interface else _LOOPBACK)
+    encrypted = read_settings().curve
+    door, ticket = _keys(encrypted=encrypted), _keys(encrypted=encrypted)
+    # That of rank 0 is taken; with key pairs it opens nothing, else it is told as the job's own is.
+    said: list[Any] = gather_json([secrets.token_hex(32), _text(door.public), _text(ticket.public)], session)
+    secret = said[0][0].encode()
+    accepted = frozenset(visitor.encode() for _, _, visitor in said if visitor)
+    endpoint = session.rpc.listen_to_visitors(
+        address,
+        Credentials(secret=secret, public_key=door.public, secret_key=door.secret, accepted_keys=accepted),
+    )
+    endpoints = gather_json(endpoint, session)
+    visiting = Visiting(
+        addresses={
+            rank: PeerAddress(
+                rank=rank,
+                host=session.hosts[rank],
+                endpoint=str(endpoints[rank]),
+                public_key=None if key is None else key.encode(),
+            )
+            for rank, (_, key, _) in enumerate(said)
+        },
+        credentials=Credentials(secret=secret, public_key=ticket.public, secret_key=ticket.secret),
+    )
+    session.attached[_KEPT] = visiting
+    return visiting
+
+
+class _Keys(NamedTuple):
+    public: bytes | None
+    secret: bytes | None
+
+
+def _keys(*, encrypted: bool) -> _Keys:
+    return _Keys(*make_credentials_keys()) if encrypted else _Keys(None, None)
+
+
+def _text(key: bytes | None) -> str | None:
+    return None if key is None else key.decode()

@@ -1,6 +1,7 @@
 """Sends a graph server's tasks to workers, and sends them again when a worker dies, hangs or is lost.
 
-Which attempt's rows are taken is decided here, once for each task: all others are duplicates.
+Which rows are taken is the graph server's to decide, half by half. Here a task is over by the first word of
+all its rows, once; further ones are duplicates.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Controller:
         """Say that all rows of one attempt at ``key`` are there.
 
         Returns:
-            Whether they are the first, and are to be taken; else they are to be dropped.
+            Whether they are the first; else they are a duplicate, or of a task that was never launched.
 
         Raises:
             ConfigError, PeerError: as :meth:`launch`.
@@ -128,13 +129,16 @@ class Controller:
         now = self._clock()
         with self._lock:
             work = self._pending.get(key)
-            if work is None or attempt not in work.sent:
+            if work is None:
                 self._count(refused=1)
                 return False
             self._pending.remove(key)
-            sent = work.sent[attempt]
+            # By an attempt that was never sent, too: the rows are there, and a wrong number must not have the
+            # task done again, which is over.
+            sent = work.sent.get(attempt, now)
             ready = sent if work.ready is None else work.ready
-            self._durations.add(_kind(key), now - max(sent, ready))
+            if attempt in work.sent:
+                self._durations.add(_kind(key), now - max(sent, ready))
         if self._observer is not None:
             self._observer(Finished(key=key, attempt=attempt, sent=sent, ready=ready, done=now))
         self._send()
@@ -184,7 +188,7 @@ class Controller:
 
     def _beat(self) -> None:
         while True:
-            self._awake.wait(self._options.tick_s)
+            self._awake.wait(self._options.pause_s)
             self._awake.clear()
             if self._stopped.is_set():
                 return
@@ -192,6 +196,13 @@ class Controller:
                 self.tick()
             except DglxError as error:
                 self._failure = error
+                return
+            except Exception as error:  # noqa: BLE001 - nothing would be launched again, and nobody know why
+                self._failure = PeerError(
+                    f"the controller of the workers stopped: {type(error).__name__}: {error}; this is a "
+                    "mistake in dglx_dist: go on from the last checkpoint, and report it"
+                )
+                self._failure.__cause__ = error
                 return
 
     def _send(self) -> None:
@@ -249,6 +260,8 @@ class Controller:
         self._tuned = now
         number = self._tuner.observe(self._queue())
         with self._lock:
+            # Who waits for rows keeps a place. Were all places theirs, what they wait for would get none.
+            number = max(number, self._pending.num_early_out + 1)
             changed, self._pending.workers = number != self._pending.workers, number
         if changed:
             self._executor.size(number)

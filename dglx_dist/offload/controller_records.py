@@ -12,6 +12,8 @@ from dglx_dist.offload.prices import PriceTable, prices
 from dglx_dist.offload.relaunch import RelaunchRule
 from dglx_dist.offload.tasks import TaskKey
 
+_LEAST_PAUSE_S = 0.001
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,11 @@ class ControllerOptions:
             raise ConfigError(f"batches of {self.batch} tasks; give at least 1")
         if not (self.batch_wait_s >= 0 and self.tick_s > 0 and self.tune_s > 0):
             raise ConfigError(f"{self} has a time below 0; give batch_wait_s >= 0, tick_s and tune_s > 0")
+
+    @property
+    def pause_s(self) -> float:
+        """How often a controller is to tick: also often enough for a batch that does not get full."""
+        return self.tick_s if self.batch == 1 else min(self.tick_s, max(self.batch_wait_s, _LEAST_PAUSE_S))
 
 
 @final

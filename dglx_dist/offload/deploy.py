@@ -73,7 +73,10 @@ def _removal(name: str, place: Place) -> list[Step]:
     if found is not None:
         check_own(found, name)
         steps.append(Step(f"delete the function {name}", lambda: client.delete_function(FunctionName=name)))
-    return [*steps, *_log_steps(name, place), *steps_to_remove(place.client("iam"), name)]
+    of_role = steps_to_remove(place.client("iam"), name)
+    # A log does not say who made it: it goes with the function or the role that do.
+    of_log = _log_steps(name, place) if steps or of_role else []
+    return [*steps, *of_log, *of_role]
 
 
 def _log_steps(name: str, place: Place) -> list[Step]:

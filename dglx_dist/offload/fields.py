@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeAlias, TypeVar, final
 
@@ -55,12 +54,12 @@ class Fields:
         return value
 
     def number(self, name: str, low: float, high: float) -> float:
-        """Return a finite number in [``low``, ``high``]."""
+        """Return a number in [``low``, ``high``], both finite."""
         value = self.any(name)
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]  # good says that it is a number
+        # Bounds first: NaN is within none, and a whole number of hundreds of digits is no float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self._wrong(name, value, f"a number from {low} to {high}")
-        return float(value)  # type: ignore[arg-type]  # checked above
+        return float(value)
 
     def flag(self, name: str) -> bool:
         """Return a truth value."""
@@ -143,6 +142,16 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def printable(text: str, longest: int) -> str:
+    """Return at most ``longest`` characters of ``text`` that came from outside, fit for a terminal or a log.
+
+    What could steer a terminal is replaced; line ends stay.
+    """
+    return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in text[:longest])
+
+
 def _shown(value: object) -> str:
+    if isinstance(value, Mapping | list | tuple):
+        return f"a {type(value).__name__}"  # it may be nested deeper than can be shown
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

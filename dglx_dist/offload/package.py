@@ -28,7 +28,7 @@ class Package:
     """What goes into a zip."""
 
     stages: Mapping[str, str] = field(default_factory=dict)
-    """The user's own: name to ``module:Class``."""
+    """The user's own: name to ``module:Class``. Its whole package goes along, but hidden files."""
     wheels: Path | None = None
     """Folder with wheels of numpy and pyzmq for the service's Python and processor (see
     ``libraries.download_wheels``); None: those that are installed here, which must be of the same kind."""
@@ -82,8 +82,11 @@ def _code(place: Path) -> Iterator[tuple[str, Path]]:
         yield place.name, place
         return
     for file in place.rglob("*"):
-        if file.is_file() and "__pycache__" not in file.parts:
-            yield file.relative_to(place.parent).as_posix(), file
+        inside = file.relative_to(place)
+        # What is hidden, such as .env, is nobody else's affair.
+        is_hidden = any(part.startswith(".") for part in inside.parts)
+        if file.is_file() and not is_hidden and "__pycache__" not in inside.parts:
+            yield f"{place.name}/{inside.as_posix()}", file
 
 
 def _installed() -> Iterator[tuple[str, Path]]:

@@ -166,16 +166,22 @@ def check_payload(
     for item, array in zip(items, arrays, strict=True):
         length = {Per.NODE: rows, Per.EDGE: edges, Per.BOUND: rows + 1, Per.HALF: 2}[item.per]
         wanted = (length, item.width) if item.width else (length,)
-        if array.shape != wanted or array.dtype != item.dtype:
+        if not isinstance(array, np.ndarray) or array.shape != wanted or array.dtype != item.dtype:
             what = f"{item.role.value} {item.slot}".rstrip()
-            raise ConfigError(
-                f"{where} has {what} of shape {array.shape} and {array.dtype}, not {wanted} and {item.dtype}"
-            )
+            raise ConfigError(f"{where} has {what} of {_form(array)}, not {wanted} and {item.dtype}")
+
+
+def _form(array: object) -> str:
+    # What a user's own stage returns may be anything.
+    if isinstance(array, np.ndarray):
+        return f"shape {array.shape} and {array.dtype}"
+    return f"type {type(array).__name__}"
 
 
 def _edges_of(indptr: Array, rows: int, where: str) -> int:
     good = indptr.dtype == np.int64 and indptr.shape == (rows + 1,)
-    if not good or indptr[0] != 0 or (np.diff(indptr) < 0).any():
+    # Compared and not subtracted: the difference of two int64 may be none.
+    if not good or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
         raise ConfigError(f"{where} has an indptr that is not {rows + 1} ascending int64 from 0")
     return int(indptr[-1])
 

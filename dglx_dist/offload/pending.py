@@ -46,12 +46,14 @@ class PendingTasks:
         # Entries of work that is done, sent or in the other heap by now are skipped when they come up.
         self._ready: _Heap = []
         self._early: _Heap = []
-        self._num_ready_out = self._num_early_out = 0
+        self._num_ready_out = 0
+        self.num_early_out = 0
+        """Tasks under way whose rows cannot be pulled yet."""
 
     @property
     def num_out(self) -> int:
         """Tasks under way."""
-        return self._num_ready_out + self._num_early_out
+        return self._num_ready_out + self.num_early_out
 
     @property
     def num_waiting(self) -> int:
@@ -86,7 +88,7 @@ class PendingTasks:
         """Note that the rows of ``work`` can be pulled from now on."""
         work.ready = now
         if work.out:
-            self._num_early_out -= 1
+            self.num_early_out -= 1
             self._num_ready_out += 1
         else:
             self._enqueue(work)
@@ -99,7 +101,7 @@ class PendingTasks:
             if work.ready is not None:
                 self._num_ready_out += 1
             else:
-                self._num_early_out += 1
+                self.num_early_out += 1
             yield work.task
 
     def again(self, work: Work, now: float) -> None:
@@ -116,7 +118,7 @@ class PendingTasks:
         if self.num_out >= self.workers:
             return None
         found = self._pop(self._ready, ready=True)
-        if found is None and self._num_early_out < self.workers - 1:
+        if found is None and self.num_early_out < self.workers - 1:
             found = self._pop(self._early, ready=False)
         return found
 
@@ -135,5 +137,5 @@ class PendingTasks:
         if work.out and work.ready is not None:
             self._num_ready_out -= 1
         elif work.out:
-            self._num_early_out -= 1
+            self.num_early_out -= 1
         work.out = False

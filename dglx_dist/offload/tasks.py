@@ -7,7 +7,6 @@ A task names the program by its digest; rows, weights and the program itself are
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import final
@@ -19,11 +18,11 @@ from dglx_dist.offload.steps import Edge, Vertex
 
 MAX_EVENT_BYTES = 256 * 1024
 MAX_EPOCH, MAX_STEP, MAX_INTERVAL, MAX_ATTEMPT = 10**9 - 1, 10**4 - 1, 10**9 - 1, 10**6 - 1
-MAX_ROWS, MAX_RANK, MAX_TIMEOUT_S = 1 << 40, 10**6, 86_400.0
+MAX_RUN, MAX_ROWS, MAX_RANK, MAX_TIMEOUT_S = 10**9 - 1, 1 << 40, 10**6, 86_400.0
 _LONGEST = 1024
 _VERSION = 1
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
-_KEY = re.compile(rf"e{_NUMBER}\.s(0|[1-9][0-9]{{0,3}})\.i{_NUMBER}\.(fb|f|b)")
+_KEY = re.compile(rf"r{_NUMBER}\.e{_NUMBER}\.s(0|[1-9][0-9]{{0,3}})\.i{_NUMBER}\.(fb|f|b)")
 _ATTEMPT = re.compile(r"0|[1-9][0-9]{0,5}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -40,7 +39,7 @@ class Direction(str, Enum):
 @final
 @dataclass(frozen=True, order=True)
 class TaskKey:
-    """Names one piece of work of a run; order is by epoch, step, interval and text of the direction.
+    """Names one piece of work; order is by epoch, step, interval, text of the direction, and run.
 
     Raises:
         ConfigError: a number is outside its bounds.
@@ -52,9 +51,13 @@ class TaskKey:
     interval: int
     """Global number of the interval."""
     direction: Direction
+    run: int = 0
+    """Number of the run in its session: a worker of an earlier one, which began at the same epoch too, may
+    still be at work."""
 
     def __post_init__(self) -> None:
         fields = Fields(vars(self), "a task's key")
+        fields.whole("run", 0, MAX_RUN)
         fields.whole("epoch", 0, MAX_EPOCH)
         fields.whole("step", 0, MAX_STEP)
         fields.whole("interval", 0, MAX_INTERVAL)
@@ -62,8 +65,8 @@ class TaskKey:
             fields.refuse("direction", "a Direction")
 
     def __str__(self) -> str:
-        """Return the text form, such as ``e3.s2.i7.f``."""
-        return f"e{self.epoch}.s{self.step}.i{self.interval}.{self.direction.value}"
+        """Return the text form, such as ``r1.e3.s2.i7.f``."""
+        return f"r{self.run}.e{self.epoch}.s{self.step}.i{self.interval}.{self.direction.value}"
 
     @classmethod
     def parse(cls, text: str) -> TaskKey:
@@ -74,9 +77,17 @@ class TaskKey:
         """
         found = _KEY.fullmatch(text)
         if found is None:
-            raise ConfigError(f"{text[:80]!r} is no key of a task; one looks like e3.s2.i7.f")
-        epoch, step, interval, direction = found.groups()
-        return cls(int(epoch), int(step), int(interval), Direction(direction))
+            raise ConfigError(f"{text[:80]!r} is no key of a task; one looks like r1.e3.s2.i7.f")
+        run, epoch, step, interval, direction = found.groups()
+        return cls(int(epoch), int(step), int(interval), Direction(direction), int(run))
+
+    def check_run(self, run: int) -> None:
+        """Raise ConfigError unless this is a task of ``run``."""
+        if self.run != run:
+            raise ConfigError(
+                f"task {self} is of run {self.run} of this session, and this is run {run}; the call comes "
+                "from a worker that was given up"
+            )
 
     def check(self, program: Program, num_intervals: int) -> None:
         """Raise ConfigError unless ``program`` has such a task for a worker, and the run such an interval."""
@@ -104,7 +115,7 @@ def parse_half(name: str) -> tuple[TaskKey, int]:
     """
     key, slash, half = name.partition("/")
     if not slash or half not in ("0", "1"):
-        raise ConfigError(f"{name[:80]!r} names no half of a task; one looks like e3.s2.i7.f/0")
+        raise ConfigError(f"{name[:80]!r} names no half of a task; one looks like r1.e3.s2.i7.f/0")
     return TaskKey.parse(key), int(half)
 
 
@@ -121,7 +132,7 @@ def parse_attempt(name: str) -> tuple[TaskKey, int, int]:
     """
     front, slash, attempt = name.rpartition("/")
     if not slash or not _ATTEMPT.fullmatch(attempt):
-        raise ConfigError(f"{name[:80]!r} names no attempt; one looks like e3.s2.i7.f/0/1")
+        raise ConfigError(f"{name[:80]!r} names no attempt; one looks like r1.e3.s2.i7.f/0/1")
     return (*parse_half(front), int(attempt))
 
 
@@ -142,7 +153,7 @@ class Address:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Secrets:
-    """What a worker shows to be let in: the job's secret, or a key pair that the job accepts (Z85)."""
+    """What a worker shows to be let in by the door of workers: its secret, or a key pair (Z85)."""
 
     secret: str = field(repr=False)
     public_key: str | None = None
@@ -193,13 +204,13 @@ class Task:
         return event
 
     @classmethod
-    def from_event(cls, event: bytes | str | Mapping[str, object]) -> Task:
-        """Read what :meth:`to_event` wrote, or the object that a functions service made of it.
+    def from_event(cls, event: object) -> Task:
+        """Read what :meth:`to_event` wrote, or the object that a functions service made of its JSON.
 
         Raises:
             ConfigError: it is larger than 256 KB, no JSON, or a field is missing, unknown or out of bounds.
         """
-        given = event if isinstance(event, Mapping) else read_json(event, MAX_EVENT_BYTES, "a task")
+        given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
         fields = Fields(given, "a task")
         fields.whole("version", _VERSION, _VERSION)
         program = fields.text("program", 64)

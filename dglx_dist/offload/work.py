@@ -66,6 +66,7 @@ class Work:
         self._direction, self._scale = direction, 1 / program.num_train
         if isinstance(found, Vertex):
             self._vertex = program.vertex_stage(step)
+            self._outputs = given_items(program, step, Direction.FORWARD, True)
             self._num_inputs, self._num_outputs = len(found.inputs), len(found.outputs)
             self._wanted = [name in program.trained for name in found.inputs]
             self._rematerialise = rematerialise
@@ -86,9 +87,8 @@ class Work:
         """
         check_payload(self.pulled, arrays, rows, f"what step {self._name!r} pulled")
         self._check_weights(weights, "got weights")
-        found = self._compute(weights, arrays)
-        what = f"what the stage of step {self._name!r} returned"
-        check_payload(self.given, found.rows, rows, what, num_edges=len(arrays[0]))
+        found = self._compute(_read_only(weights), _read_only(arrays), rows)
+        check_payload(self.given, found.rows, rows, self._returned, num_edges=len(arrays[0]))
         if self.pushes:
             self._check_weights(found.gradients, "returned gradients")
         return found
@@ -102,14 +102,18 @@ class Work:
         joined = tuple(join_halves(self.given, halves[0].rows, halves[1].rows))
         return Computed(joined, add_gradients(halves[0].gradients, halves[1].gradients))
 
-    def _compute(self, weights: Sequence[Array], arrays: Sequence[Array]) -> Computed:
+    @property
+    def _returned(self) -> str:
+        return f"what the stage of step {self._name!r} returned"
+
+    def _compute(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         if not self._is_vertex:
             return Computed((self._edge_half(arrays),), ())
         if self._direction is Direction.FORWARD:
             outputs, saved = self._vertex.forward(weights, arrays)
             return Computed(outputs if self._rematerialise else outputs + saved, ())
         if self._direction is Direction.FUSED:
-            return self._fused_half(weights, arrays)
+            return self._fused_half(weights, arrays, rows)
         inputs, others = arrays[: self._num_inputs], arrays[self._num_inputs :]
         saved_rows = None if self._rematerialise else others[self._num_outputs :]
         return self._backward(weights, inputs, others[: self._num_outputs], saved_rows)
@@ -120,10 +124,12 @@ class Work:
             return self._edge.forward(sources, targets, indptr)
         return self._edge.backward(sources, targets, indptr, *arrays[3:])
 
-    def _fused_half(self, weights: Sequence[Array], arrays: Sequence[Array]) -> Computed:
+    def _fused_half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         inputs, labels = arrays[:-1], arrays[-1]
-        (outputs,), saved = self._vertex.forward(weights, inputs)
-        loss = cross_entropy(outputs, labels, self._scale)
+        outputs, saved = self._vertex.forward(weights, inputs)
+        # They are given to nobody, who would look at them.
+        check_payload(self._outputs, outputs, rows, self._returned)
+        loss = cross_entropy(outputs[0], labels, self._scale)
         found = self._backward(weights, inputs, (loss.gradient,), saved)
         return Computed((*found.rows, np.array([loss.loss_sum, loss.correct])), found.gradients)
 
@@ -139,7 +145,7 @@ class Work:
         return Computed(tuple(row for row, wanted in pairs if wanted and row is not None), found.weights)
 
     def _check_weights(self, weights: Sequence[Array], what: str) -> None:
-        found = [(weight.shape, str(weight.dtype)) for weight in weights]
+        found = [(np.shape(weight), str(getattr(weight, "dtype", "no array"))) for weight in weights]
         wanted = [(shape, self._dtype) for shape in self.weights.values()]
         if found != wanted:
             raise ConfigError(f"step {self._name!r} {what} {found}, not {wanted} ({list(self.weights)})")
@@ -148,6 +154,14 @@ class Work:
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
     """Return the gradients of a task's weights from those of its halves, in this order."""
     return tuple(one + other for one, other in zip(first, second, strict=True))
+
+
+def _read_only(arrays: Sequence[Array]) -> list[Array]:
+    """Views that a user's stage cannot write to: inside a graph server they are its own rows."""
+    views = [array.view() for array in arrays]
+    for view in views:
+        view.flags.writeable = False
+    return views
 
 
 def _length(rows: int, half: int) -> int:

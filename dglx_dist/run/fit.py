@@ -94,8 +94,10 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     _check_inputs(g, config.inputs)
     if loader is None:
         fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
-        batch_size = default_batch_size(g.session.strategy) if batch_size is None else batch_size
-        options = {"shuffle": True, **loader_options}
+        usual = default_batch_size(g.session.strategy)
+        batch_size = usual if batch_size is None else batch_size
+        # Where a step takes everybody, an order means nothing, and a loader says so.
+        options = {"shuffle": True, **loader_options} if usual is not None else loader_options
         if batch_size is not None:
             options["batch_size"] = batch_size
         loader = _node_loader(g, config, fanouts, options)

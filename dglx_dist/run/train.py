@@ -36,7 +36,7 @@ from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS
-from dglx_dist.training.tracing import check_trace
+from dglx_dist.training.tracing import check_trace, without_keys
 
 CHECKPOINTS = "checkpoints"
 
@@ -89,7 +89,9 @@ def train_dataset(plan: TrainPlan) -> Trained:
             choice = with_outcome(choice, _outcome(choice, epochs, summary))
             summary[AUTO] = describe(choice)
         if result.account:
-            summary["account"] = {name: value for name, value in result.account.items() if name != "text"}
+            shown = {name: value for name, value in result.account.items() if name != "text"}
+            # A resumed run has no account of the epochs before.
+            summary["account"] = {"epochs": len(result.epochs), **shown}
         if writes:
             write_run(folder, config, epochs, summary)
             if choice is not None:
@@ -197,10 +199,11 @@ def _classes(g: DistGraph, ntype: str) -> int:
 
 
 def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, object]:
-    """Return what ``config.json`` holds: every option as it was in force, and what it met."""
+    """Return what ``config.json`` holds: every option as it was in force, keys left out, and what it met."""
     return {
         **asdict(plan),
         "strategy": session.strategy,
+        "strategy_options": without_keys(plan.strategy_options),
         "timeout_s": session.timeout_s,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,

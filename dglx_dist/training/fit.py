@@ -160,7 +160,8 @@ def train(
             advance(1)
 
         account: dict[str, object] = {}
-        trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), advance.show)
+        show = advance.show if enabled else None
+        trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
         with _closing(trainer):
             while run.goes_on:
                 for record in run.advance(trainer, after_step):

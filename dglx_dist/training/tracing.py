@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, final
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -148,7 +149,7 @@ class _Recorder:
         topology = self._session.topology
         facts = {
             "strategy": self._session.strategy,
-            "options": dict(self._session.options),
+            "options": without_keys(self._session.options),
             "seed": self._session.seed,
             "ranks": topology.world_size,
             "servers": topology.num_servers,
@@ -157,6 +158,24 @@ class _Recorder:
             "versions": {name: metadata.version(name) for name in ("dglx_dist", "torch", "dgl")},
         }
         return TraceFile(ranks=tuple(ranks), facts=facts)
+
+
+def without_keys(options: Mapping[str, object]) -> dict[str, object]:
+    """Return options as a trace tells them: of mappings the names, of addresses host and path.
+
+    What is behind may be a key, as in the headers and the address of a functions endpoint, and traces are
+    passed on.
+    """
+    return {name: _without_keys(value) for name, value in options.items()}
+
+
+def _without_keys(value: object) -> object:
+    if isinstance(value, Mapping):
+        return sorted(map(str, value))
+    if isinstance(value, str) and "://" in value:
+        address = urlsplit(value)
+        return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
+    return value
 
 
 def _pack(one: RankSpans) -> Array:

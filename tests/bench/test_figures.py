@@ -73,6 +73,18 @@ def test_a_ratio_without_a_measurement_or_over_nothing_has_no_value() -> None:
     assert [one.value for one in ratio_figures(silent)] == [None]
 
 
+def test_a_target_that_one_repetition_did_not_reach_leaves_no_ratio() -> None:
+    def reached(*epochs: int | None) -> list[Spread | None]:
+        given = outcome(ratio=Ratio(name="R", over="random", under="metis", quantity="epochs_to_target"))
+        told = iter((*epochs, *(10,) * 5))
+        measured = tuple(replace(one, extra={"epochs_to_target": next(told)}) for one in given.measurements)
+        return [one.value for one in ratio_figures(replace(given, measurements=measured))]
+
+    assert reached(10, 11, 12, 13, 14) == [Spread(median=1.2, low=1.1, high=1.3)]
+    # Of those that came there the median would be 1.15, though two of five took longer than was looked at.
+    assert reached(10, 11, 12, None, None) == [None]
+
+
 def test_a_ratio_of_an_unknown_variant_is_refused_by_name() -> None:
     wrong = Ratio(name="speed-up", over="random", under="mettis")
     with pytest.raises(ConfigError, match=r"mettis.*\['random', 'metis'\]"):

@@ -47,6 +47,12 @@ def test_bytes_of_an_epoch_stand_beside_the_formula() -> None:
     assert columns == ["columns", "1.000", "0.000", "1.000", "1.000", "+1"]
 
 
+def test_bytes_are_of_a_repetition_in_which_no_task_was_launched_again() -> None:
+    again = measured("random", {"features": 9_000_000}, relaunched=1)
+    given = replace(FOUND, measurements=(again, *FOUND.measurements))
+    assert phase_table(given) == phase_table(FOUND)
+
+
 def test_without_a_prediction_there_is_no_table() -> None:
     assert phase_table(outcome(*FOUND.measurements, facts={})) == ""
     assert phase_table(outcome(facts={PREDICTED_BYTES: {"random": {"features": 1}}})) == ""

@@ -43,6 +43,9 @@ def test_a_range_that_holds_one_shows_no_difference() -> None:
 def test_bounds_on_both_sides_of_one_claim_no_difference_and_may_hold_it() -> None:
     even = outcome(slow=(0.9, 0.95, 1.0, 1.05, 1.1), fast=(1.0,) * 5, ratio=ratio(0.9, 1.1))
     assert verdict_of(even).word == "reproduced"
+    # From 1.00 on, as few epochs as the other are within the claim.
+    assert verdict_of(outcome(slow=(1.0,) * 5, fast=(1.0,) * 5, ratio=ratio(1.0, 1.15))).word == "reproduced"
+    assert verdict_of(outcome(slow=(1.0,) * 5, fast=(1.0,) * 5, ratio=ratio(1.0))).word == "not reproduced"
 
 
 def test_a_loss_is_claimed_by_bounds_below_one() -> None:

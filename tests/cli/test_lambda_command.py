@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.package import Packed
 
 from ..helpers.functions_service import REGION, FunctionsService
 
@@ -21,10 +22,20 @@ def functions(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["lambda", *arguments], env={"COLUMNS": "150", **keys})
 
 
-def test_deploy_try_and_remove(worker_zip: Path) -> None:
+def test_deploy_try_and_remove(worker_package: Packed) -> None:
     with FunctionsService() as service:
         where = ("--endpoint-url", service.url)
-        command = ("deploy", "ours", "--package", str(worker_zip), "--role", ROLE, "--memory", "256", *where)
+        command = (
+            "deploy",
+            "ours",
+            "--package",
+            str(worker_package.path),
+            "--role",
+            ROLE,
+            "--memory",
+            "256",
+            *where,
+        )
         planned = functions(*command, "--dry-run")
         assert planned.exit_code == 0, planned.output
         assert "would create the function ours: memory 256 MB" in planned.output
@@ -43,13 +54,27 @@ def test_deploy_try_and_remove(worker_zip: Path) -> None:
         assert functions("remove", "ours", *where, "--dry-run").output == "nothing is left of ours\n"
 
 
-def test_package_writes_the_same_file_twice_and_refuses_two_sources(tmp_path: Path) -> None:
+def test_package_writes_the_same_file_twice(tmp_path: Path) -> None:
     target = tmp_path / "worker.zip"
     said = [functions("package", str(target), "--no-libraries").output for _ in range(2)]
     assert said[0] == said[1]
     assert str(target) in said[0]
-    refused = functions("package", str(target), "--python", "3.12", "--wheels", str(tmp_path)).exception
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--python", "3.12", "--wheels", "."), "one of both"),
+        (("--python", "3.12", "--no-libraries"), "one of both"),
+        (("--wheels", ".", "--no-libraries"), "one of both"),
+        (("--architecture", "arm64"), "give --python as well"),
+        (("--architecture", "sparc", "--python", "3.12"), "x86_64, arm64"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(given: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    refused = functions("package", str(tmp_path / "worker.zip"), *given).exception
     assert isinstance(refused, ConfigError)
+    assert told in str(refused)
 
 
 def test_prices_can_be_changed_and_given_back(tmp_path: Path) -> None:

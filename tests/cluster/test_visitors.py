@@ -1,4 +1,4 @@
-"""Who is no rank reaches one that runs alone, with the secret only."""
+"""Who is no rank reaches one that runs alone, with the visitors' secret, and gets what is for visitors."""
 
 from __future__ import annotations
 
@@ -6,34 +6,90 @@ import numpy as np
 import pytest
 import zmq
 
-from dglx_dist.cluster.auth import Credentials
+from dglx_dist.cluster.auth import Credentials, make_credentials_keys
 from dglx_dist.cluster.client import Client
+from dglx_dist.cluster.framing import Assembler, NotAdmittedError
 from dglx_dist.cluster.serve import ServeConfig
-from dglx_dist.cluster.session import start_session
+from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.cluster.visitors import Visiting, open_to_visitors
-from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.cluster.wire import ArraySpec, Head, Kind, encode
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
 
 
-def ask(visiting: Visiting, credentials: Credentials) -> list[int]:
+def ask(visiting: Visiting, credentials: Credentials, op: str = "double") -> list[int]:
     with zmq.Context() as context:
         client = Client(context, visiting.addresses, credentials, ServeConfig())
         try:
-            (answer,) = client.send(0, "double", "", [np.array([21])]).wait(2.0)
+            (answer,) = client.send(0, op, "", [np.array([21])]).wait(2.0)
         finally:
             client.close()
     return [int(value) for value in answer]
 
 
+def register(session: Session) -> None:
+    session.rpc.register("double", lambda _name, arrays: [2 * arrays[0]], for_visitors=True)
+    session.rpc.register("rows", lambda _name, _arrays: pytest.fail("a visitor was served as a rank is"))
+
+
 def test_a_session_that_runs_alone_listens_when_visitors_come() -> None:
     with start_session(timeout_s=20.0) as session:
-        assert session.rpc.credentials is None
-        session.rpc.register("double", lambda _name, arrays: [2 * arrays[0]])
+        register(session)
         visiting = open_to_visitors(session)
-        assert open_to_visitors(session) == visiting
+        assert session.rpc.credentials is None  # no rank is expected
+        assert open_to_visitors(session) is visiting
         assert visiting.addresses[0].endpoint.startswith("tcp://127.0.0.1:")
         assert ask(visiting, visiting.credentials) == [42]
+        for op in ("rows", "cluster.ping"):
+            with pytest.raises(RemoteError, match=rf"no operation '{op}' .*\(there are: double\)"):
+                ask(visiting, visiting.credentials, op)
+        session.rpc.unregister("double")
+        with pytest.raises(RemoteError, match="no operation 'double'"):
+            ask(visiting, visiting.credentials)
         with pytest.raises(PeerError):
             ask(visiting, Credentials(secret=b"open sesame"))
+
+
+def test_a_session_that_runs_alone_encrypts_where_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DGLX_CURVE", "1")
+    with start_session(timeout_s=20.0) as session:
+        register(session)
+        visiting = open_to_visitors(session)
+        # The pair that visitors show is not the door's.
+        assert visiting.addresses[0].public_key not in (None, visiting.credentials.public_key)
+        assert ask(visiting, visiting.credentials) == [42]
+        public, secret = make_credentials_keys()
+        stranger = Credentials(secret=visiting.credentials.secret, public_key=public, secret_key=secret)
+        for other in (stranger, Credentials(secret=visiting.credentials.secret)):
+            with pytest.raises(PeerError, match="refused"):
+                ask(visiting, other)
+
+
+def test_nothing_is_read_of_what_is_not_admitted() -> None:
+    """Room is made for an array that travels in pieces as soon as its head is there: not for this one."""
+    spec = ArraySpec(np.dtype("float64"), (1 << 32,), 1 << 20)
+    head = Head(Kind.REQUEST, 1, "rows", "")
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
+        receiver.bind("inproc://messages")
+        sender.connect("inproc://messages")
+        assembler = Assembler(admits=lambda head: head.op == "double")
+        sender.send_multipart([encode(head, [spec]), b"more"])
+        with pytest.raises(NotAdmittedError) as caught:
+            assembler.read(receiver)
+        assert caught.value.head.op == "rows"
+        assert assembler.is_idle
+        sender.send(encode(head._replace(op="double")))
+        message = assembler.read(receiver)
+        assert message is not None
+        assert message.head.op == "double"
+    with start_session(timeout_s=20.0) as session:
+        register(session)
+        visiting = open_to_visitors(session)
+        with zmq.Context() as context:
+            client = Client(context, visiting.addresses, visiting.credentials, ServeConfig())
+            with pytest.raises(RemoteError, match="no operation 'rows'"):
+                client.send(0, "rows", "", [np.zeros(1 << 18)]).wait(20.0)
+            assert client.send(0, "double", "", [np.arange(1 << 18)]).wait(20.0)[0][-1] == 2 * ((1 << 18) - 1)
+            client.close()
 
 
 def test_on_an_interface() -> None:

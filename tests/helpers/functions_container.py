@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 API = "/2018-06-01/runtime"
 RUNTIME_MODULES = ("awslambdaric", "runtime_client", "snapshot_restore_py", "simplejson")
+LAYER_MODULES = ("numpy", "zmq")
+"""What a function with any "Layers" finds beside its package."""
 INIT_WITHIN_S = 60.0
 
 
@@ -116,15 +119,9 @@ class Container:
         return time.monotonic() - self._started
 
     def _start(self, task: Path) -> subprocess.Popen[bytes]:
-        runtime = Path(self._folder.name, "runtime")
-        runtime.mkdir()
-        for name in RUNTIME_MODULES:
-            spec = importlib.util.find_spec(name)
-            assert spec is not None
-            assert spec.origin is not None
-            place = Path(spec.origin)
-            place = place.parent if place.name == "__init__.py" else place
-            (runtime / place.name).symlink_to(place)
+        places = [task, _links(Path(self._folder.name, "runtime"), RUNTIME_MODULES)]
+        if self._configuration.get("Layers"):
+            places.append(_links(Path(self._folder.name, "layer"), LAYER_MODULES))
         port = self._server.server_address[1]
         environment = {
             "AWS_LAMBDA_RUNTIME_API": f"127.0.0.1:{port}",
@@ -132,7 +129,7 @@ class Container:
             "AWS_LAMBDA_FUNCTION_MEMORY_SIZE": str(self._configuration["MemorySize"]),
             "LAMBDA_TASK_ROOT": str(task),
             "_HANDLER": self._configuration["Handler"],
-            "PYTHONPATH": f"{task}:{runtime}",
+            "PYTHONPATH": ":".join(map(str, places)),
             "OPENBLAS_NUM_THREADS": "1",
         }
         # -S: no site-packages, so what is not in the zip is not there.
@@ -185,6 +182,19 @@ class _RuntimeApi(BaseHTTPRequestHandler):
         self.send_response(202)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+
+def _links(folder: Path, modules: Sequence[str]) -> Path:
+    """Make ``folder`` with links to what is installed here of ``modules``."""
+    folder.mkdir()
+    for name in modules:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        place = Path(spec.origin)
+        place = place.parent if place.name == "__init__.py" else place
+        (folder / place.name).symlink_to(place)
+    return folder
 
 
 def _told(kind: str, message: str) -> bytes:

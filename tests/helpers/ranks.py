@@ -34,6 +34,7 @@ PRELOAD = [
     "numba",
     "dgl",
     "dglx_dist.sampling",
+    "tests.helpers.warm",
 ]
 GRACE_S = 30.0
 """How long the others may take to end after the first rank failed."""

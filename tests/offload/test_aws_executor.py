@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.offload.autotuner import TunerLimits
 from dglx_dist.offload.aws import clients
-from dglx_dist.offload.aws.clients import Place
+from dglx_dist.offload.aws.clients import Place, is_amazon
 from dglx_dist.offload.aws.reports import read_report
 from dglx_dist.offload.aws.trial import try_function
 from dglx_dist.offload.controller import Controller
@@ -22,13 +23,18 @@ from dglx_dist.offload.controller_records import ControllerOptions
 from dglx_dist.offload.executors.aws import AwsExecutor
 from dglx_dist.offload.executors.base import ExecutorContext
 from dglx_dist.offload.executors.registry import EXECUTORS
+from dglx_dist.offload.package import Package, write_zip
 from dglx_dist.offload.relaunch import RelaunchRule
+from dglx_dist.run.plan import TrainPlan
+from dglx_dist.run.train import train_dataset
 
 from ..helpers.functions_service import REGION, Function, FunctionsService
+from ..helpers.zips import zipped
+from ..strategies import equality
 from .programs import gcn
 from .servers import Bench, keys_of, served
 
-NAME = "dglx-worker"
+NAME, LAYER = "dglx-worker", f"arn:aws:lambda:{REGION}:123456789012:layer:numpy-pyzmq:1"
 PATIENCE_S = 60
 
 
@@ -42,10 +48,14 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def service(worker_zip: Path) -> Iterator[FunctionsService]:
-    """One service with one function for all tests: its first container takes the longest."""
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FunctionsService]:
+    """One service with one function for all tests: its first container takes the longest.
+
+    NumPy and pyzmq are in a layer, so that 15 MB are neither packed nor unpacked.
+    """
+    code = write_zip(tmp_path_factory.mktemp("package") / "worker.zip", Package(libraries=False)).path
     with FunctionsService() as running:
-        running.add(NAME, worker_zip.read_bytes())
+        running.add(NAME, code.read_bytes(), Layers=[{"Arn": LAYER}])
         yield running
 
 
@@ -93,6 +103,27 @@ def test_tasks_come_back_by_the_controller_with_their_bill(service: FunctionsSer
     assert counts.billed_s == pytest.approx(seconds, abs=0.002 * len(keys))
     assert counts.gb_s == pytest.approx(counts.billed_s * 192 / 1024, abs=0.001 * len(keys))
     assert running.simulated
+
+
+def test_a_whole_run_has_the_bits_of_one_without_functions(
+    service: FunctionsService, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    function(service)
+    folder = tmp_path_factory.mktemp("run")
+    plan = TrainPlan(data=str(equality.write_parts(folder)), out="", hidden=8, dropout=0.0, epochs=2)
+    here = {"executor": "inline", "intervals": 2, "workers": 2}
+    there = {"executor": "aws", "function": NAME, "endpoint_url": service.url, "read_log_every_s": 0.05}
+    losses = []
+    for number, options in enumerate((here, {**here, **there})):
+        out = folder / str(number)
+        train_dataset(replace(plan, out=str(out), strategy="lambda", strategy_options=options))
+        epochs = (out / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(epoch)["loss"] for epoch in epochs])
+    account = json.loads((out / "summary.json").read_text())["account"]
+    assert losses[0] == losses[1]
+    assert len(losses[1]) == 2
+    assert account["invocations"] >= 2 * 2 * 3
+    assert account["label"].startswith("simulated")
 
 
 def test_what_a_dead_container_did_not_do_another_does(service: FunctionsService) -> None:
@@ -162,7 +193,10 @@ def test_the_service_keeps_aws_rules(service: FunctionsService, tmp_path: Path) 
         ("broken", "import no_such_module\n", "no_such_module"),
     ]:
         service.add(
-            name, zipped(tmp_path, code), Handler="ours.handler", Timeout=0.3 if name == "slow" else 10
+            name,
+            ours(tmp_path, code),
+            Handler="ours.handler",
+            Timeout=0.3 if name == "slow" else 10,
         )
         answer = client.invoke(FunctionName=name, Payload=b"{}")
         assert answer["FunctionError"] == "Unhandled"
@@ -173,12 +207,8 @@ def test_the_service_keeps_aws_rules(service: FunctionsService, tmp_path: Path) 
         client.invoke(FunctionName="slow", Payload=b"{}")
 
 
-def zipped(folder: Path, code: str) -> bytes:
-    import zipfile
-
-    with zipfile.ZipFile(folder / "code.zip", "w") as archive:
-        archive.writestr("ours.py", code)
-    return (folder / "code.zip").read_bytes()
+def ours(folder: Path, code: str) -> bytes:
+    return zipped(folder, code, name="ours.py").read_bytes()
 
 
 def no_retries() -> Any:
@@ -190,7 +220,7 @@ def no_retries() -> Any:
 def test_the_trial_shows_why_a_function_fails(service: FunctionsService, tmp_path: Path) -> None:
     service.add(
         "other",
-        zipped(tmp_path, "def handler(event, context): raise OSError('no memory')\n"),
+        ours(tmp_path, "def handler(event, context): raise OSError('no memory')\n"),
         Handler="ours.handler",
     )
     with pytest.raises(RemoteError, match="no memory"):
@@ -212,6 +242,10 @@ def test_mistakes_are_named(service: FunctionsService, monkeypatch: pytest.Monke
     monkeypatch.setattr(clients, "MAX_TRIES", 1)
     with pytest.raises(PeerError, match="could not look for the function"):
         executor(service, endpoint_url="http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    with pytest.raises(ConfigError, match=r"absent.*aws configure"):
+        executor(service)
+    monkeypatch.delenv("AWS_PROFILE")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
@@ -220,10 +254,21 @@ def test_mistakes_are_named(service: FunctionsService, monkeypatch: pytest.Monke
         executor(service)
 
 
+def test_dollars_are_simulated_wherever_the_address_comes_from(
+    service: FunctionsService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3 takes one from its own settings, too; nobody is paid there either."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
+    with AwsExecutor(ExecutorContext(), {"function": NAME, "read_log": False}) as running:
+        assert running.simulated
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert is_amazon(Place().client("lambda"))
+
+
 def test_an_event_that_aws_does_not_take_is_lost_at_once(service: FunctionsService, tmp_path: Path) -> None:
     bench = Bench(gcn(), [7])
     (key, *_) = keys_of(bench.program)
-    service.add("gone", zipped(tmp_path, ""), Handler="ours.handler")
+    service.add("gone", ours(tmp_path, ""), Handler="ours.handler")
     with served(bench), executor(service, function="gone", read_log=False) as running:
         service.discard(service.functions.pop("gone"))
         running.invoke(bench.task(key).to_event())

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -95,7 +96,7 @@ def make_task(interval: int, epoch: int = 0, step: int = 1) -> Task:
 def test_no_more_than_the_workers_are_under_way_and_older_epochs_go_first() -> None:
     scene = Scene(workers=2)
     first, _, later, older = (scene.launch(i, epoch) for i, epoch in [(0, 1), (1, 1), (2, 1), (3, 0)])
-    assert scene.executor.sent == ["e1.s1.i0.f/0", "e1.s1.i1.f/0"]
+    assert scene.executor.sent == ["r0.e1.s1.i0.f/0", "r0.e1.s1.i1.f/0"]
     assert (scene.controller.waiting, scene.controller.under_way, scene.executor.sizes) == (2, 2, [2])
     assert scene.controller.finished(first, 0)
     assert scene.executor.sent[2:] == [f"{older}/0"]
@@ -126,12 +127,19 @@ def test_the_first_result_counts_and_others_are_refused() -> None:
     scene = Scene(relaunch=RelaunchRule(first_s=2))
     key = scene.launch(0)
     assert scene.wait(2.1) == [f"{key}/1"]
-    assert not scene.controller.finished(key, 5)
     assert scene.controller.finished(key, 0)
     assert not scene.controller.finished(key, 1)
     assert not scene.controller.finished(make_task(9).key, 0)
     counts = scene.controller.counts
-    assert (counts.invocations, counts.relaunched, counts.lost, counts.refused) == (2, 1, 0, 3)
+    assert (counts.invocations, counts.relaunched, counts.lost, counts.refused) == (2, 1, 0, 2)
+    assert scene.controller.under_way == 0
+
+
+def test_a_number_of_an_attempt_that_nobody_made_does_not_have_the_task_done_again() -> None:
+    scene = Scene(relaunch=RelaunchRule(first_s=2))
+    key = scene.launch(0)
+    assert scene.controller.finished(key, 999_999)
+    assert scene.wait(60) == []
     assert scene.controller.under_way == 0
 
 
@@ -212,7 +220,10 @@ def test_a_batch_goes_out_when_it_is_full_or_has_waited() -> None:
     assert len(scene.executor.sent) == 4
     scene.launch(4)
     assert scene.wait(0.009) == []
-    assert scene.wait(0.002) == ["e0.s1.i4.f/0"]
+    assert scene.wait(0.002) == ["r0.e0.s1.i4.f/0"]
+    quick = ControllerOptions(limits=TunerLimits(intervals=1), batch=3, batch_wait_s=0.01)
+    assert (quick.pause_s, replace(quick, batch_wait_s=0.0).pause_s) == (0.01, 0.001)
+    assert replace(quick, batch=1).pause_s == quick.tick_s
 
 
 def test_what_ended_is_counted_and_billed_by_the_step() -> None:
@@ -245,6 +256,26 @@ def test_the_number_of_workers_follows_the_queue() -> None:
     assert scene.controller.under_way == scene.controller.workers > 2
 
 
+def test_fewer_workers_leave_one_to_what_the_early_ones_wait_for() -> None:
+    """All places of three who wait for rows would leave none to the task that gives them, when it dies."""
+    scene, queue = Scene(workers=None, intervals=4, tune_s=1.0), [0.0]
+    scene.controller.watch(lambda: queue[0])
+    first = scene.launch(0)
+    early = [scene.launch(interval, ready=False) for interval in (1, 2, 3)]
+    assert scene.controller.under_way == 4
+    for length in (10.0, 20.0, 40.0):
+        queue[0] = length
+        scene.wait(1.0)
+    assert scene.controller.workers == 4
+    scene.executor.dead = [Lost(key=first, attempt=0, reason="killed")]
+    assert scene.wait(0) == [f"{first}/1"]
+    for key in (first, *early):
+        scene.controller.ready(key)
+    queue[0] = 60.0
+    scene.wait(1.0)
+    assert scene.controller.workers == scene.executor.sizes[-1] == 1
+
+
 def test_a_thread_ticks_and_its_error_is_kept() -> None:
     executor = Noted()
     options = ControllerOptions(
@@ -255,6 +286,14 @@ def test_a_thread_ticks_and_its_error_is_kept() -> None:
     controller.launch(task, ready=True)
     executor.dead = [Lost(key=task.key, attempt=0, reason="killed")]
     with pytest.raises(PeerError, match="killed"), controller.run():
+        wake_until_it_fails(controller)
+
+
+def test_a_thread_that_ends_by_a_mistake_of_ours_is_told() -> None:
+    limits = TunerLimits(intervals=1)
+    controller = Controller(Noted(), ControllerOptions(limits=limits, tick_s=0.001, tune_s=1e-9))
+    controller.watch(lambda: 1 / 0)
+    with pytest.raises(PeerError, match="stopped: ZeroDivisionError"), controller.run():
         wake_until_it_fails(controller)
 
 

@@ -2,59 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from moto import mock_aws
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.aws import deployment as bounds
+from dglx_dist.offload.aws import function as function_module
 from dglx_dist.offload.aws import role
 from dglx_dist.offload.aws.clients import Place
 from dglx_dist.offload.aws.deployment import HANDLER, Deployment
-from dglx_dist.offload.aws.function import Function
-from dglx_dist.offload.aws.runtime import compiled_of, runtime_for, what_aws_lacks
+from dglx_dist.offload.aws.function import Function, look
 from dglx_dist.offload.deploy import deploy, plan, plan_removal, remove
 
+from ..helpers.zips import zipped
+
 NAME, REGION = "dglx-worker", "eu-west-1"
+PLACE = Place(region=REGION)
+"""One for all tests: each new one reads boto3's descriptions of the services again."""
+
+
+@pytest.fixture(scope="module")
+def mocked() -> Iterator[Any]:
+    with mock_aws() as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    with mock_aws():
-        # Reading all of AWS's own policies takes moto a second for each test; two of the same names do.
-        iam = client("iam")
-        statement = {"Effect": "Allow", "Action": "logs:PutLogEvents", "Resource": "*"}
-        document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-        for name in ("LOG_POLICY", "VPC_POLICY"):
-            short = getattr(role, name).rpartition("/")[2]
-            made = iam.create_policy(PolicyName=short, Path="/service-role/", PolicyDocument=document)
-            monkeypatch.setattr(role, name, made["Policy"]["Arn"])
-        monkeypatch.setattr(role, "_MANAGED", made["Policy"]["Arn"].rpartition("/")[0] + "/")
-        yield
-
-
-def zipped(folder: Path, text: str = "first", *, name: str = "code.py") -> Path:
-    path = folder / "worker.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(name, text)
-    return path
+def aws(mocked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is there but the two policies that are used: reading all of AWS's own takes moto a second."""
+    mocked.reset()
+    statement = {"Effect": "Allow", "Action": "logs:PutLogEvents", "Resource": "*"}
+    document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    for name in ("LOG_POLICY", "VPC_POLICY"):
+        short = getattr(role, name).rpartition("/")[2]
+        made = client("iam").create_policy(PolicyName=short, Path="/service-role/", PolicyDocument=document)
+        monkeypatch.setattr(role, name, made["Policy"]["Arn"])
+    monkeypatch.setattr(role, "_MANAGED", made["Policy"]["Arn"].rpartition("/")[0] + "/")
 
 
 @pytest.fixture
 def wanted(tmp_path: Path) -> Deployment:
-    return Deployment(name=NAME, package=zipped(tmp_path), place=Place(region=REGION), runtime="python3.12")
+    return Deployment(name=NAME, package=zipped(tmp_path), place=PLACE, runtime="python3.12")
 
 
+@functools.cache
 def client(service: str) -> Any:
-    return boto3.client(service, region_name=REGION)
+    return PLACE.client(service)
 
 
 def do(deployment: Deployment) -> list[str]:
@@ -66,15 +66,6 @@ def do(deployment: Deployment) -> list[str]:
 
 def settings() -> dict[str, Any]:
     return dict(client("lambda").get_function(FunctionName=NAME)["Configuration"])
-
-
-def in_vpc(deployment: Deployment) -> Deployment:
-    ec2 = client("ec2")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    blocks = ("10.0.1.0/24", "10.0.2.0/24")
-    made = [ec2.create_subnet(VpcId=vpc, CidrBlock=one)["Subnet"]["SubnetId"] for one in blocks]
-    group = ec2.create_security_group(GroupName="ours", Description="ours", VpcId=vpc)["GroupId"]
-    return replace(deployment, subnets=tuple(sorted(made, reverse=True)), security_groups=(group,))
 
 
 def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(wanted: Deployment) -> None:
@@ -113,7 +104,7 @@ def test_only_what_differs_is_updated(wanted: Deployment, tmp_path: Path) -> Non
 
 
 def test_a_function_in_a_vpc_may_have_network_cards_there(wanted: Deployment) -> None:
-    inside = in_vpc(wanted)
+    inside = replace(wanted, subnets=("subnet-2", "subnet-1"), security_groups=("sg-1",))
     do(inside)
     assert set(settings()["VpcConfig"]["SubnetIds"]) == set(inside.subnets)
     assert settings()["VpcConfig"]["SecurityGroupIds"] == list(inside.security_groups)
@@ -150,9 +141,6 @@ def test_a_given_role_is_used_and_never_touched(wanted: Deployment) -> None:
 
 
 def test_a_large_package_goes_by_a_bucket(wanted: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dglx_dist.offload.aws import deployment as bounds
-    from dglx_dist.offload.aws import function as function_module
-
     monkeypatch.setattr(bounds, "MAX_DIRECT_BYTES", 10)
     monkeypatch.setattr(function_module, "MAX_DIRECT_BYTES", 10)
     with pytest.raises(ConfigError, match="--bucket"):
@@ -201,6 +189,43 @@ def test_what_others_made_is_left_alone(wanted: Deployment) -> None:
             attempt()
 
 
+def test_a_log_whose_function_is_not_ours_stays(wanted: Deployment) -> None:
+    client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
+    assert plan_removal(NAME, wanted.place) == ()
+    # The role says that the function was ours, and that an earlier removal did not come to its end.
+    do(wanted)
+    client("lambda").delete_function(FunctionName=NAME)
+    assert plan_removal(NAME, wanted.place) == (
+        "delete the log /aws/lambda/dglx-worker",
+        "delete the role dglx-worker-role",
+    )
+
+
+def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
+    wanted: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first deploy may have been ended before it was usable: then AWS takes no change either."""
+    do(wanted)
+    now, states = look(client("lambda"), NAME), [{"State": "Pending"}, {"LastUpdateStatus": "InProgress"}]
+    assert now is not None
+    for state, waits in zip(states, ("active", "updated"), strict=True):
+        there = {**now, "Configuration": {**now["Configuration"], **state}}
+        monkeypatch.setattr(function_module, "look", lambda _client, _name, there=there: there)
+        assert list(plan(wanted)) == [f"wait until dglx-worker is {waits}"]
+        assert plan(replace(wanted, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
+
+
+def test_another_processor_is_a_change_of_the_code(wanted: Deployment) -> None:
+    """Without libraries a package is the same for both."""
+    do(wanted)
+    # moto does not change it.
+    planned = plan(replace(wanted, architecture="arm64"))
+    assert [text.split(" (")[0] for text in planned] == [
+        "update the code of dglx-worker",
+        "wait until dglx-worker is updated",
+    ]
+
+
 def test_a_role_that_is_not_known_yet_is_waited_for(
     wanted: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,46 +256,3 @@ def test_a_function_that_cannot_be_used_is_told(wanted: Deployment, monkeypatch:
     monkeypatch.setattr(made._client, "get_function_configuration", lambda FunctionName: states.pop(0))
     with pytest.raises(ConfigError, match="no addresses left in subnet-1"):
         wait.act()
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"name": "my worker"}, "no function can be called"),
-        ({"memory_mb": 64}, "128 to 10240"),
-        ({"timeout_s": 901}, "1 to 900"),
-        ({"subnets": ("subnet-1",)}, "needs both"),
-        ({"architecture": "sparc"}, "x86_64, arm64"),
-        ({"runtime": "nodejs18.x"}, "python3.12"),
-        ({"package": Path("absent.zip")}, "dglx lambda package"),
-    ],
-)
-def test_settings_that_aws_does_not_take_are_refused(
-    change: dict[str, Any], told: str, wanted: Deployment
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        replace(wanted, **change)
-
-
-def test_a_package_must_fit_its_runtime(wanted: Deployment, tmp_path: Path) -> None:
-    """NumPy 2 needs glibc 2.27, and AWS's Python 3.11 stands on Amazon Linux 2 with 2.26."""
-    assert runtime_for(wanted) == "python3.12"
-    old = zipped(tmp_path, "\0GLIBC_2.5\0GLIBC_2.27\0", name="numpy/x.cpython-311-x86_64-linux-gnu.so")
-    assert (compiled_of(old).python, compiled_of(old).architecture, compiled_of(old).glibc) == (
-        11,
-        "x86_64",
-        27,
-    )
-    with pytest.raises(ConfigError, match=r"made for Python 3.11 and the runtime is python3.12"):
-        runtime_for(wanted)
-    with pytest.raises(ConfigError, match=r"needs glibc 2.27 .* has 2.26; .*--python 3.12"):
-        runtime_for(replace(wanted, runtime=None))
-    assert runtime_for(replace(wanted, runtime=None, place=Place(endpoint_url="http://here"))) == "python3.11"
-    new = zipped(tmp_path, "\0GLIBC_2.27\0", name="numpy/x.cpython-312-aarch64-linux-gnu.so")
-    assert what_aws_lacks(new) == ""
-    with pytest.raises(ConfigError, match="made for arm64"):
-        runtime_for(wanted)
-    assert runtime_for(replace(wanted, architecture="arm64", runtime=None)) == "python3.12"
-    old.write_text("no zip")
-    with pytest.raises(ConfigError, match="is no package"):
-        runtime_for(wanted)

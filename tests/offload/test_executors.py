@@ -141,7 +141,10 @@ def test_a_task_that_fails_is_told_of_with_its_reason(name: str) -> None:
     bench, key = Bench(gcn(), ROWS), TaskKey(0, 0, 0, Direction.FORWARD)
     lost = lost_of(name, bench, key)
     assert (lost.key, lost.attempt) == (key, 1)
-    assert "task e0.s0.i0.f, attempt 1: task e0.s0.i0.f is step 'GA1', which graph servers do" in lost.reason
+    assert (
+        "task r0.e0.s0.i0.f, attempt 1: task r0.e0.s0.i0.f is step 'GA1', which graph servers do"
+        in lost.reason
+    )
 
 
 @pytest.mark.parametrize("name", ["inline", "local"])
@@ -197,7 +200,7 @@ def test_unknown_options_and_late_events_are_refused() -> None:
             executor.size(0)
         executor.close()
         executor.close()
-        with pytest.raises(PeerError, match=r"closed; task e0\.s1\.i0\.f came too late"):
+        with pytest.raises(PeerError, match=r"closed; task r0\.e0\.s1\.i0\.f came too late"):
             executor.invoke(event)
     with pytest.raises(ConfigError, match="give handlers"):
         EXECUTORS.get("inline")(ExecutorContext(), {})
@@ -209,7 +212,19 @@ def test_unknown_options_and_late_events_are_refused() -> None:
         ({}, "lacks the field 'url'"),
         ({"url": "ftp://x/"}, "https://HOST/PATH"),
         ({"url": "http://example.org/f"}, "for everybody to read; use https://, or insecure=true"),
+        *(
+            ({"url": url}, "https://HOST/PATH")
+            for url in (
+                *("https://h:99999/f", "https://h:x/f", "https://[::1/f", "https:///f", "https://h/a b"),
+                *("https://h/\u00e9", "file:///etc/passwd", "f"),
+            )
+        ),
+        ({"url": "https://me:mine@example.org/f"}, "give the header Authorization"),
         ({"url": "https://example.org/f", "headers": {"a": 1}}, "'a'"),
+        ({"url": "https://example.org/f", "headers": {"a b": "1"}}, "cannot send the header 'a b'"),
+        ({"url": "https://example.org/f", "headers": {"a": "\u20ac"}}, "cannot send the header 'a'"),
+        ({"url": "https://example.org/f", "headers": dict.fromkeys(map(str, range(33)), "1")}, "at most 32"),
+        ({"url": "https://example.org/f", "headers": ["a"]}, "give an object"),
         ({"url": "https://example.org/f", "faults": {}}, "unknown field 'faults'"),
         ({"url": "https://example.org/f", "certificates": "/nowhere.pem"}, "give a PEM file"),
     ],
@@ -238,6 +253,8 @@ def test_http_tells_what_a_service_says() -> None:
     (lost,) = posted(bench, url=url)
     assert "POST to 127.0.0.1" in lost.reason
     assert "key=1" not in lost.reason
+    with functions_service((500, b"\x1b]0;owned\x07" + b"x" * 60_000)) as (url, _):
+        assert posted(bench, url=url)[0].reason.endswith("answered 500: \ufffd]0;owned\ufffd" + "x" * 490)
     with functions_service((200, b"[]")) as (url, _):
         assert "a worker's answer" in posted(bench, url=url)[0].reason
     with functions_service((200, b"x" * 100_000)) as (url, _):

@@ -103,7 +103,7 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(tmp_path: Path) 
     bench = waiting_bench()
     with served(bench), LocalExecutor(ExecutorContext(folder=tmp_path), {}) as executor:
         executor.invoke(bench.task(FORWARD).to_event())
-        until(lambda: ("pull", "e0.s1.i0.f/0") in bench.calls, "asked for rows")
+        until(lambda: ("pull", "r0.e0.s1.i0.f/0") in bench.calls, "asked for rows")
         (pid,) = workers()
         variables = Path(f"/proc/{pid}/environ").read_bytes()
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -125,14 +125,14 @@ def test_a_killed_process_is_known_within_a_second_and_replaced() -> None:
     bench, told = waiting_bench(), threading.Event()
     with served(bench), LocalExecutor(ExecutorContext(notice=told.set), {}) as executor:
         executor.invoke(bench.task(FORWARD).to_event())
-        until(lambda: ("pull", "e0.s1.i0.f/0") in bench.calls, "asked for rows")
+        until(lambda: ("pull", "r0.e0.s1.i0.f/0") in bench.calls, "asked for rows")
         (pid,) = workers()
         os.kill(pid, signal.SIGKILL)
         assert told.wait(1)
         (lost,) = executor.lost()
         assert (
             lost.reason
-            == f"task e0.s1.i0.f, attempt 0: worker process {pid} was killed by signal 9: it said nothing"
+            == f"task r0.e0.s1.i0.f, attempt 0: worker process {pid} was killed by signal 9: it said nothing"
         )
         bench.late = 0
         executor.invoke(bench.task(FORWARD).again().to_event())
@@ -172,7 +172,7 @@ def test_workers_end_with_their_graph_server_however_it_ends(tmp_path: Path) -> 
         # It holds the worker's pipe open, too, as a loader's processes may.
         forked = int(parent.stdout.readline())
         try:
-            until(lambda: ("pull", "e0.s1.i0.f/0") in bench.calls, "asked for rows")
+            until(lambda: ("pull", "r0.e0.s1.i0.f/0") in bench.calls, "asked for rows")
             (worker,) = [pid for pid in children(parent.pid) if pid != forked]
             parent.kill()
             parent.wait()
@@ -197,7 +197,7 @@ def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(scaled(tmp_path, monkeypatch), [4])
-    stages = stages_of(bench.program)
+    stages = stages_of(bench.program.steps)
     assert stages == {"my_scaled": "my_scaled:Scaled"}
     told = threading.Event()
     context = ExecutorContext(stages=stages, notice=told.set)
@@ -221,6 +221,9 @@ def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_stage_that_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="move its class to a module of its own"):
         LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "__main__:Mine"}), {})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="move its class to the top of 'mine'"):
+        LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "mine:make.<locals>.Mine"}), {})
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="no_such_module"):
         code_of({"mine": "no_such_module.inner:Mine"})

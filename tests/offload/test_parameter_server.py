@@ -133,9 +133,9 @@ class Schedule:
             assert set(server.stashes) <= set(self.plan.intervals_of(server.index))
 
 
-def test_a_thousand_orders_leave_the_same_bits_and_nothing_behind() -> None:
+def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
     versions_seen = set()
-    for seed in range(1000):
+    for seed in range(360):
         staleness, num_servers = seed % 3, 1 + seed // 3 % 3
         plan = plan_of(3 + seed % 4, staleness=staleness, num_servers=num_servers)
         schedule = Schedule(plan, epochs=3, seed=seed)

@@ -242,12 +242,12 @@ def test_what_workers_must_not_ask_is_refused() -> None:
     with served(rpc, plan_of(1), ALONE):
         good = [np.zeros(SHAPES["v"])]
         for op, name, arrays, says in (
-            (ops.WEIGHTS, "e0.s0.i99.f", [], "no interval 99"),
-            (ops.WEIGHTS, "e0.s1.i0.f", [], "step 1 has no weights"),
+            (ops.WEIGHTS, "r0.e0.s0.i99.f", [], "no interval 99"),
+            (ops.WEIGHTS, "r0.e0.s1.i0.f", [], "step 1 has no weights"),
             (ops.WEIGHTS, "../etc", [], "no key"),
-            (ops.WEIGHTS, "e1.s0.i0.f", [], "beyond staleness 0"),
-            (ops.GRADIENTS, "e0.s2.i0.f", good, "goes forward"),
-            (ops.GRADIENTS, "e0.s2.i0.b", [good[0][:1]], "of shape"),
+            (ops.WEIGHTS, "r0.e1.s0.i0.f", [], "beyond staleness 0"),
+            (ops.GRADIENTS, "r0.e0.s2.i0.f", good, "goes forward"),
+            (ops.GRADIENTS, "r0.e0.s2.i0.b", [good[0][:1]], "of shape"),
             (ops.SUMS, "0/0", [np.zeros(SIZE)], "sums of server 0"),
             (ops.SUMS, "0", [np.zeros(SIZE)], "no epoch and server"),
             (ops.SUMS, "0/1", [], "0 arrays"),

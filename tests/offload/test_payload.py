@@ -94,3 +94,16 @@ def test_edges_given_are_checked_against_what_was_pulled() -> None:
     check_payload(items, [np.zeros((7, 3))], 2, "a gift", num_edges=7)
     with pytest.raises(ConfigError, match="a gift has output att1 of shape"):
         check_payload(items, [np.zeros((6, 3))], 2, "a gift", num_edges=7)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, 3, 2, 2], [1, 1, 1, 2], [0, 2], [[0, 1, 1, 2]], [0, 2**63 - 1, -2, 2], [0, 1, 1, 2**62]],
+    ids=["falls", "begins late", "short", "2d", "falls by more than an int64", "ends beyond the edges"],
+)
+def test_bounds_of_edges_are_checked(bounds: list[int]) -> None:
+    items = pulled_items(gat(), 2, F, True)
+    good = [np.zeros((2, 3)), np.zeros((3, 3)), np.array([0, 1, 1, 2])]
+    check_payload(items, good, 3, "a half")
+    with pytest.raises(ConfigError, match="a half has"):
+        check_payload(items, [*good[:2], np.array(bounds)], 3, "a half")

@@ -217,6 +217,14 @@ def test_derivatives_at_kinks_and_far_out_are_torchs() -> None:
         close([h, slope], [out.detach().numpy(), x.grad.numpy()], 1e-14)  # type: ignore[union-attr]
 
 
+def test_small_values_of_a_sigmoid_are_right_to_the_last_digits() -> None:
+    z = np.array([[-700.0, -87.0, -40.0, -10.0, 10.0, 700.0]])
+    config = {"in": 6, "out": 6, "bias": False, "activation": {"name": "sigmoid"}}
+    for dtype, tolerance in (("float64", 1e-14), ("float32", 1e-6)):
+        (h,), _ = vertex_stage("dense", config).forward([np.eye(6, dtype=dtype)], [z.astype(dtype)])
+        np.testing.assert_allclose(h, torch.tensor(z.astype(dtype)).sigmoid(), rtol=tolerance, atol=0)
+
+
 def test_erf_is_torchs_everywhere() -> None:
     x = np.concatenate([np.linspace(-7, 7, 20011), [np.inf, -np.inf, 0.0, 1e-300]])
     np.testing.assert_allclose(erf(x), torch.erf(torch.tensor(x)).numpy(), rtol=0, atol=4e-16)

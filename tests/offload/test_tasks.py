@@ -43,7 +43,7 @@ def task(**changes: Any) -> Task:
 
 
 @pytest.mark.parametrize(
-    "key", [TaskKey(3, 2, 7, F), TaskKey(0, 0, 0, B), TaskKey(10**9 - 1, 9999, 10**9 - 1, FB)]
+    "key", [TaskKey(3, 2, 7, F), TaskKey(0, 0, 0, B), TaskKey(10**9 - 1, 9999, 10**9 - 1, FB, 10**9 - 1)]
 )
 def test_a_key_comes_back_from_its_text(key: TaskKey) -> None:
     assert TaskKey.parse(str(key)) == key
@@ -52,7 +52,7 @@ def test_a_key_comes_back_from_its_text(key: TaskKey) -> None:
 
 
 def test_keys_have_an_order_and_differ_by_direction() -> None:
-    assert str(TaskKey(3, 2, 7, F)) == "e3.s2.i7.f"
+    assert str(TaskKey(3, 2, 7, F, 2)) == "r2.e3.s2.i7.f"
     assert len({TaskKey(3, 2, 7, direction) for direction in Direction}) == 3
     keys = [TaskKey(1, 0, 5, F), TaskKey(0, 9, 0, B), TaskKey(0, 9, 1, B), TaskKey(0, 1, 9, FB)]
     assert sorted(keys) == [keys[3], keys[1], keys[2], keys[0]]
@@ -63,24 +63,34 @@ def test_keys_have_an_order_and_differ_by_direction() -> None:
     [
         *(
             "",
-            "e3.s2.i7",
-            "e3.s2.i7.g",
-            "e3.s2.i7.f ",
-            " e3.s2.i7.f",
-            "e3.s2.i7.f\n",
-            "e3.s2.i7.fb.f",
-            "E3.s2.i7.f",
+            "r0.e3.s2.i7",
+            "r0.e3.s2.i7.g",
+            "r0.e3.s2.i7.f ",
+            " r0.e3.s2.i7.f",
+            "r0.e3.s2.i7.f\n",
+            "r0.e3.s2.i7.fb.f",
+            "R0.e3.s2.i7.f",
         ),
         *(
-            "e03.s2.i7.f",
-            "e-3.s2.i7.f",
-            "e+3.s2.i7.f",
-            "e3.s2.i.f",
-            "e3 .s2.i7.f",
-            "e1e3.s2.i7.f",
-            "e٣.s2.i7.f",
+            "r0.e03.s2.i7.f",
+            "r0.e-3.s2.i7.f",
+            "r0.e+3.s2.i7.f",
+            "r0.e3.s2.i.f",
+            "r0.e3 .s2.i7.f",
+            "r0.e1e3.s2.i7.f",
+            "r0.e٣.s2.i7.f",
+            "e3.s2.i7.f",
+            "r01.e3.s2.i7.f",
+            "r-1.e3.s2.i7.f",
+            "r1000000000.e3.s2.i7.f",
         ),
-        *("e1000000000.s2.i7.f", "e3.s10000.i7.f", "e3.s2.i1000000000.f", "e3.s2.i7.f/0", "x" * 5000),
+        *(
+            "r0.e1000000000.s2.i7.f",
+            "r0.e3.s10000.i7.f",
+            "r0.e3.s2.i1000000000.f",
+            "r0.e3.s2.i7.f/0",
+            "x" * 5000,
+        ),
     ],
 )
 def test_what_is_no_key_is_refused(text: str) -> None:
@@ -89,7 +99,7 @@ def test_what_is_no_key_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["e3.s2.i7.f", "e3.s2.i7.f/", "e3.s2.i7.f/2", "e3.s2.i7.f/00", "e3/0", "/0", ""]
+    "text", ["r0.e3.s2.i7.f", "r0.e3.s2.i7.f/", "r0.e3.s2.i7.f/2", "r0.e3.s2.i7.f/00", "e3/0", "/0", ""]
 )
 def test_what_names_no_half_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -97,7 +107,16 @@ def test_what_names_no_half_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["e3.s2.i7.f/0", "e3.s2.i7.f/0/", "e3.s2.i7.f/2/1", "e3.s2.i7.f/0/01", "e3.s2.i7.f/0/-1", "1", ""]
+    "text",
+    [
+        "r0.e3.s2.i7.f/0",
+        "r0.e3.s2.i7.f/0/",
+        "r0.e3.s2.i7.f/2/1",
+        "r0.e3.s2.i7.f/0/01",
+        "r0.e3.s2.i7.f/0/-1",
+        "1",
+        "",
+    ],
 )
 def test_what_names_no_attempt_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -105,7 +124,16 @@ def test_what_names_no_attempt_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [(-1, 0, 0, F), (0, 10**4, 0, F), (0, 0, 10**9, F), (0, True, 0, F), (0, 0, 0, "f")]
+    "bad",
+    [
+        (-1, 0, 0, F),
+        (0, 0, 0, F, -1),
+        (0, 0, 0, F, 10**9),
+        (0, 10**4, 0, F),
+        (0, 0, 10**9, F),
+        (0, True, 0, F),
+        (0, 0, 0, "f"),
+    ],
 )
 def test_a_key_is_checked_when_it_is_made(bad: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError, match="key"):
@@ -152,7 +180,7 @@ def as_json() -> dict[str, Any]:
 
 WRONG: dict[str, list[Any]] = {
     "version": [0, 2, "1"],
-    "key": ["e3", 7, "e3.s2.i7.f\n"],
+    "key": ["e3", 7, "r0.e3.s2.i7.f\n"],
     "rows": [-1, 1.5, True, "7", 1 << 50],
     "program": ["abc", "g" * 64, "A" * 64, 7],
     "timeout_s": [0, -1, 1e9, "1", True],

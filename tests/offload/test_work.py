@@ -1,5 +1,8 @@
 """Whole models by tasks in halves: equal to the same dgl.nn layers under autograd, however they are cut."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import dgl
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.offload.program import Program
+from dglx_dist.offload.stages.base import Backward, Config, Forward, Shapes, VertexStage
+from dglx_dist.offload.stages.registry import register_stage
 from dglx_dist.offload.tasks import Direction
 from dglx_dist.offload.work import Work, add_gradients
 from dglx_dist.records import Array
@@ -164,17 +169,12 @@ def test_weights_are_checked() -> None:
             work.half(bad, arrays, 2)
 
 
-@pytest.mark.parametrize(
-    "indptr",
-    [[0, 1, 3], [0, 2, 1], [1, 1, 2], [0, 2], [[0, 1, 2]]],
-    ids=["long", "falling", "late", "short", "2d"],
-)
-def test_edges_are_checked(indptr: list[int]) -> None:
+def test_edges_are_checked() -> None:
     work = Work(gat(), 2, Direction.FORWARD, True)
     arrays = [np.zeros((2, 3)), np.zeros((2, 3)), np.array([0, 1, 2])]
     work.half([], arrays, 2)
-    with pytest.raises(ConfigError, match="step 'AE1' pulled"):
-        work.half([], [*arrays[:2], np.array(indptr)], 2)
+    with pytest.raises(ConfigError, match="what step 'AE1' pulled has an indptr"):
+        work.half([], [*arrays[:2], np.array([0, 2, 1])], 2)
 
 
 def test_only_steps_of_workers_become_work() -> None:
@@ -183,3 +183,76 @@ def test_only_steps_of_workers_become_work() -> None:
             Work(gcn(), step, direction, True)
     with pytest.raises(ConfigError, match="no loss to be fused"):
         Work(gat(), 2, Direction.FUSED, True)
+
+
+class Careless(VertexStage):
+    """h = x w, with a mistake of choice."""
+
+    def __init__(self, config: Config) -> None:
+        self._mistake = config["mistake"]
+
+    @property
+    def weight_shapes(self) -> Shapes:
+        return {"w": (4, 3)}
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        return (4,)
+
+    @property
+    def output_widths(self) -> tuple[int, ...]:
+        return (3,)
+
+    @property
+    def saved_widths(self) -> tuple[int, ...]:
+        return ()
+
+    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+        h = inputs[0] @ weights[0]
+        if self._mistake == "a class more":
+            h = np.concatenate([h, h[:, :1]], axis=1)
+        elif self._mistake == "writes to its rows":
+            inputs[0][:] = 0
+        elif self._mistake == "no array":
+            return Forward((h.tolist(),), ())  # type: ignore[arg-type]
+        return Forward((h, h) if self._mistake == "an output more" else (h,), ())
+
+    def backward(
+        self,
+        weights: Sequence[Array],
+        inputs: Sequence[Array],
+        gradients: Sequence[Array],
+        *,
+        saved: Sequence[Array] | None = None,
+        wanted: Sequence[bool] | None = None,
+    ) -> Backward:
+        slope = gradients[0][:, :3]
+        if self._mistake == "writes to its weights":
+            weights[0][:] = 0
+        dw = inputs[0].T @ slope
+        return Backward(
+            (None if self._mistake == "a gradient less" else slope @ weights[0].T,),
+            (dw.tolist() if self._mistake == "a list" else dw,),  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("a class more", r"returned has output h2 of shape \(2, 4\) and float64, not \(2, 3\)"),
+        ("an output more", "returned has 2 arrays, not 1"),
+        ("no array", "returned has output h2 of type list"),
+        ("a gradient less", "returned has 1 arrays, not 2"),
+        ("a list", "returned gradients .*no array"),
+        ("writes to its rows", "read-only"),
+        ("writes to its weights", "read-only"),
+    ],
+)
+def test_mistakes_of_a_users_own_stage_are_found(mistake: str, message: str) -> None:
+    register_stage("careless", Careless)
+    last = replace(gcn().steps[4], stage="careless", config={"mistake": mistake}, weights=("w",))  # type: ignore[arg-type]
+    program = replace(gcn(), steps=(*gcn().steps[:4], last))
+    x, labels, weights = np.ones((2, 4)), np.zeros(2, dtype=np.int32), [np.ones((4, 3))]
+    with pytest.raises(ValueError, match=message):
+        Work(program, 4, Direction.FUSED, True).half(weights, [x, labels], 2)
+    assert (x.all(), weights[0].all()) == (True, True)

@@ -115,14 +115,14 @@ def test_rows_that_are_late_are_asked_for_again_and_counted_once() -> None:
     bench.late = 3
     with served(bench), remote() as caller:
         Worker(caller).handle(bench.task(key).to_event())
-        assert [name for what, name in bench.calls if what == "pull"] == ["e0.s1.i0.f/0"] * 4 + [
-            "e0.s1.i0.f/1"
+        assert [name for what, name in bench.calls if what == "pull"] == ["r0.e0.s1.i0.f/0"] * 4 + [
+            "r0.e0.s1.i0.f/1"
         ]
         assert bench.bytes["pull"] == 7 * 5 * 8
         bench.late = 10**9
         late = bench.task(replace(key, epoch=1), timeout_s=0.05)
         with pytest.raises(
-            PeerError, match=r"task e1\.s1\.i0\.f, attempt 0: rank 0 on here had no rows for .*/0"
+            PeerError, match=r"task r0\.e1\.s1\.i0\.f, attempt 0: rank 0 on here had no rows for .*/0"
         ):
             Worker(caller).handle(late.to_event())
     bench.check(key)
@@ -133,7 +133,14 @@ def test_an_answer_says_what_happened_and_a_second_attempt_is_not_taken() -> Non
     worker = Worker(DirectCaller(bench.handlers()))
     first = worker.handle(json.loads(bench.task(key).to_event()))
     second = WorkerAnswer.from_json(json.dumps(worker.handle(bench.task(key).again().to_event())))
-    assert first == {**first, "key": "e0.s4.i0.fb", "attempt": 0, "accepted": True, "cold": True, "error": ""}
+    assert first == {
+        **first,
+        "key": "r0.e0.s4.i0.fb",
+        "attempt": 0,
+        "accepted": True,
+        "cold": True,
+        "error": "",
+    }
     assert (second.key, second.attempt, second.accepted, second.cold) == (key, 1, False, False)
     assert second.seconds > 0
     assert bench.pushes == [key, key]  # with the same bits, or Bench would have refused
@@ -190,8 +197,6 @@ def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
         assert function.handler(json.loads(events[0]))["accepted"] is True
         assert function.handler({"body": events[1].decode(), "requestContext": {}})["cold"] is False
         assert function.handler({"body": coded, "isBase64Encoded": True}, object())["key"] == str(keys[2])
-        with pytest.raises(ConfigError, match="no base64"):
-            function.handler({"body": "?", "isBase64Encoded": True})
         for key in keys[:3]:
             bench.check(key)
         function._WORKER._caller.close()
@@ -210,7 +215,7 @@ def test_a_dead_server_is_named() -> None:
         task = bench.task(TaskKey(0, 1, 0, Direction.FORWARD))
     with remote() as caller, pytest.raises(PeerError) as caught:
         Worker(caller).handle(task.to_event())
-    assert "task e0.s1.i0.f, attempt 0: rank 0 on here" in str(caught.value)
+    assert "task r0.e0.s1.i0.f, attempt 0: rank 0 on here" in str(caught.value)
     assert "lambda.program" in str(caught.value)
 
 
@@ -243,7 +248,7 @@ def test_an_encrypted_job_never_shows_its_secret_in_clear() -> None:
             Worker(caller).handle(naked.to_event())
 
 
-def refused(event: bytes | str | dict[str, object], message: str) -> None:
+def refused(event: object, message: str) -> None:
     bench = Bench(gcn(), ROWS)
     with pytest.raises(DglxError, match=message):
         Worker(DirectCaller(bench.handlers())).handle(event)
@@ -253,11 +258,11 @@ def refused(event: bytes | str | dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("key", "e0.s1.i0.x", "no key of a task"),
-        ("key", "e0.s1.i99999999999.f", "no key of a task"),
-        ("key", "e0.s99.i0.f", "names step 99 of 5"),
-        ("key", "e0.s0.i0.f", "graph servers do themselves"),
-        ("key", "e0.s1.i0.fb", "only the last, 4, can be"),
+        ("key", "r0.e0.s1.i0.x", "no key of a task"),
+        ("key", "r0.e0.s1.i99999999999.f", "no key of a task"),
+        ("key", "r0.e0.s99.i0.f", "names step 99 of 5"),
+        ("key", "r0.e0.s0.i0.f", "graph servers do themselves"),
+        ("key", "r0.e0.s1.i0.fb", "only the last, 4, can be"),
         ("rows", -1, "'rows' = -1"),
         ("rows", 1 << 50, "'rows'"),
         ("timeout_s", 1e9, "'timeout_s'"),
@@ -271,10 +276,61 @@ def test_events_that_make_no_sense_are_refused(field: str, value: object, messag
     refused({**event, field: value}, message)
 
 
-def test_what_is_no_event_is_refused() -> None:
-    refused(b"{", "no JSON")
-    refused("[1]", "give an object")
-    refused(b'{"x":"' + b"y" * 300_000 + b'"}', "300008 bytes, more than 262144")
+MALICIOUS = {
+    "cut off": (b"{", "no JSON"),
+    "a list": ("[1]", "give an object"),
+    "large": (b'{"x":"' + b"y" * 300_000 + b'"}', "300008 bytes, more than 262144"),
+    "deep": (b'{"key":' + b"[" * 100_000, "no JSON"),
+    "as deep as can be read": (b'{"version":' + b"[" * 700 + b"]" * 700 + b"}", "'version' = a list"),
+    "a pickle": (b"\x80\x04cos\nsystem\n(S'true'\ntR.", "no JSON"),
+    "a number beyond all floats": ({"timeout_s": 10**400}, "'timeout_s' = 1000"),
+    "a number beyond all texts": (b'{"version":' + b"1" * 5000 + b"}", "no JSON"),
+    "no number": (b'{"version":NaN}', "NaN is no number"),
+    "half a character": ({"graph_server": {"rank": 0, "host": "\ud800", "endpoint": "tcp://a:1"}}, "'host'"),
+    "steers a terminal": ({"program": "\x1b]0;owned\x07"}, r"'\\x1b\]0;owned"),
+    "a file as endpoint": (
+        {"graph_server": {"rank": 0, "host": "h", "endpoint": "ipc:///tmp/x", "public_key": None}},
+        "give tcp://HOST:PORT",
+    ),
+    "a stage of its own": ({"stages": {"dense": "os:system"}}, "unknown field 'stages'"),
+    "nothing": (None, "a NoneType"),
+    "a number": (7, "a int"),
+    "a real list": ([1], "a list"),
+}
+
+
+@pytest.mark.parametrize("case", MALICIOUS)
+def test_malicious_events_are_refused(case: str) -> None:
+    given, message = MALICIOUS[case]
+    if isinstance(given, dict):
+        given = {**json.loads(Bench(gcn(), ROWS).task(keys_of(gcn())[0]).to_event()), **given}
+    refused(given, message)
+
+
+@pytest.mark.parametrize("body", ["?", "\u00e9", "bm8gSlNPTg==", "e30="])
+def test_malicious_bodies_of_requests_are_refused(body: str) -> None:
+    with pytest.raises(ConfigError, match=r"no base64|no JSON|lacks the field"):
+        function.handler({"body": body, "isBase64Encoded": True})
+    with pytest.raises(ConfigError, match="no JSON"):
+        function.handler({"body": body})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([], "without one program"),
+        ([np.zeros(8, np.uint8)] * 2, "without one program"),
+        ([np.zeros((1 << 20) + 1, np.uint8)], "without one program of at most 1048576 bytes"),
+        ([np.frombuffer(b"\x80\x04cos\nsystem\n.", np.uint8)], "no JSON"),
+        ([np.frombuffer(sage().to_json(), np.uint8)], "it is of another run"),
+    ],
+)
+def test_what_is_not_the_program_of_the_task_is_refused(answer: list[Array], message: str) -> None:
+    bench = Bench(gcn(), ROWS)
+    handlers = bench.handlers() | {"lambda.program": lambda name, arrays: answer}
+    with pytest.raises(ConfigError, match=rf"task r0\.e0\.s1\.i0\.f, attempt 0: .*{message}"):
+        Worker(DirectCaller(handlers)).handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
+    assert bench.calls == []
 
 
 def test_a_program_names_registered_stages_only() -> None:
@@ -295,12 +351,13 @@ def test_a_program_names_registered_stages_only() -> None:
         ("lambda.weights", [np.zeros((5, 4))], "got weights"),
         ("lambda.weights", [np.zeros((5, 40)), np.zeros(4)], "got weights"),
         ("lambda.give", [], "without yes or no"),
+        ("lambda.give", [np.array([1.0])], "without yes or no"),
     ],
 )
 def test_answers_of_other_shapes_are_refused(op: str, answer: list[Array], message: str) -> None:
     bench = Bench(gcn(), ROWS)
     handlers = bench.handlers() | {op: lambda name, arrays: answer}
-    with pytest.raises(ConfigError, match=f"task e0.s1.i0.f, attempt 0: .*{message}"):
+    with pytest.raises(ConfigError, match=f"task r0.e0.s1.i0.f, attempt 0: .*{message}"):
         Worker(DirectCaller(handlers)).handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
 
 
@@ -314,7 +371,7 @@ def test_a_server_that_raises_is_named() -> None:
         task = bench.task(TaskKey(0, 1, 0, Direction.FORWARD))
         event = replace(task, key=key).to_event()
         with pytest.raises(
-            RemoteError, match=r"i3\.f, attempt 0: rank 0 on here failed at lambda\.pull 'e0\.s1\.i3"
+            RemoteError, match=r"i3\.f, attempt 0: rank 0 on here failed at lambda\.pull 'r0\.e0\.s1\.i3"
         ):
             Worker(caller).handle(event)
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph import DistGraph
 from dglx_dist.run.plan import TrainPlan
-from dglx_dist.run.train import train_dataset
+from dglx_dist.run.session import init
+from dglx_dist.run.train import resolved, settled, train_dataset
 from tests.strategies import equality
 
 OPTIONS = {"executor": "inline", "intervals": 3, "workers": 2, "prices": "dorylus"}
@@ -46,12 +48,14 @@ def test_a_run_its_bill_and_its_resume(dataset: str, tmp_path: Path) -> None:
         assert one.val_accuracy == other.val_accuracy
     summary = json.loads((out / "summary.json").read_text())
     assert summary["strategy"] == "lambda"
+    assert summary["account"]["epochs"] == 2
     assert summary["account"]["invocations"] == 2 * 3 * 3
     assert summary["account"]["label"].startswith("simulated")
     assert "text" not in summary["account"]
     config = json.loads((out / "config.json").read_text())
-    # Nothing of mini-batches was in force.
-    assert [config[name] for name in ("fanouts", "batch_size", "depth", "loader_threads")] == [None] * 4
+    # Nothing of mini-batches was in force, and all in-neighbours.
+    told = [config[name] for name in ("fanouts", "batch_size", "depth", "loader_threads")]
+    assert told == [[-1, -1], None, None, None]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
 
@@ -72,13 +76,22 @@ def test_what_it_cannot_do_is_refused(
         train_dataset(plan_of(dataset, tmp_path, **changes))
 
 
+def test_the_run_folder_holds_no_key(dataset: str, tmp_path: Path) -> None:
+    options = {"executor": "http", "url": "https://a.host/f?code=k3y", "headers": {"Authorization": "k3y"}}
+    plan = plan_of(dataset, tmp_path, strategy_options=options)
+    with init(plan.strategy, **options) as session:
+        told = resolved(plan, DistGraph(dataset, session=session), session)
+    assert "k3y" not in json.dumps(told)
+    assert told["strategy_options"]["url"] == "https://a.host/f"  # type: ignore[index]
+
+
 def test_a_batch_size_is_told_to_be_without_effect(dataset: str, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="batch_size=64, depth=2: without effect"):
+    with pytest.warns(UserWarning, match="depth=2, batch_size=64: without effect"):
         train_dataset(plan_of(dataset, tmp_path, epochs=1, batch_size=64, depth=2))
 
 
 def test_mini_batches_have_their_usual_values() -> None:
     plan = TrainPlan(data="d", out="o", layers=3, fanouts=None, batch_size=7)
-    filled = plan.for_batches()
+    filled = settled(plan)
     assert (filled.fanouts, filled.batch_size) == ((25, 10, 10), 7)
     assert (filled.depth, filled.loader_threads) == (1, 1)

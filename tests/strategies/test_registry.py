@@ -14,7 +14,7 @@ def test_names_of_data_parallel(name: str) -> None:
 
 
 def test_unknown_name_lists_what_exists() -> None:
-    with pytest.raises(UnknownNameError, match=r"did you mean 'data_parallel'.*known: data_parallel"):
+    with pytest.raises(UnknownNameError, match=r"did you mean 'data_parallel'.*known: .*data_parallel"):
         STRATEGIES.get("data_paralel")
 
 

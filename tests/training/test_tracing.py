@@ -20,6 +20,7 @@ from dglx_dist.records import EpochRecord
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
+from dglx_dist.training.tracing import without_keys
 from tests.helpers.ranks import run_ranks
 from tests.report.traces import trace_of
 from tests.strategies import equality
@@ -158,6 +159,12 @@ def test_ranks_that_fail_leave_what_they_have(traced: tuple[Path, list[dict[str,
         *(f"failed.rank-{rank}.json" for rank in range(len(told))),
     }
     assert {path.name for path in out.iterdir()} == names
+
+
+def test_a_trace_tells_no_key_of_an_endpoint() -> None:
+    options = {"url": "https://me:word@host:8443/run?code=key#key", "headers": {"x-key": "key"}, "workers": 4}
+    told = without_keys(options)
+    assert told == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
 
 
 def test_clocks_of_one_machine_agree(traced: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -8,8 +8,21 @@ from typing import Any
 from dglx_dist.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_workers
 from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
-_BALANCED: dict[str, Any] = {"degree": 100.0, "features": 256, "hidden": 128, "workers": 4, "latency_s": 0.01}
-"""So that a graph server has about as much to do as its workers."""
+_BALANCED: dict[str, Any] = {
+    "nodes": 10_000,
+    "degree": 2400.0,
+    "classes": 2,
+    "features": 256,
+    "hidden": 256,
+    "intervals": 16,
+    "workers": 1,
+    "epochs": 3,
+    "latency_s": 0.01,
+    "latency_sigma": 0.0,
+}
+"""So that a graph server computes about as long as its worker waits, and all else is small beside it: many
+edges, few rows, short tasks, and no more processes that compute than cores. A second worker halves the waits
+and lengthens what fills and empties the pipeline."""
 
 
 def build(plan: BenchPlan) -> ExperimentPlan:
@@ -20,7 +33,11 @@ def build(plan: BenchPlan) -> ExperimentPlan:
 def plan_at(plan: BenchPlan, size: Size) -> ExperimentPlan:
     """Return the experiment at ``size``; makes its dataset."""
     cases = [
-        Case(name=mode, options={**slow_workers(size), "mode": mode.replace("-", "_")})
+        Case(
+            name=mode,
+            options={**slow_workers(size), "mode": mode.replace("-", "_")},
+            params={"warmup": 1},
+        )
         for mode in ("no-pipe", "pipe")
     ]
     ratios = [
@@ -50,13 +67,17 @@ EXPERIMENT = Experiment(
     prediction="1.5 to 1.9x: the overlap is real on few cores too, since waiting for workers costs none.",
     how=HOW
     + (
-        " Mean in-degree 100, widths 256 and 128, pauses of 10 ms and 4 workers for each graph server, "
-        "which gives both about as much to do."
+        f" Mean in-degree {_BALANCED['degree']:g}, widths {_BALANCED['features']} and {_BALANCED['hidden']}, "
+        f"{_BALANCED['intervals']} intervals, {_BALANCED['workers']} worker at a time for each graph server, "
+        f"all pauses {1e3 * _BALANCED['latency_s']:g} ms: a graph server computes about as long in a phase "
+        "as its worker waits, most of it for rows at 200 Mbit/s."
     ),
     strategies=("lambda",),
     build=build,
     note=(
-        "The gain is largest where graph servers and workers take equally long, at most 2x but for the "
-        "filling of the pipeline."
+        "The gain is largest where graph servers and workers take equally long, 2x but for the filling of "
+        "the pipeline and for what workers compute: that is on the cores of their graph server here, where "
+        "functions have their own, and overlaps with nothing. Other sizes gave less or scattered more: two "
+        "workers 1.36x, 14 000 nodes of degree 1700 1.24x and 1.55x."
     ),
 )

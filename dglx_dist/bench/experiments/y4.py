@@ -23,7 +23,7 @@ _LOW = {"all off": 1.1}
 def build(plan: BenchPlan) -> ExperimentPlan:
     """Train with each of the three options off, with none and with all of them."""
     size = size_of(plan)
-    return plan_at(plan, replace(size, hidden=64, workers=4))
+    return plan_at(plan, replace(size, hidden=64, workers=4, epochs=4))
 
 
 def plan_at(plan: BenchPlan, size: Size) -> ExperimentPlan:
@@ -64,8 +64,8 @@ EXPERIMENT = Experiment(
     ),
     how=HOW
     + (
-        " Each of fusion, rematerialisation and streaming off, none and all, at hidden width 64 with 4 "
-        "workers for each graph server."
+        " Each of fusion, rematerialisation and streaming off, none and all, at hidden width 64 with 8 "
+        "intervals and 4 workers for each graph server and log-normal pauses with a median of 40 ms."
     ),
     strategies=("lambda",),
     build=build,

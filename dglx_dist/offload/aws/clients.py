@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias, final
+from urllib.parse import urlsplit
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 
 Client: TypeAlias = Any
 """A client of boto3, which makes its classes while it runs; they have no types."""
 
-CONNECT_TIMEOUT_S = 10
-READ_TIMEOUT_S = 910
-"""More than the 900 s that a function may take when its result is waited for."""
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 60
 MAX_TRIES = 5
+_AMAZON = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 _FORBIDDEN = (
     *("AccessDeniedException", "AccessDenied", "UnrecognizedClientException", "InvalidClientTokenId"),
@@ -38,31 +38,31 @@ class Place:
     endpoint_url: str | None = None
     """Something that speaks the interface of AWS at another address; None: AWS itself."""
 
-    def client(self, service: str, *, connections: int = 10) -> Client:
+    def client(self, service: str, *, connections: int = 10, timeout_s: float = READ_TIMEOUT_S) -> Client:
         """Return a client of ``service``, such as "lambda"; any thread may use it.
 
         Args:
             connections: Calls that may be under way at the same time.
+            timeout_s: How long each answer may take.
 
         Raises:
-            ConfigError: boto3 is not installed, or knows no region.
+            ConfigError: boto3 is not installed, knows no region, or not the profile that it is told to take.
         """
         try:
             from botocore.config import Config
 
-            session = self._session
+            config = Config(
+                connect_timeout=CONNECT_TIMEOUT_S,
+                read_timeout=timeout_s,
+                retries={"mode": "standard", "total_max_attempts": MAX_TRIES},
+                max_pool_connections=connections,
+            )
+            with explained(f"no client of {service} could be made"):
+                return self._session.client(service, endpoint_url=self.endpoint_url, config=config)
         except ImportError as error:
             raise ConfigError(
                 f"AWS needs boto3 ({error}); install it: pip install 'dglx_dist[aws]'"
             ) from None
-        config = Config(
-            connect_timeout=CONNECT_TIMEOUT_S,
-            read_timeout=READ_TIMEOUT_S,
-            retries={"mode": "standard", "total_max_attempts": MAX_TRIES},
-            max_pool_connections=connections,
-        )
-        with explained(f"no client of {service} could be made"):
-            return session.client(service, endpoint_url=self.endpoint_url, config=config)
 
     @cached_property
     def _session(self) -> Client:
@@ -70,6 +70,12 @@ class Place:
         import boto3
 
         return boto3.Session(region_name=self.region)
+
+
+def is_amazon(client: Client) -> bool:
+    """Whether ``client`` speaks to AWS itself: boto3's own settings, too, may name something else."""
+    host = urlsplit(client.meta.endpoint_url).hostname or ""
+    return host.endswith(_AMAZON)
 
 
 def code_of(error: Exception) -> str:

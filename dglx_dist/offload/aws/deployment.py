@@ -21,7 +21,8 @@ EVENT_AGE_S = 60
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _RUNTIME = re.compile(r"python3\.[0-9]{1,2}")
-_ARCHITECTURES = ("x86_64", "arm64")
+ARCHITECTURES = {"x86_64": "x86_64", "arm64": "aarch64"}
+"""AWS's name of a processor to that of compiled files."""
 
 
 @final
@@ -67,8 +68,8 @@ class Deployment:
             )
         if self.runtime is not None and _RUNTIME.fullmatch(self.runtime) is None:
             raise ConfigError(f"runtime {self.runtime!r} runs no Python; give one like python3.12")
-        if self.architecture not in _ARCHITECTURES:
-            raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(_ARCHITECTURES)}")
+        if self.architecture not in ARCHITECTURES:
+            raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(ARCHITECTURES)}")
         if self.bucket is None and self.package.stat().st_size > MAX_DIRECT_BYTES:
             size = self.package.stat().st_size / 1024**2
             raise ConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.offload.aws.clients import Client, explained
+from dglx_dist.offload.aws.clients import Client, explained, is_amazon
 from dglx_dist.offload.aws.deployment import (
     EVENT_AGE_S,
     HANDLER,
@@ -49,7 +49,7 @@ class Function:
         self._client = deployment.place.client("lambda")
         self._zip = deployment.package.read_bytes()
         self._digest = base64.b64encode(hashlib.sha256(self._zip).digest()).decode()
-        self._runtime = runtime_for(deployment)
+        self._runtime = runtime_for(deployment, on_aws=is_amazon(self._client))
         self._role = Role(deployment)
         self._found = look(self._client, deployment.name)
         if self._found is not None:
@@ -64,7 +64,7 @@ class Function:
             steps += self._upload_steps()
             steps += [Step(f"create the function {name}: {settings}", self._create), self._wait("active")]
         else:
-            steps += self._code_steps(found) + self._setting_steps(found)
+            steps += self._unfinished_steps(found) + self._code_steps(found) + self._setting_steps(found)
         if found is None or not self._drops_failures():
             steps.append(
                 Step(f"have {name} drop events that fail: they are sent again here", self._drop_failures)
@@ -90,8 +90,17 @@ class Function:
             "VpcConfig": vpc,
         }
 
+    def _unfinished_steps(self, found: Found) -> list[Step]:
+        """An earlier command may have been ended while AWS was at work: until then it takes no change."""
+        now = found["Configuration"]
+        if now.get("State") in ("Pending", "Failed"):
+            return [self._wait("active")]
+        return [self._wait("updated")] if now.get("LastUpdateStatus") == "InProgress" else []
+
     def _code_steps(self, found: Found) -> list[Step]:
-        if found["Configuration"]["CodeSha256"] == self._digest:
+        now = found["Configuration"]
+        architecture = now.get("Architectures", ["x86_64"])
+        if now["CodeSha256"] == self._digest and architecture == [self._deployment.architecture]:
             return []
         name = self._deployment.name
         update = Step(f"update the code of {name} ({len(self._zip) / 1024**2:.1f} MB)", self._update_code)
@@ -169,16 +178,20 @@ class Function:
         def wait() -> None:
             state, field = ("Active", "State") if until == "active" else ("Successful", "LastUpdateStatus")
             deadline = time.monotonic() + ACTIVE_WITHIN_S
-            while (now := self._client.get_function_configuration(FunctionName=name)).get(
-                field, state
-            ) != state:
-                reason = now.get(f"{field}Reason", "")
-                if now[field] == "Failed":
-                    raise ConfigError(f"the function {name} cannot be used: {reason}")
+            while True:
+                now = self._client.get_function_configuration(FunctionName=name)
+                found, reason = now.get(field, state), now.get(f"{field}Reason", "")
+                if found == state:
+                    return
+                if found == "Failed":
+                    raise ConfigError(
+                        f"the function {name} cannot be used: {reason}; mend that, then `dglx lambda remove "
+                        f"{name}` and deploy again"
+                    )
                 if time.monotonic() > deadline:
                     raise PeerError(
-                        f"the function {name} is {now[field]} after {ACTIVE_WITHIN_S:g} s ({reason}); run "
-                        "the same command again, it goes on from there"
+                        f"the function {name} is {found} after {ACTIVE_WITHIN_S:g} s ({reason}); run the "
+                        "same command again, it goes on from there"
                     )
                 self._pause(_PAUSE_S)
 

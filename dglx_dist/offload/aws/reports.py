@@ -21,6 +21,8 @@ _REPORT = re.compile(
 )
 _INIT = re.compile(r"Init Duration: [0-9.]+ ms")
 _END_S = 5.0
+_LOOK_BACK_MS = 60_000
+"""Containers write logs of their own, each as late as it likes, by AWS's clock and not by this machine's."""
 
 
 @final
@@ -63,7 +65,7 @@ class ReportReader:
 
     def __init__(self, client: Client, function: str, every_s: float = 5.0) -> None:
         self._client, self._group, self._every_s = client, f"/aws/lambda/{function}", every_s
-        self._since_ms = int(time.time() * 1e3) - 1000
+        self._since_ms = int(time.time() * 1e3) - _LOOK_BACK_MS
         self._waited: set[str] = set()
         self._found: list[Invocation] = []
         self._lock, self._stopped = threading.Lock(), threading.Event()
@@ -114,8 +116,7 @@ class ReportReader:
             if not page.get("nextToken"):
                 break
             more = {"nextToken": page["nextToken"]}
-        # Containers write logs of their own, each late by as much as it likes: look back a minute again.
-        self._since_ms = max(self._since_ms, newest - 60_000)
+        self._since_ms = max(self._since_ms, newest - _LOOK_BACK_MS)
 
     def _take(self, report: Report | None) -> None:
         with self._lock:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.offload.aws.deployment import Deployment
+from dglx_dist.offload.aws.deployment import ARCHITECTURES, Deployment
 
 _COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.so$")
 _GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
-_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "arm64"}
 _AMAZON_2023 = 12
 """First minor version of Python whose runtime is Amazon Linux 2023; those before are Amazon Linux 2."""
 _GLIBC_OF_AMAZON = {False: 26, True: 34}
@@ -40,12 +39,13 @@ def compiled_of(package: Path) -> Compiled:
         ConfigError: it is no zip, or holds files for several Pythons or processors.
     """
     pythons, machines, needed = set[int](), set[str](), set[int]()
+    aws_name = {machine: name for name, machine in ARCHITECTURES.items()}
     try:
         with zipfile.ZipFile(package) as archive:
             for name in archive.namelist():
                 if found := _COMPILED.search(name):
                     pythons.add(int(found["minor"]))
-                    machines.add(_ARCHITECTURES.get(found["machine"], found["machine"]))
+                    machines.add(aws_name.get(found["machine"], found["machine"]))
                 if ".so" in Path(name).name:
                     needed |= {int(minor) for minor in _GLIBC.findall(archive.read(name))}
     except (zipfile.BadZipFile, OSError) as error:
@@ -54,7 +54,8 @@ def compiled_of(package: Path) -> Compiled:
         ) from error
     if len(pythons) > 1 or len(machines) > 1:
         raise ConfigError(
-            f"{package} has files for Pythons 3.{sorted(pythons)} on {sorted(machines)}; a function runs one"
+            f"{package} has files for minor versions {sorted(pythons)} of Python 3 on {sorted(machines)}; a "
+            "function runs one: write it with `dglx lambda package --python`"
         )
     return Compiled(
         python=next(iter(pythons), None),
@@ -63,8 +64,12 @@ def compiled_of(package: Path) -> Compiled:
     )
 
 
-def runtime_for(deployment: Deployment) -> str:
+def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
     """Return the runtime for ``deployment``: the one asked for, else that of its package.
+
+    Args:
+        deployment: What the function should be.
+        on_aws: Whether it will run on AWS itself, whose C libraries are known.
 
     Raises:
         ConfigError: the package's libraries cannot be loaded there.
@@ -82,10 +87,8 @@ def runtime_for(deployment: Deployment) -> str:
             f"{deployment.package} is made for {compiled.architecture} and the function is to run on "
             f"{deployment.architecture}; give --architecture to `dglx lambda package` and `deploy` alike"
         )
-    if deployment.place.endpoint_url is None:
-        lacks = what_aws_lacks(deployment.package)
-        if lacks:
-            raise ConfigError(lacks)
+    if on_aws and (lacks := what_aws_lacks(deployment.package)):
+        raise ConfigError(lacks)
     return runtime
 
 

@@ -23,6 +23,7 @@ from dglx_dist.cluster.serve import Handler
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.offload.aws.clients import Client, Place, explained
+from dglx_dist.offload.aws.deployment import MAX_TIMEOUT_S
 from dglx_dist.offload.fields import Json
 from dglx_dist.offload.payload import join_halves, take_half
 from dglx_dist.offload.program import Program
@@ -77,7 +78,8 @@ def try_function(
         RemoteError: the function failed; the message ends with its log.
         PeerError: AWS cannot be reached.
     """
-    client = place.client("lambda")
+    # The result is waited for: for as long as a function may take at most.
+    client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
     with _served(address or _own_address(client)) as trial:
         say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
         return [trial.run(client, name, epoch) for epoch in range(times)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.offload.aws.clients import Client, Place, explained
+from dglx_dist.offload.aws.clients import Client, Place, explained, is_amazon
 from dglx_dist.offload.aws.deployment import check_name
 from dglx_dist.offload.aws.reports import ReportReader
 from dglx_dist.offload.executors.base import Executor, ExecutorContext, Invocation, Lost
@@ -51,8 +51,8 @@ class AwsExecutor(Executor):
             "read_log_every_s", lambda name: fields.number(name, 0.01, 3600), _READ_LOG_EVERY_S
         )
         fields.end()
-        self.simulated = place.endpoint_url is not None
         client = place.client("lambda", connections=MAX_REQUESTS)
+        self.simulated = not is_amazon(client)
         memory_mb = _check_usable(client, self._function)
         self._reports = ReportReader(place.client("logs"), self._function, every_s) if reads_log else None
         poster = _Poster(client, self._function, self._reports)

@@ -70,6 +70,8 @@ class Executor(ABC):
 
     simulated: bool = True
     """Whether no provider is paid: dollars are then what the run would have cost."""
+    in_process: ClassVar[bool] = False
+    """Whether its workers are in this process, and can import all that it can."""
     option_names: ClassVar[tuple[str, ...]] = ()
     """All options that it takes; others are refused before anything is opened."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import ipaddress
+import re
 import socket
 import ssl
 import threading
@@ -16,14 +17,15 @@ from urllib.parse import SplitResult, urlsplit
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.offload.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.offload.executors.pool import Hand, Pool, PoolPlan
-from dglx_dist.offload.fields import Fields
+from dglx_dist.offload.fields import Fields, printable
 from dglx_dist.offload.worker.answer import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.offload.worker.faults import Fault
 
 DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
 _TIMEOUT_S, _MAX_TIMEOUT_S = 60.0, 3600.0
-_SHOWN_BYTES = 500
+_SHOWN = 500
 _MAX_HEADERS, _LONGEST = 32, 4096
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
 
 
 @final
@@ -32,7 +34,7 @@ class HttpExecutor(Executor):
 
     The answer is 200 with the worker's own (``WorkerAnswer``), or 202 or 204 where the service takes the
     event and tells nothing more: then nothing is billed here. Anything else is a lost attempt. Certificates
-    are verified. An event holds the job's secret, so plain http goes to this machine only.
+    are verified. An event holds the workers' secret, so plain http goes to this machine only.
 
     Options:
         url: ``https://HOST[:PORT]/PATH``.
@@ -123,7 +125,7 @@ class _Connection(Hand):
         if status in (202, 204):
             return None
         if status != 200:
-            shown = body[:_SHOWN_BYTES].decode(errors="replace")
+            shown = printable(body.decode(errors="replace"), _SHOWN)
             raise RemoteError(f"{self._target.url.netloc} answered {status}: {shown}")
         return WorkerAnswer.from_json(body)
 
@@ -160,27 +162,53 @@ class _Connection(Hand):
 
 
 def _read_target(fields: Fields) -> _Target:
-    url = urlsplit(fields.text("url", _LONGEST))
+    url = _read_url(fields)
     insecure = fields.maybe("insecure", fields.flag, False)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError("executor 'http' has a 'url' that is none; write https://HOST/PATH")
-    if url.scheme == "http" and not insecure and not _is_here(url.hostname):
+    if url.scheme == "http" and not insecure and not _is_here(url.hostname or ""):
         raise ConfigError(
-            f"executor 'http' would send the job's secret to {url.hostname} for everybody to read; use "
+            f"executor 'http' would send the workers' secret to {url.hostname} for everybody to read; use "
             "https://, or insecure=true on a network that is yours"
         )
-    given: object = fields.maybe("headers", fields.any, None) or {}
-    headers = Fields(given, "executor 'http' 'headers'", hidden=True)
-    names = list(given) if isinstance(given, Mapping) else []
     certificates = fields.maybe("certificates", lambda name: fields.text(name, _LONGEST), None)
     return _Target(
         url=url,
-        headers={str(name): headers.text(str(name), _LONGEST) for name in names[:_MAX_HEADERS]},
+        headers=fields.maybe("headers", lambda name: _read_headers(fields.any(name)), {}),
         timeout_s=fields.maybe(
             "timeout_s", lambda name: fields.number(name, 0.01, _MAX_TIMEOUT_S), _TIMEOUT_S
         ),
         trust=None if url.scheme == "http" else _trust(certificates),
     )
+
+
+def _read_url(fields: Fields) -> SplitResult:
+    text = fields.text("url", _LONGEST)
+    try:
+        url = urlsplit(text)
+        is_one = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # brackets that do not close, a port above 65535
+        is_one = False
+    if not is_one or not text.isascii() or " " in text:
+        raise ConfigError("executor 'http' has a 'url' that is none; write https://HOST/PATH, as ASCII")
+    if url.username is not None:
+        raise ConfigError(
+            "executor 'http' has a 'url' with a user in it, which is not sent; give the header Authorization"
+        )
+    return url
+
+
+def _read_headers(given: object) -> dict[str, str]:
+    headers = Fields(given, "executor 'http' 'headers'", hidden=True)
+    names = list(given) if isinstance(given, Mapping) else []
+    if len(names) > _MAX_HEADERS:
+        raise ConfigError(f"executor 'http' has {len(names)} 'headers'; give at most {_MAX_HEADERS}")
+    read = {name: headers.text(name, _LONGEST) for name in names}
+    for name, value in read.items():
+        if not _HEADER.fullmatch(name) or not value.isascii():
+            raise ConfigError(
+                f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
+                "!#$%&'*+.^_`|~-, values of ASCII"
+            )
+    return read
 
 
 def _trust(certificates: str | None) -> ssl.SSLContext:

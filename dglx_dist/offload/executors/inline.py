@@ -25,6 +25,7 @@ class InlineExecutor(Executor):
     killed gives up its task; ``latency_s`` and ``latency_sigma`` as of executor ``local``.
     """
 
+    in_process = True
     option_names = ("faults", "latency_s", "latency_sigma")
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:

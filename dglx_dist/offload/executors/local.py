@@ -22,7 +22,7 @@ from dglx_dist.offload.executors.pool import Hand, Pool, PoolPlan
 from dglx_dist.offload.executors.tree import make_tree
 from dglx_dist.offload.fields import Fields, write_json
 from dglx_dist.offload.tasks import Task
-from dglx_dist.offload.worker.answer import WorkerAnswer
+from dglx_dist.offload.worker.answer import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.offload.worker.faults import Fault
 from dglx_dist.offload.worker.main import MAX_BYTES_PER_S, MIN_BYTES_PER_S, MIN_SHARE, Setup
 
@@ -209,7 +209,7 @@ def _ask(process: subprocess.Popen[bytes], line: bytes) -> bytes:
     """Write ``line``; return the line that answers it, without its end where the process ended."""
     _write(process, line)
     assert process.stdout is not None
-    return process.stdout.readline()
+    return process.stdout.readline(MAX_ANSWER_BYTES)
 
 
 def _write(process: subprocess.Popen[bytes], line: bytes) -> None:

@@ -50,7 +50,7 @@ class PoolPlan:
     """What a pool is made of."""
 
     make: Callable[[], Hand]
-    """Called on the thread that will have it."""
+    """Called on the thread that will have it; raises nothing: what can go wrong goes wrong in its invoke."""
     notice: Callable[[], None]
     memory_mb: int
     billed: bool = True

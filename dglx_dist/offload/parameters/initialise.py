@@ -16,6 +16,15 @@ from dglx_dist.registry import did_you_mean
 Scheme: TypeAlias = Literal["xavier_uniform", "xavier_normal", "he_uniform", "he_normal"]
 
 
+def check_scheme(name: str) -> None:
+    """Raise ConfigError unless ``name`` is a scheme."""
+    known = get_args(Scheme)
+    if name not in known:
+        raise ConfigError(
+            f"there is no initialisation {name!r}{did_you_mean(name, known)} (there are: {', '.join(known)})"
+        )
+
+
 def initialise(
     shapes: Mapping[str, tuple[int, ...]],
     scheme: Scheme,
@@ -39,12 +48,7 @@ def initialise(
     Raises:
         ConfigError: there is no such scheme.
     """
-    known = get_args(Scheme)
-    if scheme not in known:
-        raise ConfigError(
-            f"there is no initialisation {scheme!r}{did_you_mean(scheme, known)} "
-            f"(there are: {', '.join(known)})"
-        )
+    check_scheme(scheme)
     return {
         name: _draw(name, shape, scheme, seed, name in inputs_first).astype(dtype)
         for name, shape in shapes.items()

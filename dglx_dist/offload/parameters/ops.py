@@ -10,11 +10,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.fields import read_json
 from dglx_dist.offload.parameters.plan import ParameterPlan
 from dglx_dist.records import Array
 
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """By workers, name: the task's key. The server counts the bytes, for a worker has no ledger."""
+FOR_WORKERS = frozenset({WEIGHTS, GRADIENTS})
+"""What whoever holds no more than a worker's secret may ask."""
 WEIGHTS_FOR_RANK, GRADIENTS_OF_RANK = "lambda.weights_for_rank", "lambda.gradients_of_rank"
 """The same by ranks that do a task themselves; as ever the caller counts."""
 SUMS = "lambda.sums"
@@ -29,6 +32,7 @@ DOWN, UP, BETWEEN, CONTROL, READ = "weights_down", "weights_up", "parameter_sums
 
 _PAIR = re.compile(r"(0|[1-9][0-9]{0,8})/(0|[1-9][0-9]{0,5})")
 _STATE_DTYPES = ("float32", "float64")
+_MAX_TABLE_BYTES = 1 << 24
 
 
 def pair_name(number: int, server: int) -> str:
@@ -61,10 +65,12 @@ def unpack_state(plan: ParameterPlan, packed: list[Array]) -> dict[str, Array]:
     Raises:
         ConfigError: it is not of these weights.
     """
-    table, numbers = packed
+    if len(packed) != 2:
+        raise ConfigError(f"the optimizer's state came as {len(packed)} arrays, not as table and numbers")
+    table, numbers = packed[0].tobytes(), packed[1].tobytes()
     state: dict[str, Array] = {}
     begin = 0
-    for path, dtype, shape in json.loads(table.tobytes()):
+    for path, dtype, shape in _entries(table):
         name = path.rpartition("/")[0]
         if (
             name not in plan.shapes
@@ -72,9 +78,27 @@ def unpack_state(plan: ParameterPlan, packed: list[Array]) -> dict[str, Array]:
             or tuple(shape) not in ((), plan.shapes[name])
         ):
             raise ConfigError(
-                f"the optimizer's state {path!r}, {dtype} of shape {shape}, is of no weight here"
+                f"the optimizer's state {path[:80]!r}, {dtype} of shape {shape}, is of no weight here"
             )
         end = begin + math.prod(shape) * np.dtype(dtype).itemsize
-        state[path] = np.frombuffer(numbers[begin:end].tobytes(), dtype).reshape(shape).copy()
+        if end > len(numbers):
+            raise ConfigError(f"the optimizer's state ends before the numbers of {path!r}")
+        state[path] = np.frombuffer(numbers[begin:end], dtype).reshape(shape).copy()
         begin = end
     return state
+
+
+def _entries(table: bytes) -> list[tuple[str, str, list[int]]]:
+    """Read the table: path, dtype and shape of each entry."""
+    where = "the table of an optimizer's state"
+    found = read_json(table, _MAX_TABLE_BYTES, where)
+    if not isinstance(found, list):
+        raise ConfigError(f"{where} is a {type(found).__name__}, not a list; is it of another version?")
+    entries = []
+    for entry in found:
+        match entry:
+            case [str(path), str(dtype), [*shape]] if all(type(one) is int for one in shape):
+                entries.append((path, dtype, shape))
+            case _:
+                raise ConfigError(f"{where} has an entry that is none; is it of another version?")
+    return entries

@@ -25,7 +25,7 @@ from dglx_dist.records import Array
 
 log = logging.getLogger(__name__)
 
-_POLL_S, _PROBE_S, _LAST_WORDS_S = 1.0, 5.0, 2.0
+_POLL_S, _PROBE_S, _LAST_WORDS_S, _ENDS_WITHIN_S = 1.0, 5.0, 2.0, 5.0
 _MAX_REASON = 1000
 
 
@@ -56,6 +56,7 @@ class ParameterService:
         places: The others.
         timeout_s: How long the sums of another server may take after those of this one; None: the session's.
         timeline: Where updates are noted.
+        run: Number of the run in its session; no task of another one is answered.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class ParameterService:
         places: Places,
         timeout_s: float | None = None,
         timeline: Timeline | None = None,
+        run: int = 0,
     ) -> None:
-        self.server, self._timeline = server, timeline
+        self.server, self._timeline, self._number = server, timeline, run
         self._rpc, self._places = rpc, places
         self._timeout_s = rpc.timeout_s if timeout_s is None else timeout_s
         self._failure = ""
@@ -82,7 +84,7 @@ class ParameterService:
             ops.STATE: self._give_state,
         }
         for op, handler in self._handlers.items():
-            rpc.register(op, handler)
+            rpc.register(op, handler, for_visitors=op in ops.FOR_WORKERS)
         self._thread = threading.Thread(target=self._run, name="dglx-parameters", daemon=True)
         self._thread.start()
 
@@ -92,10 +94,11 @@ class ParameterService:
             raise PeerError(self._failure)
 
     def close(self) -> None:
-        """Stop serving; may be called twice."""
+        """Stop serving; may be called twice. Waits some seconds at most, for an update under way."""
         self._closing.set()
         self._changed.set()
-        self._thread.join()
+        # It may wait for a rank that is dead; its calls end with the session.
+        self._thread.join(_ENDS_WITHIN_S)
         for op in self._handlers:
             self._rpc.unregister(op)
 
@@ -161,13 +164,19 @@ class ParameterService:
         for rank in self._places.graph_servers:
             with contextlib.suppress(DglxError):
                 told.append(self._rpc.submit(rank, ops.STOPPED, self._failure, [], phase=ops.CONTROL))
+        # The time counts from when they were asked, so for all of them together.
         for pending in told:
             with contextlib.suppress(DglxError):
                 pending.result(_LAST_WORDS_S)
 
-    def _give(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
+    def _key_of(self, name: str) -> TaskKey:
         self.raise_if_stopped()
         key = TaskKey.parse(name)
+        key.check_run(self._number)
+        return key
+
+    def _give(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
+        key = self._key_of(name)
         return self.server.weights(key.interval, key.epoch, key.step)
 
     def _give_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
@@ -176,8 +185,7 @@ class ParameterService:
         return answer
 
     def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        self.raise_if_stopped()
-        key = TaskKey.parse(name)
+        key = self._key_of(name)
         if key.direction is Direction.FORWARD:
             raise ConfigError(f"task {name} goes forward and has no gradients")
         if self.server.gradients(key.interval, key.epoch, key.step, arrays):

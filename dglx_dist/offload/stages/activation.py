@@ -117,14 +117,14 @@ class Tanh(Activation):
 
 @final
 class Sigmoid(Activation):
-    """h = 1 / (1 + exp(-z)), as (1 + tanh(z / 2)) / 2, which overflows nowhere."""
+    """h = 1 / (1 + exp(-z)), by the exponential of -|z|, which overflows nowhere and keeps small values."""
 
     def apply(self, z: Array) -> Array:
         """Return 1 / (1 + exp(-z))."""
-        out = np.multiply(z, 0.5)
-        np.tanh(out, out=out)
-        out += 1
-        out *= 0.5
+        small = np.exp(-np.abs(z))
+        out = np.where(z >= 0, z.dtype.type(1), small)
+        small += 1
+        out /= small
         return out
 
     def pull_back(self, z: Array, gradient: Array) -> Array:

@@ -1,7 +1,7 @@
 """What a stage is: the tensor part of one step of a layer, by rows, with nothing kept between calls.
 
 Stages are NumPy only, so that a worker needs nothing else. n rows of nodes, E edges; all arrays of one call
-have the program's dtype, float32 or float64, and are C-contiguous. A stage does not write to what it is
+have the program's dtype, float32 or float64, and are C-contiguous. A stage cannot write to what it is
 given, and may return views of it.
 """
 

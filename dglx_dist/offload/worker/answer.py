@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.offload.fields import Fields, Json, read_json
+from dglx_dist.offload.fields import Fields, Json, printable, read_json
 from dglx_dist.offload.tasks import MAX_ATTEMPT, TaskKey
 
 MAX_ANSWER_BYTES = 64 * 1024
@@ -31,7 +31,7 @@ class WorkerAnswer:
 
     def as_json(self) -> dict[str, Json]:
         """Return what JSON has room for."""
-        return {**vars(self), "key": str(self.key), "error": self.error[:_LONGEST_ERROR]}
+        return {**vars(self), "key": str(self.key), "error": printable(self.error, _LONGEST_ERROR)}
 
     @classmethod
     def from_json(cls, text: bytes | str) -> WorkerAnswer:
@@ -50,7 +50,7 @@ class WorkerAnswer:
             accepted=fields.flag("accepted"),
             seconds=fields.number("seconds", 0, 1e9),
             cold=fields.flag("cold"),
-            error=error,
+            error=printable(error, _LONGEST_ERROR),
         )
         fields.end()
         return answer

@@ -6,7 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import final
 
+import numpy as np
+
 from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.offload.program import MAX_PROGRAM_BYTES
 from dglx_dist.offload.tasks import Task, attempt_name, half_name
 from dglx_dist.offload.worker.caller import Answer, Caller
 from dglx_dist.records import Array
@@ -16,7 +19,7 @@ PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """Of parameter servers."""
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
 
 
 @final
@@ -34,8 +37,15 @@ class Exchange:
         self._halves: list[Answer | None] = [None, None]
 
     def program(self) -> bytes:
-        """Fetch the program's JSON."""
-        return self._from_graph_server(PROGRAM, "").wait(self._task.timeout_s)[0].tobytes()
+        """Fetch the program's JSON.
+
+        Raises:
+            ConfigError: something else came.
+        """
+        arrays = self._from_graph_server(PROGRAM, "").wait(self._task.timeout_s)
+        if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
+            raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
+        return arrays[0].tobytes()
 
     def ask_weights(self) -> None:
         """Ask for the weights of the task's step."""
@@ -58,16 +68,18 @@ class Exchange:
         """
         task, asked = self._task, self._halves[half]
         assert asked is not None
-        deadline, pause_s = time.monotonic() + task.timeout_s, _FIRST_PAUSE_S
+        asked_at = time.monotonic()
         while not (arrays := asked.wait(task.timeout_s)):
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - asked_at
+            if waited_s > task.timeout_s:
                 server, name = task.graph_server, half_name(task.key, half)
                 raise PeerError(
                     f"rank {server.rank} on {server.host} had no rows for {PULL} {name!r} "
                     f"within {task.timeout_s:g} s; what comes before this task is late, or raise timeout_s"
                 )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            # In proportion to what it waited, so that few calls are made and rows do not lie there for long:
+            # a worker that comes late to each task costs more than the pipeline gains.
+            time.sleep(min(max(waited_s / 2, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
             asked = self._from_graph_server(PULL, half_name(task.key, half))
         self._halves[half] = None
         return arrays
@@ -87,10 +99,16 @@ class Exchange:
         """Wait for the answers to what was given; return whether all of it was taken."""
         found = [asked.wait(self._task.timeout_s) for asked in self._given]
         for arrays in found:
-            if len(arrays) != 1 or arrays[0].shape != (1,):
-                server = self._task.graph_server
-                raise ConfigError(f"rank {server.rank} on {server.host} answered {GIVE} without yes or no")
-        return all(int(arrays[0][0]) == 1 for arrays in found)
+            if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
+                raise self._wrong_answer(GIVE, "yes or no")
+        return all(arrays[0][0] == 1 for arrays in found)
+
+    def _wrong_answer(self, op: str, wanted: str) -> ConfigError:
+        server = self._task.graph_server
+        return ConfigError(
+            f"rank {server.rank} on {server.host} answered {op} without {wanted}: does it run another "
+            "version of dglx_dist?"
+        )
 
     def _from_graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         return self._caller.send(self._task.graph_server, self._task.secrets, op, name, arrays)

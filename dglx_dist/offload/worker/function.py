@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping
 
 from dglx_dist.errors import ConfigError
@@ -18,7 +17,7 @@ register_packaged_stages()
 _WORKER = Worker(RemoteCaller())
 
 
-def handler(event: Mapping[str, object], context: object = None) -> dict[str, Json]:
+def handler(event: object, context: object = None) -> dict[str, Json]:
     """Do the task of ``event``; see ``Worker.handle``.
 
     Args:
@@ -28,14 +27,15 @@ def handler(event: Mapping[str, object], context: object = None) -> dict[str, Js
     Raises:
         DglxError: the event is no task, or the task went wrong.
     """
-    body = event.get("body") if isinstance(event, Mapping) else None
+    request = event if isinstance(event, Mapping) else {}
+    body = request.get("body")
     if not isinstance(body, str):
         return _WORKER.handle(event, context)
-    return _WORKER.handle(_decoded(body) if event.get("isBase64Encoded") is True else body, context)
+    return _WORKER.handle(_decoded(body) if request.get("isBase64Encoded") is True else body, context)
 
 
 def _decoded(body: str) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # of which binascii's own is a kind
         raise ConfigError(f"the body of a request is no base64: {error}; send the task as JSON") from None

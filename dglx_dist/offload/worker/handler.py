@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -38,7 +37,7 @@ class Worker:
         self._kept: _Kept | None = None
         self._cold = True
 
-    def handle(self, event: bytes | str | Mapping[str, object], context: object = None) -> dict[str, Json]:
+    def handle(self, event: object, context: object = None) -> dict[str, Json]:
         """Do the task that ``event`` describes; return ``WorkerAnswer.as_json``.
 
         Args:

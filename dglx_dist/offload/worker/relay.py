@@ -14,7 +14,8 @@ from typing import final
 
 from dglx_dist.cluster.network import endpoint_of
 
-_PIECE_BYTES, _BURST_S, _CONNECT_S = 16 * 1024, 0.002, 10.0
+_PIECE_S, _BURST_S, _CONNECT_S = 0.002, 0.002, 10.0
+_LEAST_PIECE, _MOST_PIECE = 1024, 64 * 1024
 
 
 @final
@@ -59,6 +60,8 @@ class _Pace:
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
+        self.piece_bytes = int(min(max(bytes_per_s * _PIECE_S, _LEAST_PIECE), _MOST_PIECE))
+        """Passed on at a time: as few as go without jerks, for each costs the processor that others need."""
         self._lock = threading.Lock()
         self._free_at = 0.0
 
@@ -73,7 +76,7 @@ class _Pace:
 
 def _pass_on(source: socket.socket, target: socket.socket, pace: _Pace) -> None:
     with contextlib.suppress(OSError):
-        while piece := source.recv(_PIECE_BYTES):
+        while piece := source.recv(pace.piece_bytes):
             pace.wait(len(piece))
             target.sendall(piece)
     for one in (source, target):

@@ -32,6 +32,8 @@ class Chain:
     dtype: str
     factors: Mapping[str, EdgeFactor]
     """What edges weigh, by the names that steps use."""
+    inputs_first: tuple[str, ...] = ()
+    """Names of the weights of shape (inputs, outputs)."""
 
     def program(self, num_train: int) -> Program:
         """Return the program for ``num_train`` training nodes on all graph servers."""
@@ -63,7 +65,8 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
     evaluating, training = (
         probe(model, layers, width, edge_columns or {}, training=mode) for mode in (False, True)
     )
-    _check_order(layers, evaluating)
+    for seen in (evaluating, training):
+        _check_order(layers, seen)
     others = _outside(layers, model)
     joints = joints_of(layers, evaluating, training)
     functions = [function_at(joint, others) for joint in joints]
@@ -77,6 +80,7 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
         features=width,
         dtype=_DTYPES[evaluating.x.dtype],
         factors=dict(builder.factors),
+        inputs_first=tuple(names[id(weight)] for layer in layers for weight in layer.inputs_first),
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import final
 
@@ -15,6 +16,7 @@ from dglx_dist.cluster.network import link_speed
 from dglx_dist.cluster.serve import Handler
 from dglx_dist.cluster.session import Session
 from dglx_dist.cluster.visitors import open_to_visitors
+from dglx_dist.errors import ConfigError
 from dglx_dist.offload.autotuner import TunerLimits
 from dglx_dist.offload.controller import Controller
 from dglx_dist.offload.controller_records import ControllerOptions, Counts
@@ -57,7 +59,7 @@ class Crew:
         handlers: What answers the workers' operations in this process.
 
     Raises:
-        ConfigError: the executor cannot be made with these options.
+        ConfigError: the executor cannot be made with these options, or its workers cannot reach this rank.
     """
 
     def __init__(self, session: Session, plan: CrewPlan, handlers: Mapping[str, Handler]) -> None:
@@ -80,13 +82,14 @@ class Crew:
             executor = EXECUTORS.get(plan.options.executor)(
                 ExecutorContext(
                     folder=Path(tempfile.gettempdir()),
-                    stages=stages_of(plan.program),
+                    stages=stages_of(plan.program.steps),
                     handlers=handlers,
                     notice=self._wake,
                 ),
                 plan.executor_options,
             )
             undo.callback(executor.close)
+            check_reachable(self._own_host, paid=not executor.simulated)
             self.simulated = executor.simulated
             """Whether no provider is paid."""
             self.controller = Controller(
@@ -115,6 +118,7 @@ class Crew:
         return ControllerOptions(
             limits=TunerLimits(intervals=options.intervals, link_bytes_per_s=link_speed(self._own_host)),
             workers=options.workers or None,
+            batch=options.batch,
             relaunch=RelaunchRule(retries=options.retries),
             prices=self._plan.prices,
         )
@@ -140,6 +144,20 @@ class Crew:
             secrets=self._secrets,
             timeout_s=self._timeout_s,
             options=self._task_options,
+        )
+
+
+def check_reachable(host: str, *, paid: bool) -> None:
+    """Raise ConfigError where functions of a provider, which are elsewhere, would call this machine alone.
+
+    Args:
+        host: Numeric address at which this rank answers.
+        paid: Whether a provider runs the workers.
+    """
+    if paid and ip_address(host).is_loopback:
+        raise ConfigError(
+            f"workers run in a cloud, and this rank answers at {host}, which is this machine alone; with one "
+            "rank give the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME (see `ip addr`)"
         )
 
 

@@ -49,6 +49,7 @@ class TaskDesk:
         works: By step and direction, all that occur.
         order: Step and direction -> place in an epoch.
         intervals: Global numbers of this graph server's intervals.
+        run: Number of the run in its session; no worker of another one is let near.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class TaskDesk:
         works: dict[tuple[int, Direction], Work],
         order: dict[tuple[int, Direction], int],
         intervals: range,
+        run: int = 0,
     ) -> None:
-        self._works, self._order, self._intervals = works, order, intervals
+        self._works, self._order, self._intervals, self._run = works, order, intervals, run
         self._open: dict[TaskKey, _OpenTask] = {}
         self._over: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -126,6 +128,7 @@ class TaskDesk:
         return None, Gift.LATE
 
     def _work(self, key: TaskKey) -> Work:
+        key.check_run(self._run)
         if key.interval not in self._intervals:
             raise ConfigError(
                 f"task {key} is of no interval from {self._intervals.start} to {self._intervals.stop - 1}, "

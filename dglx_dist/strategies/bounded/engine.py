@@ -23,7 +23,8 @@ from dglx_dist.offload.tasks import TaskKey
 from dglx_dist.records import Array
 from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.mail import Mail
-from dglx_dist.strategies.bounded.progress import Pace, Progress
+from dglx_dist.strategies.bounded.pace import Pace
+from dglx_dist.strategies.bounded.progress import Progress
 from dglx_dist.strategies.bounded.schedule.threads import Snapshot, ThreadSchedule
 from dglx_dist.strategies.bounded.serving import Desk
 from dglx_dist.strategies.bounded.workers import Workers
@@ -44,8 +45,6 @@ class EngineConfig:
     pace: Pace
     threads: int = 1
     """Threads of this rank that make moves: its cores."""
-    early: bool = True
-    """Whether a task is launched when the move before it starts; never where nothing may overlap."""
 
 
 @final
@@ -86,17 +85,19 @@ class Engine:
     ) -> None:
         self._session, self._server, self._config = session, server, config
         pace, rank = config.pace, session.topology.rank
-        peers = [peer for peer in range(session.topology.world_size) if peer != rank]
-        self._progress = Progress(server.course, server.part.num_intervals, pace, peers)
+        self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
+        self._progress = Progress(server.course, server.part.num_intervals, pace, self._peers)
         self._updated_at = {pace.first_epoch: time.perf_counter()}
         self._desk = Desk(session.rpc, server, self._given, self._refused)
-        self._mail = Mail(session.rpc, server, self._heard)
+        self._mail = Mail(session.rpc, server, self._heard, self._counted)
         self.parameters = ParameterClient(session.rpc, config.plan, config.places, on_update=self._updated)
         """The latest weights and the optimizer's state, between runs."""
         self._service = (
             None
             if parameters is None
-            else ParameterService(session.rpc, parameters, config.places, timeline=session.timeline)
+            else ParameterService(
+                session.rpc, parameters, config.places, timeline=session.timeline, run=server.run
+            )
         )
         try:
             self._workers = hire(self._desk.handlers(self.parameters))
@@ -110,7 +111,7 @@ class Engine:
             self._mail,
             threads=config.threads,
             timeline=session.timeline,
-            early=config.early and pace.mode != "no_pipe",
+            early=pace.mode != "no_pipe",
         )
         self._epoch = pace.first_epoch
         barrier(session, "making the engines of all graph servers")
@@ -129,10 +130,10 @@ class Engine:
         """Return what this graph server does now; any thread."""
         return self._schedule.snapshot()
 
-    def synchronise(self) -> None:
-        """Make all epochs from the next one on synchronous; between runs, on all ranks."""
-        if self._config.pace.synchronous_from is None:
-            self._config.pace.synchronous_from = self._epoch
+    @property
+    def synchronous_from(self) -> int | None:
+        """The epoch from which on asynchronous training is synchronous; None: it is not known yet."""
+        return self._config.pace.synchronous_from
 
     def run(self, epochs: int) -> list[EpochTotals]:
         """Train ``epochs`` more epochs; afterwards nothing is in flight on any rank. Collective.
@@ -186,10 +187,13 @@ class Engine:
         self._schedule.given(key, attempt)
 
     def _refused(self, key: TaskKey, attempt: int) -> None:
-        self._workers.done(key, attempt)
+        self._schedule.refused(key, attempt)
 
     def _heard(self, peer: int, position: int) -> None:
         self._schedule.heard(peer, position)
+
+    def _counted(self, peer: int, epoch: int, correct: int) -> None:
+        self._schedule.counted(peer, epoch, correct)
 
     def _updated(self, updates: int) -> None:
         now = time.perf_counter()
@@ -202,15 +206,16 @@ class Engine:
         late = quiet_s >= self._session.timeout_s
         if not late and quiet_s < _PEER_CHECK_S:
             return
-        if behind:
+        # At the gate nobody in particular is late, but the update needs all that are alive.
+        if missing := behind or self._peers:
             raise_for_missing(
                 self._session,
-                list(behind),
-                "the next Scatter of the intervals",
+                list(missing),
+                "the next Scatter of the intervals" if behind else "the next update of the weights",
                 before="in an epoch",
                 undone="did not end a Scatter",
                 advice="look at its output and its workers",
-                late=late,
+                late=late and bool(behind),
             )
         if late:
             raise PeerError(self._standstill(quiet_s))

@@ -54,16 +54,17 @@ class GraphServer:
         program: What is trained; the same everywhere.
         fused: Whether the last step goes forward and backward in one task.
         rematerialise: See TaskOptions.
+        run: Number of the run in its session, equal on all graph servers; names its tasks.
 
     Raises:
         ConfigError: the part does not fit the program.
     """
 
     def __init__(
-        self, part: Part, program: Program, *, fused: bool = True, rematerialise: bool = True
+        self, part: Part, program: Program, *, fused: bool = True, rematerialise: bool = True, run: int = 0
     ) -> None:
         part.check(program)
-        self.part, self.program = part, program
+        self.part, self.program, self.run = part, program, run
         self.course = course_of(program, fused)
         """The moves of each epoch."""
         self._stores = Stores(part, program)
@@ -77,7 +78,7 @@ class GraphServer:
         self.works = {key: Work(program, *key, rematerialise) for key in moves}
         """What workers do, by step and direction."""
         numbers = range(part.first_interval, part.first_interval + part.num_intervals)
-        self.desk = TaskDesk(self.works, moves, numbers)
+        self.desk = TaskDesk(self.works, moves, numbers, run)
         """Where workers pull rows."""
 
     @property
@@ -92,7 +93,7 @@ class GraphServer:
 
     def key_of(self, interval: int, epoch: int, move: Move) -> TaskKey:
         """Return the key of a WORK move of own interval ``interval``."""
-        return TaskKey(epoch, move.step, self.part.first_interval + interval, move.direction)
+        return TaskKey(epoch, move.step, self.part.first_interval + interval, move.direction, self.run)
 
     def rows_of(self, interval: int) -> int:
         """Return the number of nodes of own interval ``interval``."""
@@ -183,6 +184,11 @@ class GraphServer:
             found = self._statistics.pop(epoch, {})
         total = sum((found[interval] for interval in sorted(found)), np.zeros(2))
         return float(total[0]), int(total[1])
+
+    def correct(self, epoch: int) -> int:
+        """Return the number of correct rows of own nodes in ``epoch`` so far, without forgetting it."""
+        with self._lock:
+            return int(sum(found[1] for found in self._statistics.get(epoch, {}).values()))
 
     def _pulled(self, interval: int, index: int, item: Item) -> Array:
         nodes, edges, state = (

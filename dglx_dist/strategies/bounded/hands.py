@@ -76,8 +76,3 @@ def hand_in(server: GraphServer, parameters: Parameters, key: TaskKey, computed:
     if work.pushes and work.weights:
         parameters.gradients(key, computed.gradients)
     return [server.give(key, half, computed.halves[half]) for half in (0, 1)][-1] is Gift.LAST
-
-
-def do_task(server: GraphServer, parameters: Parameters, key: TaskKey) -> bool:
-    """Do a whole task; return whether it is over by that."""
-    return hand_in(server, parameters, key, compute_task(server, parameters, key))

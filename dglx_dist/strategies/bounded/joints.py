@@ -31,7 +31,16 @@ class Joint:
 
 
 def joints_of(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> list[Joint]:
-    """Return the joints in the order of the calls; the last one is at the end of the model."""
+    """Return the joints in the order of the calls; the last one is at the end of the model.
+
+    Raises:
+        ConfigError: in training the layers are called otherwise.
+    """
+    if _course(evaluating) != _course(training):
+        raise ConfigError(
+            "the model calls other layers, or gives them other blocks or edge data, in training than in "
+            "evaluation; let it do the same in both, or use strategy='data_parallel'"
+        )
     found = []
     for number, call in enumerate(evaluating.calls):
         layer, other = layers[call.place], training.calls[number]
@@ -81,6 +90,10 @@ def function_at(joint: Joint, others: Sequence[tuple[str, nn.Parameter]]) -> Row
             "take it out, or use strategy='data_parallel'"
         )
     return function
+
+
+def _course(seen: Probe) -> list[tuple[int, int | None, str | None]]:
+    return [(call.place, call.block, call.edge_column) for call in seen.calls]
 
 
 def _check_others(joint: Joint, rows: Tensor, others: Sequence[tuple[str, nn.Parameter]]) -> None:

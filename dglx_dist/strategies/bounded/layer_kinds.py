@@ -59,6 +59,11 @@ class Layer(ABC):
             edge_column: Edge data by which its messages are weighed.
         """
 
+    @property
+    def inputs_first(self) -> tuple[Tensor, ...]:
+        """Its weights of shape (inputs, outputs); torch has them the other way round."""
+        return ()
+
     def refuse(self, reason: str) -> NoReturn:
         """Raise ConfigError."""
         kind = type(self.module).__name__
@@ -85,6 +90,11 @@ class GraphConvLayer(Layer):
     def width(self) -> int:
         """Input columns."""
         return int(self.module._in_feats)
+
+    @property
+    def inputs_first(self) -> tuple[Tensor, ...]:
+        """``weight``."""
+        return () if self.module.weight is None else (self.module.weight,)
 
     def row_shape(self, width: int) -> tuple[int, ...]:
         """(out,)."""
@@ -262,6 +272,11 @@ class DeclaredLayer(Layer):
     def row_shape(self, width: int) -> tuple[int, ...]:
         """(out,)."""
         return (self._out,)
+
+    @property
+    def inputs_first(self) -> tuple[Tensor, ...]:
+        """Those whose shape says so; of a square one, both ways are the same."""
+        return tuple(weight for weight in self._weights if weight.shape == (self._width, self._out))
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         """GA where it looks around, AV."""

@@ -13,6 +13,7 @@ import numpy as np
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.records import Array
 from dglx_dist.strategies.bounded.local_graph import LocalGraph, local_graph
@@ -86,4 +87,5 @@ def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Arr
     own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1], dtype=np.int64)
     ids = np.concatenate([own, graph.ghosts])
     rows = g.kvstore.pull(column.kvstore_key, ids, distinct=True, phase=PRELOAD)
-    return np.ascontiguousarray(rows.numpy().astype(dtype, copy=False))
+    # torch converts: NumPy has no bfloat16.
+    return np.ascontiguousarray(rows.to(torch_dtype(dtype)).numpy())

@@ -11,11 +11,14 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.executors.registry import EXECUTORS
+from dglx_dist.offload.user_stages import check_imports, stages_of
 from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
 from dglx_dist.strategies.bounded.chain import chain_of
 from dglx_dist.strategies.bounded.loader import OWN_LOOP, IntervalLoader, check_types
 from dglx_dist.strategies.bounded.settings import LambdaSettings
 from dglx_dist.strategies.bounded.trainer import LambdaTrainer
+from dglx_dist.strategies.bounded.weights import draw_weights
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 
 if TYPE_CHECKING:
@@ -44,6 +47,10 @@ class LambdaModel(WrappedModel):
         self.module = model
         columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}
         self._chain, self._settings = chain_of(model, columns), settings
+        if not EXECUTORS.get(settings.options.executor).in_process:
+            check_imports(stages_of(self._chain.steps), settings.options.executor)
+        if settings.options.initialise:
+            draw_weights(model, self._chain, settings.options.initialise, g.session.seed)
 
     @property
     def parts(self) -> Parts:

@@ -71,7 +71,7 @@ def open_part(g: DistGraph, wanted: Wanted) -> Part:
 
 
 def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
-    """Raise ConfigError unless the nodes have the features, ``width`` columns of them, and labels."""
+    """Raise ConfigError unless the nodes have features of ``width`` columns, and whole numbers as labels."""
     for name in (objective.feature, objective.label):
         if name not in g.ndata:
             known = ", ".join(map(repr, g.ndata)) or "none"
@@ -82,16 +82,24 @@ def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
             f"the features {objective.feature!r} have the shape {shape}, and the model's first layer takes "
             f"{width} columns; build the model with as many"
         )
+    labels = g.ndata[objective.label]
+    if len(labels.shape) != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex:
+        raise ConfigError(
+            f"the labels {objective.label!r} are {labels.dtype} of shape {tuple(labels.shape)}; give one "
+            "whole number per node, the class"
+        )
 
 
 def _labels(g: DistGraph, own: Array, wanted: Wanted) -> Array:
     name = wanted.objective.label
     labels = g.ndata[name][torch.from_numpy(own)].numpy()
-    found = np.where(wanted.targets, labels, -1).astype(np.int32)
-    without = np.flatnonzero(wanted.targets & (found < 0))
-    if len(without):
+    classes = wanted.program.classes
+    # Before they are narrowed: a label of 2**32 would be class 0.
+    wrong = np.flatnonzero(wanted.targets & ((labels < 0) | (labels >= classes)))
+    if len(wrong):
         raise ConfigError(
-            f"training node {int(own[without[0]])} has the label {int(labels[without[0]])}; take nodes "
-            "without a label out of the training nodes"
+            f"training node {int(own[wrong[0]])} has the label {int(labels[wrong[0]])}, and the model has "
+            f"classes from 0 to {classes - 1}; take nodes without a label out of the training nodes, or "
+            "build the model with more classes"
         )
-    return found
+    return np.where(wanted.targets, labels, -1).astype(np.int32)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import final, get_args
+from typing import Literal, final, get_args
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import FEATURE
+from dglx_dist.offload.parameters.initialise import Scheme, check_scheme
 from dglx_dist.strategies.base import check_options
-from dglx_dist.strategies.bounded.progress import Mode, Pace
+from dglx_dist.strategies.bounded.pace import Mode, Pace
 
 _MOST_INTERVALS, _MOST_STALENESS = 10_000, 1000
 
@@ -28,7 +29,7 @@ class LambdaOptions:
     staleness: int = 0
     """S of async: an interval may be so many epochs ahead of the slowest one."""
     switch_at: float = 0.0
-    """Accuracy from which on async trains synchronously; 0: never."""
+    """Training accuracy of an epoch after which async trains synchronously; 0: never."""
     intervals: int = 8
     """Per graph server; its pipeline needs several."""
     threads: int = 0
@@ -39,6 +40,8 @@ class LambdaOptions:
     """Where tensor work is done: local, inline, aws or http."""
     workers: int = 0
     """Tasks under way at most, per graph server; 0: tuned while it runs."""
+    batch: int = 1
+    """Tasks that a graph server hands to the executor together; fewer when one has waited 5 ms."""
     retries: int = 4
     """How often a task is launched again before the run gives up."""
     fusion: bool = True
@@ -47,8 +50,10 @@ class LambdaOptions:
     """Whether backward computes again what forward would otherwise send."""
     streaming: bool = True
     """Whether a worker computes the first half while the second one comes."""
-    features: str = FEATURE
-    """Name of the node data that is trained on."""
+    initialise: Scheme | Literal[""] = ""
+    """How the trained weights are drawn when the model is wrapped, by the session's seed: xavier_uniform,
+    xavier_normal, he_uniform or he_normal; biases are 0, other vectors stay. "": all stay as the model has
+    them."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -62,11 +67,14 @@ class LambdaOptions:
             "threads": (0, 1024),
             "parameter_servers": (1, 1024),
             "workers": (0, 10_000),
+            "batch": (1, 1000),
             "retries": (0, 1000),
         }
         for name, (least, most) in bounds.items():
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(f"option {name}={getattr(self, name)} must be from {least} to {most}")
+        if self.initialise:
+            check_scheme(self.initialise)
         if self.staleness and self.mode != "async":
             raise ConfigError(
                 f"option staleness={self.staleness} has no meaning with mode={self.mode!r}, which waits for "
@@ -80,9 +88,20 @@ class LambdaOptions:
                 "out"
             )
 
-    def pace(self, first_epoch: int) -> Pace:
-        """Return how epochs may overlap in a run that begins with ``first_epoch``."""
-        return Pace(mode=self.mode, staleness=self.staleness, first_epoch=first_epoch)
+    def pace(self, first_epoch: int, num_train: int) -> Pace:
+        """Return how epochs may overlap in a run that begins with ``first_epoch``, on M training nodes."""
+        return Pace(
+            mode=self.mode,
+            staleness=self.staleness,
+            first_epoch=first_epoch,
+            target=_least_count(self.switch_at, num_train) if self.switch_at else None,
+        )
+
+
+def _least_count(accuracy: float, num_train: int) -> int:
+    """Return the least c with c / M at least ``accuracy``, as divided here: 0.55 * 100 is above 55."""
+    above = math.ceil(accuracy * num_train)
+    return above - 1 if above and (above - 1) / num_train >= accuracy else above
 
 
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:

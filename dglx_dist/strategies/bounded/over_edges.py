@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import final
 
@@ -13,6 +14,10 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.bounded import kernels
 from dglx_dist.strategies.bounded.part import Part
 from dglx_dist.strategies.bounded.stores import Stores
+
+_PIECE_NUMBERS = 1 << 22
+"""A sum over so many numbers lets go of its rows for a moment: who writes them waits, and it is the threads
+that serve workers and other graph servers who do. Milliseconds, where an interval's whole sum takes tens."""
 
 
 @final
@@ -37,15 +42,28 @@ class OverEdges:
         """Return the sums over the in-edges of ``interval``, (nodes, width)."""
         nodes = self._part.nodes_of(interval)
         out = np.empty((nodes.stop - nodes.start, step.output.width), dtype=self._program.dtype)
+        for first, end in self._pieces(nodes, step.output.width):
+            self._gather(step, first, out[first - nodes.start : end - nodes.start])
+        return out
+
+    def _gather(self, step: Gather, first: int, out: Array) -> None:
         graph = self._graph
         with ExitStack() as held:
             rows = held.enter_context(self._stores.rows[step.source].reading())
             if step.edges is None:
-                kernels.gather_sums(graph.indptr, graph.sources, rows, nodes.start, out)
+                kernels.gather_sums(graph.indptr, graph.sources, rows, first, out)
             else:
                 values = held.enter_context(self._stores.values[step.edges].reading())
-                kernels.gather_weighted(graph.indptr, graph.sources, values, rows, nodes.start, out)
-        return out
+                kernels.gather_weighted(graph.indptr, graph.sources, values, rows, first, out)
+
+    def _pieces(self, nodes: slice, width: int) -> Iterator[tuple[int, int]]:
+        """Yield runs of ``nodes``, each with the in-edges of one piece and those of its last node."""
+        indptr, first = self._graph.indptr, nodes.start
+        while first < nodes.stop:
+            enough = indptr[first] + max(_PIECE_NUMBERS // width, 1)
+            end = int(np.searchsorted(indptr[: nodes.stop], enough))
+            yield first, end
+            first = end
 
     def products(self, step: Gather, interval: int, slopes: Array) -> Array:
         """Return the gradient of the edge values of a Gather, (edges, K), from that of its sums."""

@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.bounded.course import Barrier, Move
-
-Mode: TypeAlias = Literal["no_pipe", "pipe", "async"]
-
-
-@final
-@dataclass(kw_only=True)
-class Pace:
-    """How epochs may overlap; the one object of a run that says so, changed only while nothing runs."""
-
-    mode: Mode = "pipe"
-    staleness: int = 0
-    """S: an interval may begin epoch e once e - S updates were made. Only where epochs are asynchronous."""
-    first_epoch: int = 0
-    """Always synchronous: there are no values yet to be stale."""
-    synchronous_from: int | None = None
-    """The epoch from which on all are synchronous; None: never."""
-
-    def __post_init__(self) -> None:
-        if self.staleness < 0:
-            raise ConfigError(f"staleness={self.staleness} must be at least 0")
-
-    def is_synchronous(self, epoch: int) -> bool:
-        """Whether ``epoch`` has a barrier at every Scatter."""
-        late = self.synchronous_from is not None and epoch >= self.synchronous_from
-        return self.mode != "async" or epoch <= self.first_epoch or late
-
-    def lead(self, epoch: int) -> int:
-        """How many updates may be missing when an interval begins ``epoch``."""
-        return 0 if self.is_synchronous(epoch) else self.staleness
+from dglx_dist.offload.tasks import Direction
+from dglx_dist.strategies.bounded.course import Barrier, Kind, Move
+from dglx_dist.strategies.bounded.pace import Pace
+from dglx_dist.strategies.bounded.switch import Switch
 
 
 @final
@@ -51,7 +24,9 @@ class Progress:
     """
 
     def __init__(self, course: Sequence[Move], num_intervals: int, pace: Pace, peers: Sequence[int]) -> None:
-        self._course, self._pace = tuple(course), pace
+        self._course, self.pace = tuple(course), pace
+        self.switch = Switch(pace, len(peers) + 1)
+        """Hears how many answers of each epoch were right, where the pace has a target."""
         start = pace.first_epoch * len(course)
         self.position = [start] * num_intervals
         """Of the next move, or of the one that is under way, of each interval."""
@@ -66,11 +41,14 @@ class Progress:
         self._at_floor = num_intervals
         self._heard = dict.fromkeys(peers, start)
         self._told = start
+        self._answer = next(at for at, move in enumerate(self._course) if _has_loss(move))
+        self._answered = pace.first_epoch
 
     @property
     def is_done(self) -> bool:
-        """Whether all intervals, and the weights, are at the end."""
-        return self.floor >= self.end * len(self._course) and self.updates >= self.end
+        """Whether all intervals, and the weights, are at the end, and nobody waits for a count of answers."""
+        over = self.floor >= self.end * len(self._course) and self.updates >= self.end
+        return over and self.switch.has_judged(self.end)
 
     def move_of(self, interval: int) -> tuple[int, Move]:
         """Return the epoch of ``interval`` and its next move, or the one under way."""
@@ -88,12 +66,12 @@ class Progress:
             return False
         position = self.position[interval]
         epoch, index = divmod(position, len(self._course))
-        if epoch >= self.end or (index == 0 and epoch > self.updates + self._pace.lead(epoch)):
+        if epoch >= self.end or (index == 0 and not self._may_begin(epoch)):
             return False
-        if not self._pace.is_synchronous(epoch):
+        if not self.pace.is_synchronous(epoch):
             return True
         barrier = self._course[index].barrier
-        if self.floor < position and (barrier is not Barrier.NONE or self._pace.mode == "no_pipe"):
+        if self.floor < position and (barrier is not Barrier.NONE or self.pace.mode == "no_pipe"):
             return False
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
@@ -130,11 +108,23 @@ class Progress:
         moves = len(self._course)
         for position in range(self.floor, self._told, -1):
             epoch, index = divmod(position, moves)
-            if self._course[index].barrier is Barrier.GLOBAL and self._pace.is_synchronous(epoch):
+            if self._course[index].barrier is Barrier.GLOBAL and self.pace.is_synchronous(epoch):
                 self._told = position
                 return position
         self._told = self.floor
         return None
+
+    def answered(self) -> range:
+        """Return the epochs whose losses all own intervals have by now, without those returned before.
+
+        Empty where nobody asks how many answers were right.
+        """
+        if self.switch.is_over:
+            return range(0)
+        end = (self.floor - self._answer - 1) // len(self._course) + 1
+        found = range(self._answered, end)
+        self._answered = max(self._answered, end)
+        return found
 
     def hear(self, peer: int, position: int) -> None:
         """Note that all intervals of ``peer`` came to ``position``.
@@ -145,3 +135,10 @@ class Progress:
         if peer not in self._heard:
             raise ConfigError(f"graph server {peer} is none of the peers {sorted(self._heard)}")
         self._heard[peer] = max(self._heard[peer], position)
+
+    def _may_begin(self, epoch: int) -> bool:
+        return self.switch.is_known(epoch) and epoch <= self.updates + self.pace.lead(epoch)
+
+
+def _has_loss(move: Move) -> bool:
+    return move.kind is Kind.LOSS or move.direction is Direction.FUSED

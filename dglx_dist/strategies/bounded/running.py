@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from dglx_dist.cluster.serve import Handler
@@ -23,6 +23,9 @@ from dglx_dist.strategies.bounded.part import Part
 from dglx_dist.strategies.bounded.settings import LambdaSettings, threads_of
 from dglx_dist.strategies.bounded.workers import Workers
 
+_RUNS = "runs of strategy lambda"
+"""Under which a session keeps how many there were."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +37,8 @@ class Start:
     update: Update
     epoch: int
     """The one that comes next."""
+    is_synchronous: bool = False
+    """Whether training became synchronous before, as ``switch_at`` asks."""
 
 
 @final
@@ -96,10 +101,19 @@ class Running:
         config = EngineConfig(
             plan=plan,
             places=places,
-            pace=options.pace(start.epoch),
+            pace=replace(
+                options.pace(start.epoch, program.num_train),
+                synchronous_from=start.epoch if start.is_synchronous else None,
+            ),
             threads=threads_of(session, options.threads),
         )
-        server = GraphServer(part, program, fused=options.fusion, rematerialise=options.rematerialise)
+        server = GraphServer(
+            part,
+            program,
+            fused=options.fusion,
+            rematerialise=options.rematerialise,
+            run=_next_run(session),
+        )
         try:
             self.engine = Engine(session, server, config, parameters, hire)
         except BaseException:
@@ -111,10 +125,19 @@ class Running:
 
     def close(self, *, failed: bool = False) -> Counts:
         """End everything; return what the workers did. After a failure it waits for nobody."""
-        # Workers first: one that is late would still ask graph and parameter servers.
+        # Workers first. A function cannot be ended: one that is late asks in the name of this run, and the
+        # servers of the next one refuse it.
         self.crew.close()
         if failed:
             self.engine.abandon()
         else:
             self.engine.close()
         return self.crew.counts
+
+
+def _next_run(session: Session) -> int:
+    """Number the runs of a session from 1; equal on all ranks, which make them together."""
+    before = session.attached.get(_RUNS, 0)
+    assert isinstance(before, int)
+    session.attached[_RUNS] = before + 1
+    return before + 1

@@ -45,7 +45,7 @@ class Desk:
         self._handlers: dict[str, Handler] = {PROGRAM: self._tell, PULL: self._pull, GIVE: self._give}
         phases = {PROGRAM: PROGRAM_PHASE, PULL: DOWN, GIVE: UP}
         for op, handler in self._handlers.items():
-            rpc.register(op, self._counted(op, phases[op], handler))
+            rpc.register(op, self._counted(op, phases[op], handler), for_visitors=True)
 
     def handlers(self, parameters: Parameters) -> dict[str, Handler]:
         """Return what answers the operations of a worker in this process, without a byte on any wire."""

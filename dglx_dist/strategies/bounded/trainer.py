@@ -73,6 +73,7 @@ class LambdaTrainer(EpochTrainer):
         self._interval_sizes = gather_int64((bounds[1:] - bounds[:-1]).tolist(), self._session).reshape(-1)
         self._running: Running | None = None
         self._left = ""
+        self._synchronous_from: int | None = None
         self._past, self._simulated = NOTHING, True
 
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
@@ -86,9 +87,8 @@ class LambdaTrainer(EpochTrainer):
         self._past += Account(server_seconds=time.perf_counter() - began)
         self._left = fingerprint(self._model, self._optimizer)
         self._loader.advance(number)
-        target = self._settings.options.switch_at
-        if target and totals[-1].correct >= target * self._num_train:
-            running.engine.synchronise()
+        if self._synchronous_from is None:
+            self._synchronous_from = running.engine.synchronous_from
         return self._records(totals, self._session.ledger.since(counted))
 
     def close(self, *, failed: bool = False) -> None:
@@ -106,15 +106,19 @@ class LambdaTrainer(EpochTrainer):
             simulated = self._running.crew.simulated
         rows = gather_json(as_json(now), self._session)
         total = account_of_ranks([row for row in rows if isinstance(row, dict)])
-        return total.describe(self._settings.server, self._settings.prices, simulated=simulated)
+        found = total.describe(self._settings.server, self._settings.prices, simulated=simulated)
+        if self._settings.options.switch_at:
+            found["synchronous_from"] = self._synchronous_from
+        return found
 
     def _from(self, epoch: int) -> Running:
         """Return what goes on at ``epoch``: made anew where the user changed weights, optimizer or epoch."""
         now = fingerprint(self._model, self._optimizer)
+        # Each time: where only some ranks had changed something, the others would wait for them.
+        self._check_equal(now)
         if self._running is not None and (self._running.engine.epoch != epoch or now != self._left):
             self.close()
         if self._running is None:
-            self._check_equal(now)
             self._running = Running(
                 self._session,
                 self._program,
@@ -125,6 +129,7 @@ class LambdaTrainer(EpochTrainer):
                     weights=weights_of(self._model, self._names),
                     update=update_of(self._optimizer, self._model, self._names),
                     epoch=epoch,
+                    is_synchronous=self._synchronous_from is not None,
                 ),
             )
         return self._running

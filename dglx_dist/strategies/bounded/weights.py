@@ -6,11 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dglx_dist.offload.parameters.initialise import Scheme, initialise
 from dglx_dist.records import Array
+from dglx_dist.strategies.bounded.chain import Chain
 from dglx_dist.strategies.bounded.torch_update import give_back
 
 
@@ -18,6 +21,29 @@ def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
     """Return copies of the parameters ``names``."""
     found = dict(model.named_parameters())
     return [found[name].detach().cpu().numpy().copy() for name in names]
+
+
+def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> None:
+    """Draw the trained weights anew, equal on all ranks, and let biases be 0.
+
+    What is frozen stays as it is, and so do vectors that are no bias, as a scale.
+
+    Args:
+        model: The user's module.
+        chain: Which of them have their inputs first.
+        scheme: Of :func:`~dglx_dist.offload.parameters.initialise.initialise`.
+        seed: Equal on all ranks.
+    """
+    trained = {
+        name: one
+        for name, one in model.named_parameters()
+        if one.requires_grad and (one.dim() > 1 or name.rpartition(".")[2] == "bias")
+    }
+    shapes = {name: tuple(one.shape) for name, one in trained.items()}
+    drawn = initialise(shapes, scheme, seed, np.dtype(chain.dtype), inputs_first=chain.inputs_first)
+    with torch.no_grad():
+        for name, weight in drawn.items():
+            trained[name].copy_(torch.from_numpy(weight))
 
 
 def bring_back(

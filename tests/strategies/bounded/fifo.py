@@ -17,8 +17,8 @@ from dglx_dist.strategies.bounded.ghosts import boundaries_together, routes_of
 from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.intervals import cut_intervals
 from dglx_dist.strategies.bounded.local_graph import LocalGraph, local_graph
+from dglx_dist.strategies.bounded.pace import Pace
 from dglx_dist.strategies.bounded.part import Part
-from dglx_dist.strategies.bounded.progress import Pace
 from dglx_dist.strategies.bounded.schedule.serial import SerialSchedule
 from dglx_dist.strategies.bounded.torch_update import update_of
 from dglx_dist.strategies.bounded.weights import bring_back, weights_of

@@ -220,6 +220,21 @@ def tied() -> nn.Module:
     return model
 
 
+class ByMode(Seq):
+    """Drops features, or takes its layers in another order, in training alone."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__([conv("sage", 4, 4), conv("sage", 4, 4)], [same, same])
+        self._drops = drops
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        one, two = self.inner["layers"]  # type: ignore[misc]
+        if self.training and not self._drops:
+            one, two = two, one
+        h = F.dropout(h, 0.5, training=self.training and self._drops)
+        return two(blocks[1], one(blocks[0], h))  # type: ignore[no-any-return]
+
+
 class Noisy(nn.Module):
     """Drops without a module of its own."""
 
@@ -241,6 +256,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "attn_drop' drops with probability 0.3",
     ),
     "functional dropout": (lambda: modules(Noisy()), "something else in training"),
+    "features dropped": (lambda: ByMode(drops=True), "is not given the features themselves"),
+    "other order": (lambda: ByMode(drops=False), "calls other layers"),
     "unknown function": (lambda: pair(F.silu), "between the layers 'inner.layers.0' and 'inner.layers.1'"),
     "norm": (lambda: modules(nn.ReLU(), nn.BatchNorm1d(4)), "BatchNorm1d 'between.1' is called"),
     "trained": (lambda: modules(nn.PReLU()), "parameter 'between.0.weight' is trained"),

@@ -21,6 +21,7 @@ from dglx_dist.strategies.bounded.declared import DeclaredStage
 from dglx_dist.training.fit import FitConfig
 from tests.strategies import equality
 from tests.strategies.bounded.own_stage import Gate
+from tests.strategies.bounded.own_tensor_stage import TensorGate
 
 HIDDEN = 4
 
@@ -66,16 +67,18 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
     register_stage("gate", "tests.strategies.bounded.own_stage:Gate")
+    register_stage("tensor_gate", TensorGate)
     yield
     assert STAGES.get("gate") is Gate
 
 
-def model() -> Model:
+def model(**declared: Any) -> Model:
     torch.manual_seed(3)
-    return Model().double()
+    return Model(**declared).double()
 
 
 def test_it_trains_in_processes_as_in_torch(tmp_path: Path) -> None:
+    """And a stage of tensors in threads, which processes refuse."""
     graph, expected = equality.plain_graph(), model()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.3)
     mask = graph.ndata["train_mask"]
@@ -85,12 +88,18 @@ def test_it_trains_in_processes_as_in_torch(tmp_path: Path) -> None:
         F.cross_entropy(scores[mask], graph.ndata["label"][mask]).backward()
         optimizer.step()
     folder = equality.write_parts(tmp_path)
-    with dx.init("lambda", timeout=30, executor="local", intervals=2, workers=1):
-        g = dx.DistGraph(folder)
-        config = FitConfig(epochs=3, eval_every=0, num_layers=2, show_progress=False)
-        trained, _ = dx.fit(model(), g, config=config, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.3))
-    for mine, theirs in zip(trained.parameters(), expected.parameters(), strict=True):
-        assert (mine - theirs).detach().abs().max().item() < 1e-12
+    config = FitConfig(epochs=3, eval_every=0, num_layers=2, show_progress=False)
+    for executor, stage in (("local", "gate"), ("inline", "tensor_gate")):
+        with dx.init("lambda", timeout=30, executor=executor, intervals=2, workers=1):
+            g = dx.DistGraph(folder)
+            trained, _ = dx.fit(
+                model(stage=stage), g, config=config, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.3)
+            )
+            if executor == "local":
+                with pytest.raises(ConfigError, match="which imports torch, and workers of executor 'local'"):
+                    dx.wrap(model(stage="tensor_gate"), g)
+        for mine, theirs in zip(trained.parameters(), expected.parameters(), strict=True):
+            assert (mine - theirs).detach().abs().max().item() < 1e-12
 
 
 @pytest.mark.parametrize(

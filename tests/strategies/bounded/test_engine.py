@@ -4,7 +4,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.bounded.engine import Engine, EngineConfig, EpochTotals
 from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.loading import exchange_boundaries, read_features, read_structure
+from dglx_dist.strategies.bounded.pace import Pace
 from dglx_dist.strategies.bounded.part import Part
-from dglx_dist.strategies.bounded.progress import Pace
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.equality import write_parts
 
@@ -236,12 +236,22 @@ def test_four_ranks_of_which_one_has_no_nodes(tmp_path: Path) -> None:
     assert sums["lambda_up", 4] == 2 * EPOCHS * (nodes * d1 * s + statistics)
 
 
+def die_behind_the_barrier(do: Callable[[TaskKey, int], None]) -> Callable[[TaskKey, int], None]:
+    def do_or_die(key: TaskKey, rows: int) -> None:
+        if (key.step, key.direction) == (1, Direction.BACKWARD):
+            time.sleep(1.0)  # until the other rank has done its part, too: it waits for no barrier any more
+            os._exit(3)
+        do(key, rows)
+
+    return do_or_die
+
+
 def a_death() -> str:
     with start_session(timeout_s=20.0) as session:
-        engine, _ = engine_of(session, cases.gcn(), Pace(), 1)
+        engine, hands = engine_of(session, cases.gcn(), Pace(), 1)
         engine.run(1)
         if session.topology.rank == 1:
-            os._exit(3)
+            hands._do = die_behind_the_barrier(hands._do)  # type: ignore[method-assign]
         with pytest.raises((PeerError, RemoteError)) as caught:
             engine.run(100)
         engine.abandon()
@@ -250,9 +260,11 @@ def a_death() -> str:
 
 
 def test_a_graph_server_that_dies_is_named() -> None:
+    """Also where all others wait for the weights alone."""
     outcomes = start_ranks(a_death, 2, timeout_s=90)
     assert outcomes[1].exitcode == 3
-    assert "rank 1" in outcomes[0].result
+    assert "rank 1 on" in outcomes[0].result
+    assert "the next update" in outcomes[0].result
 
 
 def test_what_workers_may_ask() -> None:
@@ -264,23 +276,23 @@ def test_what_workers_may_ask() -> None:
             return session.rpc.call(0, op, name, arrays, phase="test")
 
         assert Program.from_json(ask(PROGRAM, "")[0].tobytes()) == program
-        assert ask(PULL, "e0.s1.i0.f/0") == []
+        assert ask(PULL, "r0.e0.s1.i0.f/0") == []
         engine.run(2)
         for op, name, message in (
-            (PULL, "e0.s1.i0.f/0", "is over"),
-            (PULL, "e2.s1.i3.f/0", "no interval from 0 to 2"),
-            (PULL, "e2.s2.i0.f/0", "no worker does step 2"),
-            (PULL, "e2.s4.i0.b/0", "no worker does step 4 in this direction"),
-            (PULL, "e2.s1.i0.f", "names no half"),
-            (GIVE, "e2.s1.i0.f/0/0", "came before it began"),
-            (GIVE, "e2.s1.i0.f/0", "names no half"),
+            (PULL, "r0.e0.s1.i0.f/0", "is over"),
+            (PULL, "r0.e2.s1.i3.f/0", "no interval from 0 to 2"),
+            (PULL, "r0.e2.s2.i0.f/0", "no worker does step 2"),
+            (PULL, "r0.e2.s4.i0.b/0", "no worker does step 4 in this direction"),
+            (PULL, "r0.e2.s1.i0.f", "names no half"),
+            (GIVE, "r0.e2.s1.i0.f/0/0", "came before it began"),
+            (GIVE, "r0.e2.s1.i0.f/0", "names no half"),
         ):
             with pytest.raises(RemoteError, match=message):
                 ask(op, name)
-        assert ask(GIVE, "e1.s1.i0.f/0/7")[0].tolist() == [0]
+        assert ask(GIVE, "r0.e1.s1.i0.f/0/7")[0].tolist() == [0]
         assert hands.done_twice == []
-        assert ask(GIVE, "e1.s1.i0.f/1/7")[0].tolist() == [0]
-        assert hands.done_twice == [TaskKey.parse("e1.s1.i0.f")]
+        assert ask(GIVE, "r0.e1.s1.i0.f/1/7")[0].tolist() == [0]
+        assert hands.done_twice == [TaskKey.parse("r0.e1.s1.i0.f")]
         engine.close()
         hands.close()
 
@@ -290,7 +302,7 @@ def test_a_standstill_names_tasks_and_what_updates_wait_for() -> None:
         engine, hands = engine_of(session, cases.gcn(), Pace(), 1)
         hands._do = lambda _key, _rows: None  # type: ignore[method-assign]
         with pytest.raises(
-            PeerError, match=r"no worker gave rows for e0.s1.i0.f.*gradients of intervals 0, 1, 2"
+            PeerError, match=r"no worker gave rows for r0.e0.s1.i0.f.*gradients of intervals 0, 1, 2"
         ):
             engine.run(1)
         engine.abandon()
@@ -307,5 +319,20 @@ def test_what_a_worker_fails_with_ends_the_run() -> None:
         hands._do = fail  # type: ignore[method-assign]
         with pytest.raises(PeerError, match="no worker did it"):
             engine.run(1)
+        engine.abandon()
+        hands.close()
+
+
+def test_a_next_task_that_cannot_be_sent_ends_the_run_and_not_the_worker() -> None:
+    with start_session(timeout_s=30.0) as session:
+        engine, hands = engine_of(session, cases.gcn(), Pace(), 1)
+
+        def fail(_key: TaskKey, _attempt: int) -> None:
+            raise PeerError("no more workers")
+
+        hands.done = fail  # type: ignore[method-assign]
+        with pytest.raises(PeerError, match="no more workers"):
+            engine.run(1)
+        assert hands.failure is None
         engine.abandon()
         hands.close()

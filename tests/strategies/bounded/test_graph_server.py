@@ -1,16 +1,20 @@
 """A graph server alone: what it refuses of others, and parts that do not fit the program."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.offload.steps import Gather
 from dglx_dist.offload.tasks import TaskKey
+from dglx_dist.strategies.bounded import over_edges
 from dglx_dist.strategies.bounded.course import Kind
 from dglx_dist.strategies.bounded.desk import Gift
 from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.hands import LocalParameters, compute_task
+from dglx_dist.strategies.bounded.rows import SharedRows
 
 from . import cases
 
@@ -44,7 +48,7 @@ def test_letters_that_are_not_what_a_scatter_sends_are_refused() -> None:
 
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     (server, _), parameters = cases.servers(cases.gcn(), STARTS, 2)
-    key, move = TaskKey.parse("e0.s1.i0.f"), server.course[1]
+    key, move = TaskKey.parse("r0.e0.s1.i0.f"), server.course[1]
     assert server.desk.pull(key, 0) is None
     with pytest.raises(ConfigError, match="came before it began"):
         server.give(key, 0, [])
@@ -52,7 +56,7 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     server.open(0, 0, move)
     computed = compute_task(server, LocalParameters(parameters), key)
     first, second = computed.halves
-    with pytest.raises(ConfigError, match=r"what came of e0\.s1\.i0\.f has 0 arrays, not 1"):
+    with pytest.raises(ConfigError, match=r"what came of r0\.e0\.s1\.i0\.f has 0 arrays, not 1"):
         server.give(key, 0, [])
     with pytest.raises(ConfigError, match="output h1 of shape"):
         server.give(key, 0, [first[0][:-1]])
@@ -67,6 +71,31 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
         server.desk.pull(key, 0)
     rows = server.part.nodes_of(0)
     np.testing.assert_array_equal(server._stores.own("h1", rows), np.concatenate([first[0], second[0]]))
+
+
+def test_a_sum_lets_writers_in_between_pieces_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    (server, _), _ = cases.servers(cases.gcn(), STARTS, 2)
+    held: list[str] = []
+    reading = SharedRows.reading
+
+    def counted(rows: SharedRows) -> Any:
+        held.append("rows")
+        return reading(rows)
+
+    monkeypatch.setattr(SharedRows, "reading", counted)
+    (step, *_), nodes = server.program.steps, server.part.nodes_of(1)
+    assert isinstance(step, Gather)
+    whole = server._over_edges.gather(step, 1)
+    assert held == ["rows", "rows"]  # and the values of its edges
+    monkeypatch.setattr(over_edges, "_PIECE_NUMBERS", 3 * whole.shape[1])
+    edges = server.part.edges_of(1)
+    np.testing.assert_array_equal(server._over_edges.gather(step, 1), whole)
+    pieces = list(server._over_edges._pieces(nodes, whole.shape[1]))
+    assert len(held) == 2 + 2 * len(pieces) > 6
+    assert [pieces[0][0], pieces[-1][1]] == [nodes.start, nodes.stop]
+    bounds = server.part.graph.indptr
+    assert all(bounds[end - 1] - bounds[first] < 3 for first, end in pieces)
+    assert sum(bounds[end] - bounds[first] for first, end in pieces) == edges.stop - edges.start
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -9,8 +9,8 @@ from dglx_dist.strategies.bounded.options import read_lambda_options
 def test_what_is_given_and_what_is_not() -> None:
     found = read_lambda_options({"mode": "async", "staleness": 2, "switch_at": 1})
     assert (found.mode, found.staleness, found.switch_at) == ("async", 2, 1.0)
-    pace = found.pace(4)
-    assert (pace.mode, pace.staleness, pace.first_epoch, pace.synchronous_from) == ("async", 2, 4, None)
+    pace = found.pace(4, 30)
+    assert (pace.mode, pace.staleness, pace.first_epoch, pace.target) == ("async", 2, 4, 30)
     assert read_lambda_options({}).mode == "pipe"
 
 
@@ -22,7 +22,9 @@ def test_what_is_given_and_what_is_not() -> None:
         ({"staleness": -1, "mode": "async"}, "staleness=-1 must be from 0"),
         ({"switch_at": 0.9}, "leave one out"),
         ({"switch_at": 1.5, "mode": "async"}, "accuracy from 0 to 1"),
+        ({"initialise": "xavier"}, "no initialisation 'xavier'.*he_normal"),
         ({"intervals": 0}, "intervals=0 must be from 1"),
+        ({"batch": 0}, "batch=0 must be from 1"),
         ({"parameter_servers": 0}, "parameter_servers=0 must be from 1"),
         ({"fusion": 1}, "must be of type bool"),
         ({"stale": 1}, "no option 'stale'"),

@@ -4,7 +4,8 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.bounded.course import Barrier, Kind, course_of
-from dglx_dist.strategies.bounded.progress import Pace, Progress
+from dglx_dist.strategies.bounded.pace import Pace
+from dglx_dist.strategies.bounded.progress import Progress
 from tests.offload.programs import gat, gcn, sage
 
 GCN = ["GA1 gather", "AV1 f", "SC1 scatter", "GA2 gather |", "AV2 fb"]

@@ -13,7 +13,7 @@ from dglx_dist.offload.tasks import TaskKey
 from dglx_dist.strategies.bounded.course import Kind
 from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.hands import LocalParameters, compute_task
-from dglx_dist.strategies.bounded.progress import Pace
+from dglx_dist.strategies.bounded.pace import Pace
 from dglx_dist.strategies.bounded.schedule.serial import (
     Choice,
     Event,
@@ -120,7 +120,8 @@ def test_runs_go_on_where_they_ended_and_async_can_become_synchronous() -> None:
     schedule = SerialSchedule(servers, parameters, pace, seeded(5))
     schedule.run(3)
     between = cases.latest(parameters[0])
-    pace.synchronous_from = 3
+    for progress in schedule.progress:
+        progress.pace.synchronous_from = 3
     schedule.run(5)
     program, graph = cases.gcn(), cases.case()
     for _ in range(2):

@@ -17,9 +17,12 @@ import dglx_dist as dx
 from dglx_dist.cluster.session import current_session
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.optim import SparseAdam
+from dglx_dist.offload.parameters.initialise import initialise
 from dglx_dist.records import EpochRecord
 from dglx_dist.strategies.base import Objective, WrappedModel
+from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.loader import IntervalLoader
+from dglx_dist.strategies.bounded.loading import read_features, read_structure
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import FitConfig
 from tests.helpers.ranks import run_ranks
@@ -77,8 +80,16 @@ def fit(g: Any, config: FitConfig, kind: str = "sage", **more: Any) -> tuple[Wra
     return model, made[0], result
 
 
-def test_fit_is_plain_training(g: Any) -> None:
-    """Also where the learning rate changes at a stop: the parameter servers go on with the new one."""
+@pytest.mark.filterwarnings("error:.*without effect")
+def test_fit_is_plain_training(g: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the learning rate changes at a stop: parameter servers go on with it, as a new run."""
+    runs: list[int] = []
+
+    def numbered(*given: Any, run: int, **more: Any) -> GraphServer:
+        runs.append(run)
+        return GraphServer(*given, run=run, **more)
+
+    monkeypatch.setattr("dglx_dist.strategies.bounded.running.GraphServer", numbered)
     seen: list[EpochRecord] = []
     optimizers: list[torch.optim.Optimizer] = []
 
@@ -99,6 +110,7 @@ def test_fit_is_plain_training(g: Any) -> None:
         callbacks=[slower],
     )
     expected, losses = plain(8, lambda epoch: 0.02 if epoch <= 5 else 0.005)
+    assert runs == [runs[0], runs[0] + 1]
     assert difference(model.whole(), expected) < 1e-12
     assert [record.epoch for record in seen] == list(range(8))
     assert [record.val_accuracy is not None for record in seen] == [e in (2, 5, 7) for e in range(8)]
@@ -173,6 +185,40 @@ def two_ranks(folder: str, saved: str) -> dict[str, Any]:
             loader.own_targets()
         except ConfigError as error:
             found["twice"] = str(error)
+    found |= overlapping(folder)
+    return found
+
+
+def overlapping(folder: str) -> dict[str, Any]:
+    """Asynchronous epochs become synchronous inside one run; then only rank 0 changes its learning rate."""
+    found: dict[str, Any] = {}
+    config = {"show_progress": False, "eval_every": 6}
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizers.append(adam(parameters))
+        return optimizers[0]
+
+    def slower(record: EpochRecord) -> None:
+        if record.epoch == 5 and current_session().topology.rank == 0:
+            optimizers[0].param_groups[0]["lr"] = 0.005
+
+    options = {"mode": "async", "staleness": 1, "switch_at": 0.2}
+    with dx.init("lambda", timeout=60, **{**INLINE, **options}):
+        g = dx.DistGraph(folder)
+        _, _, result = fit(g, FitConfig(epochs=6, **config))
+        found["accuracies"] = [record.train_accuracy for record in result.epochs]
+        found["switch"] = result.account["synchronous_from"]
+        try:
+            dx.fit(
+                equality.model_of("sage", g),
+                g,
+                config=FitConfig(epochs=12, **config),
+                make_optimizer=make,
+                callbacks=[slower],
+            )
+        except ConfigError as error:
+            found["unlike"] = str(error)
     return found
 
 
@@ -190,6 +236,10 @@ def test_two_ranks_with_workers_in_processes(folder: Path, tmp_path: Path) -> No
     assert one["account"]["invocations"] - one["account"]["relaunched"] == 2 * 2 * 2 * 3
     assert all(record.bytes_outside > 0 for record in one["records"])
     assert "is a training node of 2 ranks" in one["twice"]
+    reached = [epoch for epoch, accuracy in enumerate(one["accuracies"]) if accuracy >= 0.2]
+    assert one["switch"] == other["switch"] == reached[0] + 2
+    for found in (one, other):
+        assert "has other weights or another optimizer" in found["unlike"]
 
 
 def _loader(g: Any, nodes: Any, fanouts: tuple[int, ...] = (-1, -1), **options: Any) -> IntervalLoader:
@@ -250,9 +300,61 @@ def test_what_no_worker_can_train_is_refused(g: Any) -> None:
         model.trainer([], adam(model.parameters()), Objective(loss=F.cross_entropy))
 
 
+def test_weights_are_drawn_when_asked(folder: Path) -> None:
+    """By name and shape alone; what is frozen stays, and biases begin at 0."""
+    drawn = []
+    for seed in (1, 1, 2):
+        with dx.init("lambda", seed=seed, initialise="he_normal", **INLINE):
+            g = dx.DistGraph(folder)
+            model = equality.PlainModel("gcn").double()
+            frozen = model.convs[1].weight
+            frozen.requires_grad_(False)
+            model.convs[0].bias.data.fill_(3.0)
+            before = frozen.clone()
+            dx.wrap(model, g)
+            assert torch.equal(frozen, before)
+            assert not model.convs[0].bias.any()
+            drawn.append(model.convs[0].weight.detach().clone())
+    assert torch.equal(drawn[0], drawn[1])
+    assert (drawn[0] != drawn[2]).all()
+    shapes = {"convs.0.weight": (equality.WIDTH, equality.HIDDEN)}
+    kind = np.dtype(np.float64)
+    # DGL has (inputs, outputs); torch's way round would divide by the outputs.
+    right = initialise(shapes, "he_normal", 1, kind, inputs_first=shapes)
+    assert np.array_equal(drawn[0].numpy(), right["convs.0.weight"])
+
+
+def put(g: Any, name: str, rows: torch.Tensor) -> None:
+    g.ndata[name] = g.new_tensor(tuple(rows.shape), rows.dtype, name)
+    g.ndata[name][torch.arange(len(rows))] = rows
+
+
+def test_labels_are_whole_numbers_of_classes(g: Any) -> None:
+    labels, config = g.ndata["label"][:], {"epochs": 1, "eval_every": 0, "show_progress": False}
+    first = int(equality.new_ids_of_training(g)[0])
+    too_large, without = labels.clone(), labels.clone()
+    too_large[first], without[first] = 2**32, -1
+    for name, changed, reason in (
+        ("real", labels.double(), "the labels 'real' are torch.float64"),
+        ("large", too_large, f"training node {first} has the label 4294967296"),
+        ("without", without, f"training node {first} has the label -1"),
+    ):
+        put(g, name, changed)
+        with pytest.raises(ConfigError, match=reason):
+            dx.fit(equality.model_of("sage", g), g, config=FitConfig(label=name, **config))
+
+
+def test_features_of_half_precision_are_read_as_the_programs_numbers(g: Any) -> None:
+    narrow = g.ndata["feat"][:].bfloat16()
+    put(g, "narrow", narrow)
+    found = read_features(g, read_structure(g), "narrow", "float32")
+    assert np.array_equal(found, narrow.float().numpy())
+
+
 def test_wrong_options_are_refused() -> None:
     for options, reason in (
         ({"stalenes": 1}, "did you mean 'staleness'"),
+        ({"initialise": "he_norml"}, "did you mean 'he_normal'"),
         ({"parameter_servers": 2}, "but there are 1 ranks"),
         ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also faults"),
         ({"executor": "inlin"}, "did you mean 'inline'"),

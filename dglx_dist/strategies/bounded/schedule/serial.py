@@ -7,7 +7,7 @@ be tried, and repeated from its record.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, final
 
@@ -19,7 +19,8 @@ from dglx_dist.offload.tasks import TaskKey
 from dglx_dist.strategies.bounded.course import Kind, Move
 from dglx_dist.strategies.bounded.graph_server import GraphServer
 from dglx_dist.strategies.bounded.hands import Computed, LocalParameters, compute_task, hand_in
-from dglx_dist.strategies.bounded.progress import Pace, Progress
+from dglx_dist.strategies.bounded.pace import Pace
+from dglx_dist.strategies.bounded.progress import Progress
 
 
 class What(Enum):
@@ -33,6 +34,8 @@ class What(Enum):
     """It pushes gradients and gives rows."""
     UPDATE = "update"
     """The parameter servers update the weights."""
+    TELL = "tell"
+    """A graph server tells all how many answers of an epoch were right."""
 
 
 @final
@@ -44,7 +47,7 @@ class Event:
     server: int = -1
     """Graph server; -1 for an update."""
     interval: int = -1
-    """Its own number of it."""
+    """Its own number of it; the epoch where answers are told."""
     position: int = field(default=-1, compare=False)
     """How far the interval is."""
 
@@ -90,7 +93,7 @@ class SerialSchedule:
     Args:
         servers: All graph servers, by number.
         parameters: All parameter servers of one plan, in order.
-        pace: How epochs may overlap.
+        pace: How epochs may overlap; each graph server goes on with a copy.
         choose: Which event comes next.
     """
 
@@ -105,11 +108,17 @@ class SerialSchedule:
         self._hands = LocalParameters(parameters)
         numbers = range(len(servers))
         self.progress = [
-            Progress(one.course, one.part.num_intervals, pace, [peer for peer in numbers if peer != one.rank])
+            Progress(
+                one.course,
+                one.part.num_intervals,
+                replace(pace),  # as on ranks, each finds out for itself when to switch
+                [peer for peer in numbers if peer != one.rank],
+            )
             for one in servers
         ]
         self._waiting: dict[tuple[int, int], TaskKey] = {}
         self._computed: dict[tuple[int, int], tuple[TaskKey, Computed]] = {}
+        self._untold: list[tuple[int, int]] = []
         self.record: list[Event] = []
         """What happened."""
         self.watch: Callable[[Event], None] = lambda _event: None
@@ -139,6 +148,7 @@ class SerialSchedule:
                 Event(what, server, interval, self.progress[server].position[interval])
                 for server, interval in sorted(tasks)
             ]
+        found += [Event(What.TELL, server, epoch) for server, epoch in self._untold]
         ready = all(one.own_sums() is not None for one in self._parameters)
         return [*found, Event(What.UPDATE)] if ready else found
 
@@ -148,6 +158,11 @@ class SerialSchedule:
             assert updates is not None
             for progress in self.progress:
                 progress.updates = updates
+        elif event.what is What.TELL:
+            self._untold.remove((event.server, event.interval))
+            correct = self.servers[event.server].correct(event.interval)
+            for progress in self.progress:
+                progress.switch.hear(event.server, event.interval, correct)
         elif event.what is What.MOVE:
             self._move(event.server, event.interval)
         elif event.what is What.COMPUTE:
@@ -180,7 +195,10 @@ class SerialSchedule:
 
     def _finish(self, number: int, interval: int) -> None:
         progress = self.progress[number]
-        if progress.finish(interval) and (news := progress.news()) is not None:
+        if not progress.finish(interval):
+            return
+        self._untold += [(number, epoch) for epoch in progress.answered()]
+        if (news := progress.news()) is not None:
             for other in self.progress:
                 if other is not progress:
                     other.hear(number, news)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import NamedTuple, Protocol, final
 
 from dglx_dist.cluster.timeline import GRAPH_SERVER, NETWORK, Timeline
+from dglx_dist.errors import DglxError
 from dglx_dist.offload.tasks import TaskKey
 from dglx_dist.strategies.bounded.course import Barrier, Kind, Move
 from dglx_dist.strategies.bounded.graph_server import GraphServer, Letter
@@ -21,7 +22,7 @@ _LOOK_S, _ENDS_WITHIN_S = 0.5, 5.0
 _MAIL_THREADS = 2
 """They mostly wait for answers: one may while the other packs."""
 _MAIL = (Kind.SCATTER, Kind.SEND_BACK)
-_NEWS, _AT_ONCE = -2, -1
+_NEWS, _ANSWERS, _AT_ONCE = -3, -2, -1
 
 
 class Carrier(Protocol):
@@ -32,6 +33,9 @@ class Carrier(Protocol):
 
     def announce(self, position: int) -> None:
         """Tell all others how far this graph server is."""
+
+    def answer(self, epoch: int, correct: int) -> None:
+        """Tell all others how many answers of ``epoch`` were right; returns when they know."""
 
 
 class Snapshot(NamedTuple):
@@ -50,10 +54,11 @@ class Snapshot(NamedTuple):
 class _Queue:
     """Moves and announcements that wait for threads, the least position first."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.Lock) -> None:
         self.heap: list[tuple[int, int]] = []
-        """(position, interval), where ``_NEWS`` and ``_AT_ONCE`` stand for positions before all others."""
-        self.changed: threading.Condition
+        """(position, interval), where ``_NEWS``, ``_ANSWERS`` and ``_AT_ONCE`` stand for positions before all
+        others, and the first two have a position and an epoch for the interval."""
+        self.changed = threading.Condition(lock)
 
 
 @final
@@ -86,9 +91,7 @@ class ThreadSchedule:
         self._num_threads, self._timeline, self._early = threads, timeline, early
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._moves, self._mail = _Queue(), _Queue()
-        for queue in (self._moves, self._mail):
-            queue.changed = threading.Condition(self._lock)
+        self._moves, self._mail = _Queue(self._lock), _Queue(self._lock)
         self._launched: set[TaskKey] = set()
         self._failure: BaseException | None = None
         self._stopping = True
@@ -153,6 +156,12 @@ class ThreadSchedule:
             self._progress.hear(peer, position)
             self._enqueue_all()
 
+    def counted(self, peer: int, epoch: int, correct: int) -> None:
+        """Note that ``peer`` had ``correct`` right answers in ``epoch``; any thread."""
+        with self._lock:
+            self._progress.switch.hear(peer, epoch, correct)
+            self._enqueue_all()
+
     def updated(self, updates: int) -> None:
         """Note that the parameter servers made ``updates`` updates; any thread."""
         with self._lock:
@@ -164,13 +173,24 @@ class ThreadSchedule:
         interval = key.interval - self._server.part.first_interval
         with self._lock:
             self._finish(interval)
-        self._workers.done(key, attempt)
+        self._done(key, attempt)
+
+    def refused(self, key: TaskKey, attempt: int) -> None:
+        """Note that a task that was over before is done once more; any thread."""
+        self._done(key, attempt)
 
     def fail(self, error: BaseException) -> None:
         """End :meth:`run` with ``error``, unless it fails already; any thread."""
         with self._lock:
             self._failure = self._failure or error
             self._changed.notify_all()
+
+    def _done(self, key: TaskKey, attempt: int) -> None:
+        try:
+            self._workers.done(key, attempt)
+        except DglxError as error:
+            # The next task could not be sent: no affair of the worker that is served here.
+            self.fail(error)
 
     def _wait(self, look: Callable[[float, Sequence[int]], None]) -> None:
         while True:
@@ -188,10 +208,13 @@ class ThreadSchedule:
             look(quiet_s, behind)
 
     def _waited_for(self) -> list[int]:
-        """Return the peers at whose barrier all own intervals stand."""
+        """Return the peers at whose barrier all own intervals stand, or whose right answers they wait for."""
         floor = self._progress.floor
-        _, move = self._progress.move_of(self._progress.position.index(floor))
-        return self._progress.behind(floor) if move.barrier is Barrier.GLOBAL else []
+        epoch, move = self._progress.move_of(self._progress.position.index(floor))
+        if not self._progress.switch.is_known(epoch):
+            return [peer for peer in self._progress.switch.missing() if peer != self._server.rank]
+        stands = move.barrier is Barrier.GLOBAL and self._progress.pace.is_synchronous(epoch)
+        return self._progress.behind(floor) if stands else []
 
     def _enqueue_all(self) -> None:
         for interval in self._progress.able():
@@ -218,6 +241,9 @@ class ThreadSchedule:
             if news is not None:
                 heapq.heappush(self._mail.heap, (_NEWS, news))
                 self._mail.changed.notify()
+            for epoch in self._progress.answered():
+                heapq.heappush(self._mail.heap, (_ANSWERS, epoch))
+                self._mail.changed.notify()
             self._enqueue_all()
         elif self._progress.may_go(interval):
             self._enqueue(interval)
@@ -233,6 +259,8 @@ class ThreadSchedule:
             try:
                 if position == _NEWS:
                     self._carrier.announce(interval)
+                elif position == _ANSWERS:
+                    self._answer(interval)
                 else:
                     self._make(interval, row)
             except Exception as error:  # noqa: BLE001 - whoever waits for the epoch must hear of it
@@ -257,6 +285,12 @@ class ThreadSchedule:
                 self._server.compute(interval, epoch, move)
         with self._lock:
             self._finish(interval)
+
+    def _answer(self, epoch: int) -> None:
+        correct = self._server.correct(epoch)
+        self._carrier.answer(epoch, correct)
+        # Only now: a graph server that is done with all epochs sends no more.
+        self.counted(self._server.rank, epoch, correct)
 
     def _open(self, interval: int, epoch: int, move: Move) -> None:
         key = self._server.key_of(interval, epoch, move)
