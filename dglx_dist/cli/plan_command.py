@@ -44,11 +44,15 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = None,
     servers: Annotated[int, typer.Option(rich_help_panel=_SERVERS, help="How many.")] = 2,
     ranks: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--ranks", "--ranks-per-server", rich_help_panel=_SERVERS, help="Processes on each server."
+            rich_help_panel=_SERVERS,
+            help="Processes on all servers together, as for `dglx train`. Default: one on each.",
         ),
-    ] = 1,
+    ] = None,
+    ranks_per_server: Annotated[
+        int | None, typer.Option(rich_help_panel=_SERVERS, help="Processes on each, in place of --ranks.")
+    ] = None,
     bandwidth_external: Annotated[
         str | None,
         typer.Option(
@@ -136,10 +140,10 @@ def plan(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Say what an epoch takes, moves and needs under every strategy, which one to take, and why.
 
-    For a dataset: `dglx plan --data data/demo --model sage --hidden 16 --servers 2 --ranks 2
+    For a dataset: `dglx plan --data data/demo --model sage --hidden 16 --servers 2 --ranks 4
     --bandwidth-external 1gbit`
 
-    For what is not here: `dglx plan --nodes 1e9 --edges 2e10 --features 128 --servers 64 --ranks 8
+    For what is not here: `dglx plan --nodes 1e9 --edges 2e10 --features 128 --servers 64 --ranks-per-server 8
     --bandwidth-external 100gbit --cores 8 --speed 50 --memory 80GB`
 
     Nothing is trained: batches and plans of all ranks are counted by one process, and the model is timed on a
@@ -175,7 +179,7 @@ def plan(  # noqa: PLR0913  # one argument per option
         fanouts=None if fanout is None else whole_numbers(fanout, "--fanout"),
         batch_size=batch_size,
         servers=servers,
-        ranks=ranks,
+        ranks_per_server=_ranks_of_each(ranks, ranks_per_server, servers),
         external=None if bandwidth_external is None else Rate.parse(bandwidth_external),
         internal=None if bandwidth_internal is None else Rate.parse(bandwidth_internal),
         latency_s=latency_ms / 1e3,
@@ -188,7 +192,7 @@ def plan(  # noqa: PLR0913  # one argument per option
         full_graph_epochs=full_graph_epochs,
         dry_batches=dry_batches,
         seed=seed,
-        structure=structure,  # type: ignore[arg-type]  # checked when the graph is opened
+        structure=structure,  # type: ignore[arg-type]  # checked by PlanPlan
     )
     tell = None if as_json else lambda text: say(f"counting: {text}", "dim")
     choice = make_plan(asked, tell) if picture is None else _mapped(asked, picture, tell)
@@ -204,13 +208,25 @@ def plan(  # noqa: PLR0913  # one argument per option
         console.print(f"drawn: {picture}")
 
 
+def _ranks_of_each(ranks: int | None, per_server: int | None, servers: int) -> int:
+    from dglx_dist.cli.launch import ranks_of_each
+
+    each = None if ranks is None else ranks_of_each(ranks, servers)
+    if each is not None and per_server not in (None, each):
+        raise ConfigError(
+            f"--ranks {ranks} on --servers {servers} are {each} on each, and --ranks-per-server is {per_server}; "
+            "give one of the two"
+        )
+    return each or (1 if per_server is None else per_server)
+
+
 def _mapped(asked: PlanPlan, picture: Path, tell: Callable[[str], None] | None) -> Choice:
     """Draw the map; return the choice."""
     from dglx_dist.report.regions import draw_regions
     from dglx_dist.run.planning import make_map
 
     choice, regions = make_map(asked, tell)
-    ranks = f"{asked.servers} x {asked.ranks} ranks"
+    ranks = f"{asked.servers} x {asked.ranks_per_server} ranks"
     title = f"{choice.graph.name}, {asked.model} of {asked.layers} layers, {ranks}: the fastest"
     here = asked.hidden, choice.cluster.external_bytes_per_s
 

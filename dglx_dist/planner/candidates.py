@@ -60,16 +60,16 @@ def _by_columns(frame: Frame) -> Iterator[Candidate]:
     make = partial(Candidate, strategy="push_pull", unit="mini_batch", moves="columns")
     yield make(options={"structure": "push"})
     yield make(options={"structure": "resample"})
-    for size in _groups(frame.ranks):
+    for size in _groups(frame):
         yield make(options={"structure": "push", "group_size": size})
     for late in ({"depth": 3}, {"depth": 3, "weights": "split"}):
         yield make(options={"structure": "push", **late}, exact=False)
 
 
 def _by_servers(frame: Frame) -> Iterator[Candidate]:
-    if frame.servers == 1:
-        return
     number = _co_batches(frame)
+    if frame.servers == 1 or not number:
+        return
     yield Candidate(
         strategy="cooperative",
         options={"batches": number},
@@ -90,8 +90,7 @@ def _by_plans(frame: Frame) -> Iterator[Candidate]:
     for kind, reach in EAS_HOPS.items():
         limits = {"external_hops": reach, "external_fanout": EAS_FANOUT}
         yield make(strategy="shared_preload", options=limits, way=(frame.num_layers, kind, 1), exact=False)
-    taken = _co_batches(frame) if frame.steps else 0
-    for number in sorted({*PIECES} - {taken}):
+    for number in sorted({*PIECES} - {_co_batches(frame)}):
         yield make(strategy="cooperative", options={"batches": number}, way=(frame.num_layers, "", number))
 
 
@@ -103,10 +102,14 @@ def _by_intervals(frame: Frame) -> Iterator[Candidate]:
 
 
 def _co_batches(frame: Frame) -> int:
-    """Return as many co-batches as there are steps of mini-batches, within limits."""
-    return min(max(frame.steps, 2), _MOST_CO_BATCHES)
+    """Return as many co-batches as an epoch has steps of mini-batches, so that the two learn as often; 0: none.
+
+    More than some are too many neighbourhoods to hold, and fewer than the steps would be another epoch.
+    """
+    return max(frame.steps, 2) if 0 < frame.steps <= _MOST_CO_BATCHES else 0
 
 
-def _groups(ranks: int) -> list[int]:
-    """Return sizes of groups below all ranks: a half, and one rank that has all columns."""
-    return sorted({size for size in (1, ranks // 2) if size and ranks % size == 0 and size < ranks})
+def _groups(frame: Frame) -> list[int]:
+    """Return sizes of groups below all ranks: one rank that has all columns, those of a server, a half."""
+    sizes = {1, frame.ranks // frame.servers, frame.ranks // 2}
+    return sorted(size for size in sizes if frame.ranks % size == 0 and size < frame.ranks)

@@ -109,6 +109,7 @@ def told(figures: Figures, servers: int) -> GraphStats:
         ("nodes", figures.nodes, 1),
         ("edges", figures.edges, 0),
         ("features", figures.features, 1),
+        ("classes", figures.classes, 1),
         ("degree-spread", figures.degree_spread, 1),
     ):
         if not least <= value < math.inf:
@@ -116,7 +117,8 @@ def told(figures: Figures, servers: int) -> GraphStats:
     random = (servers - 1) / servers
     kept = max(METIS_CUT * random, METIS_FLOOR * (servers > 1))
     assumed = random if figures.method in _SCATTERING else kept
-    cut = assumed if figures.edge_cut is None else figures.edge_cut
+    # One server has no other, whatever is told.
+    cut = assumed if figures.edge_cut is None or servers == 1 else figures.edge_cut
     if not 0 < figures.train_share <= 1:
         raise ConfigError(f"--train-share {figures.train_share:g} must be above 0 and at most 1")
     if not 0 <= cut <= 1:

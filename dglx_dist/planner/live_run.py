@@ -90,10 +90,7 @@ def live_run(
         memory=memory,
         batches=batches,
         whole=whole,
-        # Intervals compute every node; of those that training needs it is the first layer's pairs.
-        ghosts=None
-        if pairs is None
-        else Ghosts(outside=pairs.pairs.outside[0], inside=pairs.pairs.inside[0]),
+        ghosts=None if pairs is None else _ghosts(pairs),
         structure_partitioned=told.partitioned,
         epoch=told.epoch,
         assumptions=told.assumptions,
@@ -210,6 +207,9 @@ def _way(g: DistGraph, seeds: Array, way: Way, num_layers: int) -> FullWork:
 
 
 def _ghosts(work: FullWork) -> Ghosts:
+    """Return the pairs that intervals exchange: they compute every node, and what is counted is what training
+    needs, which is most in the first layer.
+    """
     return Ghosts(outside=work.pairs.outside[0], inside=work.pairs.inside[0], counted=False)
 
 

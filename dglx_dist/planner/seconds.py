@@ -17,9 +17,12 @@ _WIRE_BYTE_S = 0.75e-9
 """To send or to receive a byte, on a core (PEER1 with and without a cache)."""
 _ROUNDS_OF_PULL, _ROUNDS_OF_SUMS = 2, 4
 """Messages one after another: there and back; and forward and back."""
-_KAPPA_OF_AN_OWNER, _KAPPA_OF_ATTENTION = 0.1, 2.7
-"""What one more owner adds to the computing of push-pull, by that of data parallelism: many small blocks in
-place of a large one, and with attention the softmax of every owner on every part (P1, P9)."""
+_BLOCK_S = 1.5e-3
+"""Of a core, to start what push-pull computes on the block of one more owner, forward and backward, however
+small it is: what is summed and multiplied is the same in one block or in many (P1, P9: 1 to 3 ms)."""
+_COLUMNS_OF_A_HEAD = 50
+"""With attention, every part has the softmax of every owner's edges: so many columns of an edge for each head
+(P9: 40 to 60, with 8 heads and with 2)."""
 _ASYNC = 0.85
 """An epoch without barriers, by one with them (Dorylus, 7.4)."""
 _WORKER_OVERHEAD = 1.5
@@ -55,9 +58,9 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
     """
     cluster, first = known.cluster, known.shape.first
     outside, inside = traffic.outside, traffic.inside
-    attends = first is not None and first.logit_width > 0
-    each = _KAPPA_OF_ATTENTION if attends else _KAPPA_OF_AN_OWNER
-    compute = (1 + each * (size - 1)) * known.rates.compute_s(known.shape.work(*work.worked), work.steps)
+    logits = 0 if first is None else first.logit_width * _COLUMNS_OF_A_HEAD * work.worked[2][0]
+    of_an_owner = work.steps * _BLOCK_S / min(cluster.cores, 1.0) + logits * known.rates.edge_column_s
+    compute = known.rates.compute_s(known.shape.work(*work.worked), work.steps) + (size - 1) * of_an_owner
     draws = size if size > 1 and "structure" not in {**outside, **inside} else 1
     sums = ("activations", "activation_gradients")
     waited = sum(outside.get(name, 0) for name in sums) / cluster.servers / cluster.external_bytes_per_s
@@ -82,7 +85,8 @@ def plans_seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: 
     compute = known.rates.compute_s(known.shape.work(*work.worked), work.steps)
     outside = _exchanged(work.card_rows, widths.first, widths.hidden, use_pp, learns=widths.first_learns)
     inside = _exchanged(work.inside_rows, widths.first, widths.hidden, use_pp, learns=widths.first_learns)
-    waits = 2 * sum(1 for rows in work.card_rows if rows) * work.steps
+    waiting = work.card_rows[1:] if use_pp else work.card_rows
+    waits = 2 * sum(1 for rows in waiting if rows) * work.steps
     return Seconds(
         compute=compute + _handling(known, traffic),
         outside=outside * widths.itemsize / cluster.external_bytes_per_s + _waits(waits, cluster),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -64,9 +65,9 @@ def columns_traffic(known: Measured, work: BatchWork, size: int, *, pushed: bool
     if groups > 1:
         # Every part's ring has the same bytes, but for what columns do not divide by.
         every = 2 * (groups - 1) * first.cut_bytes * work.steps
+        server_of = cluster.server_of_rank
         far = sum(
-            cluster.server_of_rank[rank] != cluster.server_of_rank[(rank + size) % cluster.ranks]
-            for rank in range(cluster.ranks)
+            server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of)
         )
         crossing = every * far // cluster.ranks
         sums = sums[0] + crossing, sums[1] + every - crossing
@@ -115,10 +116,10 @@ def ring_split(num_bytes: int, cluster: Cluster, distance: int, steps: int) -> t
         distance: To the next rank of the ring.
         steps: How often.
     """
-    ranks, outside, inside = cluster.ranks, 0, 0
+    ranks, server_of, outside, inside = cluster.ranks, cluster.server_of_rank, 0, 0
     for rank in range(ranks) if ranks > 1 else ():
         sent = ring_bytes(num_bytes, ranks, rank) * steps
-        if cluster.server_of_rank[rank] == cluster.server_of_rank[(rank + distance) % ranks]:
+        if server_of[rank] == server_of[(rank + distance) % ranks]:
             inside += sent
         else:
             outside += sent
@@ -127,13 +128,11 @@ def ring_split(num_bytes: int, cluster: Cluster, distance: int, steps: int) -> t
 
 def _others_of_group(cluster: Cluster, size: int) -> tuple[int, int]:
     """Return pairs of an owner and another part of its group, and those of them on two servers."""
-    others = away = 0
-    for rank in range(cluster.ranks):
-        first = rank // size * size
-        for other in range(first, first + size):
-            others += other != rank
-            away += cluster.server_of_rank[other] != cluster.server_of_rank[rank]
-    return others, away
+    server_of, together = cluster.server_of_rank, 0
+    for first in range(0, cluster.ranks, size):
+        together += sum(count * count for count in Counter(server_of[first : first + size]).values())
+    # A group's pairs of ranks, in order and with themselves, are its size squared.
+    return cluster.ranks * (size - 1), cluster.ranks * size - together
 
 
 def _split(

@@ -28,13 +28,9 @@ from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
 from dglx_dist.report.plan_table import plan_lines
 from dglx_dist.run.auto_options import AutoOptions, Training, read_auto_options
-from dglx_dist.run.session import default_batch_size, default_fanouts
+from dglx_dist.run.usual_draws import NO_BATCHES, Asked, draws_of
 from dglx_dist.strategies.push_pull.options import read_size
 from dglx_dist.strategies.registry import AUTO
-
-_USUAL = "data_parallel"
-"""Whose fan-outs and batch size are meant by who names none."""
-_DEEP = 4
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, told: Training) -> Choice:
@@ -97,7 +93,15 @@ def _chosen(
     shape = _shape(model, g, told)
     tell("probing the links")
     cluster = _cluster(session, options)
-    draws = _draws(told, options, shape)
+    asked = Asked(
+        unit=options.unit,
+        num_layers=len(shape.layers),
+        fanouts=told.fanouts,
+        batch_size=told.batch_size,
+        epoch=min(1, told.epochs - 1),
+        dry_batches=options.dry_batches,
+    )
+    draws = draws_of(asked)
     unit = "full_graph" if draws is None else options.unit
     wishes = Wishes(
         unit=unit,  # type: ignore[arg-type]  # checked by AutoOptions
@@ -117,7 +121,8 @@ def _chosen(
             caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
             partitioned=not g.structure().is_whole and cluster.servers > 1,
             program_bytes=psutil.Process().memory_info().rss,
-            epoch=min(1, told.epochs - 1),
+            epoch=asked.epoch,
+            assumptions=(NO_BATCHES,) if asked.is_deep else (),
         ),
         tell,
     )
@@ -153,20 +158,6 @@ def _candidates(
         one
         for one in enumerate_candidates(frame)
         if (one.exact or wishes.estimators) and wishes.unit in ("any", one.unit)
-    )
-
-
-def _draws(told: Training, options: AutoOptions, shape: ModelShape) -> Draws | None:
-    if options.unit == "full_graph" or (told.fanouts is None and len(shape.layers) >= _DEEP):
-        return None
-    fanouts = default_fanouts(_USUAL, len(shape.layers)) if told.fanouts is None else tuple(told.fanouts)
-    size = told.batch_size or default_batch_size(_USUAL)
-    assert size is not None
-    return Draws(
-        fanouts=fanouts,
-        batch_size=size,
-        epoch=min(1, told.epochs - 1),
-        most_batches=options.dry_batches or None,
     )
 
 

@@ -31,7 +31,8 @@ from dglx_dist.planner.records import Candidate, Choice, Cluster
 from dglx_dist.planner.regions import Regions, find_regions
 from dglx_dist.planner.survey import Draws
 from dglx_dist.records import FEATURE, NODE_TYPE
-from dglx_dist.run.session import default_batch_size, default_fanouts, init
+from dglx_dist.run.session import init
+from dglx_dist.run.usual_draws import NO_BATCHES, USUAL, Asked, draws_of
 from dglx_dist.storage.manifest import read_manifest
 from dglx_dist.training.kinds import MODEL_KINDS, check_kind
 from dglx_dist.training.models import build_model
@@ -45,10 +46,7 @@ _INSIDE_BYTES_PER_S = 1.2e9
 _LATENCY_S = 0.5e-3
 """Of a message of this package, from rank to rank."""
 _USUAL_RATE = "1gbit"
-_BATCH_STRATEGY = "data_parallel"
-"""Whose usual fan-outs and batch size are taken."""
-_DEEP = 4
-"""Layers from which on nobody draws mini-batches unless fan-outs are given."""
+_STRUCTURES = ("auto", "replicated", "partitioned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +67,7 @@ class PlanPlan:
     fanouts: tuple[int, ...] | None = None
     batch_size: int | None = None
     servers: int = 2
-    ranks: int = 1
-    """On each server."""
+    ranks_per_server: int = 1
     external: Rate | None = None
     internal: Rate | None = None
     latency_s: float = _LATENCY_S
@@ -95,7 +92,7 @@ class PlanPlan:
         check_kind(self.model, MODEL_KINDS)
         for name, wrong, allowed in (
             ("servers", self.servers < 1, "at least 1"),
-            ("ranks", self.ranks < 1, "at least 1"),
+            ("ranks-per-server", self.ranks_per_server < 1, "at least 1"),
             ("layers", self.layers < 1, "at least 1"),
             ("hidden", self.hidden < 1, "at least 1"),
             ("dry-batches", self.dry_batches < 0, "at least 0"),
@@ -103,6 +100,8 @@ class PlanPlan:
             ("cores", self.cores is not None and not 0 < self.cores < float("inf"), "above 0"),
             ("latency-s", not 0 <= self.latency_s < float("inf"), "at least 0"),
             ("full-graph-epochs", not 0 < self.full_graph_epochs < float("inf"), "above 0"),
+            ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
+            ("structure", self.structure not in _STRUCTURES, "auto, replicated or partitioned"),
             ("unit", self.unit not in ("mini_batch", "full_graph", "any"), "mini_batch, full_graph or any"),
         ):
             if wrong:
@@ -119,15 +118,21 @@ class PlanPlan:
             )
 
     @property
+    def asked(self) -> Asked:
+        """What is said of mini-batches."""
+        return Asked(
+            unit=self.unit,
+            num_layers=self.layers,
+            fanouts=self.fanouts,
+            batch_size=self.batch_size,
+            epoch=self.epoch,
+            dry_batches=self.dry_batches,
+        )
+
+    @property
     def draws(self) -> Draws | None:
-        """The mini-batches; None for a deep model without fan-outs."""
-        if self.fanouts is None and (self.layers >= _DEEP or self.unit == "full_graph"):
-            return None
-        fanouts = default_fanouts(_BATCH_STRATEGY, self.layers) if self.fanouts is None else self.fanouts
-        size = self.batch_size or default_batch_size(_BATCH_STRATEGY)
-        assert size is not None
-        most = self.dry_batches or None
-        return Draws(fanouts=fanouts, batch_size=size, epoch=self.epoch, most_batches=most)
+        """The mini-batches; None for a deep model without fan-outs, or where whole graphs alone may be chosen."""
+        return draws_of(self.asked)
 
     @property
     def wishes(self) -> Wishes:
@@ -189,19 +194,23 @@ def _from_figures(plan: PlanPlan, figures: Figures) -> tuple[Measured, tuple[Can
         ghosts=expected.ghosts(graph, cluster),
         structure_partitioned=partitioned,
         epoch=plan.epoch,
-        assumptions=assumptions,
+        assumptions=(*assumptions, *_of_draws(plan)),
     )
     return known, candidates
+
+
+def _of_draws(plan: PlanPlan) -> tuple[str, ...]:
+    return (NO_BATCHES,) if plan.asked.is_deep else ()
 
 
 def _from_dataset(plan: PlanPlan, tell: Tell | None) -> tuple[Measured, tuple[Candidate, ...]]:
     assert plan.data is not None
     check_plannable(read_manifest(Path(plan.data)), plan.data)
     cluster = cluster_of(plan)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(int(cluster.cores), 1))
+    threads, here = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    torch.set_num_threads(min(max(int(cluster.cores), 1), here))
     try:
-        with init(_BATCH_STRATEGY, seed=plan.seed) as session:
+        with init(USUAL, seed=plan.seed) as session:
             program = psutil.Process().memory_info().rss
             g = DistGraph(plan.data, structure="replicated", session=session)
             known, candidates = _measured_on(plan, g, cluster, program, tell)
@@ -235,6 +244,7 @@ def _measured_on(
         program_bytes=program_bytes,
         epoch=plan.epoch,
         clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter,
+        assumptions=(*_of_draws(plan), *_of_cores(cluster)),
     )
     known = dry_run(g, module, shape, told_to, tell)
     if cluster.cores < 1:
@@ -242,9 +252,17 @@ def _measured_on(
     return known, candidates
 
 
+def _of_cores(cluster: Cluster) -> tuple[str, ...]:
+    """Say it where the model was timed on fewer cores than a rank has."""
+    here = len(os.sched_getaffinity(0))
+    if cluster.cores <= here:
+        return ()
+    return (f"a rank of {cluster.cores:g} cores computes as fast as the {here} here, on which it was timed",)
+
+
 def _frame(plan: PlanPlan, steps: int, caches: tuple[float, ...]) -> Frame:
     return Frame(
-        ranks=plan.servers * plan.ranks,
+        ranks=plan.servers * plan.ranks_per_server,
         servers=plan.servers,
         num_layers=plan.layers,
         steps=steps,
@@ -259,9 +277,9 @@ def cluster_of(plan: PlanPlan) -> Cluster:
     if plan.external is None and plan.servers > 1:
         assumptions.append(f"{rate} between servers (--bandwidth-external)")
     inside = _INSIDE_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
-    if plan.internal is None and plan.ranks > 1:
+    if plan.internal is None and plan.ranks_per_server > 1:
         assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
-    sharing = plan.ranks * (plan.servers if plan.here else 1)
+    sharing = plan.ranks_per_server * (plan.servers if plan.here else 1)
     where = "all servers share this machine" if plan.here else "each server is as this machine"
     cores = plan.cores
     if cores is None:
@@ -273,7 +291,7 @@ def cluster_of(plan: PlanPlan) -> Cluster:
         assumptions.append(f"{memory / 1e9:.1f} GB of memory a rank: {where} (--memory)")
     return Cluster(
         servers=plan.servers,
-        ranks_per_server=plan.ranks,
+        ranks_per_server=plan.ranks_per_server,
         external_bytes_per_s=_PAYLOAD * rate.bits_per_s / 8,
         internal_bytes_per_s=inside,
         latency_s=plan.latency_s,
@@ -286,8 +304,9 @@ def cluster_of(plan: PlanPlan) -> Cluster:
 def _is_partitioned(plan: PlanPlan, structure_bytes: int) -> bool:
     if plan.structure != "auto":
         return plan.structure == "partitioned" and plan.servers > 1
-    memory = plan.memory_bytes or psutil.virtual_memory().total // plan.ranks
-    return plan.servers > 1 and structure_bytes > memory * plan.ranks // 2
+    ranks = plan.ranks_per_server
+    memory = plan.memory_bytes or psutil.virtual_memory().total // ranks
+    return plan.servers > 1 and structure_bytes > memory * ranks // 2
 
 
 def make_map(plan: PlanPlan, tell: Tell | None = None) -> tuple[Choice, Regions]:

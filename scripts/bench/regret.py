@@ -161,7 +161,7 @@ def _points(
         fanouts=family.fanouts if family.unit == "mini_batch" else None,
         batch_size=family.batch_size if family.unit == "mini_batch" else None,
         servers=SHAPE.servers,
-        ranks=SHAPE.ranks_per_server,
+        ranks_per_server=SHAPE.ranks_per_server,
         here=True,
         unit=family.unit,  # type: ignore[arg-type]  # one of three words
         dry_batches=0,

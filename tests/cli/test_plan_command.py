@@ -13,7 +13,7 @@ from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
 from tests.strategies import equality
 
-FIGURES = ("--nodes", "1e9", "--edges", "2e10", "--features", "128", "--servers", "64", "--ranks", "8")
+FIGURES = ("--nodes", "1e9", "--edges", "2e10", "--features", "128", "--servers", "64", "--ranks", "512")
 
 
 def plan(*arguments: str) -> Any:
@@ -50,6 +50,8 @@ def test_figures_alone_are_json() -> None:
     assert value["cluster"]["memory_bytes"] == 80 * 2**30
     assert all(not one["bytes_exact"] for one in value["predictions"])
     assert len(value["assumptions"]) >= 5
+    # --ranks counts all of them, as under dglx train.
+    assert (value["cluster"]["servers"], value["cluster"]["ranks_per_server"]) == (64, 8)
 
 
 def test_mistakes_are_named(data: str) -> None:
@@ -57,4 +59,7 @@ def test_mistakes_are_named(data: str) -> None:
     assert "belong together" in refused("--nodes", "10")
     assert "--unit graph must be" in refused("--data", data, "--unit", "graph")
     assert "4 part" in refused("--data", data, "--servers", "9")
+    assert "--ranks 3 cannot be dealt out to --servers 2" in refused("--data", data, "--ranks", "3")
+    assert "give one of the two" in refused("--data", data, "--ranks", "4", "--ranks-per-server", "1")
+    assert "--structure split must be" in refused("--data", data, "--structure", "split")
     assert "rate '1 lightyear'" in refused("--data", data, "--bandwidth-external", "1 lightyear")

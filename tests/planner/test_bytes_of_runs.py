@@ -40,7 +40,7 @@ def planned(data: str, model: str, **changed: Any) -> Choice:
         "fanouts": FANOUTS,
         "batch_size": BATCH,
         "servers": 2,
-        "ranks": 2,
+        "ranks_per_server": 2,
         "dry_batches": 0,
         "unit": "any",
     }

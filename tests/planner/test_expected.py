@@ -20,7 +20,7 @@ def test_a_large_cluster_is_planned_from_figures_with_its_assumptions() -> None:
         PlanPlan(
             figures=Figures(nodes=1e9, edges=2e10, features=128),
             servers=64,
-            ranks=8,
+            ranks_per_server=8,
             memory_bytes=80 * 10**9,
             cores=8,
             speed=50,

@@ -42,7 +42,7 @@ def peak_of(data: str, out: str, strategy: str, options: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", ["data_parallel", "full_graph"])
 def test_the_peak_is_near_what_was_foretold(data: str, tmp_path: Path, name: str) -> None:
-    choice = make_plan(PlanPlan(data=data, hidden=HIDDEN, servers=2, ranks=1, batch_size=512, unit="any"))
+    choice = make_plan(PlanPlan(data=data, hidden=HIDDEN, servers=2, batch_size=512, unit="any"))
     (foretold,) = (one for one in choice.predictions if one.candidate.name == name)
     candidate = foretold.candidate
     args = (data, str(tmp_path / "run"), candidate.strategy, dict(candidate.options))
