@@ -206,6 +206,7 @@ def check_plan(experiment: str, plan: ExperimentPlan) -> None:
         )
     asked = {variant.rate.baseline for variant in plan.variants if isinstance(variant.rate, MatchedPhi)}
     asked |= {name for ratio in plan.ratios for name in (ratio.over, ratio.under)}
+    asked |= {name for ratio in plan.ratios for cell in ratio.cells for name in (cell.chosen, *cell.ways)}
     unknown = sorted(asked - set(names))
     if unknown:
         raise ConfigError(

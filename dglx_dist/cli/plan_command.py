@@ -214,8 +214,8 @@ def _ranks_of_each(ranks: int | None, per_server: int | None, servers: int) -> i
     each = None if ranks is None else ranks_of_each(ranks, servers)
     if each is not None and per_server not in (None, each):
         raise ConfigError(
-            f"--ranks {ranks} on --servers {servers} are {each} on each, and --ranks-per-server is {per_server}; "
-            "give one of the two"
+            f"--ranks {ranks} on --servers {servers} are {each} on each, and --ranks-per-server is "
+            f"{per_server}; give one of the two"
         )
     return each or (1 if per_server is None else per_server)
 

@@ -102,7 +102,7 @@ def _by_intervals(frame: Frame) -> Iterator[Candidate]:
 
 
 def _co_batches(frame: Frame) -> int:
-    """Return as many co-batches as an epoch has steps of mini-batches, so that the two learn as often; 0: none.
+    """Return as many co-batches as an epoch has steps of mini-batches, so that both learn as often; 0: none.
 
     More than some are too many neighbourhoods to hold, and fewer than the steps would be another epoch.
     """

@@ -31,9 +31,9 @@ def choose(candidates: Iterable[Candidate], known: Measured, wishes: Wishes) -> 
     """Return what every candidate comes to, and the fastest of those that may be taken."""
     predictions = [predict(one, known) for one in candidates]
     allowed = [one for one in predictions if one.feasible and _may(one.candidate, wishes)]
-    least = min((_worth(one, wishes) for one in allowed), default=0.0)
-    taken = next((one for one in allowed if _worth(one, wishes) <= _NEAR * least), None)
-    ordered = sorted(predictions, key=lambda one: (not one.feasible, _worth(one, wishes)))
+    least = min((worth(one, wishes) for one in allowed), default=0.0)
+    taken = next((one for one in allowed if worth(one, wishes) <= _NEAR * least), None)
+    ordered = sorted(predictions, key=lambda one: (not one.feasible, worth(one, wishes)))
     assumptions = [*known.cluster.assumptions, *known.assumptions]
     if wishes.unit == "any":
         assumptions.append(
@@ -59,8 +59,8 @@ def _may(candidate: Candidate, wishes: Wishes) -> bool:
     return (candidate.exact or wishes.estimators) and wishes.unit in ("any", candidate.unit)
 
 
-def _worth(one: Prediction, wishes: Wishes) -> float:
-    """Return the seconds to the same accuracy, by those of an exact epoch of mini-batches."""
+def worth(one: Prediction, wishes: Wishes) -> float:
+    """Return what is compared: seconds of as many epochs as are worth an exact one of mini-batches."""
     whole = one.candidate.unit == "full_graph" and wishes.unit == "any"
     return one.epoch_seconds * one.candidate.epochs_factor * (wishes.full_graph_epochs if whole else 1.0)
 
@@ -76,18 +76,18 @@ def _reasons(
     said = [_biggest(taken)]
     others = sorted(
         (one for one in allowed if one is not taken and one.candidate.strategy != taken.candidate.strategy),
-        key=lambda one: _worth(one, wishes),
+        key=lambda one: worth(one, wishes),
     )
     for one in others[:2]:
-        said.append(_against(one, taken))
+        said.append(_against(one, taken, wishes))
     better = [
         one
         for one in every
         if one.feasible and not _may(one.candidate, wishes) and one.candidate.unit == taken.candidate.unit
-        if _worth(one, wishes) < _worth(taken, wishes)
+        if worth(one, wishes) < worth(taken, wishes)
     ]
     if better:
-        fastest = min(better, key=lambda one: _worth(one, wishes))
+        fastest = min(better, key=lambda one: worth(one, wishes))
         said.append(
             f"{fastest.candidate.name} would take {fastest.epoch_seconds:.3g} s, but is another estimator; "
             "--allow-estimators lets it be taken"
@@ -113,8 +113,11 @@ def _biggest(one: Prediction) -> str:
     )
 
 
-def _against(other: Prediction, taken: Prediction) -> str:
-    ratio = other.epoch_seconds / max(taken.epoch_seconds, 1e-12)
+def _against(other: Prediction, taken: Prediction, wishes: Wishes) -> str:
+    ratio = worth(other, wishes) / max(worth(taken, wishes), 1e-12)
+    if other.candidate.unit != taken.candidate.unit:
+        # Their epochs are different work, so what they move and compute is no reason.
+        return f"{other.candidate.name} takes {ratio:.2f} x as long to learn as much"
     more = other.bytes_outside - taken.bytes_outside
     work = other.seconds.compute + other.seconds.sampling - taken.seconds.compute - taken.seconds.sampling
     why = []

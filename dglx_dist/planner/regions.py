@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dglx_dist.planner.choose import Wishes, choose
+from dglx_dist.planner.choose import Wishes, choose, worth
 from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.records import Candidate
@@ -22,7 +22,8 @@ class Regions:
     winners: tuple[tuple[str, ...], ...]
     """(H, B) names of candidates; "" where nothing fits."""
     gains: tuple[tuple[float, ...], ...]
-    """(H, B) seconds of the usual strategy, the first candidate that may be taken, by the winner's."""
+    """(H, B) seconds of the usual strategy, the first that may be taken, by the winner's; 1 where it
+    does not fit."""
     usual: str
     """Name of that candidate."""
 
@@ -68,7 +69,7 @@ def find_regions(
             if taken is None or base is None or not base.epoch_seconds:
                 factors.append(1.0)
             else:
-                factors.append(base.epoch_seconds / taken.epoch_seconds)
+                factors.append(worth(base, wishes) / worth(taken, wishes))
         winners.append(tuple(names))
         gains.append(tuple(factors))
     return Regions(

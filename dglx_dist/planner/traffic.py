@@ -66,9 +66,7 @@ def columns_traffic(known: Measured, work: BatchWork, size: int, *, pushed: bool
         # Every part's ring has the same bytes, but for what columns do not divide by.
         every = 2 * (groups - 1) * first.cut_bytes * work.steps
         server_of = cluster.server_of_rank
-        far = sum(
-            server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of)
-        )
+        far = sum(server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of))
         crossing = every * far // cluster.ranks
         sums = sums[0] + crossing, sums[1] + every - crossing
     moved = known.graph.nodes * (cluster.servers - 1) // cluster.servers * known.graph.feature_bytes

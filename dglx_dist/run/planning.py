@@ -131,7 +131,7 @@ class PlanPlan:
 
     @property
     def draws(self) -> Draws | None:
-        """The mini-batches; None for a deep model without fan-outs, or where whole graphs alone may be chosen."""
+        """The mini-batches; None for a deep model without fan-outs, or for whole graphs alone."""
         return draws_of(self.asked)
 
     @property

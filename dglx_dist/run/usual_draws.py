@@ -13,8 +13,8 @@ USUAL = "data_parallel"
 _DEEP = 4
 """Layers from which on nobody draws mini-batches unless fan-outs are given."""
 NO_BATCHES = (
-    f"nobody draws mini-batches for {_DEEP} layers and more unless fan-outs are given, so ways to train on whole "
-    "graphs are compared (--fanout, --unit)"
+    f"nobody draws mini-batches for {_DEEP} layers and more unless fan-outs are given, so ways to train "
+    "on whole graphs are compared (--fanout, --unit)"
 )
 
 
@@ -46,6 +46,4 @@ def draws_of(asked: Asked) -> Draws | None:
     fanouts = default_fanouts(USUAL, asked.num_layers) if asked.fanouts is None else tuple(asked.fanouts)
     size = asked.batch_size or default_batch_size(USUAL)
     assert size is not None
-    return Draws(
-        fanouts=fanouts, batch_size=size, epoch=asked.epoch, most_batches=asked.dry_batches or None
-    )
+    return Draws(fanouts=fanouts, batch_size=size, epoch=asked.epoch, most_batches=asked.dry_batches or None)
