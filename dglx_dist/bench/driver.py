@@ -40,8 +40,8 @@ def run(
 ) -> Outcome:
     """Measure ``experiment`` as ``plan`` says, and write ``<plan.out>/<ID>.json`` after every repetition.
 
-    First every variant runs once to warm up; then the rates are found at which a baseline communicates as
-    long as is wanted; then come the repetitions, each with one job per variant, whose order moves on by one
+    First every variant runs once to warm up, of those that differ by their rate alone the first; then the
+    rates are found at which a baseline communicates as long as is wanted; then come the repetitions, each with one job per variant, whose order moves on by one
     each time so that nobody is always first; last come the accuracy curves that variants ask for.
 
     Args:
@@ -117,8 +117,9 @@ class _Running:
         """
         repetitions = self._bench.repetitions
         curves = [variant for variant in self.variants if variant.curve is not None]
-        self._steps.expect(len(self.variants) * (1 + repetitions) + len(curves))
-        for variant in self.variants:
+        colds = differing(self.variants)
+        self._steps.expect(len(colds) + len(self.variants) * repetitions + len(curves))
+        for variant in colds:
             self._steps.begin(f"warming up: {variant.name}")
             stage.do(variant.shape, variant.job.warmed(), None)
         rates = self._find_rates(stage)
@@ -189,6 +190,15 @@ class _Running:
         calibration = find_rate(measure, phi)
         self._steps.expect(min(taken - _CALIBRATION_JOBS, 0))
         return calibration
+
+
+def differing(variants: Sequence[Variant]) -> list[Variant]:
+    """Return those that do something else than all before them, or on other servers; rates do not count."""
+    found: list[Variant] = []
+    for variant in variants:
+        if not any((one.shape, one.job) == (variant.shape, variant.job) for one in found):
+            found.append(variant)
+    return found
 
 
 def in_turn(variants: Sequence[Variant], repetition: int) -> list[Variant]:

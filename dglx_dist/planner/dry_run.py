@@ -28,7 +28,7 @@ from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.rates import Rates, fitted, time_batches
 from dglx_dist.planner.records import Cluster, Way
-from dglx_dist.planner.rehearsed import rehearsed
+from dglx_dist.planner.rehearsed import with_rehearsals
 from dglx_dist.planner.survey import Draws, count_rank
 from dglx_dist.planner.trials import gather_byte_s, trials
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
@@ -97,29 +97,28 @@ def dry_run(
         rates = _rates(g, module, shape, told, seeds, sampled)
     whole = {}
     for way in told.ways:
-        if not worth_counting(graph.edges, len(shape.layers), way):
-            whole[way] = expected.closures(graph, told.cluster, way, len(shape.layers))
-            continue
         with clock.of(f"plans of {_named(way, shape)}"):
-            whole[way] = count_way(g, ground, seeds, way, len(shape.layers))
+            whole[way] = (
+                count_way(g, ground, seeds, way, len(shape.layers))
+                if worth_counting(graph.edges, len(shape.layers), way)
+                else expected.closures(graph, told.cluster, way, len(shape.layers))
+            )
     with clock.of("pairs of border nodes"):
         shard = g.structure().shards[0]
         ghosts = count_ghosts(shard.indptr, shard.indices, bounds, topology)
-    memory = MemoryModel(
+    fixed = MemoryModel(
         graph=graph,
         shape=shape,
         cluster=told.cluster,
         program_bytes=max(told.program_bytes, PROGRAM_BYTES),
         replicated=not told.partitioned,
-        of_batches=rehearsed(module, shape, with_halo=False),
-        of_graphs=rehearsed(module, shape, with_halo=True) if told.ways else None,
     )
     return Measured(
         graph=graph,
         shape=shape,
         cluster=told.cluster,
         rates=rates,
-        memory=memory,
+        memory=with_rehearsals(fixed, module, whole=bool(told.ways)),
         batches=batches,
         whole=whole,
         ghosts=ghosts,

@@ -23,6 +23,7 @@ ASSUMPTIONS = (
     "batches and closures are expected from the number of nodes and edges and the spread of degrees, as if "
     "neighbours were drawn independently; communities make them smaller",
     "partitions are even in nodes, edges and training nodes",
+    "whole graphs compute every node, also those that no training node depends on",
 )
 _ID_BYTES, _EDGE_BYTES = 8, 24
 

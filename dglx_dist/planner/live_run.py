@@ -26,7 +26,7 @@ from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.rates import Rates, fitted, time_batches
 from dglx_dist.planner.records import Way
-from dglx_dist.planner.rehearsed import rehearsed
+from dglx_dist.planner.rehearsed import with_rehearsals
 from dglx_dist.planner.survey import Draws, RankCount, count_rank
 from dglx_dist.planner.trials import gather_byte_s, trials
 from dglx_dist.records import FEATURE, Array
@@ -65,29 +65,27 @@ def live_run(
     whole: dict[Way, FullWork] = {}
     graph = of_manifest(g.dataset.manifest, session.topology.num_servers, len(seeds))
     for way in told.ways:
-        if not worth_counting(g.num_edges(), len(shape.layers), way):
-            whole[way] = expected.closures(graph, told.cluster, way, len(shape.layers))
-            continue
         tell(f"counting plans of {way[0]} of {len(shape.layers)} layers preloaded")
-        whole[way] = _way(g, seeds, way, len(shape.layers))
+        whole[way] = (
+            _way(g, seeds, way, len(shape.layers))
+            if worth_counting(g.num_edges(), len(shape.layers), way)
+            else expected.closures(graph, told.cluster, way, len(shape.layers))
+        )
     pairs = whole.get((0, "", 1))
-    memory = MemoryModel(
+    programs = [int(str(one)) for one in gather_json(told.program_bytes, session)]
+    fixed = MemoryModel(
         graph=graph,
         shape=shape,
         cluster=told.cluster,
-        program_bytes=max(
-            PROGRAM_BYTES, *(int(str(one)) for one in gather_json(told.program_bytes, session))
-        ),
+        program_bytes=max(PROGRAM_BYTES, *programs),
         replicated=not told.partitioned,
-        of_batches=rehearsed(module, shape, with_halo=False),
-        of_graphs=rehearsed(module, shape, with_halo=True) if told.ways else None,
     )
     return Measured(
         graph=graph,
         shape=shape,
         cluster=told.cluster,
         rates=rates,
-        memory=memory,
+        memory=with_rehearsals(fixed, module, whole=bool(told.ways)),
         batches=batches,
         whole=whole,
         ghosts=None if pairs is None else _ghosts(pairs),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from dglx_dist.cluster.topology import silence_profiler
 from dglx_dist.errors import ConfigError
+from dglx_dist.planner.memory import MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.granndis.rehearsal import Rehearsal, rehearse
@@ -16,14 +18,22 @@ from dglx_dist.strategies.granndis.rehearsal import Rehearsal, rehearse
 log = logging.getLogger(__name__)
 
 
-def rehearsed(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> Rehearsal | None:
-    """Return the allocations of a step of ``module``.
+def with_rehearsals(model: MemoryModel, module: nn.Module, *, whole: bool) -> MemoryModel:
+    """Return ``model`` with what steps of ``module`` allocate, where they can be rehearsed.
 
     Args:
+        model: Of its shape.
         module: Called as ``module(blocks, features)``; not changed.
-        shape: Of it.
-        with_halo: Whether layers exchange rows, as those of whole graphs do.
+        whole: Whether steps on whole graphs, whose layers exchange rows, are rehearsed too.
     """
+    return replace(
+        model,
+        of_batches=_rehearsed(module, model.shape, with_halo=False),
+        of_graphs=_rehearsed(module, model.shape, with_halo=True) if whole else None,
+    )
+
+
+def _rehearsed(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> Rehearsal | None:
     kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
     row = torch.zeros(1, shape.features, dtype=kind)
     silence_profiler()

@@ -7,8 +7,8 @@
 It is experiment A1 of `dglx bench` on larger graphs, with more hidden widths and, unless told, one
 repetition: in every cell (mini-batches of 2 layers, whole graphs of 2 and of 14; hidden width; random and
 METIS cut; bandwidth) `dglx plan` foretells all exact ways to train, which are then trained on two servers of
-one rank: one epoch to warm up, two measured ones. Regret is the time of the way that was chosen by that of the fastest.
-Without the right to limit links all bandwidths are that of loopback, and no verdict is given.
+one rank: one epoch to warm up, two measured ones. Regret is the time of the way that was chosen by that of
+the fastest. Without the right to limit links all bandwidths are that of loopback, and no verdict is given.
 """
 
 from __future__ import annotations

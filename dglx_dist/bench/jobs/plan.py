@@ -1,4 +1,4 @@
-"""The job ``plan``: what each exact way to train is foretold to take at several bandwidths, by one dry run."""
+"""The job ``plan``: what each exact way to train is foretold to take at some bandwidths, by one dry run."""
 
 from __future__ import annotations
 
