@@ -41,8 +41,9 @@ def run(
     """Measure ``experiment`` as ``plan`` says, and write ``<plan.out>/<ID>.json`` after every repetition.
 
     First every variant runs once to warm up, of those that differ by their rate alone the first; then the
-    rates are found at which a baseline communicates as long as is wanted; then come the repetitions, each with one job per variant, whose order moves on by one
-    each time so that nobody is always first; last come the accuracy curves that variants ask for.
+    rates are found at which a baseline communicates as long as is wanted; then come the repetitions, each
+    with one job per variant, whose order moves on by one each time so that nobody is always first; last come
+    the accuracy curves that variants ask for.
 
     Args:
         experiment: What is to be measured.
