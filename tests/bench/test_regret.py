@@ -40,7 +40,7 @@ def judged(of: str, high: float, **seconds: float) -> Outcome:
     )
     plan = replace(
         given.plan,
-        variants=tuple(variant(name) for name in took),
+        variants=tuple(replace(variant(name), rate=None) for name in took),
         ratios=(ratio,),
         facts={
             PREDICTED_SECONDS: {name: 1.1 * value for name, value in took.items()},
