@@ -126,9 +126,15 @@ def _chosen(
         ),
         tell,
     )
-    choice = choose(candidates, known, wishes)
-    # Figures are the same on all ranks, but a rounding apart would part them for good.
-    return replace(choice, picked=int(str(broadcast_json(choice.picked, session)))), draws
+    return _agreed(choose(candidates, known, wishes), session), draws
+
+
+def _agreed(choice: Choice, session: Session) -> Choice:
+    """Return ``choice`` with what rank 0 takes: figures are the same, but a rounding would part the ranks."""
+    mine = "" if choice.taken is None else choice.taken.candidate.name
+    name = broadcast_json(mine, session)
+    names = [one.candidate.name for one in choice.predictions]
+    return replace(choice, picked=names.index(str(name)) if name else -1)
 
 
 def _candidates(
