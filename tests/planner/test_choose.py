@@ -13,7 +13,7 @@ from dglx_dist.planner.predict import predict
 from dglx_dist.planner.records import Candidate, Outcome
 from dglx_dist.planner.regions import find_regions
 from dglx_dist.planner.traffic import ring_split
-from tests.planner.hand_made import CLUSTER, SHAPE, known
+from tests.planner.hand_made import BATCHES, CLUSTER, SHAPE, SURVEY, known
 
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", moves="columns", options={"structure": "push"})
@@ -47,6 +47,20 @@ def test_sums_are_waited_for() -> None:
     assert found.outside["activations"] == found.outside["activation_gradients"] == 500 * 16 * 4
     assert found.outside["structure"] == 4 * (500 + 10 + 5000 + 4000)
     assert found.seconds.outside >= 2 * 500 * 16 * 4 / 2 / 1e6
+
+
+def test_an_owner_more_is_a_block_more_in_each_step() -> None:
+    """5 steps, each with a block of 1.5 ms of the other part; what is sent is handled on the one core too."""
+    rows, columns = predict(ROWS, known()), predict(COLUMNS, known())
+    handled = (rows.bytes_outside - columns.bytes_outside) * 0.75e-9
+    assert columns.seconds.compute == pytest.approx(rows.seconds.compute + 5 * 1.5e-3 - handled)
+    # 2500 edges of layer 1, 4 heads of 50 columns.
+    assert SHAPE.first is not None
+    attends = replace(SHAPE, first=replace(SHAPE.first, logit_width=4))
+    without = columns.seconds.compute - columns.bytes_outside * 0.75e-9
+    with_heads = predict(COLUMNS, known(shape=attends))
+    more = with_heads.seconds.compute - with_heads.bytes_outside * 0.75e-9 - without
+    assert more == pytest.approx(4 * 50 * 2500 * 1e-8)
 
 
 def test_layers_of_whole_graphs_wait_for_rows() -> None:
@@ -111,6 +125,20 @@ def test_gradients_go_around_a_ring() -> None:
     assert ring_split(100, replace(CLUSTER, servers=1), 1, 3) == (0, 0)
 
 
+def test_sums_of_a_group_leave_the_server_for_parts_elsewhere() -> None:
+    """Groups of 4 on 2 servers of 2 ranks: of 3 other parts 2 are away; groups of 2 stay inside."""
+    two = replace(CLUSTER, ranks_per_server=2)
+    survey = replace(SURVEY, seeds_per_rank=[25] * 4)
+    known_of_four = known(cluster=two, batches=replace(BATCHES, survey=survey))
+    crossing = predict(COLUMNS, known_of_four)
+    every = 3 * 500 * 16 * 4
+    assert crossing.outside["activations"] == every * 2 // 3
+    assert crossing.inside["activations"] == every // 3
+    inside = predict(replace(COLUMNS, options={"structure": "push", "group_size": 2}), known_of_four)
+    assert "activations" not in inside.outside
+    assert inside.inside["activations"] == 500 * 16 * 4
+
+
 def test_candidates_follow_the_servers() -> None:
     alone = enumerate_candidates(Frame(ranks=1, servers=1, num_layers=2, steps=3))
     assert {one.strategy for one in alone} == {"data_parallel", "full_graph", "lambda"}
@@ -118,6 +146,11 @@ def test_candidates_follow_the_servers() -> None:
     assert {one.options.get("hops") for one in many if one.strategy == "shared_preload"} == {None, 1, 2}
     assert {one.options.get("group_size") for one in many if one.moves == "columns"} == {None, 1, 2}
     assert (3, "", 3) in ways_of(many)
+    # Sixteen co-batches are no epoch of a hundred steps.
+    long = enumerate_candidates(Frame(ranks=4, servers=2, num_layers=3, steps=100))
+    assert {one.unit for one in long if one.strategy == "cooperative"} == {"full_graph"}
+    wide = enumerate_candidates(Frame(ranks=32, servers=4, num_layers=2, steps=3))
+    assert {one.options.get("group_size") for one in wide if one.moves == "columns"} == {None, 1, 8, 16}
     assert not any(
         one.unit == "mini_batch"
         for one in enumerate_candidates(Frame(ranks=4, servers=2, num_layers=9, steps=0))
