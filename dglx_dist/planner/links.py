@@ -11,7 +11,7 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.strategies.granndis.ends import Incoming
 from dglx_dist.strategies.granndis.wire import Outgoing, Wire, wire_of
 
-_FIRST_BYTES, _MOST_BYTES = 256 * 1024, 256 * 2**20
+_FIRST_BYTES, _MOST_BYTES = 256 * 1024, 64 * 2**20
 _LONG_ENOUGH_S = 0.3
 """A round that lasts as long tells the rate: what a limit lets pass at once is little of it."""
 _SMALL_ROUNDS = 10
