@@ -66,8 +66,9 @@ def plan(  # noqa: PLR0913  # one argument per option
         ),
     ] = None,
     latency_ms: Annotated[
-        float, typer.Option(rich_help_panel=_SERVERS, help="Of a message between servers.")
-    ] = 0.5,
+        float | None,
+        typer.Option(rich_help_panel=_SERVERS, help="Of a message between servers. Default: 0.5."),
+    ] = None,
     cores: Annotated[
         float | None, typer.Option(rich_help_panel=_SERVERS, help="Of a rank. Default: as this machine's.")
     ] = None,
@@ -182,7 +183,7 @@ def plan(  # noqa: PLR0913  # one argument per option
         ranks_per_server=_ranks_of_each(ranks, ranks_per_server, servers),
         external=None if bandwidth_external is None else Rate.parse(bandwidth_external),
         internal=None if bandwidth_internal is None else Rate.parse(bandwidth_internal),
-        latency_s=latency_ms / 1e3,
+        latency_s=None if latency_ms is None else latency_ms / 1e3,
         cores=cores,
         here=here,
         memory_bytes=None if memory is None else read_size(memory),

@@ -1,8 +1,8 @@
 """What batches and plans come to, expected from the figures of a graph: for graphs and clusters not here yet.
 
-A frontier of n nodes with e drawn in-edges reaches about N' (1 - exp(-e / N')) distinct sources, where N' is
-N by the spread of the degrees, for popular nodes are drawn again and again. That communities make two nodes
-share more neighbours is left out, so rows are rather over- than underestimated.
+A frontier with e drawn in-edges that lead to N nodes reaches about N' (1 - exp(-e / N')) distinct sources,
+where N' is N by the root of the degrees' spread, for popular nodes are drawn again and again. That communities
+make two nodes share more neighbours is left out, so rows are rather over- than underestimated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ ASSUMPTIONS = (
     "batches and closures are expected from the number of nodes and edges and the spread of degrees, as if "
     "neighbours were drawn independently; communities make them smaller",
     "partitions are even in nodes, edges and training nodes",
-    "whole graphs compute every node, also those that no training node depends on",
 )
 _ID_BYTES, _EDGE_BYTES = 8, 24
 
@@ -83,18 +82,19 @@ def batches(
 def closures(graph: GraphStats, cluster: Cluster, way: Way, num_layers: int) -> FullWork:
     """Return what an epoch of whole graphs is expected to come to; co-batches count as parts of one step."""
     hops, kind, number = way
-    own = graph.nodes / cluster.servers
-    held = _grown(graph, own, EAS_HOPS[kind] if kind else hops, fanout=EAS_FANOUT if kind else None)
-    rows = [held[max(hops - level, 0)] for level in range(num_layers + 1)] if not kind else []
-    rows = rows or [held[-1]] * num_layers + [own]
-    external = rows[0] - own if hops else 0.0
-    share = 1.0 / cluster.ranks_per_server
+    own, share = graph.nodes / cluster.servers, 1.0 / cluster.ranks_per_server
+    needed = _needed(graph, num_layers)
+    held = _grown(graph, cluster, EAS_HOPS[kind] if kind else hops, fanout=EAS_FANOUT if kind else None)
+    reach = (
+        [held[-1]] * num_layers + [own] if kind else [held[max(hops - at, 0)] for at in range(num_layers + 1)]
+    )
+    rows = [all_rows * part for all_rows, part in zip(reach, needed, strict=True)]
+    external = (reach[0] - own) * needed[0] if hops else 0.0
     edges = [graph.mean_degree * after * share for after in rows[1:]]
     outside, inside = [], []
-    for layer in range(num_layers):
-        crosses = layer >= hops
-        pairs = _boundary(graph, own * share, graph.edge_cut) if crosses else 0.0
-        between = _boundary(graph, rows[layer + 1] * share, _cut_inside(cluster, graph))
+    for layer, after in enumerate(rows[1:]):
+        pairs = _border(graph, after * share, graph.edge_cut, graph.nodes - own) if layer >= hops else 0.0
+        between = _border(graph, after * share, _cut_inside(cluster, graph), reach[layer] * (1.0 - share))
         outside.append(round(pairs * cluster.ranks))
         inside.append(round(between * cluster.ranks))
     targets = tuple(round(after * share) for after in rows[1:])
@@ -120,9 +120,9 @@ def closures(graph: GraphStats, cluster: Cluster, way: Way, num_layers: int) -> 
 
 def ghosts(graph: GraphStats, cluster: Cluster) -> Ghosts:
     """Return the pairs of a node and another rank that reads it."""
-    rows = graph.nodes / cluster.ranks
-    outside = _boundary(graph, rows, graph.edge_cut) * cluster.ranks
-    inside = _boundary(graph, rows, _cut_inside(cluster, graph)) * cluster.ranks
+    rows, own = graph.nodes / cluster.ranks, graph.nodes / cluster.servers
+    outside = _border(graph, rows, graph.edge_cut, graph.nodes - own) * cluster.ranks
+    inside = _border(graph, rows, _cut_inside(cluster, graph), own - rows) * cluster.ranks
     return Ghosts(outside=round(outside), inside=round(inside), counted=False)
 
 
@@ -135,7 +135,7 @@ def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[
         degree = graph.mean_degree * (1.0 if hop == 0 else graph.degree_spread)
         each = degree if fanout < 0 else fanout * (1.0 - math.exp(-degree / max(fanout, 1)))
         drawn = rows * each
-        found = _distinct(graph, drawn)
+        found = _distinct(graph, drawn, graph.nodes)
         new = min(found, graph.nodes - rows)
         remote += new * _away(graph, cluster, hop + 1)
         met += new
@@ -147,27 +147,40 @@ def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[
     return _Levels(sources=tuple(sources), targets=tuple(targets), edges=tuple(edges), remote=share)
 
 
-def _grown(graph: GraphStats, own: float, hops: int, *, fanout: int | None) -> list[float]:
-    """Return rows within 0 to ``hops`` hops of a server's own nodes."""
-    rows, new, found = own, own, [own]
-    for _ in range(hops):
-        crossing = graph.mean_degree * graph.edge_cut
-        crossing = crossing if fanout is None else min(crossing, fanout)
-        left = max(graph.nodes - rows, 0.0)
-        new = min(_distinct(graph, new * crossing), left)
-        rows += new
-        found.append(rows)
+def _needed(graph: GraphStats, num_layers: int) -> list[float]:
+    """Return the share of nodes that training depends on, of each level, the features' first."""
+    found = [graph.train_nodes / graph.nodes]
+    for _ in range(num_layers):
+        met = _distinct(graph, found[0] * graph.edges, graph.nodes) / graph.nodes
+        found.insert(0, found[0] + met * (1.0 - found[0]))
     return found
 
 
-def _boundary(graph: GraphStats, rows: float, cut: float) -> float:
-    """Return the distinct sources that ``rows`` have beyond a cut of so many of their edges."""
-    return min(_distinct(graph, rows * graph.mean_degree * cut), max(graph.nodes - rows, 0.0))
+def _grown(graph: GraphStats, cluster: Cluster, hops: int, *, fanout: int | None) -> list[float]:
+    """Return rows within 0 to ``hops`` hops of a server's own nodes."""
+    own = graph.nodes / cluster.servers
+    others, new, found = graph.nodes - own, own, [own]
+    # Of the edges of own nodes those that are cut lead elsewhere, of others' all but those that lead here.
+    leaving = graph.edge_cut
+    for _ in range(hops):
+        crossing = graph.mean_degree * leaving
+        drawn = new * (crossing if fanout is None else min(crossing, fanout))
+        unmet = 1.0 - (found[-1] - own) / others if others else 0.0
+        new = _distinct(graph, drawn, others) * unmet
+        found.append(found[-1] + new)
+        leaving = 1.0 - graph.edge_cut / max(cluster.servers - 1, 1)
+    return found
 
 
-def _distinct(graph: GraphStats, drawn: float) -> float:
-    popular = graph.nodes / max(graph.degree_spread, 1.0) ** 0.5
-    return popular * -math.expm1(-drawn / popular)
+def _border(graph: GraphStats, rows: float, cut: float, others: float) -> float:
+    """Return the distinct sources of ``rows`` among ``others`` nodes, of which so many of their edges come."""
+    return _distinct(graph, rows * graph.mean_degree * cut, others)
+
+
+def _distinct(graph: GraphStats, drawn: float, nodes: float) -> float:
+    """Return how many of ``nodes`` so many draws meet."""
+    popular = nodes / max(graph.degree_spread, 1.0) ** 0.5
+    return popular * -math.expm1(-drawn / popular) if popular else 0.0
 
 
 def _away(graph: GraphStats, cluster: Cluster, hops: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from dglx_dist.planner import seconds as formulas
@@ -17,29 +18,40 @@ from dglx_dist.planner.traffic import (
     rows_traffic,
 )
 
-_NOTHING = (Seconds(), Traffic(exact=False), 0)
-
 
 def predict(candidate: Candidate, known: Measured) -> Prediction:
     """Return what an epoch of ``candidate`` comes to; where it cannot be taken, why, and zeros."""
     why_not = _refusal(candidate, known)
-    took, traffic, memory = _NOTHING if why_not else _FORMULAS[candidate.moves](candidate, known)
-    if not why_not and memory > known.cluster.memory_bytes:
-        why_not = f"needs {memory / 1e9:.1f} GB a rank, of {known.cluster.memory_bytes / 1e9:.1f}"
+    found = _NOTHING if why_not else _FORMULAS[candidate.moves](candidate, known)
+    needed = found.memory - found.shared + found.shared // known.cluster.ranks_per_server
+    if not why_not and needed > known.cluster.memory_bytes:
+        why_not = f"needs {needed / 1e9:.1f} GB a rank, of {known.cluster.memory_bytes / 1e9:.1f}"
     return Prediction(
         candidate=candidate,
-        seconds=took,
-        outside=traffic.outside,
-        inside=traffic.inside,
-        bytes_exact=traffic.exact,
-        once_bytes=traffic.once,
-        memory_bytes=memory,
+        seconds=found.seconds,
+        outside=found.traffic.outside,
+        inside=found.traffic.inside,
+        bytes_exact=found.traffic.exact,
+        once_bytes=found.traffic.once,
+        memory_bytes=found.memory,
         why_not=why_not,
         note=_note(candidate, known),
     )
 
 
-_Found = tuple[Seconds, Traffic, int]
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a formula gives."""
+
+    seconds: Seconds
+    traffic: Traffic
+    memory: int
+    """Peak of a rank."""
+    shared: int = 0
+    """Of it, what the ranks of a server map together."""
+
+
+_NOTHING = _Found(seconds=Seconds(), traffic=Traffic(exact=False), memory=0)
 
 
 def _rows(candidate: Candidate, known: Measured) -> _Found:
@@ -47,8 +59,13 @@ def _rows(candidate: Candidate, known: Measured) -> _Found:
     traffic = rows_traffic(known, work, cache)
     row = known.graph.feature_bytes
     kept = 0 if cache is None else cache.rows * (row + 4) // known.cluster.servers
-    memory = known.memory.batches(work.largest, held=known.memory.own_features + kept)
-    return formulas.rows_seconds(known, work, traffic), traffic, memory
+    shared = known.memory.own_features + kept
+    return _Found(
+        seconds=formulas.rows_seconds(known, work, traffic),
+        traffic=traffic,
+        memory=known.memory.batches(work.largest, held=shared),
+        shared=shared + known.memory.structure,
+    )
 
 
 def _columns(candidate: Candidate, known: Measured) -> _Found:
@@ -62,7 +79,8 @@ def _columns(candidate: Candidate, known: Measured) -> _Found:
     held = columns + known.memory.own_features
     memory = known.memory.batches(work.largest, held=held, pulls=size > 1)
     memory += (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
-    return took, traffic, memory
+    shared = known.memory.own_features + known.memory.structure
+    return _Found(seconds=took, traffic=traffic, memory=memory, shared=shared)
 
 
 def _plans(candidate: Candidate, known: Measured) -> _Found:
@@ -70,8 +88,12 @@ def _plans(candidate: Candidate, known: Measured) -> _Found:
     work = known.whole[candidate.way]
     use_pp = candidate.way[2] == 1
     traffic = plans_traffic(known, work, use_pp=use_pp)
-    memory = known.memory.full(work, ahead=0 if work.steps == 1 else 1)
-    return formulas.plans_seconds(known, work, traffic, use_pp=use_pp), traffic, memory
+    return _Found(
+        seconds=formulas.plans_seconds(known, work, traffic, use_pp=use_pp),
+        traffic=traffic,
+        memory=known.memory.full(work, ahead=0 if work.steps == 1 else 1),
+        shared=known.memory.own_features,
+    )
 
 
 def _intervals(candidate: Candidate, known: Measured) -> _Found:
@@ -82,7 +104,8 @@ def _intervals(candidate: Candidate, known: Measured) -> _Found:
     took = formulas.intervals_seconds(known, work, traffic, overlaps=not candidate.exact)
     # Every epoch in flight keeps its activations.
     kept = known.memory.full(work) - known.memory.fixed
-    return took, traffic, known.memory.fixed + round(kept * (1 + 0.5 * staleness))
+    memory = known.memory.fixed + round(kept * (1 + 0.5 * staleness))
+    return _Found(seconds=took, traffic=traffic, memory=memory)
 
 
 _FORMULAS: Mapping[str, Callable[[Candidate, Measured], _Found]] = MappingProxyType(

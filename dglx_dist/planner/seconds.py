@@ -100,9 +100,11 @@ def intervals_seconds(known: Measured, work: FullWork, traffic: Traffic, *, over
     cluster = known.cluster
     compute = _WORKER_OVERHEAD * known.rates.compute_s(known.shape.work(*work.worked), 1)
     ghosts = sum(traffic.outside.get(name, 0) for name in ("ghosts", "ghost_gradients"))
-    network = ghosts / cluster.servers / cluster.external_bytes_per_s
+    outside = ghosts / cluster.servers / cluster.external_bytes_per_s
+    # Nothing but ghosts stays inside: what goes to workers leaves the server.
+    inside = sum(traffic.inside.values()) / cluster.servers / cluster.internal_bytes_per_s
     factor = _ASYNC if overlaps else 1.0
-    return Seconds(compute=factor * compute, outside=factor * network)
+    return Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside)
 
 
 def _exchanged(rows: tuple[int, ...], first: int, hidden: int, use_pp: bool, *, learns: bool) -> int:

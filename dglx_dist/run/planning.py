@@ -70,7 +70,7 @@ class PlanPlan:
     ranks_per_server: int = 1
     external: Rate | None = None
     internal: Rate | None = None
-    latency_s: float = _LATENCY_S
+    latency_s: float | None = None
     cores: float | None = None
     """Of a rank; None: this machine's, by the ranks that share it."""
     here: bool = False
@@ -98,7 +98,7 @@ class PlanPlan:
             ("dry-batches", self.dry_batches < 0, "at least 0"),
             ("speed", not 0 < self.speed < float("inf"), "above 0"),
             ("cores", self.cores is not None and not 0 < self.cores < float("inf"), "above 0"),
-            ("latency-s", not 0 <= self.latency_s < float("inf"), "at least 0"),
+            ("latency-s", not 0 <= (self.latency_s or 0.0) < float("inf"), "at least 0"),
             ("full-graph-epochs", not 0 < self.full_graph_epochs < float("inf"), "above 0"),
             ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
             ("structure", self.structure not in _STRUCTURES, "auto, replicated or partitioned"),
@@ -276,6 +276,8 @@ def cluster_of(plan: PlanPlan) -> Cluster:
     rate = plan.external or Rate.parse(_USUAL_RATE)
     if plan.external is None and plan.servers > 1:
         assumptions.append(f"{rate} between servers (--bandwidth-external)")
+    if plan.latency_s is None and plan.servers > 1:
+        assumptions.append(f"{1e3 * _LATENCY_S:g} ms for a message between servers (--latency-ms)")
     inside = _INSIDE_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
     if plan.internal is None and plan.ranks_per_server > 1:
         assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
@@ -294,7 +296,7 @@ def cluster_of(plan: PlanPlan) -> Cluster:
         ranks_per_server=plan.ranks_per_server,
         external_bytes_per_s=_PAYLOAD * rate.bits_per_s / 8,
         internal_bytes_per_s=inside,
-        latency_s=plan.latency_s,
+        latency_s=_LATENCY_S if plan.latency_s is None else plan.latency_s,
         cores=cores,
         memory_bytes=memory,
         assumptions=tuple(assumptions),
