@@ -1,8 +1,8 @@
 """What batches and plans come to, expected from the figures of a graph: for graphs and clusters not here yet.
 
 A frontier with e drawn in-edges that lead to N nodes reaches about N' (1 - exp(-e / N')) distinct sources,
-where N' is N by the root of the degrees' spread, for popular nodes are drawn again and again. That communities
-make two nodes share more neighbours is left out, so rows are rather over- than underestimated.
+where N' is N by the root of the degrees' spread, for popular nodes are drawn again and again. That
+communities make two nodes share more neighbours is left out, so rows are rather over- than underestimated.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _grown(graph: GraphStats, cluster: Cluster, hops: int, *, fanout: int | None
 
 
 def _border(graph: GraphStats, rows: float, cut: float, others: float) -> float:
-    """Return the distinct sources of ``rows`` among ``others`` nodes, of which so many of their edges come."""
+    """Return the distinct sources of ``rows`` among ``others``, of which that part of their edges come."""
     return _distinct(graph, rows * graph.mean_degree * cut, others)
 
 
