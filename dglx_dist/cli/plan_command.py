@@ -205,8 +205,6 @@ def plan(  # noqa: PLR0913  # one argument per option
     show(plan_table(choice))
     for line in plan_lines(choice):
         console.print(line)
-    if picture is not None:
-        console.print(f"drawn: {picture}")
 
 
 def _ranks_of_each(ranks: int | None, per_server: int | None, servers: int) -> int:
@@ -235,5 +233,9 @@ def _mapped(asked: PlanPlan, picture: Path, tell: Callable[[str], None] | None) 
         picture.parent.mkdir(parents=True, exist_ok=True)
         draw_regions(regions, picture, title=title, here=here)
 
-    draw_or_warn(draw, picture, remedy="; say where with --map FILE.png")
+    if tell is None:
+        # JSON and nothing else.
+        draw()
+    else:
+        draw_or_warn(draw, picture, remedy="; say where with --map FILE.png")
     return choice

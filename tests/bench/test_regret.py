@@ -98,7 +98,7 @@ def test_cells_come_back_from_a_result(tmp_path: Path) -> None:
 
 
 def test_a_grid_is_planned_by_real_dry_runs(tmp_path: Path) -> None:
-    size = Size(nodes=800, batch_size=40, whole_nodes=600, deep_nodes=100, hidden=(8,))
+    size = Size(nodes=800, batch_size=40, whole_nodes=600, deep_nodes=600, hidden=(8,))
     grid = grid_of(size)
     grid = replace(grid, families=grid.families[:2], cuts=("random",), rates=("100mbit", "10gbit"))
     plan = plan_of(BenchPlan(suite="papers", out=tmp_path, work=tmp_path / "work"), grid)
