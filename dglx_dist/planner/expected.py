@@ -128,7 +128,9 @@ def ghosts(graph: GraphStats, cluster: Cluster) -> Ghosts:
 
 def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[int]) -> _Levels:
     """Return the levels of one batch, from its seeds down."""
-    sources, targets, edges = [], [], []
+    sources: list[float] = []
+    targets: list[float] = []
+    edges: list[float] = []
     rows, remote, met = seeds, 0.0, 0.0
     for hop, fanout in enumerate(reversed(fanouts)):
         # Whoever is reached along an edge has more edges than most.

@@ -147,6 +147,8 @@ def count_rank(
     for number, (inputs, targets, blocks) in enumerate(loader):
         if draws.most_batches is not None and number >= draws.most_batches:
             break
+        assert isinstance(inputs, Tensor)
+        assert isinstance(targets, Tensor)
         count.add(inputs, targets, blocks)
         if keep is not None:
             keep.append(blocks)

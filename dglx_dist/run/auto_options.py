@@ -77,6 +77,6 @@ def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
     given = dict(options)
     for name, kind in (("full_graph_epochs", float), ("memory", str)):
         if isinstance(given.get(name), int) and not isinstance(given[name], bool):
-            given[name] = kind(given[name])  # type: ignore[operator,arg-type]  # a whole number, one line up
+            given[name] = kind(given[name])  # type: ignore[arg-type]  # a whole number, one line up
     check_options(AUTO, given, _OPTIONS)
     return AutoOptions(**given)  # type: ignore[arg-type]  # checked one line up
