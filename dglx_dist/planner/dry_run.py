@@ -177,13 +177,15 @@ def _rates(
     g: DistGraph, module: nn.Module, shape: ModelShape, told: DryRun, seeds: Array, sampled: float
 ) -> Rates:
     tried = trials(g, seeds, told.draws, len(shape.layers), whole=bool(told.ways))
-    step, edge, product = fitted(*time_batches(module, shape, list(tried), clock=told.clock))
+    work, seconds, fresh = time_batches(module, shape, list(tried), clock=told.clock)
+    step, edge, product = fitted(work, seconds)
     return Rates(
         step_s=step,
         edge_column_s=edge,
         multiply_add_s=product,
         sample_edge_s=sampled,
         gather_byte_s=gather_byte_s(g, seeds),
+        fresh_edge_s=fresh,
     )
 
 

@@ -153,11 +153,11 @@ def _rates(
     """Return the rates of a rank while all others compute too."""
     session = g.session
     mine = trials(g, seeds, told.draws, len(shape.layers), whole=bool(told.ways))
-    work, seconds = time_batches(module, shape, list(mine))
+    work, seconds, fresh = time_batches(module, shape, list(mine))
     first, last = _own(g)
     own = seeds[(seeds >= first) & (seeds < last)]
     gather = gather_byte_s(g, own if len(own) else np.array([first]))
-    every: Sequence[Any] = gather_json([work.tolist(), seconds.tolist(), gather], session)
+    every: Sequence[Any] = gather_json([work.tolist(), seconds.tolist(), gather, fresh], session)
     step, edge, product = fitted(
         np.concatenate([np.array(one[0]) for one in every]),
         np.concatenate([np.array(one[1]) for one in every]),
@@ -168,6 +168,7 @@ def _rates(
         multiply_add_s=product,
         sample_edge_s=per_edge,
         gather_byte_s=max(float(one[2]) for one in every),
+        fresh_edge_s=max(float(one[3]) for one in every),
     )
 
 

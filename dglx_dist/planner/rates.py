@@ -36,6 +36,9 @@ class Rates:
     """To draw an edge and to build its block."""
     gather_byte_s: float
     """To read a byte of a feature row from the own server's memory."""
+    fresh_edge_s: float = 0.0
+    """What the first step on a block takes longer than later ones, by its edges: formats that message passing
+    makes of it. Mini-batches and co-batches pay it in every step, whole graphs once."""
     measured: bool = True
 
     def compute_s(self, work: tuple[int, int], steps: int) -> float:
@@ -51,6 +54,7 @@ class Rates:
             multiply_add_s=factor * self.multiply_add_s,
             sample_edge_s=factor * self.sample_edge_s,
             gather_byte_s=factor * self.gather_byte_s,
+            fresh_edge_s=factor * self.fresh_edge_s,
             measured=self.measured,
         )
 
@@ -67,6 +71,7 @@ def assumed(*, speed: float = 1.0) -> Rates:
         multiply_add_s=0.025e-9,
         sample_edge_s=30e-9,
         gather_byte_s=0.3e-9,
+        fresh_edge_s=20e-9,
         measured=False,
     )
     return one.slowed(1.0 / speed)
@@ -79,15 +84,19 @@ def time_batches(
     *,
     repetitions: int = _REPETITIONS,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Array, Array]:
-    """Time steps of a copy of ``module``: (k, 3) float64 work and (k,) float64 seconds for :func:`fitted`.
+) -> tuple[Array, Array, float]:
+    """Time steps of a copy of ``module``.
 
     Args:
         module: Called as ``module(blocks, features)``; not changed.
         shape: Of it.
         batches: Blocks of at least two sizes; what they hold is not read.
-        repetitions: Of each, after one to warm up; the median counts.
+        repetitions: Of each, after one on the block as it is new; the median counts.
         clock: Seconds.
+
+    Returns:
+        (k, 3) float64 work and (k,) float64 seconds for :func:`fitted`, and what an edge of a new block takes
+        longer.
 
     Raises:
         ConfigError: there are no batches, or the model fails on them.
@@ -96,13 +105,16 @@ def time_batches(
         raise ConfigError("there is no batch to measure the model on; give the graph training nodes")
     copied = copy.deepcopy(module).train()
     optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
-    rows, seconds = [], []
-    for blocks in batches:
+    rows, seconds, fresh = [], [], []
+    for number, blocks in enumerate(batches):
         sizes = _sizes(blocks)
         rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
-        took = [_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1)][1:]
-        seconds.append(statistics.median(took))
-    return np.array(rows), np.array(seconds)
+        first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1))
+        seconds.append(statistics.median(later))
+        # The very first step warms up more than its blocks.
+        if number:
+            fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
+    return np.array(rows), np.array(seconds), max(statistics.median(fresh or [0.0]), 0.0)
 
 
 def _sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:

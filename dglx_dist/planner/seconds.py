@@ -40,7 +40,7 @@ def rows_seconds(known: Measured, work: BatchWork, traffic: Traffic) -> Seconds:
     rounds = _ROUNDS_OF_PULL * (1 + (len(known.shape.layers) if known.structure_partitioned else 0))
     pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
     pulled += _waits(rounds * work.steps, known.cluster) if pulled_bytes else 0.0
-    compute = known.rates.compute_s(known.shape.work(*work.worked), work.steps)
+    compute = _computing(known, work.worked, work.steps, fresh=True)
     return _ahead(
         known, work, traffic, _Parts(compute=compute, sampling=_sampling(known, work, 1), pulled=pulled)
     )
@@ -60,7 +60,7 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
     outside, inside = traffic.outside, traffic.inside
     logits = 0 if first is None else first.logit_width * _COLUMNS_OF_A_HEAD * work.worked[2][0]
     of_an_owner = work.steps * _BLOCK_S / min(cluster.cores, 1.0) + logits * known.rates.edge_column_s
-    compute = known.rates.compute_s(known.shape.work(*work.worked), work.steps) + (size - 1) * of_an_owner
+    compute = _computing(known, work.worked, work.steps, fresh=True) + (size - 1) * of_an_owner
     draws = size if size > 1 and "structure" not in {**outside, **inside} else 1
     sums = ("activations", "activation_gradients")
     waited = sum(outside.get(name, 0) for name in sums) / cluster.servers / cluster.external_bytes_per_s
@@ -82,7 +82,7 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
 def plans_seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
     """Return those of whole graphs whose layers exchange rows, in one step or in several co-batches."""
     cluster, widths = known.cluster, known.shape.widths
-    compute = known.rates.compute_s(known.shape.work(*work.worked), work.steps)
+    compute = _computing(known, work.worked, work.steps, fresh=work.steps > 1)
     outside = _exchanged(work.card_rows, widths.first, widths.hidden, use_pp, learns=widths.first_learns)
     inside = _exchanged(work.inside_rows, widths.first, widths.hidden, use_pp, learns=widths.first_learns)
     waiting = work.card_rows[1:] if use_pp else work.card_rows
@@ -105,6 +105,18 @@ def intervals_seconds(known: Measured, work: FullWork, traffic: Traffic, *, over
     inside = sum(traffic.inside.values()) / cluster.servers / cluster.internal_bytes_per_s
     factor = _ASYNC if overlaps else 1.0
     return Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside)
+
+
+def _computing(
+    known: Measured,
+    worked: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    steps: int,
+    *,
+    fresh: bool,
+) -> float:
+    """Return the seconds of steps; ``fresh``: on blocks that are new in each."""
+    formats = known.rates.fresh_edge_s * sum(worked[2]) if fresh else 0.0
+    return known.rates.compute_s(known.shape.work(*worked), steps) + formats
 
 
 def _exchanged(rows: tuple[int, ...], first: int, hidden: int, use_pp: bool, *, learns: bool) -> int:

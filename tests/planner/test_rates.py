@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dgl
 import numpy as np
 import pytest
 
 from dglx_dist.planner.model_shape import layers_in, shape_of_kind, shape_of_module
-from dglx_dist.planner.rates import Rates, assumed, fitted
+from dglx_dist.planner.rates import Rates, assumed, fitted, time_batches
 from dglx_dist.training.models import build_model
 
 
@@ -30,6 +31,28 @@ def test_seconds_of_work() -> None:
     assert rates.compute_s((10, 100), 5) == 5 + 20 + 300
     assert rates.slowed(2.0).compute_s((10, 100), 5) == 650
     assert assumed(speed=50).edge_column_s == pytest.approx(assumed().edge_column_s / 50)
+
+
+def test_a_new_block_takes_longer_by_its_edges() -> None:
+    """Two blocks of 8 edges; each first step 4 s longer, but the very first warms up more than its block."""
+    durations = iter([9.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0])
+    now = 0.0
+    calls = 0
+
+    def clock() -> float:
+        nonlocal now, calls
+        calls += 1
+        now += next(durations) if calls % 2 == 0 else 0.0
+        return now
+
+    block = dgl.to_block(dgl.graph(([0, 1, 2, 3, 0, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1, 1])), [0, 1])
+    model = build_model("sage", 3, 4, 2, 1)
+    work, seconds, fresh = time_batches(
+        model, shape_of_kind("sage", 3, 4, 2, 1), [[block], [block]], clock=clock
+    )
+    assert work.shape == (2, 3)
+    assert seconds.tolist() == [1.0, 1.0]
+    assert fresh == pytest.approx(4.0 / 8)
 
 
 @pytest.mark.parametrize("kind", ["sage", "gcn", "sgc", "gat", "resgcn"])
