@@ -30,22 +30,24 @@ def listening_address(rendezvous: Rendezvous) -> str:
     return address
 
 
-def interface_address(name: str) -> str:
+def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
     """Return the IPv4 address of the interface ``name``, or else its IPv6 address.
+
+    Args:
+        name: Of the interface.
+        said_by: Where the user wrote it, for messages.
 
     Raises:
         ConfigError: it does not exist or has no address.
     """
     known = [interface for _, interface in socket.if_nameindex()]
     if name not in known:
-        raise ConfigError(
-            f"GLOO_SOCKET_IFNAME={name!r} is no network interface here (there are: {', '.join(known)})"
-        )
+        raise ConfigError(f"{said_by}={name!r} is no network interface here (there are: {', '.join(known)})")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError:
-            return _ipv6_address(name)
+            return _ipv6_address(name, said_by)
     return socket.inet_ntoa(answer[20:24])
 
 
@@ -103,10 +105,10 @@ def _own_outer_address() -> str:
     return outer[0]
 
 
-def _ipv6_address(name: str) -> str:
+def _ipv6_address(name: str, said_by: str) -> str:
     with open("/proc/net/if_inet6", encoding="ascii") as table:
         rows = [line.split() for line in table]
     for digits, *_, interface in rows:
         if interface == name:
             return str(ipaddress.IPv6Address(int(digits, 16)))
-    raise ConfigError(f"GLOO_SOCKET_IFNAME={name!r} has no address; choose an interface that is up")
+    raise ConfigError(f"{said_by}={name!r} has no address; choose an interface that is up")

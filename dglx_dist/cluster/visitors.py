@@ -50,7 +50,9 @@ def open_to_visitors(session: Session, interface: str = "") -> Visiting:
     kept = session.attached.get(_KEPT)
     if isinstance(kept, Visiting):
         return kept
-    address = session.rpc.address or (interface_address(interface) if interface else _LOOPBACK)
+    address = session.rpc.address or (
+        interface_address(interface, "option interface") if interface else _LOOPBACK
+    )
     encrypted = read_settings().curve
     door, ticket = _keys(encrypted=encrypted), _keys(encrypted=encrypted)
     # That of rank 0 is taken; with key pairs it opens nothing, else it is told as the job's own is.

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from dglx_dist.cluster.timeline import GRAPH_SERVER, NETWORK, PARAMETER_SERVER, WORKER, Span
 from dglx_dist.cluster.trace_events import RankSpans, TraceFile, deal_out
-from dglx_dist.errors import ConfigError
+from dglx_dist.report.excerpt import choose, clipped, window
 from dglx_dist.report.overlap import is_wait, workers_beside
 from dglx_dist.report.units import readable_percent
 
@@ -46,8 +46,9 @@ def draw(
     Raises:
         ConfigError: the trace has no such epoch.
     """
-    first, last = _found(trace, epochs)
-    begin, end = _window(trace, first, last)
+    # The first epoch compiles kernels and starts workers.
+    first, last = choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
+    begin, end = window(trace, first, last)
     rows = [row for rank in trace.ranks for row in _rows(rank, begin, end)]
     figure = Figure(figsize=(13, 1.4 + 0.34 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -70,36 +71,6 @@ def pipeline_text(trace: TraceFile) -> str:
     return f"{readable_percent(beside_s / worker_s)} of the workers' time beside graph servers"
 
 
-def _found(trace: TraceFile, epochs: tuple[int, int] | None) -> tuple[int, int]:
-    spans = (span for rank in trace.ranks for span in rank.spans)
-    known = sorted({span.batch for span in spans if span.row == GRAPH_SERVER and span.batch is not None})
-    if not known:
-        raise ConfigError("the trace has no epoch to draw; record more with --trace-steps")
-    if epochs is None:
-        # The first epoch compiles kernels and starts workers.
-        middle = max((len(known) - _SHOWN_EPOCHS + 1) // 2, 0)
-        return known[middle], known[min(middle + _SHOWN_EPOCHS, len(known)) - 1]
-    first, last = epochs
-    if not any(first <= epoch <= last for epoch in known):
-        raise ConfigError(
-            f"the trace has no epoch from {first} to {last}; it has {known[0]} to {known[-1]}; choose others "
-            "with --batches FIRST:LAST"
-        )
-    return max(first, known[0]), min(last, known[-1])
-
-
-def _window(trace: TraceFile, first: int, last: int) -> tuple[float, float]:
-    shown = [
-        span
-        for rank in trace.ranks
-        for span in rank.spans
-        if span.batch is not None and first <= span.batch <= last and not is_wait(span)
-    ]
-    begin, end = min(span.begin_s for span in shown), max(span.end_s for span in shown)
-    room = 0.01 * (end - begin)
-    return begin - room, end + room
-
-
 def _rows(rank: RankSpans, begin: float, end: float) -> list[tuple[str, list[Span]]]:
     found: list[tuple[str, list[Span]]] = []
     for row in (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK):
@@ -119,9 +90,8 @@ def _names(rank: int, row: str, number: int) -> Sequence[str]:
     return [f"rank {rank}, {row}" if lane == 0 else "" for lane in range(number)]
 
 
-def _draw_box(axes: Any, span: Span, height: int, window: tuple[float, float]) -> None:
-    begin, end = window
-    left, right = 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
+def _draw_box(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
+    left, right = clipped(span, shown)
     waits = is_wait(span)
     color = NO_INTERVAL if span.interval is None else COLORS[span.interval % len(COLORS)]
     axes.barh(
@@ -135,5 +105,5 @@ def _draw_box(axes: Any, span: Span, height: int, window: tuple[float, float]) -
         hatch="//" if span.name.startswith(_BACK) else None,
     )
     label = span.name if span.interval is None else f"{span.name} i{span.interval}"
-    if not waits and right - left > _LETTER_FRACTION * len(label) * 1e3 * (end - begin):
+    if not waits and right - left > _LETTER_FRACTION * len(label) * 1e3 * (shown[1] - shown[0]):
         axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=6, color="white")

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from dglx_dist.cluster.timeline import COMPUTE, LOADER, NETWORK, Span
 from dglx_dist.cluster.trace_events import TraceFile, deal_out
-from dglx_dist.errors import ConfigError
+from dglx_dist.report.excerpt import choose, clipped, window
 from dglx_dist.report.overlap import is_wait, overlap
 from dglx_dist.report.units import readable_percent
 
@@ -57,8 +57,9 @@ def draw(
     Raises:
         ConfigError: the trace has no such batch.
     """
-    first, last = _found(trace, batches)
-    begin, end = _window(trace, first, last)
+    # The first batches compile kernels and open connections; the last ones are drained.
+    first, last = choose(trace, COMPUTE, batches, unit="batch", usual=_SHOWN_BATCHES)
+    begin, end = window(trace, first, last, (COMPUTE,))
     split = any(span.name == "forward M" for rank in trace.ranks for span in rank.spans)
     names = SHORT | SPLIT if split else SHORT
     rows = [
@@ -90,40 +91,6 @@ def overlap_text(trace: TraceFile) -> str:
     return f"{readable_percent(fraction)} of the network's time beside compute"
 
 
-def _found(trace: TraceFile, batches: tuple[int, int] | None) -> tuple[int, int]:
-    known = sorted(
-        {s.batch for rank in trace.ranks for s in rank.spans if s.row == COMPUTE and s.batch is not None}
-    )
-    if not known:
-        raise ConfigError("the trace has no batch to draw; record more with --trace-steps")
-    if batches is None:
-        # The first batches compile kernels and open connections; the last ones are drained.
-        middle = max((len(known) - _SHOWN_BATCHES) // 2, 0)
-        return known[middle], known[min(middle + _SHOWN_BATCHES, len(known)) - 1]
-    first, last = batches
-    if not any(first <= number <= last for number in known):
-        raise ConfigError(
-            f"the trace has no batch from {first} to {last}; it has {known[0]} to "
-            f"{known[-1]}; choose others with --batches FIRST:LAST"
-        )
-    return max(first, known[0]), min(last, known[-1])
-
-
-def _window(trace: TraceFile, first: int, last: int) -> tuple[float, float]:
-    shown = [
-        span
-        for rank in trace.ranks
-        for span in rank.spans
-        if span.row == COMPUTE
-        and span.batch is not None
-        and first <= span.batch <= last
-        and not is_wait(span)
-    ]
-    begin, end = min(span.begin_s for span in shown), max(span.end_s for span in shown)
-    room = 0.01 * (end - begin)
-    return begin - room, end + room
-
-
 def _lanes(spans: Sequence[Span], row: str, begin: float, end: float) -> list[list[Span]]:
     inside = [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
     return deal_out(inside, nested=row == COMPUTE) or [[]]
@@ -142,8 +109,8 @@ def _longest_part(span: Span, later: Sequence[Span]) -> Span:
     return replace(span, begin_s=left, end_s=right)
 
 
-def _draw_box(axes: Any, span: Span, height: int, window: tuple[float, float]) -> None:
-    left, right = _clipped(span, window)
+def _draw_box(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
+    left, right = clipped(span, shown)
     waits = is_wait(span)
     color = NO_BATCH if span.batch is None else COLORS[span.batch % len(COLORS)]
     axes.barh(
@@ -158,16 +125,10 @@ def _draw_box(axes: Any, span: Span, height: int, window: tuple[float, float]) -
 
 
 def _draw_label(
-    axes: Any, span: Span, height: int, window: tuple[float, float], names: Mapping[str, str]
+    axes: Any, span: Span, height: int, shown: tuple[float, float], names: Mapping[str, str]
 ) -> None:
-    left, right = _clipped(span, window)
+    left, right = clipped(span, shown)
     label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
-    room = _LETTER_FRACTION * len(label) * 1e3 * (window[1] - window[0])
+    room = _LETTER_FRACTION * len(label) * 1e3 * (shown[1] - shown[0])
     if not is_wait(span) and right - left > room:
         axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=7, color="white")
-
-
-def _clipped(span: Span, window: tuple[float, float]) -> tuple[float, float]:
-    """Return begin and end in milliseconds since the picture's begin, as far as they are on it."""
-    begin, end = window
-    return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)

@@ -11,20 +11,15 @@ coauthor_physics.npz of --data too, and says so where there is no such file.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
-import time
 from pathlib import Path
 
-from dglx_dist.bench import suites
 from dglx_dist.bench.coauthors import FILE
-from dglx_dist.bench.figures import VariantFigures, ratio_figures, variant_figures
+from dglx_dist.bench.figures import VariantFigures, variant_figures
 from dglx_dist.bench.phase_table import measured_bytes, phase_table, predicted_bytes
-from dglx_dist.bench.records import BenchPlan, Measurement, Outcome
-from dglx_dist.bench.sections import ratio_in_words
-from dglx_dist.bench.verdict import judge
-from dglx_dist.cli.bench_command import measure, write_pages
+from dglx_dist.bench.records import BenchPlan, Experiment, Measurement, Outcome
+from dglx_dist.cli.bench_script import measure_in_turn, parser_of, plan_of, ratio_table
 from dglx_dist.report.table import markdown_table
 
 ALL = ("Y1", "Y2", "Y3", "Y4", "Y5")
@@ -32,40 +27,18 @@ ALL = ("Y1", "Y2", "Y3", "Y4", "Y5")
 
 def main() -> int:
     """Measure and print; 1 when an experiment failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/dorylus"), help="results go here")
-    parser.add_argument("--work", type=Path, help="datasets are made here once (default: work in --out)")
-    parser.add_argument("--only", default=",".join(ALL), help="ids by comma")
-    parser.add_argument("--repetitions", type=int, default=5, help="of Y1: seeds")
-    parser.add_argument(
-        "--quick", action="store_true", help="1 repetition on a small graph; Y1 has 5 all the same"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    quick = "1 repetition on a small graph; Y1 has all the same, for its seeds are what it is about"
+    parser = parser_of(__doc__, "dorylus", ALL, quick)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
     chosen = parser.parse_args()
-    failed = False
-    for experiment in [suites.find(name) for name in chosen.only.split(",")]:
-        plan = plan_of(chosen, experiment.id)
+
+    def plan(experiment: Experiment) -> BenchPlan:
+        asked = plan_of(chosen, few=chosen.quick and experiment.id != "Y1")
         if experiment.id == "Y1":
-            bring(chosen.data / FILE, plan.work / FILE)
-        began = time.perf_counter()
-        (outcome,) = measure([experiment], plan)
-        failed = failed or outcome.status == "failed"
-        tell(outcome, time.perf_counter() - began)
-        write_pages(plan.out)
-    return int(failed)
+            bring(chosen.data / FILE, asked.work / FILE)
+        return asked
 
-
-def plan_of(chosen: argparse.Namespace, experiment: str) -> BenchPlan:
-    """Return what the arguments ask for; Y1 has all its seeds in any case, for they are what it is about."""
-    few = chosen.quick and experiment != "Y1"
-    return BenchPlan(
-        suite="quick" if chosen.quick else "papers",
-        out=chosen.out.absolute(),
-        work=(chosen.work or chosen.out / "work").absolute(),
-        repetitions=1 if few else chosen.repetitions,
-        seed=chosen.seed,
-    )
+    return measure_in_turn(chosen, tables, plan)
 
 
 def bring(file: Path, place: Path) -> None:
@@ -79,12 +52,8 @@ def bring(file: Path, place: Path) -> None:
     shutil.copyfile(file, place)
 
 
-def tell(outcome: Outcome, seconds: float) -> None:
-    """Print the tables of one experiment."""
-    label = f"; {outcome.label}" if outcome.label else ""
-    print(f"\n## {outcome.experiment}: {outcome.status} {outcome.reason} ({seconds:.0f} s){label}\n")
-    if not outcome.measurements or outcome.plan is None:
-        return
+def tables(outcome: Outcome) -> list[str]:
+    """Return the tables of one experiment."""
     head = (
         "variant",
         "s per epoch (IQR)",
@@ -96,21 +65,8 @@ def tell(outcome: Outcome, seconds: float) -> None:
     )
     first = {one.variant: one for one in reversed(outcome.measurements)}
     rows = [cells(one, first[one.variant.name]) for one in variant_figures(outcome)]
-    print(markdown_table(head, rows), end="\n\n")
-    ratios = [
-        (
-            one.ratio.name,
-            "-" if one.ratio.predicted is None else f"{one.ratio.predicted:.3f}",
-            ratio_in_words(one),
-            str(judge(one)),
-        )
-        for one in ratio_figures(outcome)
-    ]
-    print(markdown_table(("ratio", "predicted", "measured (IQR)", "verdict"), ratios), end="\n\n")
-    for table in (phase_table(outcome), delta_table(outcome), seed_table(outcome)):
-        if table:
-            print(table, end="\n\n")
-    sys.stdout.flush()
+    told = (phase_table(outcome), delta_table(outcome), seed_table(outcome))
+    return [markdown_table(head, rows), ratio_table(outcome), *filter(None, told)]
 
 
 def cells(one: VariantFigures, measured: Measurement) -> tuple[str, ...]:

@@ -10,19 +10,13 @@ at which the bytes of push-pull and of data parallelism cross, and the time by t
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Mapping
-from pathlib import Path
 
-from dglx_dist.bench import suites
-from dglx_dist.bench.figures import VariantFigures, ratio_figures, variant_figures
+from dglx_dist.bench.figures import VariantFigures, variant_figures
 from dglx_dist.bench.phase_table import crossing, different_blocks, measured_bytes, phase_table
-from dglx_dist.bench.records import BenchPlan, Outcome
-from dglx_dist.bench.sections import ratio_in_words
-from dglx_dist.bench.verdict import judge
-from dglx_dist.cli.bench_command import measure, write_pages
+from dglx_dist.bench.records import Outcome
+from dglx_dist.cli.bench_script import measure_in_turn, parser_of, ratio_table
 from dglx_dist.report.table import markdown_table
 
 ALL = ("P1", "P2", "P4", "P5", "P6", "P7", "P8", "P9")
@@ -31,37 +25,12 @@ WIDTHS = (16, 32, 64, 100)
 
 def main() -> int:
     """Measure and print; 1 when an experiment failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/p3"), help="results go here")
-    parser.add_argument("--work", type=Path, help="datasets are made here once (default: work in --out)")
-    parser.add_argument("--only", default=",".join(ALL), help="ids by comma")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="1 repetition of half as many steps")
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    plan = BenchPlan(
-        suite="quick" if chosen.quick else "papers",
-        out=chosen.out.absolute(),
-        work=(chosen.work or chosen.out / "work").absolute(),
-        repetitions=1 if chosen.quick else chosen.repetitions,
-        seed=chosen.seed,
-    )
-    failed = False
-    for name in chosen.only.split(","):
-        began = time.perf_counter()
-        (outcome,) = measure([suites.find(name)], plan)
-        failed = failed or outcome.status == "failed"
-        tell(outcome, time.perf_counter() - began)
-    write_pages(plan.out)
-    return int(failed)
+    chosen = parser_of(__doc__, "p3", ALL, "1 repetition of half as many steps").parse_args()
+    return measure_in_turn(chosen, tables)
 
 
-def tell(outcome: Outcome, seconds: float) -> None:
-    """Print the tables of one experiment."""
-    label = f"; {outcome.label}" if outcome.label else ""
-    print(f"\n## {outcome.experiment}: {outcome.status} {outcome.reason} ({seconds:.0f} s){label}\n")
-    if not outcome.measurements:
-        return
+def tables(outcome: Outcome) -> list[str]:
+    """Return the tables of one experiment."""
     figures = {one.variant.name: one for one in variant_figures(outcome)}
     head = (
         "variant",
@@ -72,25 +41,14 @@ def tell(outcome: Outcome, seconds: float) -> None:
         "metis / it",
         "peak of a rank, MB",
     )
-    print(markdown_table(head, [cells(one, figures) for one in figures.values()]), end="\n\n")
-    ratios = [
-        (
-            one.ratio.name,
-            one.ratio.quantity,
-            "-" if one.ratio.predicted is None else f"{one.ratio.predicted:.2f}",
-            ratio_in_words(one),
-            str(judge(one)),
-        )
-        for one in ratio_figures(outcome)
+    differ = ", ".join(different_blocks(outcome)) or "none"
+    return [
+        markdown_table(head, [cells(one, figures) for one in figures.values()]),
+        ratio_table(outcome),
+        phase_table(outcome),
+        f"other blocks than data parallelism: {differ}",
+        *filter(None, (break_even(outcome),)),
     ]
-    print(markdown_table(("ratio", "of", "predicted", "measured (IQR)", "verdict"), ratios), end="\n\n")
-    print(phase_table(outcome), end="\n\n")
-    differ = different_blocks(outcome)
-    print(f"other blocks than data parallelism: {', '.join(differ) or 'none'}")
-    told = break_even(outcome)
-    if told:
-        print(told)
-    sys.stdout.flush()
 
 
 def cells(one: VariantFigures, figures: Mapping[str, VariantFigures]) -> tuple[str, ...]:

@@ -94,6 +94,6 @@ def test_nothing_is_read_of_what_is_not_admitted() -> None:
 
 def test_on_an_interface() -> None:
     with start_session(timeout_s=20.0) as session:
-        with pytest.raises(ConfigError, match="no network interface"):
+        with pytest.raises(ConfigError, match="option interface='nowhere0' is no network interface"):
             open_to_visitors(session, "nowhere0")
         assert open_to_visitors(session, "lo").addresses[0].endpoint.startswith("tcp://127.0.0.1:")

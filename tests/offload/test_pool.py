@@ -118,6 +118,26 @@ def test_what_a_worker_raises_is_the_tasks_end_not_the_threads() -> None:
     pool.close()
 
 
+def test_who_is_late_holds_no_place_and_leaves_when_it_comes_back() -> None:
+    made = Made()
+    pool = made.pool()
+    first = Bench(gcn(), [4] * 3).task(KEYS[0])
+    pool.invoke(first.to_event())
+    until(lambda: [hand.calls for hand in made.hands] == [1])
+    pool.invoke(event(KEYS[1]))
+    pool.invoke(first.again().to_event())
+    until(lambda: [hand.calls for hand in made.hands] == [1, 1])
+    assert pool.workers == 1
+    # No more are late than there are places.
+    pool.invoke(Bench(gcn(), [4] * 3).task(KEYS[1]).again().to_event())
+    made.go.release(4)
+    until(lambda: len(made.done) == 4)
+    until(lambda: sum(hand.ended for hand in made.hands) == 1)
+    assert len(made.hands) == 2
+    assert pool.workers == 1
+    pool.close()
+
+
 def test_closing_ends_what_runs_and_forgets_what_waits() -> None:
     made = Made()
     pool = made.pool()

@@ -235,10 +235,15 @@ def train(model: WrappedModel, loader: Any, epochs: int) -> None:
     """The user's loop, or what the strategy has in its place."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     trainer = model.trainer(loader, optimizer, Objective(loss=F.cross_entropy))
-    if trainer is not None:
+    if trainer is None:
+        loop(model, loader, optimizer, epochs)
+    else:
         trainer.run(0, epochs)
         trainer.close()
-        return
+
+
+def loop(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, epochs: int) -> None:
+    """Train as a user of DGL does."""
     for _ in range(epochs):
         for _, _, blocks in loader:
             scores = model(blocks, blocks[0].srcdata["feat"])

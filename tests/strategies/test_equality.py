@@ -174,7 +174,8 @@ def _wrong_rules(folder: str) -> dict[str, list[Any]]:
     strategy = STRATEGIES.get("data_parallel")(session, {})
     loader = strategy.loader(g, mine, sampler, batch_size=len(ids))
     mean_of_means = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g))
-    equality.train(mean_of_means, loader, equality.STEPS)
+    optimizer = torch.optim.SGD(mean_of_means.parameters(), lr=equality.RATE)
+    equality.loop(mean_of_means, loader, optimizer, equality.STEPS)
     summed = equality.model_of("sage", g)
     optimizer = torch.optim.SGD(summed.parameters(), lr=equality.RATE)
     for _ in range(equality.STEPS):

@@ -62,7 +62,11 @@ class PoolPlan:
 
 @final
 class Pool:
-    """Takes events in order; a worker that is up is used before one is started."""
+    """Takes events in order; a worker that is up is used before one is started.
+
+    A worker whose task is sent again is late: it may hang for ever, so its place is another's from then on.
+    As many as there are places may be late at once; who comes back goes where all places are taken.
+    """
 
     def __init__(self, plan: PoolPlan) -> None:
         self._plan = plan
@@ -72,6 +76,8 @@ class Pool:
         self._idle, self._starting = 0, 0
         self._threads: dict[threading.Thread, Hand | None] = {}
         self._leaving: set[threading.Thread] = set()
+        self._busy: dict[threading.Thread, Task] = {}
+        self._late: set[threading.Thread] = set()
         self._lost: list[Lost] = []
         self._billed: list[Invocation] = []
 
@@ -79,7 +85,7 @@ class Pool:
     def workers(self) -> int:
         """Threads that are up and take events."""
         with self._changed:
-            return len(self._threads) - len(self._leaving)
+            return self._num_up
 
     def invoke(self, event: bytes) -> None:
         """See Executor."""
@@ -90,6 +96,7 @@ class Pool:
         with self._changed:
             if self._closed:
                 raise PeerError(f"the executor is closed; task {task.key} came too late")
+            self._note_late(task)
             self._events.extend([(task, event, fault)] * times)
             self._start_threads()
             self._changed.notify_all()
@@ -131,10 +138,20 @@ class Pool:
             if thread.is_alive():
                 log.warning("%s did not end within %g s of the executor's", thread.name, _END_S)
 
+    @property
+    def _num_up(self) -> int:
+        """Threads that hold a place; the lock is held."""
+        return len(self._threads) - len(self._leaving) - len(self._late)
+
+    def _note_late(self, again: Task) -> None:
+        """Note who is still at an earlier attempt of the task ``again``; the lock is held."""
+        for thread, task in self._busy.items():
+            if task.key == again.key and task.attempt < again.attempt and len(self._late) < self._size:
+                self._late.add(thread)
+
     def _start_threads(self) -> None:
         """Start what the waiting events need; the lock is held."""
-        up = len(self._threads) - len(self._leaving)
-        missing = min(len(self._events) - self._idle - self._starting, self._size - up)
+        missing = min(len(self._events) - self._idle - self._starting, self._size - self._num_up)
         for _ in range(missing if not self._closed else 0):
             thread = threading.Thread(target=self._run, name="dglx-worker", daemon=True)
             self._threads[thread] = None
@@ -158,6 +175,7 @@ class Pool:
 
     def _next(self) -> tuple[Task, bytes, Fault | None] | None:
         with self._changed:
+            self._free()
             self._idle += 1
             try:
                 while not self._events and not self._closed and not self._are_too_many():
@@ -168,10 +186,18 @@ class Pool:
                 # The others decide by the number of threads, too: this one counts no longer.
                 self._leaving.add(threading.current_thread())
                 return None
-            return self._events.popleft()
+            found = self._events.popleft()
+            self._busy[threading.current_thread()] = found[0]
+            return found
 
     def _are_too_many(self) -> bool:
-        return len(self._threads) - len(self._leaving) > self._size
+        return self._num_up > self._size
+
+    def _free(self) -> None:
+        """This thread has no task; the lock is held."""
+        me = threading.current_thread()
+        self._busy.pop(me, None)
+        self._late.discard(me)
 
     def _invoke(self, hand: Hand, task: Task, event: bytes, fault: Fault | None) -> None:
         started = time.monotonic()
@@ -194,6 +220,8 @@ class Pool:
 
     def _tell(self, invocation: Invocation | None, lost: Lost | None) -> None:
         with self._changed:
+            # First of all: the task may be sent again because of what is told here.
+            self._free()
             if invocation is not None and self._plan.billed:
                 self._billed.append(invocation)
             if lost is None or self._closed:

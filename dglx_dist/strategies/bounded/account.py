@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, final
 
 from dglx_dist.offload.controller_records import Counts
-from dglx_dist.offload.cost import Bill, Servers, bill, dollars
+from dglx_dist.offload.cost import Bill, Servers, Usage, bill, dollars
 from dglx_dist.offload.prices import PriceTable
 from dglx_dist.strategies.bounded.schedule.threads import Snapshot
 
@@ -27,14 +27,17 @@ class Account:
         counts = {name: getattr(self.counts, name) + getattr(other.counts, name) for name in names}
         return Account(counts=Counts(**counts), server_seconds=self.server_seconds + other.server_seconds)
 
-    def bill(self, kind: str, prices: PriceTable, *, simulated: bool) -> Bill:
-        """Return the dollars, every graph server being a server of ``kind``."""
+    def bill(self, kind: str, prices: PriceTable, *, simulated: bool, alone: bool = False) -> Bill:
+        """Return the dollars, each graph server a server of ``kind``; ``alone``: there are no functions."""
         servers = [Servers(kind=kind, number=1, seconds=self.server_seconds)]
-        return bill(self.counts.usage, servers, prices, simulated=simulated)
+        used = Usage() if alone else self.counts.usage
+        return bill(used, servers, prices, simulated=simulated)
 
-    def describe(self, kind: str, prices: PriceTable, *, simulated: bool) -> dict[str, object]:
+    def describe(
+        self, kind: str, prices: PriceTable, *, simulated: bool, alone: bool = False
+    ) -> dict[str, object]:
         """Return numbers, dollars and how to read them, JSON values."""
-        paid = self.bill(kind, prices, simulated=simulated)
+        paid = self.bill(kind, prices, simulated=simulated, alone=alone)
         return {
             **asdict(self.counts),
             "server_seconds": self.server_seconds,

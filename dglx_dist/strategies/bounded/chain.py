@@ -34,6 +34,8 @@ class Chain:
     """What edges weigh, by the names that steps use."""
     inputs_first: tuple[str, ...] = ()
     """Names of the weights of shape (inputs, outputs)."""
+    want_in_edges: tuple[str, ...] = ()
+    """Names of the layers that raise where a node has no in-edge."""
 
     def program(self, num_train: int) -> Program:
         """Return the program for ``num_train`` training nodes on all graph servers."""
@@ -61,7 +63,7 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
     """
     _check_parameters(model)
     layers = find_layers(model)
-    width = layers[0].width
+    width = _width_of(model, layers, edge_columns or {})
     evaluating, training = (
         probe(model, layers, width, edge_columns or {}, training=mode) for mode in (False, True)
     )
@@ -81,6 +83,7 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
         dtype=_DTYPES[evaluating.x.dtype],
         factors=dict(builder.factors),
         inputs_first=tuple(names[id(weight)] for layer in layers for weight in layer.inputs_first),
+        want_in_edges=tuple(layer.name for layer in layers if layer.wants_in_edges),
     )
 
 
@@ -122,6 +125,17 @@ def _check_parameters(model: nn.Module) -> None:
             f"the model's parameters are {found}; strategy 'lambda' trains float32 or float64, all of one "
             "kind: call model.float()"
         )
+
+
+def _width_of(model: nn.Module, layers: Sequence[Layer], edge_columns: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the columns of x: those of the layer that is called first, wherever the model makes it."""
+    for width in dict.fromkeys(layer.width for layer in layers):
+        try:
+            probe(model, layers, width, edge_columns, training=False)
+        except ConfigError:
+            continue
+        return width
+    return layers[0].width
 
 
 def _check_order(layers: Sequence[Layer], seen: Probe) -> None:

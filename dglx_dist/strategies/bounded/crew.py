@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from typing import final
 
 from dglx_dist.cluster.client import PeerAddress
@@ -81,7 +79,8 @@ class Crew:
         with ExitStack() as undo:
             executor = EXECUTORS.get(plan.options.executor)(
                 ExecutorContext(
-                    folder=Path(tempfile.gettempdir()),
+                    # Gone with the rank, however it ends.
+                    folder=session.scratch,
                     stages=stages_of(plan.program.steps),
                     handlers=handlers,
                     notice=self._wake,

@@ -64,6 +64,11 @@ class Layer(ABC):
         """Its weights of shape (inputs, outputs); torch has them the other way round."""
         return ()
 
+    @property
+    def wants_in_edges(self) -> bool:
+        """Whether it raises where a node has no in-edge, as DGL's do unless allowed otherwise."""
+        return getattr(self.module, "_allow_zero_in_degree", True) is False
+
     def refuse(self, reason: str) -> NoReturn:
         """Raise ConfigError."""
         kind = type(self.module).__name__

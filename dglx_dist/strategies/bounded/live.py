@@ -42,7 +42,8 @@ class Live:
         crew = self._running.crew
         counts = crew.counts
         so_far = self._past + Account(counts=counts, server_seconds=seconds)
-        bill = so_far.bill(self._settings.server, self._settings.prices, simulated=crew.simulated)
+        settings = self._settings
+        bill = so_far.bill(settings.server, settings.prices, simulated=crew.simulated, alone=settings.alone)
         return progress_line(self._running.engine.snapshot(), so_far.counts, crew.controller.workers, bill)
 
     def __enter__(self) -> Live:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -18,6 +18,7 @@ from dglx_dist.strategies.bounded.edge_factors import EdgeFactor, values_of
 from dglx_dist.strategies.bounded.ghosts import routes_of
 from dglx_dist.strategies.bounded.intervals import cut_intervals
 from dglx_dist.strategies.bounded.loading import exchange_boundaries, read_features, read_structure
+from dglx_dist.strategies.bounded.local_graph import LocalGraph
 from dglx_dist.strategies.bounded.part import Part
 
 if TYPE_CHECKING:
@@ -37,14 +38,16 @@ class Wanted:
     """(n,) bool: which of this rank's own nodes are trained on."""
     intervals: int
     """Per graph server."""
+    want_in_edges: Sequence[str] = ()
+    """Layers that raise where a node has no in-edge."""
 
 
 def open_part(g: DistGraph, wanted: Wanted) -> Part:
     """Return this rank's part; every rank must call it.
 
     Raises:
-        ConfigError: on all ranks, when on one the node data is missing or does not fit the program, or a
-            training node has no label.
+        ConfigError: on all ranks, when on one the node data is missing or does not fit the program, a
+            training node has no label, or a node has no in-edge and a layer wants one.
     """
     session, program = g.session, wanted.program
     together(session, lambda: check_columns(g, wanted.objective, program.features), ConfigError)
@@ -53,6 +56,7 @@ def open_part(g: DistGraph, wanted: Wanted) -> Part:
     bounds = cut_intervals(graph.indptr, graph.sources, wanted.intervals)
 
     def read() -> Part:
+        _check_in_edges(graph, wanted.want_in_edges)
         own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1], dtype=np.int64)
         dtype = np.dtype(program.dtype)
         part = Part(
@@ -87,6 +91,16 @@ def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
         raise ConfigError(
             f"the labels {objective.label!r} are {labels.dtype} of shape {tuple(labels.shape)}; give one "
             "whole number per node, the class"
+        )
+
+
+def _check_in_edges(graph: LocalGraph, layers: Sequence[str]) -> None:
+    """Evaluation, in which the layers themselves are called, would raise after all training."""
+    without = np.flatnonzero(np.diff(graph.indptr) == 0)
+    if layers and len(without):
+        raise ConfigError(
+            f"node {int(graph.starts[graph.rank] + without[0])} has no in-edge, and layer {layers[0]!r} "
+            "refuses such nodes; make it with allow_zero_in_degree=True, or add self-loops to the graph"
         )
 
 

@@ -100,7 +100,7 @@ def probe(
     blocks = [probe_block(generator, dtype, edge_columns) for layer in layers if layer.takes_block]
     x = torch.randn(NUM_NODES, width, dtype=dtype, generator=generator)
     watch = _Watch(blocks, layers, generator)
-    with _modes_kept(model, training), torch.random.fork_rng(devices=[]), watch.standing_in(model):
+    with _as_it_was(model, training), torch.random.fork_rng(devices=[]), watch.standing_in(model):
         try:
             result = model(blocks, x)
         except _OF_THE_MODEL as error:
@@ -249,11 +249,15 @@ def probe_block(
 
 
 @contextmanager
-def _modes_kept(model: nn.Module, training: bool) -> Iterator[None]:
+def _as_it_was(model: nn.Module, training: bool) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
+    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._NormBase)]
+    means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     model.train(training)
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+        for buffer, before in means:
+            buffer.copy_(before)

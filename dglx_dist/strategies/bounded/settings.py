@@ -36,6 +36,11 @@ class LambdaSettings:
     """On which network interface a run of one rank answers workers; "": on this machine only. Several ranks
     answer where they answer each other."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether graph servers do all work themselves, so that no function is paid for."""
+        return EXECUTORS.get(self.options.executor).in_process
+
 
 def read_settings(options: Mapping[str, object]) -> LambdaSettings:
     """Read all options of the strategy.

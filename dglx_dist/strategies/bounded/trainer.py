@@ -67,6 +67,7 @@ class LambdaTrainer(EpochTrainer):
             objective=objective,
             targets=targets,
             intervals=settings.options.intervals,
+            want_in_edges=chain.want_in_edges,
         )
         self._part = open_part(loader.g, wanted)
         bounds = self._part.bounds
@@ -106,8 +107,9 @@ class LambdaTrainer(EpochTrainer):
             simulated = self._running.crew.simulated
         rows = gather_json(as_json(now), self._session)
         total = account_of_ranks([row for row in rows if isinstance(row, dict)])
-        found = total.describe(self._settings.server, self._settings.prices, simulated=simulated)
-        if self._settings.options.switch_at:
+        settings = self._settings
+        found = total.describe(settings.server, settings.prices, simulated=simulated, alone=settings.alone)
+        if settings.options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
 

@@ -61,6 +61,17 @@ def conv(kind: str, wide: int, narrow: int, **options: Any) -> Any:
     return dgl.nn.GraphConv(wide, narrow, norm=kind, **zero, **options)
 
 
+class Backwards(nn.Module):
+    """Makes the layer that it calls last first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.first = nn.Linear(4, CLASSES), conv("sage", WIDTH, 4)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.first(blocks[0], h)))  # type: ignore[no-any-return]
+
+
 class Weighed(nn.Module):
     """Convolutions that take edge weights."""
 
@@ -113,6 +124,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         ],
     ),
     "weighed": Weighed,
+    "backwards": Backwards,
 }
 
 
@@ -294,8 +306,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_no_step_is_refused(kind: str) -> None:
     make, reason = REFUSED[kind]
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError) as caught:
-        chain_of(make())
+        chain_of(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert reason in str(caught.value)
     assert any(
         way in str(caught.value)
