@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dglx_dist.run.session import DataLoader as DataLoader
     from dglx_dist.run.session import DistEdgeDataLoader as DistEdgeDataLoader
     from dglx_dist.run.session import DistNodeDataLoader as DistNodeDataLoader
+    from dglx_dist.run.session import choose_strategy as choose_strategy
     from dglx_dist.run.session import init as init
     from dglx_dist.run.session import local_device as local_device
     from dglx_dist.run.session import reduce_mean as reduce_mean
@@ -74,6 +75,7 @@ _WHERE = {
     "distribute": "dglx_dist.run.graphs",
     "distribute_dataset": "dglx_dist.run.dgl_datasets",
     "edge_split": "dglx_dist.graph",
+    "choose_strategy": "dglx_dist.run.session",
     "evaluate": "dglx_dist.training.evaluate",
     "fit": "dglx_dist.run.fit",
     "init": "dglx_dist.run.session",

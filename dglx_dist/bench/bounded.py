@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.bench import data
-from dglx_dist.bench.bounded_bytes import BoundedSetting, bounded_bytes
 from dglx_dist.bench.phase_table import PREDICTED_BYTES
 from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
+from dglx_dist.planner.bounded_bytes import BoundedSetting, bounded_bytes
 from dglx_dist.run.prepare import PartitionPlan
 from dglx_dist.storage.reader import open_dataset
 

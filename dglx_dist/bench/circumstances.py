@@ -10,6 +10,7 @@ from dglx_dist.bench.figures import variant_figures
 from dglx_dist.bench.records import Outcome
 from dglx_dist.report.units import readable_bytes
 
+_MOST_NAMES = 60
 _OF_ONE_LAB = ("name", "external", "phi", "calibration")
 """Of ``Lab.describe()`` and what the driver adds: not the same for variants that share a shape."""
 
@@ -19,12 +20,16 @@ def circumstances(outcome: Outcome) -> list[str]:
     lines = [f"- {outcome.label[:1].upper()}{outcome.label[1:]}."] if outcome.label else []
     if outcome.machine:
         lines.append(f"- Machine: {flat(outcome.machine)}.")
-    lines += [f"- Servers ({', '.join(names)}): {words}." for words, names in _servers(outcome).items()]
+    lines += [f"- Servers ({_some(names)}): {words}." for words, names in _servers(outcome).items()]
     lines += [f"- {words}." for words in _calibrations(outcome)]
     if outcome.date:
         lines.append(f"- Date: {outcome.date}.")
     command = f"    {outcome.command}" if outcome.command else ""
     return [part for part in ("\n".join(lines), command) if part]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _MOST_NAMES else f"all {len(names)} variants"
 
 
 def flat(values: Mapping[str, Any]) -> str:

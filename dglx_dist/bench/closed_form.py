@@ -5,6 +5,7 @@ from __future__ import annotations
 from dglx_dist.bench.figures import variant_figures
 from dglx_dist.bench.phase_table import measured_bytes
 from dglx_dist.bench.records import MatchedPhi, Outcome
+from dglx_dist.planner.closed_form import predicted_time
 from dglx_dist.report.table import markdown_table
 
 KAPPA = "kappa: work of the server with most, by the baseline's"
@@ -12,19 +13,6 @@ KAPPA = "kappa: work of the server with most, by the baseline's"
 PREDICTED_ONCE = "predicted bytes of preloading"
 """The fact that has the bytes of features between servers that a variant moves once."""
 _BEFORE, _SECONDS_BEFORE, _PRELOAD = "bytes_outside_before", "seconds_before", "preload"
-
-
-def predicted_time(phi: float, kappa: float, beta: float) -> float:
-    """Return (1 - phi) kappa + phi beta: the time of a variant, by that of the baseline.
-
-    Nothing is overlapped, for a layer waits for its rows; what crosses inside a server is taken as free.
-
-    Args:
-        phi: Share of the baseline's time on the network.
-        kappa: Work by the baseline's.
-        beta: Bytes by the baseline's.
-    """
-    return (1.0 - phi) * kappa + phi * beta
 
 
 def closed_form_table(outcome: Outcome) -> str:

@@ -40,9 +40,10 @@ def run(
 ) -> Outcome:
     """Measure ``experiment`` as ``plan`` says, and write ``<plan.out>/<ID>.json`` after every repetition.
 
-    First every variant runs once to warm up; then the rates are found at which a baseline communicates as
-    long as is wanted; then come the repetitions, each with one job per variant, whose order moves on by one
-    each time so that nobody is always first; last come the accuracy curves that variants ask for.
+    First every variant runs once to warm up, of those that differ by their rate alone the first; then the
+    rates are found at which a baseline communicates as long as is wanted; then come the repetitions, each
+    with one job per variant, whose order moves on by one each time so that nobody is always first; last come
+    the accuracy curves that variants ask for.
 
     Args:
         experiment: What is to be measured.
@@ -117,8 +118,9 @@ class _Running:
         """
         repetitions = self._bench.repetitions
         curves = [variant for variant in self.variants if variant.curve is not None]
-        self._steps.expect(len(self.variants) * (1 + repetitions) + len(curves))
-        for variant in self.variants:
+        colds = differing(self.variants)
+        self._steps.expect(len(colds) + len(self.variants) * repetitions + len(curves))
+        for variant in colds:
             self._steps.begin(f"warming up: {variant.name}")
             stage.do(variant.shape, variant.job.warmed(), None)
         rates = self._find_rates(stage)
@@ -191,6 +193,15 @@ class _Running:
         return calibration
 
 
+def differing(variants: Sequence[Variant]) -> list[Variant]:
+    """Return those that do something else than all before them, or on other servers; rates do not count."""
+    found: list[Variant] = []
+    for variant in variants:
+        if not any((one.shape, one.job) == (variant.shape, variant.job) for one in found):
+            found.append(variant)
+    return found
+
+
 def in_turn(variants: Sequence[Variant], repetition: int) -> list[Variant]:
     """Return ``variants`` in the order of this repetition: A B C, B C A, C A B, A B C, ..."""
     first = repetition % max(len(variants), 1)
@@ -206,6 +217,7 @@ def check_plan(experiment: str, plan: ExperimentPlan) -> None:
         )
     asked = {variant.rate.baseline for variant in plan.variants if isinstance(variant.rate, MatchedPhi)}
     asked |= {name for ratio in plan.ratios for name in (ratio.over, ratio.under)}
+    asked |= {name for ratio in plan.ratios for cell in ratio.cells for name in (cell.chosen, *cell.ways)}
     unknown = sorted(asked - set(names))
     if unknown:
         raise ConfigError(

@@ -75,7 +75,7 @@ class RatioFigures:
     """None: a variant has no measurement, one of its repetitions did not come to the target, or the lower
     one is 0. Median: quotient of the two medians.
     Quartiles: of the quotients of single repetitions, which ran one after the other, so that a drift of
-    the machine cancels."""
+    the machine cancels. Of cells: the quotient that counts, and the quartiles of all."""
     simulated: str
     """What of its two variants is simulated; empty: nothing."""
     limited: bool
@@ -112,6 +112,15 @@ class TimeToAccuracy:
     """The best that all of them reach, as a fraction."""
     seconds: Mapping[str, float]
     """Of training until then, by variant; the median where several curves were drawn."""
+
+
+def medians(outcome: Outcome) -> dict[str, float]:
+    """Return the median seconds of an epoch of each variant that has a measurement."""
+    took: dict[str, list[float]] = {}
+    for one in outcome.measurements:
+        if one.epochs:
+            took.setdefault(one.variant, []).append(one.seconds)
+    return {name: float(np.median(values)) for name, values in took.items()}
 
 
 def time_to_accuracy(outcome: Outcome) -> TimeToAccuracy | None:
@@ -167,19 +176,36 @@ def _ratio(ratio: Ratio, variants: Mapping[str, Variant], outcome: Outcome) -> R
             f"{outcome.experiment}: ratio {ratio.name!r} names {sorted(unknown)}; "
             f"the plan's variants are {list(variants)}"
         )
-    over, under = ({one.repetition: one for one in _of(name, outcome)} for name in (ratio.over, ratio.under))
-    words = [variants[name].simulated for name in (ratio.over, ratio.under)]
-    links = [link_of(outcome, variants[name]) for name in (ratio.over, ratio.under)]
+    if ratio.cells:
+        names = [name for cell in ratio.cells for name in cell.ways]
+        value = _of_cells(ratio, medians(outcome))
+    else:
+        names = [ratio.over, ratio.under]
+        over, under = ({one.repetition: one for one in _of(name, outcome)} for name in names)
+        value = _quotient(_by_repetition(ratio.quantity, over), _by_repetition(ratio.quantity, under))
+    words = [variants[name].simulated for name in names]
+    links = [link_of(outcome, variants[name]) for name in names]
     missed = [
         f"phi is {link.phi:.2f}, not {link.missed_phi:g}" for link in links if link.missed_phi is not None
     ]
     return RatioFigures(
         ratio=ratio,
-        value=_quotient(_by_repetition(ratio.quantity, over), _by_repetition(ratio.quantity, under)),
+        value=value,
         simulated="; ".join(dict.fromkeys(text for text in words if text)),
         limited=all(link.limited for link in links),
         missed_phi="; ".join(dict.fromkeys(missed)),
     )
+
+
+def _of_cells(ratio: Ratio, took: Mapping[str, float]) -> Spread | None:
+    """Return the quotient of medians that counts of all cells; None where a way of one has no measurement."""
+    if any(not took.get(name) for cell in ratio.cells for name in cell.ways):
+        return None
+    regrets = [took[cell.chosen] / min(took[name] for name in cell.ways) for cell in ratio.cells]
+    around = spread(regrets)
+    if ratio.of_cells == "median":
+        return around
+    return Spread(median=max(regrets), low=around.low, high=max(regrets))
 
 
 def _by_repetition(quantity: str, measured: Mapping[int, Measurement]) -> dict[int, float]:

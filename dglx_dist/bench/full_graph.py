@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dglx_dist.bench import data
-from dglx_dist.bench.closed_form import KAPPA, PREDICTED_ONCE, predicted_time
-from dglx_dist.bench.full_graph_counts import Counted, count
-from dglx_dist.bench.halo_bytes import Widths
+from dglx_dist.bench.closed_form import KAPPA, PREDICTED_ONCE
 from dglx_dist.bench.phase_table import PREDICTED_BYTES
 from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
 from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.closed_form import predicted_time
+from dglx_dist.planner.full_graph_counts import Counted, count
+from dglx_dist.planner.halo_bytes import Widths
 from dglx_dist.run.prepare import PartitionPlan
 
 SERVERS, RANKS_PER_SERVER = 2, 2

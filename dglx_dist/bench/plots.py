@@ -21,6 +21,8 @@ WHAT = ("phases", "bytes", "accuracy", "scaling")
 """Pictures that an experiment may have: ``<ID>-<what>.png``."""
 _CARD, _LINES = "#444444", ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 _LABEL_WIDTH = 16
+_MOST_BARS = 60
+"""Of a picture that can be looked at."""
 
 
 def draw(out: Path) -> tuple[Path, ...]:
@@ -37,11 +39,13 @@ def draw(out: Path) -> tuple[Path, ...]:
 def draw_experiment(experiment: Experiment, outcome: Outcome, folder: Path) -> tuple[Path, ...]:
     """Draw what ``outcome`` has figures for as ``<folder>/<ID>-<what>.png``; nothing when not measured.
 
+    Nothing either of more variants than bars can be told apart.
+
     Raises:
         OSError: a picture cannot be written.
     """
     variants = variant_figures(outcome)
-    if not variants:
+    if not 0 < len(variants) <= _MOST_BARS:
         return ()
     titles = _titles(experiment, outcome, variants)
     painters: dict[str, Callable[[Any], None]] = {

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dglx_dist.bench import data
-from dglx_dist.bench.jobs.survey import Survey
 from dglx_dist.bench.phase_table import PREDICTED_BYTES
 from dglx_dist.bench.predict import survey
-from dglx_dist.bench.push_pull_bytes import break_even_width, column_bytes, row_bytes, total
 from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
 from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.mini_batch_bytes import break_even_width, column_bytes, row_bytes, total
+from dglx_dist.planner.survey import Survey
 from dglx_dist.run.prepare import PartitionPlan
 
 PHI = 0.8
@@ -224,14 +224,14 @@ def _phases(case: Case, found: Survey) -> dict[str, int]:
     if case.moves == "rows":
         return row_bytes(found)
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
-    from dglx_dist.bench.first_layer import first_layer
+    from dglx_dist.planner.first_layer import first_layer
     from dglx_dist.training.models import build_model
 
     classes = SyntheticConfig().classes
     model = build_model(case.model, case.features, case.hidden, classes, len(case.fanouts), 0.0, case.heads)
     return column_bytes(
         found,
-        first_layer(model, case.heads),
+        first_layer(model, model.layers[0], case.heads),
         group_size=int(case.options.get("group_size", 0)),
         pushed=case.options.get("structure") == "push",
     )

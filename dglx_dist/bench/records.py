@@ -97,6 +97,17 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One place of a grid in which something was chosen: variants that do the same."""
+
+    name: str
+    chosen: str
+    """Variant; one of the ways."""
+    ways: tuple[str, ...]
+    """Variants, of which the one that turns out fastest is the measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ratio:
     """A quotient of medians that the experiment is about."""
 
@@ -113,6 +124,10 @@ class Ratio:
     low: float | None = None
     """Least value with which the claim counts as reproduced; None: no such bound."""
     high: float | None = None
+    cells: tuple[Cell, ...] = ()
+    """In place of ``over`` and ``under``: each cell's chosen variant over the fastest of its ways."""
+    of_cells: Literal["median", "worst"] = "median"
+    """Which of the cells' quotients counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

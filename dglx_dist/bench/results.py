@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.bench.records import (
+    Cell,
     ExperimentPlan,
     Job,
     MatchedPhi,
@@ -133,9 +134,15 @@ def _outcome(value: Mapping[str, Any]) -> Outcome:
 def _plan(value: Mapping[str, Any]) -> ExperimentPlan:
     return ExperimentPlan(
         variants=tuple(_variant(one) for one in value["variants"]),
-        ratios=tuple(Ratio(**_known(Ratio, one)) for one in value["ratios"]),
+        ratios=tuple(_ratio(one) for one in value["ratios"]),
         facts=value["facts"],
     )
+
+
+def _ratio(value: Mapping[str, Any]) -> Ratio:
+    # Results of earlier releases have no cells.
+    cells = (Cell(**_known(Cell, one) | {"ways": tuple(one["ways"])}) for one in value.get("cells", ()))
+    return Ratio(**_known(Ratio, value) | {"cells": tuple(cells)})
 
 
 def _variant(value: Mapping[str, Any]) -> Variant:

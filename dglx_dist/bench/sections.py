@@ -18,7 +18,9 @@ from dglx_dist.bench.figures import (
     variant_figures,
 )
 from dglx_dist.bench.phase_table import PREDICTED_BYTES, phase_table
-from dglx_dist.bench.records import Experiment, Outcome
+from dglx_dist.bench.records import Experiment, Outcome, Ratio
+from dglx_dist.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS
+from dglx_dist.bench.regret_table import cells_of, regret_tables
 from dglx_dist.bench.verdict import bounds_in_words, judge, judge_experiment
 from dglx_dist.report.table import markdown_table
 from dglx_dist.report.units import plural, readable_bytes, readable_percent, readable_seconds
@@ -124,8 +126,14 @@ def _measured(outcome: Outcome) -> list[str]:
     parts = [
         f"{what}; seconds per epoch, phases as means over ranks (wait, compute and exchange are its parts, "
         "sample and fetch run on threads beside them); bytes per epoch of all ranks:",
-        markdown_table(_VARIANT_HEAD, [_variant_cells(one) for one in variants]),
+        # Every way of every cell is a page of rows that nobody reads.
+        *(
+            []
+            if cells_of(outcome)
+            else [markdown_table(_VARIANT_HEAD, [_variant_cells(one) for one in variants])]
+        ),
     ]
+    parts += regret_tables(outcome)
     if outcome.plan.ratios:
         parts.append(markdown_table(_RATIO_HEAD, [_ratio_cells(one) for one in ratio_figures(outcome)]))
     phases = phase_table(outcome)
@@ -139,9 +147,9 @@ def _measured(outcome: Outcome) -> list[str]:
         facts = {
             name: fact
             for name, fact in outcome.plan.facts.items()
-            if name not in (PREDICTED_BYTES, PREDICTED_ONCE)
+            if name not in (PREDICTED_BYTES, PREDICTED_ONCE, PREDICTED_SECONDS, COUNTED_BYTES)
         }
-        parts += ["What the prediction rests on:", facts_in_lines(facts)]
+        parts += ["What the prediction rests on:", facts_in_lines(facts)] if facts else []
     return parts
 
 
@@ -171,12 +179,18 @@ def _ratio_cells(figures: RatioFigures) -> tuple[str, ...]:
     verdict = judge(figures)
     return (
         ratio.name,
-        f"{_QUANTITIES[ratio.quantity]}: {ratio.over} / {ratio.under}",
+        f"{_QUANTITIES[ratio.quantity]}: {_quotient_of(ratio)}",
         "-" if ratio.predicted is None else f"{ratio.predicted:.2f}",
         ratio_in_words(figures),
         bounds_in_words(ratio.low, ratio.high),
         f"{verdict}: {verdict.why}",
     )
+
+
+def _quotient_of(ratio: Ratio) -> str:
+    if ratio.cells:
+        return f"chosen / fastest, {ratio.of_cells} of {len(ratio.cells)} cells"
+    return f"{ratio.over} / {ratio.under}"
 
 
 def _spread(value: Spread, form: Any) -> str:

@@ -36,6 +36,7 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
         "Y3": "dglx_dist.bench.experiments.y3:EXPERIMENT",
         "Y4": "dglx_dist.bench.experiments.y4:EXPERIMENT",
         "Y5": "dglx_dist.bench.experiments.y5:EXPERIMENT",
+        "A1": "dglx_dist.bench.experiments.a1:EXPERIMENT",
         "PEER1": "dglx_dist.bench.experiments.peer_small:EXPERIMENT",
         "PEER2": "dglx_dist.bench.experiments.peer_large:EXPERIMENT",
         "PEER3": "dglx_dist.bench.experiments.peer_embedding:EXPERIMENT",

@@ -36,8 +36,9 @@ def judge(figures: RatioFigures) -> Verdict:
     """
     ratio, value, simulated = figures.ratio, figures.value, bool(figures.simulated)
     if value is None:
+        of = "a cell" if ratio.cells else f"{ratio.over} over {ratio.under}"
         why = (
-            f"{ratio.over} over {ratio.under} could not be formed: one has no measurement or did not come to "
+            f"{of} could not be formed: one has no measurement or did not come to "
             "the target in every repetition, or the lower is 0"
         )
         return Verdict(word="not reproduced", why=why, simulated=simulated)

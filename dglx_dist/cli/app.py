@@ -12,6 +12,7 @@ from dglx_dist.cli.inspect_command import inspect
 from dglx_dist.cli.lab_command import lab_app
 from dglx_dist.cli.lambda_command import lambda_app
 from dglx_dist.cli.partition_command import partition
+from dglx_dist.cli.plan_command import plan
 from dglx_dist.cli.report_command import report
 from dglx_dist.cli.train_command import train
 
@@ -51,6 +52,7 @@ def root(
 app.command(no_args_is_help=True)(partition)
 app.command(no_args_is_help=True)(ingest)
 app.command(no_args_is_help=True)(inspect)
+app.command(no_args_is_help=True)(plan)
 app.command(no_args_is_help=True)(train)
 app.command(no_args_is_help=True)(report)
 app.add_typer(lab_app)

@@ -36,7 +36,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         *("--standalone", "--nproc-per-node", str(ranks)),
         *("-m", "dglx_dist.cli", LAUNCHED, *arguments),
     ]
-    environment = rank_environment(ranks, ranks_per_server=_ranks_per_server(ranks, servers))
+    environment = rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers))
     process = subprocess.Popen(command, env=environment)
     # Whoever ends this command means its ranks too.
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -63,7 +63,12 @@ def _say(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(text, style="red", highlight=False, markup=False)
 
 
-def _ranks_per_server(ranks: int, servers: int | None) -> int | None:
+def ranks_of_each(ranks: int, servers: int | None) -> int | None:
+    """Return how many of ``ranks`` are on each of ``servers``; None where nobody says how many servers.
+
+    Raises:
+        ConfigError: there are none, or they cannot be dealt out.
+    """
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} must be at least 1")
     if servers is None:

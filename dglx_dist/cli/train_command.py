@@ -21,7 +21,8 @@ _MODEL, _RUN, _LOADER = "Model and optimizer", "Run folder, evaluation, checkpoi
 def train(  # noqa: PLR0913  # one argument per option
     data: Annotated[Path, typer.Argument(metavar="DIR", help="What `dglx partition` wrote.")],
     strategy: Annotated[
-        str, typer.Option(help="How the ranks share the work; a wrong name lists what there is.")
+        str,
+        typer.Option(help="How the ranks share the work; a wrong name lists them, auto chooses."),
     ] = "data_parallel",
     ranks: Annotated[
         int | None,
@@ -244,10 +245,12 @@ def check_names(strategy: str, data: Path, servers: int) -> None:
         StorageError: there is no partitioned dataset at ``data``.
         ConfigError: it has fewer parts than there are ``servers``.
     """
-    from dglx_dist.storage.manifest import read_manifest
-    from dglx_dist.strategies.registry import STRATEGIES
 
-    STRATEGIES.resolve(strategy)
+    from dglx_dist.storage.manifest import read_manifest
+    from dglx_dist.strategies.registry import AUTO, STRATEGIES
+
+    if strategy != AUTO:
+        STRATEGIES.resolve(strategy)
     parts = read_manifest(data).num_parts
     if parts < servers:
         raise ConfigError(

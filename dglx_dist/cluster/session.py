@@ -116,6 +116,10 @@ class Session:
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
 
+    def adopt(self, strategy: str, options: Mapping[str, object]) -> None:
+        """Go on under ``strategy``, which was chosen; every rank must, before any loader or model is made."""
+        self.strategy, self.options = strategy, dict(options)
+
     @property
     def scratch(self) -> Path:
         """Folder shared by the ranks of this server, in memory where possible; removed at the end."""

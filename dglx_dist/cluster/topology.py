@@ -209,6 +209,14 @@ def tell_settings(strategy: str, options: Mapping[str, object]) -> None:
     os.environ.update({"DGLX_STRATEGY": strategy, "DGLX_OPTIONS": json.dumps(dict(options))})
 
 
+def silence_profiler() -> None:
+    """Keep torch's profiler of this process from saying on standard error that it starts and stops.
+
+    By the variable that ranks are started with (:func:`rank_environment`); what the user has set stays.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
 def inherited_environment() -> dict[str, str]:
     """Return a copy of the environment, for whoever starts ranks."""
     return dict(os.environ)

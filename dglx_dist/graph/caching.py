@@ -167,7 +167,7 @@ def _halo_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
     return total
 
 
-def _vip_scores(g: DistGraph, request: CacheRequest, file_name: str) -> Array:
+def vip_scores(g: DistGraph, request: CacheRequest, file_name: str) -> Array:
     """How many of the server's ranks need each row for a step, on average; in memory that they share."""
     mine = together(g.session, lambda: _access_of_rank(g, request), ConfigError)
     info = ColumnInfo(dtype="float64", row_shape=())
@@ -224,4 +224,4 @@ def _from(g: DistGraph, ntype: str) -> list[EdgeType]:
 
 Scores: TypeAlias = Callable[["DistGraph", CacheRequest, str], Array]
 
-_SCORES: Mapping[str, Scores] = {"vip": _vip_scores, "degree": _degree_scores, "halo": _halo_scores}
+_SCORES: Mapping[str, Scores] = {"vip": vip_scores, "degree": _degree_scores, "halo": _halo_scores}

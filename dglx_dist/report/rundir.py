@@ -14,6 +14,8 @@ from dglx_dist.errors import StorageError
 from dglx_dist.records import EpochRecord
 
 CONFIG, METRICS, SUMMARY, PICTURE = "config.json", "metrics.jsonl", "summary.json", "picture.png"
+PLAN = "plan.json"
+"""What ``auto`` chose among, where it chose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ def start_run(folder: str | Path, config: Mapping[str, object], *, keep_metrics:
         if kept:
             # What follows is appended, and must not go on in a line that was left half written.
             _write_epochs(target, kept)
-        for name in (SUMMARY, PICTURE) if keep_metrics else (SUMMARY, PICTURE, METRICS):
+        for name in (SUMMARY, PICTURE, PLAN) if keep_metrics else (SUMMARY, PICTURE, PLAN, METRICS):
             (target / name).unlink(missing_ok=True)
         _write_atomically(target / CONFIG, json.dumps(_plain(config), indent=2) + "\n")
     except OSError as error:
@@ -87,6 +89,18 @@ def write_run(
         _write_atomically(target / SUMMARY, json.dumps(_plain(summary), indent=2) + "\n")
     except OSError as error:
         raise _unwritable(target, error) from error
+
+
+def write_plan(folder: Path, choice: Mapping[str, object]) -> None:
+    """Write what every way to train was expected to take, and what came of the one that was taken.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    try:
+        _write_atomically(folder / PLAN, json.dumps(_plain(choice), indent=2) + "\n")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
 
 
 def read_run(folder: str | Path) -> Run:

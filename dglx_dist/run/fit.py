@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.run.session import DataLoader, default_batch_size, default_fanouts, wrap
+from dglx_dist.run.session import DataLoader, choose_strategy, default_batch_size, default_fanouts, wrap
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.strategies.opening import strategy_of
+from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import TrainingLoader
 from dglx_dist.training.evaluate import labelled_type
@@ -40,7 +41,7 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     trace: str | Path | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
-    """Train ``model`` with the current strategy; every rank must call it.
+    """Train ``model`` with the current strategy, which ``auto`` chooses here; every rank must call it.
 
     On the nodes of ``train_mask``, of any graph: with several node types, of the one that has labels. Or on
     what a ``loader`` of your own yields, edges for instance, with ``config.task``.
@@ -82,6 +83,8 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         )
     if config.inputs is None and config.task is None and len(g.ntypes) > 1:
         config = replace(config, inputs=EntityInputs(g, feature=config.feature))
+    if g.session.strategy == AUTO:
+        choose_strategy(model, g, fanouts=fanouts, batch_size=batch_size, epochs=config.epochs)
     _check_inputs(g, config.inputs)
     if loader is None:
         fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts

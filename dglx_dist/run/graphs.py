@@ -19,6 +19,7 @@ from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph import DistGraph
 from dglx_dist.partition import PartitionOptions
 from dglx_dist.records import Array
+from dglx_dist.run.auto_options import check_session_options
 from dglx_dist.run.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.storage.layout import MANIFEST
 from dglx_dist.storage.precision import FeatureDtype
@@ -202,8 +203,10 @@ def distribute(
 
 def _session_for(strategy: str | None) -> Session:
     """Return the session that is open, or one that is opened for ``strategy``."""
-    session = session_or(lambda: begin(resolve_strategy(strategy), {}))
-    if strategy is not None and session.strategy != resolve_strategy(strategy):
+    session = session_or(
+        lambda: begin(resolve_strategy(strategy, auto=True), {}, check=check_session_options)
+    )
+    if strategy is not None and session.strategy != resolve_strategy(strategy, auto=True):
         raise ConfigError(
             f"strategy={strategy!r} but the session is open for {session.strategy!r}; name one, once: in "
             "dx.init, or where the graph is distributed"

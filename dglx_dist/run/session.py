@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,15 @@ from dglx_dist.compat.model import ScriptModel
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.partition import PARTITIONERS, Partitioner
+from dglx_dist.run.auto_options import Training, check_session_options
 from dglx_dist.sampling.edge_loader import samples_edges
 from dglx_dist.sampling.options import whole_number
 from dglx_dist.strategies.base import WRAPPED, Reduction, Strategy, WrappedModel
 from dglx_dist.strategies.opening import begin, resolve_strategy, strategy_of
 from dglx_dist.strategies.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    from dglx_dist.planner.records import Choice
 
 
 def init(
@@ -33,7 +37,7 @@ def init(
     """Join the other ranks that torchrun started; every rank calls it first. One process without torchrun.
 
     Args:
-        strategy: Name or alias of a strategy; None: DGLX_STRATEGY, else ``data_parallel``.
+        strategy: Name or alias of a strategy, or ``auto``; None: DGLX_STRATEGY, else ``data_parallel``.
         timeout: Seconds that a rank may be silent before the others give up, naming it.
         seed: Of everything random; the same draws on any number of ranks.
         backend: Of ``torch.distributed``; None: gloo, and nccl beside it where there is CUDA.
@@ -50,7 +54,10 @@ def init(
     """
     # Before anything is opened: a wrong name must not cost a rendezvous.
     seed = whole_number("seed", seed, least=0)
-    session = begin(resolve_strategy(strategy), options, timeout_s=timeout, seed=seed, backend=backend)
+    name = resolve_strategy(strategy, auto=True)
+    session = begin(
+        name, options, timeout_s=timeout, seed=seed, backend=backend, check=check_session_options
+    )
     torch.manual_seed(seed)
     return session
 
@@ -157,7 +164,7 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Return the names that :func:`init` takes, aliases left out."""
+    """Return the names that :func:`init` takes, aliases left out; ``auto`` chooses among them."""
     return STRATEGIES.names()
 
 
@@ -208,3 +215,39 @@ def register_partitioner(name: str) -> Callable[[type[Partitioner]], type[Partit
         ConfigError: the name is taken.
     """
     return PARTITIONERS.register(name)
+
+
+def choose_strategy(
+    model: nn.Module,
+    g: DistGraph,
+    *,
+    fanouts: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    epochs: int = 20,
+) -> Choice:
+    """Choose the strategy that trains ``model`` on ``g`` fastest, where the session has ``auto``; collective.
+
+    Before the first loader is made, and before :func:`wrap`; :func:`fit` does it by itself. Some batches and
+    plans are counted, the model is timed on them, and the links for two seconds.
+
+    Args:
+        model: As it will be wrapped; not changed.
+        g: The distributed graph, of one node and edge type.
+        fanouts: Of the loader to come, input-most first. None: 25, then 10, as ``fit`` has them.
+        batch_size: Of the loader to come. None: 512.
+        epochs: That will be trained.
+
+    Returns:
+        Every way to train with what an epoch of it is expected to take, which one was taken and why; the same
+        on every rank.
+
+    Raises:
+        ConfigError: the session has a strategy already, the graph has several types, or nothing fits.
+        PeerError: a rank is dead or silent.
+    """
+    # Only here: choosing brings all that it chooses among.
+    from dglx_dist.run.auto import choose_in_job
+
+    layers = 2 if fanouts is None else len(fanouts)
+    told = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs, num_layers=layers)
+    return choose_in_job(model, _distributed(g), told)

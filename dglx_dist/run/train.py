@@ -17,10 +17,15 @@ from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph import DistGraph
+from dglx_dist.planner.choose import with_outcome
+from dglx_dist.planner.graph_stats import check_plannable
+from dglx_dist.planner.records import Choice, Outcome
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
 from dglx_dist.report.picture import draw
-from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_run
+from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_plan, write_run
 from dglx_dist.report.summary import RunFacts, run_title, summarise
+from dglx_dist.run.auto import choose_in_job, describe
+from dglx_dist.run.auto_options import Training
 from dglx_dist.run.fit import fit, training_nodes
 from dglx_dist.run.models import Built, build
 from dglx_dist.run.plan import TrainPlan
@@ -28,6 +33,7 @@ from dglx_dist.run.predict import check_outputs, write_outputs
 from dglx_dist.run.session import default_batch_size, default_fanouts, init
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.strategies.opening import strategy_of
+from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS
@@ -56,11 +62,12 @@ def train_dataset(plan: TrainPlan) -> Trained:
         CheckpointError: the checkpoint to resume from does not match.
         PeerError: another rank died or fell silent.
     """
-    plan = settled(plan)
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
+        plan, choice = _chosen(plan, g)
+        plan = settled(plan)
         ntype = check_trainable(plan, g)
         check_outputs(plan, g)
         if plan.trace is not None:
@@ -79,15 +86,55 @@ def train_dataset(plan: TrainPlan) -> Trained:
         )
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         summary = summarise(_facts(session, result), epochs)
+        if choice is not None:
+            choice = with_outcome(choice, _outcome(choice, epochs, summary))
+            summary[AUTO] = describe(choice)
         if result.account:
             shown = {name: value for name, value in result.account.items() if name != "text"}
             # A resumed run has no account of the epochs before.
             summary["account"] = {"epochs": len(result.epochs), **shown}
         if writes:
             write_run(folder, config, epochs, summary)
+            if choice is not None:
+                write_plan(folder, choice.to_json())
             _draw(epochs, folder, run_title(summary, config))
         write_outputs(plan, wrapped, built, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
+
+
+def _chosen(plan: TrainPlan, g: DistGraph) -> tuple[TrainPlan, Choice | None]:
+    """Return ``plan`` with the strategy that suits it, where it asks for ``auto``; collective."""
+    if plan.strategy != AUTO:
+        return plan, None
+    check_plannable(g.dataset.manifest, plan.data)
+    # What is trained draws its weights anew, as if the strategy had been named.
+    with torch.random.fork_rng(devices=[]):
+        module = build(plan, g, g.ntypes[0], _classes(g, g.ntypes[0])).module
+    told = Training(
+        fanouts=plan.fanouts,
+        batch_size=plan.batch_size,
+        epochs=plan.epochs,
+        num_layers=plan.layers,
+        kind=plan.model,
+        heads=plan.heads,
+        hidden=plan.hidden,
+        allow_cache=plan.cache is None,
+    )
+    choice = choose_in_job(module, g, told)
+    taken = choice.predictions[choice.picked].candidate
+    return replace(plan, strategy=taken.strategy, strategy_options=taken.options), choice
+
+
+def _outcome(choice: Choice, epochs: Sequence[EpochRecord], summary: Mapping[str, object]) -> Outcome:
+    """Return what came of ``choice``: bytes of the epoch that was counted, the rest of the whole run."""
+    record = next((one for one in epochs if one.epoch == choice.epoch), epochs[-1])
+    seconds = summary["epoch_seconds"]
+    return Outcome(
+        epoch_seconds=float(str(seconds)) if seconds is not None else None,
+        bytes_outside=record.bytes_outside,
+        bytes_inside=record.bytes_inside,
+        peak_memory_bytes=int(str(summary["peak_memory_bytes"])),
+    )
 
 
 def settled(plan: TrainPlan) -> TrainPlan:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dglx_dist.registry import Registry
 from dglx_dist.strategies.base import Strategy
 
+AUTO = "auto"
+"""In the place of a strategy's name: whichever suits graph, model and network (``planner/``)."""
+
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     Strategy,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it

@@ -9,7 +9,6 @@ import pytest
 
 from dglx_dist.bench import bounded
 from dglx_dist.bench.bounded import Case, Size
-from dglx_dist.bench.bounded_bytes import BoundedSetting, bounded_bytes
 from dglx_dist.bench.coauthors import projected
 from dglx_dist.bench.driver import check_plan
 from dglx_dist.bench.experiments import y1, y2, y3, y4, y5
@@ -19,6 +18,7 @@ from dglx_dist.bench.phase_table import PREDICTED_BYTES
 from dglx_dist.bench.records import BenchPlan, ExperimentPlan
 from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
+from dglx_dist.planner.bounded_bytes import BoundedSetting, bounded_bytes
 from dglx_dist.records import NODE_TYPE, EpochRecord
 from dglx_dist.strategies.bounded.settings import read_settings
 from tests.bench.graphs import context

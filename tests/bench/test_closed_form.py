@@ -11,9 +11,9 @@ from dglx_dist.bench.closed_form import (
     PREDICTED_ONCE,
     closed_form_table,
     once_table,
-    predicted_time,
 )
 from dglx_dist.bench.records import Measurement, Outcome
+from dglx_dist.planner.closed_form import predicted_time
 from tests.bench.measured import epoch
 from tests.bench.outcomes import plan_of
 

@@ -8,12 +8,13 @@ from dglx_dist.bench import predict, suites
 from dglx_dist.bench.driver import check_plan
 from dglx_dist.bench.experiments import d1, d2, d3
 from dglx_dist.bench.jobs.registry import KINDS
-from dglx_dist.bench.jobs.survey import Survey
 from dglx_dist.bench.jobs.train_params import read_params
 from dglx_dist.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
 from dglx_dist.bench.simulate import ComputeCost, Line
 from dglx_dist.errors import ConfigError
 from dglx_dist.lab.rates import Rate
+from dglx_dist.planner import closed_form
+from dglx_dist.planner.survey import Survey
 
 COST = ComputeCost(forward=Line(base_s=0.0, per_edge_s=1e-6), backward=Line(base_s=0.0, per_edge_s=1e-6))
 
@@ -99,19 +100,19 @@ def test_every_experiment_that_can_run_is_in_a_suite_that_runs() -> None:
 
 def found(**changed: Any) -> Survey:
     fields = {
-        "steps": 10, "input_rows": 0, "remote_rows": 0, "edges": 0, "seeds_per_server": [5, 5],
+        "steps": 10, "input_rows": 0, "remote_rows": 0, "edges": 0, "seeds_per_rank": [5, 5],
         "feature_bytes": 0, "sampling_bytes": 0, "label_bytes": 0, "gradient_bytes": 0,
     }  # fmt: skip
     return Survey(**{**fields, **changed})
 
 
 def test_the_closed_form() -> None:
-    assert predict.speedup_added(0.65, 1.0) == predict.speedup_added(0.0, 0.2) == 1.0
-    assert predict.speedup_added(0.8, 0.25) == pytest.approx(2.5)
-    assert predict.speedup_hidden(0.8, 0.25) == pytest.approx(4.0)
-    assert predict.speedup_hidden(0.8, 0.1) == pytest.approx(5.0)
+    assert closed_form.speedup_added(0.65, 1.0) == closed_form.speedup_added(0.0, 0.2) == 1.0
+    assert closed_form.speedup_added(0.8, 0.25) == pytest.approx(2.5)
+    assert closed_form.speedup_hidden(0.8, 0.25) == pytest.approx(4.0)
+    assert closed_form.speedup_hidden(0.8, 0.1) == pytest.approx(5.0)
     with pytest.raises(ConfigError, match="phi=1"):
-        predict.speedup_added(1.0, 0.5)
+        closed_form.speedup_added(1.0, 0.5)
 
 
 def test_weak_scaling_by_hand() -> None:
@@ -125,8 +126,8 @@ def test_weak_scaling_by_hand() -> None:
 
 
 def test_max_over_mean_of_seeds() -> None:
-    assert found(seeds_per_server=[9, 1, 1, 1]).seeds_max_over_mean == pytest.approx(3.0)
-    assert found(seeds_per_server=[4, 4]).seeds_max_over_mean == 1.0
+    assert found(seeds_per_rank=[9, 1, 1, 1]).seeds_max_over_mean == pytest.approx(3.0)
+    assert found(seeds_per_rank=[4, 4]).seeds_max_over_mean == 1.0
 
 
 def test_the_experiment_of_the_docs_can_be_copied(tmp_path: Path) -> None:

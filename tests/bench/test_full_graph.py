@@ -26,12 +26,12 @@ from dglx_dist.bench.full_graph import (
     Size,
 )
 from dglx_dist.bench.full_graph_stock import STOCK
-from dglx_dist.bench.halo_bytes import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
 from dglx_dist.bench.jobs import train
 from dglx_dist.bench.jobs.train_params import read_params
 from dglx_dist.bench.phase_table import PREDICTED_BYTES
 from dglx_dist.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
 from dglx_dist.errors import ConfigError
+from dglx_dist.planner.halo_bytes import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.storage.reader import open_dataset
 from dglx_dist.storage.replica import open_structure

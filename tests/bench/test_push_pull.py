@@ -13,7 +13,6 @@ from dglx_dist.bench import push_pull
 from dglx_dist.bench.driver import check_plan
 from dglx_dist.bench.experiments import p1, p2, p4, p5, p6, p7, p8, p9
 from dglx_dist.bench.jobs import train
-from dglx_dist.bench.jobs.survey import Survey
 from dglx_dist.bench.jobs.train_params import read_params
 from dglx_dist.bench.peers.launch import KIND, Launch
 from dglx_dist.bench.phase_table import PREDICTED_BYTES
@@ -21,6 +20,7 @@ from dglx_dist.bench.push_pull import Case, Compared, Size
 from dglx_dist.bench.push_pull_stock import STOCK
 from dglx_dist.bench.records import BenchPlan, ExperimentPlan
 from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.survey import Survey
 from dglx_dist.strategies.registry import STRATEGIES
 from tests.bench.graphs import context
 from tests.helpers.ranks import run_ranks
@@ -36,7 +36,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
 
 
 COUNTED = Survey(
-    steps=2, input_rows=400, remote_rows=300, edges=900, seeds_per_server=[16] * 4, feature_bytes=122_400,
+    steps=2, input_rows=400, remote_rows=300, edges=900, seeds_per_rank=[16] * 4, feature_bytes=122_400,
     sampling_bytes=0, label_bytes=48, gradient_bytes=50_000, first_targets=60, first_edges=600,
 )  # fmt: skip
 
@@ -47,7 +47,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def by_hand(params: Mapping[str, Any], servers: Mapping[str, int]) -> dict[str, Survey]:
         return {
-            name: replace(COUNTED, seeds_per_server=[16] * servers[name]) for name in params if servers[name]
+            name: replace(COUNTED, seeds_per_rank=[16] * servers[name]) for name in params if servers[name]
         }
 
     monkeypatch.setattr(push_pull, "survey", by_hand)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dglx_dist.bench import data
 from dglx_dist.bench.jobs.train_params import graphsage
-from dglx_dist.bench.predict import speedup_added, speedup_hidden, survey
+from dglx_dist.bench.predict import survey
 from dglx_dist.bench.records import (
     BenchPlan,
     Claim,
@@ -22,6 +22,7 @@ from dglx_dist.bench.records import (
 )
 from dglx_dist.datasets.synthetic import SyntheticConfig
 from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.closed_form import speedup_added, speedup_hidden
 from dglx_dist.run.prepare import PartitionPlan
 
 _SERVERS = 4

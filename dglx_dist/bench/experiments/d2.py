@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dglx_dist.bench import data
-from dglx_dist.bench.jobs.survey import Survey
 from dglx_dist.bench.jobs.train_params import graphsage
 from dglx_dist.bench.predict import survey
 from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Job, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
 from dglx_dist.lab.rates import Rate
 from dglx_dist.partition import PartitionOptions
+from dglx_dist.planner.survey import Survey
 from dglx_dist.run.prepare import PartitionPlan
 
 _SERVERS = 4

@@ -67,7 +67,7 @@ def plan_of(plan: BenchPlan, size: Size) -> ExperimentPlan:
     cpus = len(os.sched_getaffinity(0)) / max(_SERVERS)
     on_a_core = calibrated(jobs[_name(1)])
     cost = on_a_core.scaled(1.0 / min(cpus, 1.0))
-    edges = {name: one.edges // (one.steps * len(one.seeds_per_server)) for name, one in found.items()}
+    edges = {name: one.edges // (one.steps * one.ranks) for name, one in found.items()}
     step_s = {
         name: cost.forward.seconds(count) + cost.backward.seconds(count) for name, count in edges.items()
     }
@@ -106,8 +106,7 @@ def plan_of(plan: BenchPlan, size: Size) -> ExperimentPlan:
             "edges of a batch": edges,
             "compute slept for a step, s": {name: round(seconds, 4) for name, seconds in step_s.items()},
             "payload bytes of a step and server": {
-                name: one.payload_bytes // (one.steps * len(one.seeds_per_server))
-                for name, one in found.items()
+                name: one.payload_bytes // (one.steps * one.ranks) for name, one in found.items()
             },
             "steps of an epoch": {name: one.steps for name, one in found.items()},
         },

@@ -20,6 +20,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "calibrate": "dglx_dist.bench.jobs.calibrate:run",
         "bounded": "dglx_dist.bench.jobs.bounded:run",
         "echo": "dglx_dist.bench.jobs.echo:run",
+        "plan": "dglx_dist.bench.jobs.plan:run",
         "survey": "dglx_dist.bench.jobs.survey:run",
         "train": "dglx_dist.bench.jobs.train:run",
     }

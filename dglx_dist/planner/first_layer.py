@@ -1,12 +1,12 @@
-"""What of a ready-made model push-pull splits, in numbers: for its bytes, before anything is trained."""
+"""What of a model push-pull splits, in numbers: for its bytes, before anything is trained."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from dglx_dist.layers.adapters import stages_of
-from dglx_dist.training.deep import ResGCN
-from dglx_dist.training.models import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +25,18 @@ class FirstLayer:
     """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
 
 
-def first_layer(model: Stack | ResGCN, heads: int) -> FirstLayer:
-    """Return the numbers of ``model``, whose first layer is a convolution of ``dgl.nn``.
+def first_layer(model: nn.Module, convolution: nn.Module, heads: int) -> FirstLayer:
+    """Return the numbers of ``model``, which is split at ``convolution``.
 
     Args:
-        model: Of ``training.models.build_model``.
+        model: All of it.
+        convolution: The layer of it that takes the features.
         heads: Of its attention.
 
     Raises:
-        ConfigError: the first layer cannot be split; the message has the reason.
+        ConfigError: the layer cannot be split; the message has the reason.
     """
-    stages = stages_of(model.layers[0])
+    stages = stages_of(convolution)
     cut = [stages.get_parameter(name) for name in stages.cut]
     name, dimension = next(iter(stages.cut.items()))
     weight = stages.get_parameter(name)

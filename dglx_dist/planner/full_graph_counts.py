@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dglx_dist.bench.closures import ServerWork, exchanging_work, preloading_work
-from dglx_dist.bench.halo_bytes import (
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.graph.placement import Placement
+from dglx_dist.planner.closures import ServerWork, exchanging_work, preloading_work
+from dglx_dist.planner.halo_bytes import (
     HaloPairs,
     Widths,
     count_pairs,
@@ -17,8 +19,6 @@ from dglx_dist.bench.halo_bytes import (
     outside_bytes,
     topology_of,
 )
-from dglx_dist.cluster.topology import Topology
-from dglx_dist.graph.placement import Placement
 from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE
 from dglx_dist.storage.reader import open_dataset
 from dglx_dist.storage.replica import open_structure

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dglx_dist.bench.first_layer import FirstLayer
-from dglx_dist.bench.jobs.survey import Survey
 from dglx_dist.errors import ConfigError
+from dglx_dist.planner.first_layer import FirstLayer
+from dglx_dist.planner.survey import Survey
 
 _ID_BYTES = 4
 """Of an id in what is pushed of the structure."""
@@ -45,7 +45,7 @@ def column_bytes(
     Raises:
         ConfigError: ``group_size`` does not divide the ranks.
     """
-    ranks = len(found.seeds_per_server)
+    ranks = found.ranks
     size = group_size or ranks
     if size < 1 or ranks % size:
         raise ConfigError(f"group_size={group_size} does not divide {ranks} ranks; give a divisor of it")
@@ -73,7 +73,7 @@ def break_even_width(found: Survey, *, pushed: bool = True) -> float:
     Raises:
         ConfigError: there are no batches, or one rank.
     """
-    ranks = len(found.seeds_per_server)
+    ranks = found.ranks
     moved_per_column = 2 * (ranks - 1) * found.first_targets * 4
     if not moved_per_column:
         raise ConfigError("a break-even width needs batches on 2 ranks at least")

@@ -1,0 +1,206 @@
+"""What batches and plans come to, expected from the figures of a graph: for graphs and clusters not here yet.
+
+A frontier with e drawn in-edges that lead to N nodes reaches about N' (1 - exp(-e / N')) distinct sources,
+where N' is N by the root of the degrees' spread, for popular nodes are drawn again and again. That
+communities make two nodes share more neighbours is left out, so rows are rather over- than underestimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dglx_dist.planner.batch_work import BatchWork
+from dglx_dist.planner.candidates import EAS_FANOUT, EAS_HOPS
+from dglx_dist.planner.full_work import FullWork
+from dglx_dist.planner.halo_bytes import HaloPairs
+from dglx_dist.planner.measured import Ghosts
+from dglx_dist.planner.records import Cluster, GraphStats, Way
+from dglx_dist.planner.survey import Draws, Survey
+
+ASSUMPTIONS = (
+    "batches and closures are expected from the number of nodes and edges and the spread of degrees, as if "
+    "neighbours were drawn independently; communities make them smaller",
+    "partitions are even in nodes, edges and training nodes",
+)
+_ID_BYTES, _EDGE_BYTES = 8, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Levels:
+    """Rows and edges of one batch or closure by layer, input-most first."""
+
+    sources: tuple[float, ...]
+    targets: tuple[float, ...]
+    edges: tuple[float, ...]
+    remote: float
+    """Of the input rows, the share of another server."""
+
+
+def batches(
+    graph: GraphStats, cluster: Cluster, draws: Draws, *, gradient_bytes: int, partitioned: bool
+) -> BatchWork:
+    """Return what an epoch of mini-batches is expected to come to.
+
+    Args:
+        graph: Its figures.
+        cluster: Servers and ranks.
+        draws: Fan-outs and batch size.
+        gradient_bytes: Of a step.
+        partitioned: Whether servers ask each other for in-edges.
+    """
+    seeds = graph.train_nodes / cluster.ranks
+    steps = max(math.ceil(seeds / draws.batch_size), 1)
+    one = _batch(graph, cluster, min(draws.batch_size, seeds), draws.fanouts)
+    every = cluster.ranks * steps
+    asked = every * one.remote * (_ID_BYTES * sum(one.targets) + _EDGE_BYTES * sum(one.edges))
+    total = Survey(
+        steps=steps,
+        input_rows=round(every * one.sources[0]),
+        remote_rows=round(every * one.sources[0] * one.remote),
+        edges=round(every * sum(one.edges)),
+        seeds_per_rank=[round(seeds)] * cluster.ranks,
+        feature_bytes=round((_ID_BYTES + graph.feature_bytes) * every * one.sources[0] * one.remote),
+        sampling_bytes=round(asked) if partitioned and cluster.servers > 1 else 0,
+        label_bytes=0,
+        gradient_bytes=2 * (cluster.ranks - 1) * gradient_bytes * steps,
+        first_targets=round(every * one.targets[0]),
+        first_edges=round(every * one.edges[0]),
+        ranks_per_server=cluster.ranks_per_server,
+    )
+    return BatchWork(
+        survey=total,
+        worked=(_rounded(one.sources, steps), _rounded(one.targets, steps), _rounded(one.edges, steps)),
+        first=(total.input_rows, total.first_targets, total.first_edges),
+        largest=(_rounded(one.sources, 1), _rounded(one.targets, 1), _rounded(one.edges, 1)),
+        card_share=1.0 / cluster.servers,
+        counted=False,
+    )
+
+
+def closures(graph: GraphStats, cluster: Cluster, way: Way, num_layers: int) -> FullWork:
+    """Return what an epoch of whole graphs is expected to come to; co-batches count as parts of one step."""
+    hops, kind, number = way
+    own, share = graph.nodes / cluster.servers, 1.0 / cluster.ranks_per_server
+    needed = _needed(graph, num_layers)
+    held = _grown(graph, cluster, EAS_HOPS[kind] if kind else hops, fanout=EAS_FANOUT if kind else None)
+    reach = (
+        [held[-1]] * num_layers + [own] if kind else [held[max(hops - at, 0)] for at in range(num_layers + 1)]
+    )
+    rows = [all_rows * part for all_rows, part in zip(reach, needed, strict=True)]
+    external = (reach[0] - own) * needed[0] if hops else 0.0
+    edges = [graph.mean_degree * after * share for after in rows[1:]]
+    outside, inside = [], []
+    for layer, after in enumerate(rows[1:]):
+        pairs = _border(graph, after * share, graph.edge_cut, graph.nodes - own) if layer >= hops else 0.0
+        between = _border(graph, after * share, _cut_inside(cluster, graph), reach[layer] * (1.0 - share))
+        outside.append(round(pairs * cluster.ranks))
+        inside.append(round(between * cluster.ranks))
+    targets = tuple(round(after * share) for after in rows[1:])
+    sources = tuple(
+        round(before * share) + (out + into) // cluster.ranks
+        for before, out, into in zip(rows[:-1], outside, inside, strict=True)
+    )
+    counted = tuple(round(one) for one in edges)
+    return FullWork(
+        rows=tuple(round(before * share / number) for before in rows),
+        sources=tuple(one // number for one in sources),
+        edges=tuple(one // number for one in counted),
+        worked=(sources, targets, counted),
+        pairs=HaloPairs(outside=tuple(outside), inside=tuple(inside)),
+        card_rows=tuple(one // cluster.servers for one in outside),
+        inside_rows=tuple(one // cluster.servers for one in inside),
+        external_rows=round(external * cluster.servers),
+        most_external_rows=round(external),
+        steps=number,
+        counted=False,
+    )
+
+
+def ghosts(graph: GraphStats, cluster: Cluster) -> Ghosts:
+    """Return the pairs of a node and another rank that reads it."""
+    rows, own = graph.nodes / cluster.ranks, graph.nodes / cluster.servers
+    outside = _border(graph, rows, graph.edge_cut, graph.nodes - own) * cluster.ranks
+    inside = _border(graph, rows, _cut_inside(cluster, graph), own - rows) * cluster.ranks
+    return Ghosts(outside=round(outside), inside=round(inside), counted=False)
+
+
+def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[int]) -> _Levels:
+    """Return the levels of one batch, from its seeds down."""
+    sources: list[float] = []
+    targets: list[float] = []
+    edges: list[float] = []
+    rows, remote, met = seeds, 0.0, 0.0
+    for hop, fanout in enumerate(reversed(fanouts)):
+        # Whoever is reached along an edge has more edges than most.
+        degree = graph.mean_degree * (1.0 if hop == 0 else graph.degree_spread)
+        each = degree if fanout < 0 else fanout * (1.0 - math.exp(-degree / max(fanout, 1)))
+        drawn = rows * each
+        found = _distinct(graph, drawn, graph.nodes)
+        new = min(found, graph.nodes - rows)
+        remote += new * _away(graph, cluster, hop + 1)
+        met += new
+        targets.insert(0, rows)
+        edges.insert(0, drawn)
+        rows = min(rows + new, graph.nodes)
+        sources.insert(0, rows)
+    share = remote / max(met + seeds, 1.0)
+    return _Levels(sources=tuple(sources), targets=tuple(targets), edges=tuple(edges), remote=share)
+
+
+def _needed(graph: GraphStats, num_layers: int) -> list[float]:
+    """Return the share of nodes that training depends on, of each level, the features' first."""
+    found = [graph.train_nodes / graph.nodes]
+    for _ in range(num_layers):
+        met = _distinct(graph, found[0] * graph.edges, graph.nodes) / graph.nodes
+        found.insert(0, found[0] + met * (1.0 - found[0]))
+    return found
+
+
+def _grown(graph: GraphStats, cluster: Cluster, hops: int, *, fanout: int | None) -> list[float]:
+    """Return rows within 0 to ``hops`` hops of a server's own nodes."""
+    own = graph.nodes / cluster.servers
+    others, new, found = graph.nodes - own, own, [own]
+    # Of the edges of own nodes those that are cut lead elsewhere, of others' all but those that lead here.
+    leaving = graph.edge_cut
+    for _ in range(hops):
+        crossing = graph.mean_degree * leaving
+        drawn = new * (crossing if fanout is None else min(crossing, fanout))
+        unmet = 1.0 - (found[-1] - own) / others if others else 0.0
+        new = _distinct(graph, drawn, others) * unmet
+        found.append(found[-1] + new)
+        leaving = 1.0 - graph.edge_cut / max(cluster.servers - 1, 1)
+    return found
+
+
+def _border(graph: GraphStats, rows: float, cut: float, others: float) -> float:
+    """Return the distinct sources of ``rows`` among ``others``, of which that part of their edges come."""
+    return _distinct(graph, rows * graph.mean_degree * cut, others)
+
+
+def _distinct(graph: GraphStats, drawn: float, nodes: float) -> float:
+    """Return how many of ``nodes`` so many draws meet."""
+    popular = nodes / max(graph.degree_spread, 1.0) ** 0.5
+    return popular * -math.expm1(-drawn / popular) if popular else 0.0
+
+
+def _away(graph: GraphStats, cluster: Cluster, hops: int) -> float:
+    """Return the share of nodes so many hops away that another server owns: cut after cut."""
+    far = (cluster.servers - 1) / cluster.servers
+    if not far:
+        return 0.0
+    return far * (1.0 - (1.0 - min(graph.edge_cut / far, 1.0)) ** hops)
+
+
+def _cut_inside(cluster: Cluster, graph: GraphStats) -> float:
+    """Return the share of edges between the ranks of one server: of those that stay in it."""
+    if cluster.ranks_per_server == 1:
+        return 0.0
+    far = max((cluster.servers - 1) / cluster.servers, 1e-9)
+    quality = min(graph.edge_cut / far, 1.0) if cluster.servers > 1 else 0.35
+    return (1.0 - graph.edge_cut) * quality * (cluster.ranks_per_server - 1) / cluster.ranks_per_server
+
+
+def _rounded(values: Sequence[float], times: int) -> tuple[int, ...]:
+    return tuple(round(times * value) for value in values)

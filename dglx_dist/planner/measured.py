@@ -1,0 +1,45 @@
+"""All that the formulas take: counted and measured in a dry run, or expected from figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dglx_dist.planner.batch_work import BatchWork
+from dglx_dist.planner.full_work import FullWork
+from dglx_dist.planner.memory import MemoryModel
+from dglx_dist.planner.model_shape import ModelShape
+from dglx_dist.planner.rates import Rates
+from dglx_dist.planner.records import Cluster, GraphStats, Way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ghosts:
+    """Pairs of a node and another rank that reads it, of the whole graph: what intervals exchange."""
+
+    outside: int
+    inside: int
+    counted: bool = True
+    """Whether over all nodes of the graph; False: expected, or of those only that training needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Of one graph, model and cluster."""
+
+    graph: GraphStats
+    shape: ModelShape
+    cluster: Cluster
+    rates: Rates
+    memory: MemoryModel
+    batches: BatchWork | None
+    """None: nobody asked for mini-batches."""
+    whole: Mapping[Way, FullWork]
+    ghosts: Ghosts | None
+    structure_partitioned: bool
+    """Whether servers ask each other for in-edges."""
+    epoch: int
+    """Whose batches were counted."""
+    assumptions: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What finding all that out took."""

@@ -1,0 +1,271 @@
+"""A model in figures: what each layer sums and multiplies, what is sent of it, and how large it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.first_layer import FirstLayer, first_layer
+from dglx_dist.planner.halo_bytes import Widths
+
+_FORWARD_AND_BACK, _FORWARD_AND_WEIGHTS = 3, 2
+"""Products of matrices per layer, by those of forward: a layer whose input learns nothing saves one."""
+_SUM_AND_BACK, _SUM_ONLY = 2, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """One convolution."""
+
+    inputs: int
+    outputs: int
+    summed: int
+    """Columns that travel along an edge."""
+    per_source: int
+    """Multiply-adds of forward for each row that goes in."""
+    per_target: int
+    """The same for each row that comes out."""
+    exchanged: int
+    """Columns of a row that is exchanged between ranks before this layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """All layers, input-most first, and the parameters."""
+
+    kind: str
+    layers: tuple[LayerShape, ...]
+    features: int
+    hidden: int
+    """Columns between layers."""
+    classes: int
+    parameters: int
+    """Numbers in all of them."""
+    tensors: int
+    """How many tensors they are in."""
+    first: FirstLayer | None
+    """What push-pull splits; None: it cannot."""
+    why_not_split: str = ""
+    first_learns: bool = False
+    """Whether what layer 1 takes has a gradient, as behind an encoder."""
+    itemsize: int = 4
+    chained: bool = True
+    """Whether it is convolutions one after another, which strategy ``lambda`` can run."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Sent for each step: every gradient, and a flag of one element for each tensor."""
+        return (self.parameters + self.tensors) * self.itemsize
+
+    @property
+    def widths(self) -> Widths:
+        """What full-graph training exchanges."""
+        rest = self.layers[1:] or self.layers
+        return Widths(
+            first=self.layers[0].exchanged,
+            hidden=rest[0].exchanged,
+            first_learns=self.first_learns,
+            gradient_bytes=self.gradient_bytes,
+            itemsize=self.itemsize,
+        )
+
+    def work(self, sources: Sequence[int], targets: Sequence[int], edges: Sequence[int]) -> tuple[int, int]:
+        """Return (columns of edges summed, multiply-adds) of forward and backward.
+
+        Args:
+            sources: (L,) rows that go into each layer.
+            targets: (L,) rows that come out.
+            edges: (L,).
+        """
+        summed, multiplied = 0, 0
+        for place, layer in enumerate(self.layers):
+            learns = place > 0 or self.first_learns
+            # Where the product comes first, sums go back to the weights in the first layer too.
+            goes_back = learns or layer.per_source > 0
+            summed += edges[place] * layer.summed * (_SUM_AND_BACK if goes_back else _SUM_ONLY)
+            products = sources[place] * layer.per_source + targets[place] * layer.per_target
+            multiplied += products * (_FORWARD_AND_BACK if learns else _FORWARD_AND_WEIGHTS)
+        return summed, multiplied
+
+
+def layers_of_kind(
+    kind: str, features: int, hidden: int, classes: int, num_layers: int, heads: int = 4
+) -> tuple[LayerShape, ...]:
+    """Return the layers of a ready-made model (``training.models.build_model``), without building it."""
+    if kind == "resgcn":
+        return _residual(features, hidden, classes, num_layers)
+    if kind == "sgc":
+        pairs = [(features, classes), *[(classes, classes)] * (num_layers - 1)]
+        return tuple(
+            LayerShape(
+                inputs=a,
+                outputs=b,
+                summed=min(a, b),
+                per_source=a * b if place == 0 and a > b else 0,
+                per_target=a * b if place == 0 and a <= b else 0,
+                exchanged=a,
+            )
+            for place, (a, b) in enumerate(pairs)
+        )
+    pairs = list(pairwise([features, *[hidden] * (num_layers - 1), classes]))
+    return tuple(
+        _layer(kind, a, b, heads, last=place == num_layers - 1) for place, (a, b) in enumerate(pairs)
+    )
+
+
+def _layer(kind: str, a: int, b: int, heads: int, *, last: bool) -> LayerShape:
+    if kind == "gat":
+        wide = b * heads if last else b
+        # Logits, softmax and the weighted sum each touch an edge.
+        return LayerShape(
+            inputs=a, outputs=wide, summed=wide + 6 * heads, per_source=a * wide, per_target=0, exchanged=a
+        )
+    if kind == "mlp":
+        return LayerShape(inputs=a, outputs=b, summed=0, per_source=0, per_target=a * b, exchanged=a)
+    # dgl.nn multiplies first where that makes rows narrower; SAGE has one more product, of the own row.
+    own = a * b if kind == "sage" else 0
+    first = a > b
+    return LayerShape(
+        inputs=a,
+        outputs=b,
+        summed=min(a, b),
+        per_source=a * b if first else 0,
+        per_target=own + (0 if first else a * b),
+        exchanged=a,
+    )
+
+
+def _residual(features: int, hidden: int, classes: int, num_layers: int) -> tuple[LayerShape, ...]:
+    def layer(place: int) -> LayerShape:
+        encode = features * hidden if place == 0 else 0
+        decode = hidden * classes if place == num_layers - 1 else 0
+        return LayerShape(
+            inputs=features if place == 0 else hidden,
+            outputs=hidden,
+            summed=hidden,
+            per_source=encode,
+            per_target=2 * hidden * hidden + decode,
+            exchanged=hidden,
+        )
+
+    return tuple(layer(place) for place in range(num_layers))
+
+
+def shape_of_module(
+    module: nn.Module, kind: str, features: int, hidden: int, classes: int, num_layers: int, heads: int = 4
+) -> ModelShape:
+    """Return the figures of a model: its parameters and its first layer from the module itself.
+
+    Args:
+        module: A ready-made model, or one of the user's.
+        kind: Of the ready-made one; of another, the kind whose layers are most like its.
+        features: F.
+        hidden: Width between layers.
+        classes: C.
+        num_layers: L.
+        heads: Of attention.
+    """
+    found, why = _first(module, features, heads)
+    parameters = [one for one in module.parameters() if one.requires_grad]
+    return ModelShape(
+        kind=kind,
+        layers=layers_of_kind(kind, features, hidden, classes, num_layers, heads),
+        features=features,
+        hidden=hidden,
+        classes=classes,
+        parameters=sum(one.numel() for one in parameters),
+        tensors=len(parameters),
+        first=found,
+        why_not_split=why,
+        first_learns=kind == "resgcn",
+        itemsize=parameters[0].element_size() if parameters else 4,
+        chained=kind in ("sage", "gcn", "gat", "mlp", "sgc"),
+    )
+
+
+def shape_of_kind(
+    kind: str, features: int, hidden: int, classes: int, num_layers: int, heads: int = 4
+) -> ModelShape:
+    """Return the figures of a ready-made model that is not built; parameters to within biases."""
+    layers = layers_of_kind(kind, features, hidden, classes, num_layers, heads)
+    weights = [layer.per_source + layer.per_target for layer in layers]
+    # Attention has two vectors beside the bias.
+    each = {"mlp": 0, "gat": 3}.get(kind, 1)
+    biases = [each * layer.outputs for layer in layers]
+    tensors = {"sage": 3, "gat": 4, "resgcn": 5}.get(kind, 2) * num_layers
+    first = layers[0]
+    cut = (first.per_source + first.per_target) * 4
+    split = kind in ("sage", "gcn", "gat", "sgc")
+    total = sum(weights) + sum(biases)
+    return ModelShape(
+        kind=kind,
+        layers=layers,
+        features=features,
+        hidden=hidden,
+        classes=classes,
+        parameters=total,
+        tensors=tensors,
+        first=FirstLayer(
+            sum_width=first.outputs,
+            logit_width=heads if kind == "gat" else 0,
+            itemsize=4,
+            cut_bytes=cut,
+            replicated_bytes=(total + tensors) * 4 - cut,
+        )
+        if split
+        else None,
+        why_not_split="" if split else f"the first layer of {kind} does not take the features",
+        first_learns=kind == "resgcn",
+        chained=kind != "resgcn",
+    )
+
+
+def _first(module: nn.Module, features: int, heads: int) -> tuple[FirstLayer | None, str]:
+    # Only here: it brings DGL.
+    from dglx_dist.strategies.push_pull.split import find_first_layer
+
+    try:
+        name, _ = find_first_layer(module, features, "columns")
+        return first_layer(module, module.get_submodule(name), heads), ""
+    except ConfigError as refused:
+        return None, str(refused).partition(";")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundLayers:
+    """What one sees of a module from outside."""
+
+    kind: str
+    """The ready-made one whose layers are most like it."""
+    hidden: int
+    """Columns that its first convolution gives."""
+    count: int
+    """Convolutions."""
+
+
+def layers_in(module: nn.Module) -> FoundLayers:
+    """Return what the convolutions of ``dgl.nn`` in ``module`` tell; a guess where there are none."""
+    found = [one for one in module.modules() if type(one).__name__ in _KIND_OF]
+    if not found:
+        return FoundLayers(kind="sage", hidden=_USUAL_WIDTH, count=0)
+    kind = _KIND_OF[type(found[0]).__name__]
+    # DGL has no public name for it.
+    width = int(getattr(found[0], "_out_feats", _USUAL_WIDTH)) * int(getattr(found[0], "_num_heads", 1))
+    deep = type(module).__name__ == "ResGCN"
+    return FoundLayers(kind="resgcn" if deep else kind, hidden=width, count=len(found))
+
+
+_USUAL_WIDTH = 64
+_KIND_OF = {
+    "SAGEConv": "sage",
+    "GraphConv": "gcn",
+    "SymmetricConv": "gcn",
+    "GATConv": "gat",
+    "GATv2Conv": "gat",
+    "SGConv": "sgc",
+    "OwnRows": "mlp",
+}

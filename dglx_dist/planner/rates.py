@@ -1,0 +1,174 @@
+"""Seconds for each unit of work: measured on some batches of the real model, or assumed."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.model_shape import ModelShape
+from dglx_dist.records import Array
+
+_TERMS = 3
+_REPETITIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of one rank; all terms are at least 0."""
+
+    step_s: float
+    """Of a step, however small its batch: calls, loss, optimizer."""
+    edge_column_s: float
+    """To sum one column along one edge, forward or backward."""
+    multiply_add_s: float
+    sample_edge_s: float
+    """To draw an edge and to build its block."""
+    gather_byte_s: float
+    """To read a byte of a feature row from the own server's memory."""
+    fresh_edge_s: float = 0.0
+    """What the first step on a block takes longer than later ones, by its edges: formats that message passing
+    makes of it. Mini-batches and co-batches pay it in every step, whole graphs once."""
+    measured: bool = True
+
+    def compute_s(self, work: tuple[int, int], steps: int) -> float:
+        """Return the seconds of ``work`` (of :meth:`ModelShape.work`) in so many steps."""
+        summed, multiplied = work
+        return steps * self.step_s + summed * self.edge_column_s + multiplied * self.multiply_add_s
+
+    def slowed(self, factor: float) -> Rates:
+        """Return the rates of a rank on which everything takes ``factor`` times as long."""
+        return Rates(
+            step_s=factor * self.step_s,
+            edge_column_s=factor * self.edge_column_s,
+            multiply_add_s=factor * self.multiply_add_s,
+            sample_edge_s=factor * self.sample_edge_s,
+            gather_byte_s=factor * self.gather_byte_s,
+            fresh_edge_s=factor * self.fresh_edge_s,
+            measured=self.measured,
+        )
+
+
+def assumed(*, speed: float = 1.0) -> Rates:
+    """Return the rates of one core of a server of today; the figures are those of this package's own tests.
+
+    Args:
+        speed: How many such cores a rank is worth; an accelerator some 50.
+    """
+    one = Rates(
+        step_s=5e-3,
+        edge_column_s=0.7e-9,
+        multiply_add_s=0.025e-9,
+        sample_edge_s=30e-9,
+        gather_byte_s=0.3e-9,
+        fresh_edge_s=20e-9,
+        measured=False,
+    )
+    return one.slowed(1.0 / speed)
+
+
+def time_batches(
+    module: nn.Module,
+    shape: ModelShape,
+    batches: Sequence[Sequence[Any]],
+    *,
+    repetitions: int = _REPETITIONS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Array, Array, float]:
+    """Time steps of a copy of ``module``.
+
+    Args:
+        module: Called as ``module(blocks, features)``; not changed.
+        shape: Of it.
+        batches: Blocks of at least two sizes; what they hold is not read.
+        repetitions: Of each, after one on the block as it is new; the median counts.
+        clock: Seconds.
+
+    Returns:
+        (k, 3) float64 work and (k,) float64 seconds for :func:`fitted`, and what an edge of a new block takes
+        longer.
+
+    Raises:
+        ConfigError: there are no batches, or the model fails on them.
+    """
+    if not batches:
+        raise ConfigError("there is no batch to measure the model on; give the graph training nodes")
+    copied = copy.deepcopy(module).train()
+    optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
+    rows, seconds, fresh = [], [], []
+    for number, blocks in enumerate(batches):
+        sizes = _sizes(blocks)
+        rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
+        first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1))
+        seconds.append(statistics.median(later))
+        # The very first step warms up more than its blocks.
+        if number:
+            fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
+    return np.array(rows), np.array(seconds), max(statistics.median(fresh or [0.0]), 0.0)
+
+
+def _sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
+    return (
+        [int(block.num_src_nodes()) for block in blocks],
+        [int(block.num_dst_nodes()) for block in blocks],
+        [int(block.num_edges()) for block in blocks],
+    )
+
+
+def _step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    blocks: Sequence[Any],
+    shape: ModelShape,
+    clock: Callable[[], float],
+) -> float:
+    kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    rows = torch.ones(blocks[0].num_src_nodes(), shape.features, dtype=kind)
+    labels = torch.zeros(blocks[-1].num_dst_nodes(), dtype=torch.int64)
+    begin = clock()
+    try:
+        loss = cross_entropy(module(blocks, rows), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise ConfigError(
+            f"the model could not be tried out on a batch ({type(problem).__name__}: {problem}); it "
+            "is called as model(blocks, features) and must return a row of scores for each target"
+        ) from problem
+    optimizer.step()
+    return clock() - begin
+
+
+def fitted(work: Array, seconds: Array) -> tuple[float, float, float]:
+    """Lay seconds through (k, 3) float64 ``work`` by least squares of relative errors, no factor below 0.
+
+    Returns:
+        (step_s, edge_column_s, multiply_add_s); 0 for what explains nothing.
+    """
+    scaled = work / seconds[:, None]
+    best, least = np.zeros(_TERMS), np.inf
+    for count in range(1, _TERMS + 1):
+        for columns in combinations(range(_TERMS), count):
+            if count > len(seconds):
+                continue
+            chosen = scaled[:, columns]
+            # Columns differ by many orders of magnitude.
+            size = np.maximum(np.abs(chosen).max(axis=0), 1e-300)
+            factors, *_ = np.linalg.lstsq(chosen / size, np.ones(len(seconds)), rcond=None)
+            factors = factors / size
+            residual = float(((chosen @ factors - 1.0) ** 2).sum())
+            if (factors >= 0).all() and residual < least:
+                least = residual
+                best = np.zeros(_TERMS)
+                best[list(columns)] = factors
+    return float(best[0]), float(best[1]), float(best[2])

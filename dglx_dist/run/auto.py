@@ -1,0 +1,220 @@
+"""``strategy="auto"``: measure in the running job, choose, and give the session what was chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from dglx_dist.cluster.collectives import broadcast_json, gather_json
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph import DistGraph
+from dglx_dist.planner.candidates import CACHE_SIZES, Frame, enumerate_candidates, ways_of
+from dglx_dist.planner.choose import Wishes, choose
+from dglx_dist.planner.dry_run import DryRun
+from dglx_dist.planner.graph_stats import TRAIN_MASK, check_plannable
+from dglx_dist.planner.links import probe
+from dglx_dist.planner.live_run import live_run
+from dglx_dist.planner.model_shape import ModelShape, layers_in, shape_of_module
+from dglx_dist.planner.records import Candidate, Choice, Cluster
+from dglx_dist.planner.survey import Draws
+from dglx_dist.progress import progress
+from dglx_dist.records import FEATURE
+from dglx_dist.report.plan_table import plan_lines
+from dglx_dist.run.auto_options import AutoOptions, Training, read_auto_options
+from dglx_dist.run.usual_draws import NO_BATCHES, Asked, draws_of
+from dglx_dist.strategies.push_pull.options import read_size
+from dglx_dist.strategies.registry import AUTO
+
+
+def choose_in_job(model: nn.Module, g: DistGraph, told: Training) -> Choice:
+    """Choose the strategy that trains ``model`` on ``g`` fastest, and let the session have it. Collective.
+
+    Before the first loader is made and before the model is wrapped. Counts some batches and plans, times the
+    model on them, and the links for two seconds; rank 0 says what is chosen and why.
+
+    Args:
+        model: As it will be wrapped; not changed.
+        g: Of a session that was opened with ``auto``.
+        told: Fan-outs, batch size and the like.
+
+    Returns:
+        All candidates with what an epoch of each is expected to take, on every rank the same.
+
+    Raises:
+        ConfigError: the session has a strategy, the graph has several types, or nothing fits.
+        PeerError: a rank is dead or silent.
+    """
+    session = g.session
+    if session.strategy != AUTO:
+        raise ConfigError(
+            f"the session was opened with strategy {session.strategy!r}, so there is nothing to choose; "
+            f"open it with strategy={AUTO!r}"
+        )
+    options = read_auto_options(session.options)
+    check_plannable(g.dataset.manifest, str(g.dataset.folder))
+    with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
+        # What follows must draw what it would have drawn under the chosen strategy.
+        with torch.random.fork_rng(devices=[]):
+            choice, draws = _chosen(model, g, told, options, advance.show)
+        advance(1)
+        for line in plan_lines(choice):
+            advance.say(line)
+    taken = choice.taken
+    if taken is None:
+        raise ConfigError(f"no strategy fits: {choice.predictions[0].why_not}; grant more with memory=")
+    _adopt(g, taken.candidate, draws)
+    return choice
+
+
+def _adopt(g: DistGraph, taken: Candidate, draws: Draws | None) -> None:
+    """Give the session what was chosen; collective."""
+    g.session.adopt(taken.strategy, taken.options)
+    if taken.cache is not None and draws is not None:
+        g.cache_rows(
+            FEATURE,
+            alpha=taken.cache_alpha,
+            policy=taken.cache,
+            fanouts=list(draws.fanouts),
+            batch_size=draws.batch_size,
+        )
+
+
+def _chosen(
+    model: nn.Module, g: DistGraph, told: Training, options: AutoOptions, tell: Callable[[str], None]
+) -> tuple[Choice, Draws | None]:
+    session = g.session
+    shape = _shape(model, g, told)
+    tell("probing the links")
+    cluster = _cluster(session, options)
+    asked = Asked(
+        unit=options.unit,
+        num_layers=len(shape.layers),
+        fanouts=told.fanouts,
+        batch_size=told.batch_size,
+        epoch=min(1, told.epochs - 1),
+        dry_batches=options.dry_batches,
+    )
+    draws = draws_of(asked)
+    unit = "full_graph" if draws is None else options.unit
+    wishes = Wishes(
+        unit=unit,  # type: ignore[arg-type]  # checked by AutoOptions
+        estimators=options.allow_estimators,
+        full_graph_epochs=options.full_graph_epochs,
+    )
+    caches = options.caches and told.allow_cache
+    candidates = _candidates(g, shape, cluster, draws, wishes, allow_cache=caches)
+    known = live_run(
+        g,
+        model,
+        shape,
+        DryRun(
+            cluster=cluster,
+            draws=draws,
+            ways=ways_of(candidates),
+            caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
+            partitioned=not g.structure().is_whole and cluster.servers > 1,
+            program_bytes=psutil.Process().memory_info().rss,
+            epoch=asked.epoch,
+            assumptions=(NO_BATCHES,) if asked.is_deep else (),
+        ),
+        tell,
+    )
+    return _agreed(choose(candidates, known, wishes), session), draws
+
+
+def _agreed(choice: Choice, session: Session) -> Choice:
+    """Return ``choice`` with what rank 0 takes: figures are the same, but a rounding would part the ranks."""
+    mine = "" if choice.taken is None else choice.taken.candidate.name
+    name = broadcast_json(mine, session)
+    names = [one.candidate.name for one in choice.predictions]
+    return replace(choice, picked=names.index(str(name)) if name else -1)
+
+
+def _candidates(
+    g: DistGraph,
+    shape: ModelShape,
+    cluster: Cluster,
+    draws: Draws | None,
+    wishes: Wishes,
+    *,
+    allow_cache: bool,
+) -> tuple[Candidate, ...]:
+    """Return what may be chosen, and not more: each is counted."""
+    steps = 0
+    if draws is not None:
+        marked = g.ndata[TRAIN_MASK]
+        of_rank = -(-marked.kvstore.count_nonzero(marked.kvstore_key) // cluster.ranks)
+        steps = max(-(-of_rank // draws.batch_size), 1)
+    caches = CACHE_SIZES if allow_cache and g.structure().is_whole else ()
+    frame = Frame(
+        ranks=cluster.ranks,
+        servers=cluster.servers,
+        num_layers=len(shape.layers),
+        steps=steps,
+        caches=caches,
+    )
+    return tuple(
+        one
+        for one in enumerate_candidates(frame)
+        if (one.exact or wishes.estimators) and wishes.unit in ("any", one.unit)
+    )
+
+
+def _shape(model: nn.Module, g: DistGraph, told: Training) -> ModelShape:
+    features, classes = g.ndata[FEATURE].shape[1], int(g.num_classes(g.ntypes[0]) or 1)
+    found = layers_in(model)
+    layers = told.num_layers or (len(told.fanouts) if told.fanouts else found.count) or 2
+    return shape_of_module(
+        model, told.kind or found.kind, features, told.hidden or found.hidden, classes, layers, told.heads
+    )
+
+
+def _cluster(session: Session, options: AutoOptions) -> Cluster:
+    """Return the servers of the running job; collective."""
+    topology, links = session.topology, probe(session)
+    beside = session.hosts.count(session.hosts[topology.rank])
+    cores = len(os.sched_getaffinity(0)) / beside
+    memory = read_size(options.memory) if options.memory else psutil.virtual_memory().total // beside
+    told: Sequence[Any] = gather_json([cores, memory], session)
+    apart = 1e12
+    return Cluster(
+        servers=topology.num_servers,
+        ranks_per_server=len(topology.ranks_of_server(0)),
+        external_bytes_per_s=apart if links is None else links.external_bytes_per_s,
+        internal_bytes_per_s=apart if links is None else links.internal_bytes_per_s,
+        latency_s=0.0 if links is None else links.latency_s,
+        cores=min(float(one[0]) for one in told),
+        memory_bytes=min(int(one[1]) for one in told),
+    )
+
+
+def describe(choice: Choice) -> dict[str, object]:
+    """Return what a run's summary says of the choice: prediction beside outcome.
+
+    Args:
+        choice: With its outcome.
+    """
+    taken, outcome = choice.taken, choice.outcome
+    assert taken is not None
+    found: dict[str, object] = {
+        "chosen": taken.candidate.name,
+        "why": "; ".join(choice.why),
+        "predicted_epoch_seconds": taken.epoch_seconds,
+        "predicted_bytes_outside": taken.bytes_outside,
+        "predicted_bytes_inside": taken.bytes_inside,
+        "predicted_peak_memory_bytes": taken.memory_bytes,
+        "bytes_are_counted": taken.bytes_exact,
+    }
+    if outcome is not None:
+        found["bytes_outside"], found["bytes_inside"] = outcome.bytes_outside, outcome.bytes_inside
+        found["of_epoch"] = choice.epoch
+        if outcome.epoch_seconds:
+            found["predicted_by_measured"] = taken.epoch_seconds / outcome.epoch_seconds
+    return found

@@ -1,0 +1,65 @@
+"""``dglx plan``: the table, JSON, the map, and the likeliest mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dglx_dist.cli.app import app
+from dglx_dist.errors import ConfigError
+from tests.strategies import equality
+
+FIGURES = ("--nodes", "1e9", "--edges", "2e10", "--features", "128", "--servers", "64", "--ranks", "512")
+
+
+def plan(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
+
+
+def refused(*arguments: str) -> str:
+    shown = plan(*arguments)
+    assert isinstance(shown.exception, ConfigError)
+    return str(shown.exception)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(equality.write_parts(tmp_path_factory.mktemp("plan")))
+
+
+def test_a_dataset_has_a_table_a_choice_and_a_map(data: str, tmp_path: Path) -> None:
+    picture = tmp_path / "maps" / "map.png"
+    told = ("--data", data, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
+    shown = plan(*told, "--bandwidth-external", "100mbit", "--map", str(picture))
+    assert shown.exit_code == 0, shown.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for part in ("data_parallel", "push_pull", "full_graph", "cooperative", "chosen: ", "assumed:", "exact"):
+        assert part in shown.output
+    assert shown.output.count("->") == 1
+
+
+def test_figures_alone_are_json() -> None:
+    shown = plan(*FIGURES, "--bandwidth-external", "100gbit", "--memory", "80GB", "--speed", "50", "--json")
+    value = json.loads(shown.output)
+    assert value["chosen"] == value["predictions"][value["picked"]]["name"]
+    assert value["graph"]["nodes"] == 10**9
+    assert value["cluster"]["memory_bytes"] == 80 * 2**30
+    assert all(not one["bytes_exact"] for one in value["predictions"])
+    assert len(value["assumptions"]) >= 5
+    # --ranks counts all of them, as under dglx train.
+    assert (value["cluster"]["servers"], value["cluster"]["ranks_per_server"]) == (64, 8)
+
+
+def test_mistakes_are_named(data: str) -> None:
+    assert "--data DIR" in refused("--servers", "2")
+    assert "belong together" in refused("--nodes", "10")
+    assert "--unit graph must be" in refused("--data", data, "--unit", "graph")
+    assert "4 part" in refused("--data", data, "--servers", "9")
+    assert "--ranks 3 cannot be dealt out to --servers 2" in refused("--data", data, "--ranks", "3")
+    assert "give one of the two" in refused("--data", data, "--ranks", "4", "--ranks-per-server", "1")
+    assert "--structure split must be" in refused("--data", data, "--structure", "split")
+    assert "rate '1 lightyear'" in refused("--data", data, "--bandwidth-external", "1 lightyear")

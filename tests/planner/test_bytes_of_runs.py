@@ -1,0 +1,121 @@
+"""An epoch of every way to train, on 2 servers of 2 ranks: the ledger has what was predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.graph import DistGraph
+from dglx_dist.planner.candidates import CACHE_SIZES
+from dglx_dist.planner.records import Choice
+from dglx_dist.run.fit import fit
+from dglx_dist.run.planning import PlanPlan, make_plan
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.run.session import init
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+
+FEATURES, HIDDEN, CLASSES, BATCH, FANOUTS = 12, 6, 4, 32, (4, 3)
+AGREEMENT = ("control", "metrics")
+"""How ranks agree is nobody's payload."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("planned") / "graph"
+    config = SyntheticConfig(nodes=1200, degree=8, features=FEATURES, classes=CLASSES, train_rate=0.3, seed=1)
+    partition_to_disk(generate(config), folder, PartitionPlan(num_parts=2, method="metis"))
+    return str(folder)
+
+
+def planned(data: str, model: str, **changed: Any) -> Choice:
+    told: dict[str, Any] = {
+        "model": model,
+        "hidden": HIDDEN,
+        "fanouts": FANOUTS,
+        "batch_size": BATCH,
+        "servers": 2,
+        "ranks_per_server": 2,
+        "dry_batches": 0,
+        "unit": "any",
+    }
+    return make_plan(PlanPlan(data=data, **{**told, **changed}))
+
+
+def train_each(data: str, model: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
+    """On every rank: what it sent in the second epoch of each case, by phase, outside and inside."""
+    return [train(data, model, **case) for case in cases]
+
+
+def train(
+    data: str, model: str, strategy: str, options: Mapping[str, Any], cache: str | None, alpha: float
+) -> dict[str, dict[str, int]]:
+    with init(strategy, seed=0, **options) as session:
+        g = DistGraph(data, session=session)
+        if cache is not None:
+            g.cache_rows("feat", alpha=alpha, policy=cache, fanouts=list(FANOUTS), batch_size=BATCH)
+        module = build_model(model, FEATURES, HIDDEN, CLASSES, len(FANOUTS), 0.0, graph=g)
+        snapshots: list[Any] = []
+        sent: dict[str, Counter[str]] = {"outside": Counter(), "inside": Counter()}
+
+        def note(_: Any) -> None:
+            if len(snapshots) == 1:
+                for row in session.ledger.since(snapshots[0]):
+                    if row.phase not in AGREEMENT:
+                        sent["inside" if row.inside else "outside"][row.phase] += row.num_bytes
+            snapshots.append(session.ledger.snapshot())
+
+        fit(
+            module,
+            g,
+            config=FitConfig(epochs=3, eval_every=0),
+            fanouts=FANOUTS if strategy in ("data_parallel", "push_pull") else None,
+            batch_size=BATCH if strategy in ("data_parallel", "push_pull") else None,
+            callbacks=[note],
+        )
+        g.close()
+    return {side: dict(counts) for side, counts in sent.items()}
+
+
+def summed(ranks: list[Any], place: int, side: str) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for rank in ranks:
+        total.update(rank[place][side])
+    return dict(total)
+
+
+def as_cases(choice: Choice) -> list[dict[str, Any]]:
+    return [
+        {
+            "strategy": one.candidate.strategy,
+            "options": dict(one.candidate.options),
+            "cache": one.candidate.cache,
+            "alpha": one.candidate.cache_alpha,
+        }
+        for one in choice.predictions
+        if one.candidate.moves != "intervals"
+    ]
+
+
+def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
+    choice = planned(data, "sage", estimators=True)
+    compared = [one for one in choice.predictions if one.candidate.moves != "intervals"]
+    # All but co-batches on several ranks of a server, whose features are sent inside anew.
+    assert {one.candidate.strategy for one in compared if not one.bytes_exact} == {"cooperative"}
+    assert {one.candidate.cache_alpha for one in compared} == {0.0, *CACHE_SIZES}
+    ranks = run_ranks(train_each, 4, args=(data, "sage", as_cases(choice)), ranks_per_server=2, timeout_s=240)
+    found = {
+        one.candidate.name: (summed(ranks, place, "outside"), summed(ranks, place, "inside"))
+        for place, one in enumerate(compared)
+    }
+    foretold = {one.candidate.name: (dict(one.outside), dict(one.inside)) for one in compared}
+    exact = {one.candidate.name for one in compared if one.bytes_exact}
+    assert {name: found[name] for name in exact} == {name: foretold[name] for name in exact}
+    # Between servers, co-batches are counted to the byte as well.
+    for name in found.keys() - exact:
+        assert found[name][0] == foretold[name][0]

@@ -1,0 +1,168 @@
+"""Predictions and choices on records made by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from dglx_dist.planner.candidates import Frame, enumerate_candidates, ways_of
+from dglx_dist.planner.choose import Wishes, choose, with_outcome
+from dglx_dist.planner.predict import predict
+from dglx_dist.planner.records import Candidate, Outcome
+from dglx_dist.planner.regions import find_regions
+from dglx_dist.planner.traffic import ring_split
+from tests.planner.hand_made import BATCHES, CLUSTER, SHAPE, SURVEY, known
+
+ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
+COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", moves="columns", options={"structure": "push"})
+LATE = replace(COLUMNS, options={"structure": "push", "depth": 3}, exact=False)
+WHOLE = Candidate(strategy="full_graph", unit="full_graph", moves="plans", way=(0, "", 1))
+PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", moves="plans", way=(2, "", 1))
+
+
+def test_bytes_of_rows_by_hand() -> None:
+    """2000 remote rows of 8 + 400 bytes; gradients of 2 ranks, 5 steps: 2 (W - 1) times their bytes each."""
+    found = predict(ROWS, known())
+    assert found.outside == {"features": 2000 * 408, "gradients": 2 * SHAPE.gradient_bytes * 5}
+    assert found.inside == {}
+    assert found.bytes_exact
+
+
+def test_seconds_of_rows_by_hand() -> None:
+    """2500 edges carry 16 columns both ways, for F > H is projected first, and 2000 carry 10."""
+    found = predict(ROWS, known()).seconds
+    compute = (2500 * 16 * 2 + 2000 * 10 * 2) * 1e-8
+    handled = (2000 * 408 + 10 * SHAPE.gradient_bytes) * 0.75e-9
+    assert found.compute == pytest.approx(compute + handled)
+    assert found.outside == pytest.approx(0.408 - 0.35 * found.compute)
+    assert found.all_reduce == pytest.approx(5 * SHAPE.gradient_bytes / 1e6)
+    assert found.total == pytest.approx(found.compute + found.outside + found.all_reduce)
+
+
+def test_sums_are_waited_for() -> None:
+    """500 rows of 16 numbers there and back, over two cards."""
+    found = predict(COLUMNS, known())
+    assert found.outside["activations"] == found.outside["activation_gradients"] == 500 * 16 * 4
+    assert found.outside["structure"] == 4 * (500 + 10 + 5000 + 4000)
+    assert found.seconds.outside >= 2 * 500 * 16 * 4 / 2 / 1e6
+
+
+def test_an_owner_more_is_a_block_more_in_each_step() -> None:
+    """5 steps, each with a block of 1.5 ms of the other part; what is sent is handled on the one core too."""
+    rows, columns = predict(ROWS, known()), predict(COLUMNS, known())
+    handled = (rows.bytes_outside - columns.bytes_outside) * 0.75e-9
+    assert columns.seconds.compute == pytest.approx(rows.seconds.compute + 5 * 1.5e-3 - handled)
+    # 2500 edges of layer 1, 4 heads of 50 columns.
+    assert SHAPE.first is not None
+    attends = replace(SHAPE, first=replace(SHAPE.first, logit_width=4))
+    without = columns.seconds.compute - columns.bytes_outside * 0.75e-9
+    with_heads = predict(COLUMNS, known(shape=attends))
+    more = with_heads.seconds.compute - with_heads.bytes_outside * 0.75e-9 - without
+    assert more == pytest.approx(4 * 50 * 2500 * 1e-8)
+
+
+def test_layers_of_whole_graphs_wait_for_rows() -> None:
+    """The features of layer 1 are kept; 100 rows of 16 numbers through a card, there and back."""
+    found = predict(WHOLE, known())
+    assert found.outside["halo"] == found.outside["halo_gradients"] == 200 * 16 * 4
+    assert found.seconds.outside == pytest.approx(2 * 100 * 16 * 4 / 1e6)
+    assert predict(PRELOADED, known()).seconds.outside == 0.0
+
+
+def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
+    every = (ROWS, COLUMNS, LATE, WHOLE, PRELOADED)
+    found = choose(every, known(), Wishes())
+    assert found.taken is not None
+    assert found.taken.candidate == COLUMNS
+    assert any("data_parallel takes" in line and "more between servers" in line for line in found.why)
+    fast = replace(CLUSTER, external_bytes_per_s=1e12)
+    assert choose(every, known(cluster=fast), Wishes()).taken.candidate.unit == "mini_batch"  # type: ignore[union-attr]
+    whole = choose(every, known(), Wishes(unit="full_graph"))
+    assert whole.taken is not None
+    assert whole.taken.candidate == PRELOADED
+    # Sixteen times the epochs, and it is no longer worth it.
+    many = choose(every, known(), Wishes(unit="any", full_graph_epochs=1e6))
+    assert many.taken is not None
+    assert many.taken.candidate.unit == "mini_batch"
+    assert any("1e+06 epochs of whole graphs" in line for line in many.assumptions)
+
+
+def test_a_tie_goes_to_the_simpler() -> None:
+    free = replace(CLUSTER, external_bytes_per_s=1e15)
+    slow = known(cluster=free)
+    found = choose((ROWS, replace(ROWS, options={"bucket_bytes": 1})), slow, Wishes())
+    assert found.taken is not None
+    assert found.taken.candidate == ROWS
+
+
+def test_what_does_not_fit_says_so() -> None:
+    small = replace(CLUSTER, memory_bytes=1000)
+    found = choose((ROWS, COLUMNS), known(cluster=small), Wishes())
+    assert found.taken is None
+    assert found.picked == -1
+    assert all("GB a rank" in one.why_not for one in found.predictions)
+    unsplit = replace(SHAPE, first=None, why_not_split="no layer takes the features")
+    refused = predict(COLUMNS, known(shape=unsplit))
+    assert (refused.why_not, refused.epoch_seconds) == ("no layer takes the features", 0.0)
+    assert predict(replace(WHOLE, way=(1, "", 1)), known()).why_not == "its plans were not counted"
+
+
+def test_a_choice_is_json_with_its_outcome() -> None:
+    found = choose((ROWS, COLUMNS), known(), Wishes())
+    outcome = Outcome(epoch_seconds=1.0, bytes_outside=5, bytes_inside=0, peak_memory_bytes=7)
+    value = json.loads(json.dumps(with_outcome(found, outcome).to_json()))
+    assert value["chosen"] == "push_pull structure=push"
+    assert value["outcome"]["bytes_outside"] == 5
+    assert {one["name"] for one in value["predictions"]} == {"data_parallel", "push_pull structure=push"}
+
+
+def test_gradients_go_around_a_ring() -> None:
+    """4 ranks on 2 servers send 6 / 4 of 100 bytes each; ranks 1 and 3 send across."""
+    two = replace(CLUSTER, ranks_per_server=2)
+    assert ring_split(100, two, 1, 3) == (900, 900)
+    assert ring_split(100, replace(CLUSTER, servers=1), 1, 3) == (0, 0)
+
+
+def test_sums_of_a_group_leave_the_server_for_parts_elsewhere() -> None:
+    """Groups of 4 on 2 servers of 2 ranks: of 3 other parts 2 are away; groups of 2 stay inside."""
+    two = replace(CLUSTER, ranks_per_server=2)
+    survey = replace(SURVEY, seeds_per_rank=[25] * 4)
+    known_of_four = known(cluster=two, batches=replace(BATCHES, survey=survey))
+    crossing = predict(COLUMNS, known_of_four)
+    every = 3 * 500 * 16 * 4
+    assert crossing.outside["activations"] == every * 2 // 3
+    assert crossing.inside["activations"] == every // 3
+    inside = predict(replace(COLUMNS, options={"structure": "push", "group_size": 2}), known_of_four)
+    assert "activations" not in inside.outside
+    assert inside.inside["activations"] == 500 * 16 * 4
+
+
+def test_candidates_follow_the_servers() -> None:
+    alone = enumerate_candidates(Frame(ranks=1, servers=1, num_layers=2, steps=3))
+    assert {one.strategy for one in alone} == {"data_parallel", "full_graph", "lambda"}
+    many = enumerate_candidates(Frame(ranks=4, servers=2, num_layers=3, steps=3))
+    assert {one.options.get("hops") for one in many if one.strategy == "shared_preload"} == {None, 1, 2}
+    assert {one.options.get("group_size") for one in many if one.moves == "columns"} == {None, 1, 2}
+    assert (3, "", 3) in ways_of(many)
+    # Sixteen co-batches are no epoch of a hundred steps.
+    long = enumerate_candidates(Frame(ranks=4, servers=2, num_layers=3, steps=100))
+    assert {one.unit for one in long if one.strategy == "cooperative"} == {"full_graph"}
+    wide = enumerate_candidates(Frame(ranks=32, servers=4, num_layers=2, steps=3))
+    assert {one.options.get("group_size") for one in wide if one.moves == "columns"} == {None, 1, 8, 16}
+    assert not any(
+        one.unit == "mini_batch"
+        for one in enumerate_candidates(Frame(ranks=4, servers=2, num_layers=9, steps=0))
+    )
+
+
+def test_regions_turn_with_the_network() -> None:
+    """Where links are slow push-pull wins, where they are free who computes least does."""
+    found = find_regions(
+        known(), (ROWS, COLUMNS), Wishes(), {8: replace(SHAPE, hidden=8), 16: SHAPE}, [1e4, 1e12]
+    )
+    assert found.hidden == (8, 16)
+    assert found.usual == "data_parallel"
+    assert [row[0] for row in found.winners] == ["push_pull structure=push"] * 2
+    assert all(gain >= 1.0 for row in found.gains for gain in row)

@@ -1,0 +1,81 @@
+"""What is expected from figures alone, beside what is counted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.graph_stats import Figures
+from dglx_dist.run.planning import PlanPlan, make_plan
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+
+
+def test_a_large_cluster_is_planned_from_figures_with_its_assumptions() -> None:
+    began = time.process_time()
+    choice = make_plan(
+        PlanPlan(
+            figures=Figures(nodes=1e9, edges=2e10, features=128),
+            servers=64,
+            ranks_per_server=8,
+            memory_bytes=80 * 10**9,
+            cores=8,
+            speed=50,
+        )
+    )
+    assert time.process_time() - began < 60
+    assert choice.graph.nodes == 10**9
+    assert not any(one.bytes_exact for one in choice.predictions)
+    assert {one.candidate.strategy for one in choice.predictions} >= {
+        "data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative", "lambda",
+    }  # fmt: skip
+    said = " ".join(choice.assumptions)
+    for part in ("--edge-cut", "--degree-spread", "--speed", "--bandwidth-external", "even in nodes"):
+        assert part in said
+
+
+def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
+    """A random graph without communities, cut at random: what the formulas are exact for on average."""
+    config = SyntheticConfig(
+        nodes=6000, degree=10, features=16, homophily=0.0, locality=0.0, exponent=9.0, train_rate=0.2, seed=3
+    )
+    partition_to_disk(generate(config), tmp_path / "graph", PartitionPlan(num_parts=2, method="random"))
+    common = {"hidden": 8, "fanouts": (5, 5), "batch_size": 100, "servers": 2, "unit": "any"}
+    counted = make_plan(PlanPlan(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
+    graph = counted.graph
+    told = make_plan(
+        PlanPlan(
+            figures=Figures(
+                nodes=graph.nodes,
+                edges=graph.edges,
+                features=16,
+                classes=graph.classes,
+                train_share=graph.train_nodes / graph.nodes,
+                edge_cut=graph.edge_cut,
+                degree_spread=graph.degree_spread,
+            ),
+            **common,  # type: ignore[arg-type]
+        )
+    )
+    by_name = {one.candidate.name: one for one in told.predictions}
+    for one in counted.predictions:
+        if one.candidate.name in ("data_parallel", "push_pull structure=push", "full_graph"):
+            assert by_name[one.candidate.name].bytes_outside == pytest.approx(one.bytes_outside, rel=0.25)
+
+
+def test_figures_that_make_no_sense_are_refused() -> None:
+    for wrong, message in (
+        (Figures(nodes=0, edges=1, features=1), "--nodes 0"),
+        (Figures(nodes=10, edges=1, features=1, edge_cut=2.0), "--edge-cut 2"),
+        (Figures(nodes=10, edges=1, features=1, train_share=0.0), "--train-share 0"),
+        (Figures(nodes=10, edges=1, features=1, degree_spread=0.5), "--degree-spread 0.5"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_plan(PlanPlan(figures=wrong))
+    with pytest.raises(ConfigError, match="--data DIR"):
+        PlanPlan()
+    with pytest.raises(ConfigError, match="--layers is 2"):
+        PlanPlan(data="x", fanouts=(1, 2, 3))

@@ -1,0 +1,114 @@
+"""Plans of all ranks made by one process, beside plain counts of the same graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dglx_dist.graph.structure import ReplicatedStructure
+from dglx_dist.planner.closure_plans import Ground, plan_all, seeds_by_server
+from dglx_dist.planner.closures import exchanging_work, preloading_work
+from dglx_dist.planner.full_work import RankLayers, gathered, worth_counting
+from dglx_dist.planner.ghosts import count_ghosts
+from dglx_dist.planner.graph_stats import of_dataset
+from dglx_dist.planner.halo_bytes import count_pairs, topology_of
+from dglx_dist.records import EDGE_TYPE
+from dglx_dist.storage.reader import open_dataset
+from dglx_dist.storage.replica import open_structure
+from tests.strategies import equality
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ground, np.ndarray]:
+    folder = equality.write_parts(tmp_path_factory.mktemp("plans"))
+    dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
+    offsets = dataset.manifest.node_offsets["_N"]
+    mask = np.concatenate([dataset.part(part).node_data("_N", "train_mask") for part in range(4)])
+    structure = ReplicatedStructure(EDGE_TYPE, len(mask), csc.indptr, csc.indices)
+    found = Ground(
+        structure=structure,
+        bounds=np.array([0, int(offsets[2]), int(offsets[4])]),
+        topology=topology_of(2, 2),
+        seed=0,
+    )
+    return folder, found, np.flatnonzero(mask)
+
+
+def test_pairs_are_those_of_plain_counting(ground: tuple[Path, Ground, np.ndarray]) -> None:
+    folder, where, seeds = ground
+    work = gathered([plan_all(where, seeds_by_server(where, seeds), LAYERS, 0)], where.topology)
+    assert work.pairs == count_pairs(open_dataset(folder), where.topology, LAYERS)
+    assert work.external_rows == 0
+
+
+def test_closures_are_those_of_plain_counting(ground: tuple[Path, Ground, np.ndarray]) -> None:
+    folder, where, seeds = ground
+    by_server = seeds_by_server(where, seeds)
+    plans = plan_all(where, by_server, LAYERS, LAYERS)
+    work = gathered([plans], where.topology)
+    csc = open_structure(open_dataset(folder), EDGE_TYPE)
+    graph = (csc.indptr, csc.indices, where.bounds)
+    plain = preloading_work(*graph, [[mine] for mine in by_server], LAYERS)
+    assert work.external_rows == sum(plain.foreign)
+    assert work.pairs.outside == (0,) * LAYERS
+    edges = [
+        sum(sum(plans[rank].edges) for rank in where.topology.ranks_of_server(server)) for server in (0, 1)
+    ]
+    assert tuple(edges) == plain.edges
+    # In between, servers exchange the layers above, fewer for each that is preloaded.
+    crossing = [
+        sum(gathered([plan_all(where, by_server, LAYERS, hops)], where.topology).pairs.outside)
+        for hops in range(LAYERS + 1)
+    ]
+    assert crossing == sorted(crossing, reverse=True)
+    assert crossing[0] > crossing[-1] == 0
+    assert exchanging_work(*graph, seeds, LAYERS).edges <= plain.edges
+
+
+def test_ghosts_are_pairs_over_all_nodes(ground: tuple[Path, Ground, np.ndarray]) -> None:
+    folder, _, _ = ground
+    dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
+    offsets = dataset.manifest.node_offsets["_N"]
+    found = count_ghosts(csc.indptr, csc.indices, offsets, topology_of(4, 1))
+    expected = 0
+    for part in range(4):
+        first, last = int(offsets[part]), int(offsets[part + 1])
+        sources = set(csc.indices[csc.indptr[first] : csc.indptr[last]].tolist())
+        expected += sum(not first <= source < last for source in sources)
+    assert (found.outside, found.inside) == (expected, 0)
+
+
+def test_the_cut_is_that_of_the_servers(ground: tuple[Path, Ground, np.ndarray]) -> None:
+    folder, where, _ = ground
+    csc = open_structure(open_dataset(folder), EDGE_TYPE)
+    server_of = np.searchsorted(where.bounds, np.arange(500), side="right") - 1
+    targets = np.repeat(np.arange(500), np.diff(csc.indptr))
+    crossing = np.count_nonzero(server_of[targets] != server_of[csc.indices])
+    assert of_dataset(open_dataset(folder), 2).edge_cut == pytest.approx(crossing / len(csc.indices))
+    assert of_dataset(open_dataset(folder), 1).edge_cut == 0.0
+
+
+def test_steps_are_summed_and_the_busiest_found() -> None:
+    """Two ranks, two steps of one layer; rank 1 has more edges, and server 0 sends what server 1 receives."""
+
+    def layers(edges: int, received: dict[int, int]) -> RankLayers:
+        return RankLayers(
+            rows=[10, 5],
+            sources=[10 + edges],
+            edges=[edges],
+            received=[received],
+            server_rows=10,
+            external_rows=3,
+        )
+
+    steps = [[layers(1, {}), layers(4, {0: 2})], [layers(2, {1: 1}), layers(6, {0: 7})]]
+    work = gathered(steps, topology_of(2, 1))
+    assert work.worked == ((30,), (10,), (10,))
+    assert (work.edges, work.rows) == ((6,), (10, 5))
+    assert (work.pairs.outside, work.card_rows) == ((10,), (9,))
+    assert (work.external_rows, work.most_external_rows, work.steps) == (12, 6, 2)
+    assert not worth_counting(10**9, 2, (0, "", 1))

@@ -1,0 +1,60 @@
+"""The memory that is foretold lies within 15 % of the peak of ranks that are started as a user starts them.
+
+Ranks of other tests are forked from a process that has imported everything, and share that with it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.cluster.topology import inherited_environment
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.planner.records import Choice
+from dglx_dist.run.planning import PlanPlan, make_plan
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """40,000 nodes of 256 columns: what is trained on is not lost beside the program."""
+    folder = tmp_path_factory.mktemp("heavy") / "graph"
+    config = SyntheticConfig(nodes=40_000, degree=12, features=256, train_rate=0.2, seed=1)
+    partition_to_disk(generate(config), folder, PartitionPlan(num_parts=2, method="contiguous"))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def choice(data: str) -> Choice:
+    return make_plan(PlanPlan(data=data, hidden=HIDDEN, servers=2, batch_size=512, unit="any"))
+
+
+def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
+    command = ["train", data, "--ranks", "2", "--servers", "2", "--strategy", strategy, *options]
+    command += ["--hidden", str(HIDDEN), "--epochs", "1", "--eval-every", "0", "--out", str(out)]
+    environment = inherited_environment() | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "dglx_dist.cli", *command], env=environment, check=True, timeout=200
+    )
+    return int(json.loads((out / "summary.json").read_text())["peak_memory_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("push_pull structure=push", ("--option", "structure=push", "--batch-size", "512")),
+        ("full_graph", ()),
+    ],
+)
+def test_the_peak_is_near_what_was_foretold(
+    data: str, choice: Choice, tmp_path: Path, name: str, options: tuple[str, ...]
+) -> None:
+    (foretold,) = (one for one in choice.predictions if one.candidate.name == name)
+    peak = peak_of(data, tmp_path / "run", foretold.candidate.strategy, *options)
+    assert foretold.memory_bytes == pytest.approx(peak, rel=0.15)

@@ -1,0 +1,82 @@
+"""Rates from work and seconds, work from the model."""
+
+from __future__ import annotations
+
+import dgl
+import numpy as np
+import pytest
+
+from dglx_dist.planner.model_shape import layers_in, shape_of_kind, shape_of_module
+from dglx_dist.planner.rates import Rates, assumed, fitted, time_batches
+from dglx_dist.training.models import build_model
+
+
+def test_factors_are_found_again() -> None:
+    random = np.random.default_rng(0)
+    work = np.column_stack([np.ones(6), random.uniform(1e6, 1e8, 6), random.uniform(1e7, 1e9, 6)])
+    planted = np.array([2e-3, 1e-9, 3e-11])
+    assert fitted(work, work @ planted) == pytest.approx(planted.tolist(), rel=1e-6)
+
+
+def test_no_factor_is_below_zero() -> None:
+    """Seconds fall as work grows: only what is the same for all explains them."""
+    work = np.array([[1.0, 1e6, 1e7], [1.0, 2e6, 2e7], [1.0, 3e6, 3e7]])
+    step, edge, product = fitted(work, np.array([3.0, 2.0, 1.0]))
+    assert min(step, edge, product) >= 0
+    assert step > 0
+
+
+def test_seconds_of_work() -> None:
+    rates = Rates(step_s=1.0, edge_column_s=2.0, multiply_add_s=3.0, sample_edge_s=0.0, gather_byte_s=0.0)
+    assert rates.compute_s((10, 100), 5) == 5 + 20 + 300
+    assert rates.slowed(2.0).compute_s((10, 100), 5) == 650
+    assert assumed(speed=50).edge_column_s == pytest.approx(assumed().edge_column_s / 50)
+
+
+def test_a_new_block_takes_longer_by_its_edges() -> None:
+    """Two blocks of 8 edges; each first step 4 s longer, but the very first warms up more than its block."""
+    durations = iter([9.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0])
+    now = 0.0
+    calls = 0
+
+    def clock() -> float:
+        nonlocal now, calls
+        calls += 1
+        now += next(durations) if calls % 2 == 0 else 0.0
+        return now
+
+    block = dgl.to_block(dgl.graph(([0, 1, 2, 3, 0, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1, 1])), [0, 1])
+    model = build_model("sage", 3, 4, 2, 1)
+    work, seconds, fresh = time_batches(
+        model, shape_of_kind("sage", 3, 4, 2, 1), [[block], [block]], clock=clock
+    )
+    assert work.shape == (2, 3)
+    assert seconds.tolist() == [1.0, 1.0]
+    assert fresh == pytest.approx(4.0 / 8)
+
+
+@pytest.mark.parametrize("kind", ["sage", "gcn", "sgc", "gat", "resgcn"])
+def test_a_model_that_is_not_built_has_the_figures_of_one_that_is(kind: str) -> None:
+    built = shape_of_module(build_model(kind, 100, 16, 10, 3), kind, 100, 16, 10, 3)
+    told = shape_of_kind(kind, 100, 16, 10, 3)
+    assert told.layers == built.layers
+    assert told.parameters == pytest.approx(built.parameters, rel=0.05)
+    assert (told.first is None) == (built.first is None)
+    if told.first is not None and built.first is not None:
+        assert told.first.sum_width == built.first.sum_width
+        assert told.first.cut_bytes == pytest.approx(built.first.cut_bytes, rel=0.05)
+    assert told.widths.first_learns == (kind == "resgcn")
+
+
+def test_work_is_counted_by_layer() -> None:
+    """100 > 16: SAGE projects first, so edges carry 16 both ways; sources and targets are multiplied."""
+    shape = shape_of_kind("sage", 100, 16, 10, 1)
+    assert shape.work([30], [10], [200]) == (200 * 10 * 2, (30 + 10) * 100 * 10 * 2)
+    wide = shape_of_kind("gcn", 8, 16, 16, 1)
+    assert wide.work([30], [10], [200]) == (200 * 8, 10 * 8 * 16 * 2)
+
+
+def test_a_module_tells_what_it_is() -> None:
+    found = layers_in(build_model("gat", 100, 16, 10, 2))
+    assert (found.kind, found.hidden, found.count) == ("gat", 16, 2)
+    assert layers_in(build_model("resgcn", 100, 16, 10, 4)).kind == "resgcn"

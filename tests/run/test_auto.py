@@ -1,0 +1,113 @@
+"""``auto``: the ranks choose together, train as if the strategy had been named, and tell what came of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph import DistGraph
+from dglx_dist.planner.links import probe
+from dglx_dist.run.auto_options import read_auto_options
+from dglx_dist.run.fit import fit
+from dglx_dist.run.plan import TrainPlan
+from dglx_dist.run.session import DataLoader, choose_strategy, init
+from dglx_dist.run.train import train_dataset
+from dglx_dist.strategies.registry import AUTO
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(equality.write_parts(tmp_path_factory.mktemp("auto")))
+
+
+def plan_of(data: str, out: Path, **changes: Any) -> TrainPlan:
+    told: dict[str, Any] = {
+        "strategy": AUTO,
+        "fanouts": (3, 2),
+        "batch_size": 20,
+        "hidden": 8,
+        "epochs": 3,
+        "eval_every": 0,
+        "strategy_options": {"dry_batches": 0},
+    }
+    return TrainPlan(data=data, out=str(out), **{**told, **changes})
+
+
+def choose_and_train(data: str, out: str) -> dict[str, Any]:
+    """On every rank: what auto came to, and the same strategy by its name."""
+    chosen = train_dataset(plan_of(data, Path(out) / "auto"))
+    taken = json.loads((Path(out) / "auto" / "plan.json").read_text())
+    one = next(one for one in taken["predictions"] if one["name"] == taken["chosen"])["candidate"]
+    named = train_dataset(
+        plan_of(
+            data,
+            Path(out) / "named",
+            strategy=one["strategy"],
+            strategy_options=one["options"],
+            cache=one["cache"],
+            cache_alpha=one["cache_alpha"],
+        )
+    )
+    with init(AUTO, seed=0) as session:
+        links = probe(session, seconds=0.2)
+        g = DistGraph(data, session=session)
+        model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
+        with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
+            DataLoader(g, [], None)
+        fit(model, g, config=FitConfig(epochs=1, eval_every=0), fanouts=(3, 2), batch_size=20)
+        by_fit = session.strategy
+        with pytest.raises(ConfigError, match="nothing to choose"):
+            choose_strategy(model, g)
+        g.close()
+    assert links is not None
+    return {
+        "summary": dict(chosen.summary),
+        "losses": [one.loss for one in chosen.epochs],
+        "named": [one.loss for one in named.epochs],
+        "by_fit": by_fit,
+        "links": [links.external_bytes_per_s, links.internal_bytes_per_s, links.latency_s],
+        "plan": taken,
+    }
+
+
+def test_auto_trains_as_the_strategy_that_it_chose(data: str, tmp_path: Path) -> None:
+    ranks = run_ranks(choose_and_train, 2, args=(data, str(tmp_path)), ranks_per_server=1, timeout_s=200)
+    first = ranks[0]
+    assert first["losses"] == first["named"]
+    assert len(first["losses"]) == 3
+    for name in ("losses", "by_fit", "links"):
+        assert [one[name] for one in ranks] == [first[name]] * 2
+    assert all(value > 0 for value in first["links"])
+    told = first["summary"][AUTO]
+    assert told["chosen"] == first["plan"]["chosen"]
+    assert told["bytes_are_counted"]
+    assert told["bytes_outside"] == told["predicted_bytes_outside"] > 0
+    assert told["bytes_inside"] == told["predicted_bytes_inside"] == 0
+    assert told["predicted_epoch_seconds"] > 0
+    assert first["plan"]["outcome"]["bytes_outside"] == told["bytes_outside"]
+    # Nothing that trains another estimator, and no whole graphs, unless they are asked for.
+    assert {one["candidate"]["unit"] for one in first["plan"]["predictions"]} == {"mini_batch"}
+    assert all(one["candidate"]["exact"] for one in first["plan"]["predictions"])
+
+
+def test_options_of_auto() -> None:
+    assert read_auto_options({"full_graph_epochs": 3, "memory": 1000}).memory == "1000"
+    with pytest.raises(ConfigError, match="'auto' has no option 'dept'"):
+        read_auto_options({"dept": 1})
+    with pytest.raises(ConfigError, match="unit='batch'"):
+        read_auto_options({"unit": "batch"})
+    with pytest.raises(ConfigError, match="at least 0 and above 0"):
+        read_auto_options({"dry_batches": -1})
+
+
+def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
+    trained = train_dataset(plan_of(data, tmp_path / "alone", epochs=1))
+    assert trained.summary["strategy"] == "data_parallel"
