@@ -55,9 +55,7 @@ def init(
     # Before anything is opened: a wrong name must not cost a rendezvous.
     seed = whole_number("seed", seed, least=0)
     name = resolve_strategy(strategy, auto=True)
-    session = begin(
-        name, options, timeout_s=timeout, seed=seed, backend=backend, check=check_session_options
-    )
+    session = begin(name, options, timeout_s=timeout, seed=seed, backend=backend, check=check_session_options)
     torch.manual_seed(seed)
     return session
 
