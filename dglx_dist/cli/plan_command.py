@@ -154,7 +154,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     from dglx_dist.planner.graph_stats import Figures
     from dglx_dist.report.plan_table import plan_head, plan_lines, plan_table
     from dglx_dist.run.planning import PlanPlan, make_plan
-    from dglx_dist.strategies.push_pull.options import read_size
+    from dglx_dist.storage.sizes import read_size
 
     if (nodes is None) != (edges is None):
         raise ConfigError("--nodes and --edges belong together; give both, or --data DIR")

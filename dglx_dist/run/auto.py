@@ -29,7 +29,7 @@ from dglx_dist.records import FEATURE
 from dglx_dist.report.plan_table import plan_lines
 from dglx_dist.run.auto_options import AutoOptions, Training, read_auto_options
 from dglx_dist.run.usual_draws import NO_BATCHES, Asked, draws_of
-from dglx_dist.strategies.push_pull.options import read_size
+from dglx_dist.storage.sizes import read_size
 from dglx_dist.strategies.registry import AUTO
 
 
