@@ -67,9 +67,6 @@ EXPERIMENT = Experiment(
     build=build,
     note=(
         "Simulated cost. Servers alone compute on all cores that functions share with them here, where in a "
-        "cloud functions bring cores of their own; so the time is no cloud's, and neither is the value. In "
-        "the result of 2026-11-21 servers alone are charged 9.6e-6 $ an epoch for requests to functions, "
-        "which nobody makes any more: their dollars are that much too high, and the values of functions "
-        "beside them too."
+        "cloud functions bring cores of their own; so the time is no cloud's, and neither is the value."
     ),
 )
