@@ -2,14 +2,12 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
+from tests.helpers.sources import Source, source_of, sources
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "dglx_dist"
-FILES = sorted(PACKAGE.rglob("*.py"))
 FORBIDDEN = ("dgl.distributed", "dgl.graphbolt", "dgl.sparse", "pickle", "marshal", "shelve")
 
 
@@ -19,13 +17,13 @@ def order() -> list[str]:
     return [name.strip() for name in listed.split(",")]
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def room_of(source: Source) -> str:
+    return source.name.split("/")[0].removesuffix(".py")
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name) of every import at any depth, `from a import b` as a.b."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -33,9 +31,9 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def lazy_imports_of(path: Path) -> Iterator[tuple[int, str]]:
+def lazy_imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the names that registries hold as "module:Class"; a registry must name its own room's."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
@@ -49,31 +47,39 @@ def ranks(first: str, second: str, rooms: list[str]) -> bool:
     return rooms.index(second) <= rooms.index(first)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_upwards(path: Path) -> None:
-    rooms = order()
-    room = room_of(path)
-    if room == "__init__":
-        return
-    assert room in rooms, f"{room} is a room that docs/design/contracts.md does not list"
-    found = [*imports_of(ast.parse(path.read_text())), *lazy_imports_of(path)]
-    for line, name in found:
+def wrongly_imported(source: Source, rooms: list[str]) -> Iterator[str]:
+    """Yield what ``source`` may not import, with its line: rooms below its own, and what is in no room."""
+    room = room_of(source)
+    for line, name in [*imports_of(source.nodes), *lazy_imports_of(source.nodes)]:
         parts = re.split(r"[.:]", name)
-        if parts[0] == "dglx_dist" and len(parts) > 1:
-            assert parts[1] in rooms, f"{path}:{line} imports {name}, which is in no listed room"
-            assert ranks(room, parts[1], rooms), (
-                f"{path}:{line}: {room} is above {parts[1]} and may not import it"
-            )
+        if parts[0] != "dglx_dist" or len(parts) == 1:
+            continue
+        if parts[1] not in rooms:
+            yield f"{source.name}:{line} imports {name}, which is in no listed room"
+        elif not ranks(room, parts[1], rooms):
+            yield f"{source.name}:{line}: {room} is above {parts[1]} and may not import it"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_forbidden_is_imported(path: Path) -> None:
-    for line, name in imports_of(ast.parse(path.read_text())):
-        guilty = [bad for bad in FORBIDDEN if name == bad or name.startswith(bad + ".")]
-        if path.is_relative_to(PACKAGE / "bench/peers/programs"):
-            # Stock DGL, run by path in processes of its own to be measured beside.
-            guilty = [bad for bad in guilty if bad != "dgl.distributed"]
-        assert not guilty, f"{path}:{line} imports {name}"
+def forbidden(source: Source) -> Iterator[str]:
+    """Yield what nobody may import, with its line."""
+    # Programs of peers are stock DGL, run by path in processes of their own to be measured beside.
+    allowed = {"dgl.distributed"} if source.name.startswith("bench/peers/programs/") else set()
+    for line, name in imports_of(source.nodes):
+        if any(name == bad or name.startswith(f"{bad}.") for bad in FORBIDDEN if bad not in allowed):
+            yield f"{source.name}:{line} imports {name}"
+
+
+def test_imports_point_upwards() -> None:
+    rooms = order()
+    inside = [source for source in sources() if source.name != "__init__.py"]
+    assert sorted({room_of(source) for source in inside} - set(rooms)) == [], (
+        "not in docs/design/contracts.md"
+    )
+    assert [wrong for source in inside for wrong in wrongly_imported(source, rooms)] == []
+
+
+def test_nothing_forbidden_is_imported() -> None:
+    assert [wrong for source in sources() for wrong in forbidden(source)] == []
 
 
 def test_the_order_is_read_from_the_page() -> None:
@@ -84,9 +90,18 @@ def test_the_order_is_read_from_the_page() -> None:
 
 def test_a_downward_import_would_be_seen() -> None:
     rooms = order()
-    found = {
-        name: line for line, name in imports_of(ast.parse("def f():\n    from dglx_dist.run import init"))
-    }
-    assert found == {"dglx_dist.run.init": 2}
-    assert not ranks("storage", "run", rooms)
-    assert ranks("run", "storage", rooms)
+    assert list(wrongly_imported(source_of("run/x.py", "from dglx_dist.storage import reader"), rooms)) == []
+    for text in ("def f():\n    from dglx_dist.run import init", '\nname = "dglx_dist.run.session:init"'):
+        (said,) = wrongly_imported(source_of("storage/x.py", text), rooms)
+        assert said == "storage/x.py:2: storage is above run and may not import it"
+    (said,) = wrongly_imported(source_of("cli/x.py", "import dglx_dist.nowhere"), rooms)
+    assert "in no listed room" in said
+
+
+def test_a_forbidden_import_would_be_seen() -> None:
+    assert list(forbidden(source_of("graph/x.py", "import dgl.distributed.rpc\nimport pickle"))) == [
+        "graph/x.py:1 imports dgl.distributed.rpc",
+        "graph/x.py:2 imports pickle",
+    ]
+    peer = source_of("bench/peers/programs/x.py", "import dgl.distributed\nfrom pickle import load")
+    assert list(forbidden(peer)) == ["bench/peers/programs/x.py:2 imports pickle.load"]
