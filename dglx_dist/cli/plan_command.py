@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -13,16 +14,33 @@ from rich.console import Console
 from dglx_dist.cli.lab_options import say
 from dglx_dist.cli.options import whole_numbers
 from dglx_dist.cli.report_command import draw_or_warn, show
+from dglx_dist.cluster.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice
     from dglx_dist.run.planning import PlanPlan
 
+T = TypeVar("T")
+
 _MODEL, _SERVERS, _GRAPH, _CHOICE = "Model", "Servers", "A graph that is not here", "What may be chosen"
 
 
+_OF_FIGURES = (
+    "features",
+    "classes",
+    "train_share",
+    "partitioner",
+    "edge_cut",
+    "degree_spread",
+    "speed",
+)
+_OF_DATA = ("dry_batches", "seed")
+"""Options that have a meaning for figures alone, and for a dataset alone."""
+
+
 def plan(  # noqa: PLR0913  # one argument per option
+    context: typer.Context,
     data: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="What `dglx partition` wrote; else --nodes and --edges."),
@@ -156,6 +174,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     from dglx_dist.run.planning import PlanPlan, make_plan
     from dglx_dist.storage.sizes import read_size
 
+    _check_used(context, of_data=data is not None, unit=unit)
     if (nodes is None) != (edges is None):
         raise ConfigError("--nodes and --edges belong together; give both, or --data DIR")
     figures = None
@@ -181,12 +200,12 @@ def plan(  # noqa: PLR0913  # one argument per option
         batch_size=batch_size,
         servers=servers,
         ranks_per_server=_ranks_of_each(ranks, ranks_per_server, servers),
-        external=None if bandwidth_external is None else Rate.parse(bandwidth_external),
-        internal=None if bandwidth_internal is None else Rate.parse(bandwidth_internal),
-        latency_s=None if latency_ms is None else latency_ms / 1e3,
+        external=_read("--bandwidth-external", Rate.parse, bandwidth_external),
+        internal=_read("--bandwidth-internal", Rate.parse, bandwidth_internal),
+        latency_ms=latency_ms,
         cores=cores,
         here=here,
-        memory_bytes=None if memory is None else read_size(memory),
+        memory_bytes=_read("--memory", read_size, memory),
         speed=speed,
         unit=unit,  # type: ignore[arg-type]  # checked by PlanPlan
         estimators=allow_estimators,
@@ -207,6 +226,38 @@ def plan(  # noqa: PLR0913  # one argument per option
         console.print(line)
 
 
+def _check_used(context: typer.Context, *, of_data: bool, unit: str) -> None:
+    """Raise ConfigError where what was told would be told in vain."""
+    if launched_by_torchrun():
+        raise ConfigError("dglx plan is one process, and torchrun has started this one; leave torchrun out")
+    for name in _OF_FIGURES if of_data else _OF_DATA:
+        if _is_told(context, name):
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} says something of a graph that is not here, and --data is; leave --{option} out"
+                if of_data
+                else f"--{option} is for a dataset that is here (--data DIR), and there is none; leave it out"
+            )
+    if _is_told(context, "full_graph_epochs") and unit != "any":
+        raise ConfigError(
+            f"--full-graph-epochs compares whole graphs with mini-batches, and --unit is {unit}; "
+            "add --unit any"
+        )
+
+
+def _is_told(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _read(option: str, parse: Callable[[str], T], text: str | None) -> T | None:
+    """Return what ``parse`` makes of an option's value; its error names the option."""
+    try:
+        return None if text is None else parse(text)
+    except ConfigError as wrong:
+        raise ConfigError(f"{option}: {wrong}") from None
+
+
 def _ranks_of_each(ranks: int | None, per_server: int | None, servers: int) -> int:
     from dglx_dist.cli.launch import ranks_of_each
 
@@ -224,18 +275,35 @@ def _mapped(asked: PlanPlan, picture: Path, tell: Callable[[str], None] | None) 
     from dglx_dist.report.regions import draw_regions
     from dglx_dist.run.planning import make_map
 
+    _check_picture(picture)
     choice, regions = make_map(asked, tell)
     ranks = f"{asked.servers} x {asked.ranks_per_server} ranks"
     title = f"{choice.graph.name}, {asked.model} of {asked.layers} layers, {ranks}: the fastest"
     here = asked.hidden, choice.cluster.external_bytes_per_s
 
-    def draw() -> None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        draw_regions(regions, picture, title=title, here=here)
-
-    if tell is None:
-        # JSON and nothing else.
-        draw()
-    else:
-        draw_or_warn(draw, picture, remedy="; say where with --map FILE.png")
+    # The plan has taken a while: without its picture it is still worth showing.
+    draw_or_warn(
+        lambda: draw_regions(regions, picture, title=title, here=here),
+        picture,
+        remedy="; say where with --map FILE.png",
+        quiet=tell is None,
+    )
     return choice
+
+
+def _check_picture(picture: Path) -> None:
+    """Make the folder of ``picture``, before anything is counted.
+
+    Raises:
+        ConfigError: no file can be written there.
+    """
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=picture.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--map {picture} cannot be written ({error.strerror}); give a file in a folder that can be"
+        ) from error
+    if picture.is_dir():
+        raise ConfigError(f"--map {picture} is a folder; give the name of a file in it, such as map.png")

@@ -100,20 +100,22 @@ def how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
     )
 
 
-def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "") -> None:
+def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, quiet: bool = False) -> None:
     """Call ``draw``, which writes ``target``, and say where the picture is, or why there is none.
 
     Args:
         draw: Makes the folder of ``target`` too, if need be.
         target: The picture.
         remedy: What follows the warning, e.g. ``; say where with --picture FILE``.
+        quiet: Whether where it is goes without saying, as beside JSON.
     """
     try:
         draw()
     except OSError as error:
         warn(f"the picture could not be written to {target}: {error.strerror}{remedy}")
     else:
-        Console(highlight=False, soft_wrap=True, markup=False).print(f"picture: {target}")
+        if not quiet:
+            Console(highlight=False, soft_wrap=True, markup=False).print(f"picture: {target}")
 
 
 def warn(text: str) -> None:

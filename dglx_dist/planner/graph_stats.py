@@ -21,6 +21,8 @@ METIS_CUT, METIS_FLOOR = 0.35, 0.05
 """Of the edges that a random partition cuts, those that METIS still cuts on graphs with communities; and the
 least share of all edges. Told graphs only."""
 _SCATTERING = ("random", "hash")
+_MOST_NODES, _MOST_DEGREE, _MOST_COLUMNS = 10**15, 10**6, 10**6
+"""What is above is a slip of the pen."""
 
 
 def of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
@@ -105,15 +107,15 @@ def told(figures: Figures, servers: int) -> GraphStats:
     Raises:
         ConfigError: a figure is out of range.
     """
-    for name, value, least in (
-        ("nodes", figures.nodes, 1),
-        ("edges", figures.edges, 0),
-        ("features", figures.features, 1),
-        ("classes", figures.classes, 1),
-        ("degree-spread", figures.degree_spread, 1),
+    for name, value, least, most in (
+        ("nodes", figures.nodes, 1, _MOST_NODES),
+        ("edges", figures.edges, 0, _MOST_NODES * _MOST_DEGREE),
+        ("features", figures.features, 1, _MOST_COLUMNS),
+        ("classes", figures.classes, 1, _MOST_COLUMNS),
+        ("degree-spread", figures.degree_spread, 1, _MOST_NODES),
     ):
-        if not least <= value < math.inf:
-            raise ConfigError(f"--{name} {value:g} must be at least {least}")
+        if not least <= value <= most:
+            raise ConfigError(f"--{name} {value} must be from {least} to {most:g}")
     random = (servers - 1) / servers
     kept = max(METIS_CUT * random, METIS_FLOOR * (servers > 1))
     assumed = random if figures.method in _SCATTERING else kept

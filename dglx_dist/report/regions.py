@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,14 @@ def draw_regions(
     axes.legend(
         handles=patches, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, fontsize=8, frameon=False
     )
-    figure.savefig(path, dpi=110, format="png")
+    target = Path(path)
+    # Whoever interrupts it finds an earlier picture whole.
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        figure.savefig(partial, dpi=110, format="png")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS
 from dglx_dist.planner.dry_batches import DRY_BATCHES
+from dglx_dist.sampling.options import whole_number
+from dglx_dist.storage.sizes import read_size
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.opening import strategy_of
 from dglx_dist.strategies.registry import AUTO
@@ -45,16 +48,24 @@ class AutoOptions:
     def __post_init__(self) -> None:
         if self.unit not in ("mini_batch", "full_graph", "any"):
             raise ConfigError(f"option unit={self.unit!r} must be 'mini_batch', 'full_graph' or 'any'")
-        if self.dry_batches < 0 or not self.full_graph_epochs > 0:
-            raise ConfigError(
-                f"options dry_batches={self.dry_batches} and full_graph_epochs={self.full_graph_epochs} "
-                "must be at least 0 and above 0"
-            )
+        if self.dry_batches < 0:
+            raise ConfigError(f"option dry_batches={self.dry_batches} must be at least 0 (0: an epoch)")
+        if not 0 < self.full_graph_epochs < math.inf:
+            raise ConfigError(f"option full_graph_epochs={self.full_graph_epochs} must be a number above 0")
+        if self.memory:
+            try:
+                read_size(self.memory)
+            except ConfigError as wrong:
+                raise ConfigError(f"option memory: {wrong}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What will be trained."""
+    """What will be trained.
+
+    Raises:
+        ConfigError: a value cannot be honoured.
+    """
 
     fanouts: Sequence[int] | None = None
     """Input-most first; None: nobody said."""
@@ -68,6 +79,19 @@ class Training:
     hidden: int | None = None
     allow_cache: bool = True
     """Whether a cache of remote rows may be chosen."""
+
+    def __post_init__(self) -> None:
+        if self.fanouts is not None:
+            if isinstance(self.fanouts, str) or not isinstance(self.fanouts, Sequence) or not self.fanouts:
+                raise ConfigError(
+                    f"fanouts={self.fanouts!r} must be a list of one whole number for each layer, input-most "
+                    "first; -1: all"
+                )
+            for place, fanout in enumerate(self.fanouts):
+                whole_number(f"fanouts[{place}]", fanout, least=-1)
+        if self.batch_size is not None:
+            whole_number("batch_size", self.batch_size, least=1)
+        whole_number("epochs", self.epochs, least=1)
 
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:

@@ -17,6 +17,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.lab.rates import Rate
+from dglx_dist.partition import PARTITIONERS
 from dglx_dist.planner import expected
 from dglx_dist.planner.candidates import CACHE_SIZES, Frame, enumerate_candidates, ways_of
 from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS, Wishes, choose
@@ -43,7 +44,7 @@ _PAYLOAD = 0.94
 """Of what a link carries; the rest are headers and what goes back (algorithms 0.3)."""
 _INSIDE_BYTES_PER_S = 1.2e9
 """Between the processes of a server: what sockets of one machine reach."""
-_LATENCY_S = 0.5e-3
+_LATENCY_MS = 0.5
 """Of a message of this package, from rank to rank."""
 _USUAL_RATE = "1gbit"
 _STRUCTURES = ("auto", "replicated", "partitioned")
@@ -54,8 +55,8 @@ class PlanPlan:
     """What is planned for.
 
     Raises:
-        UnknownNameError: there is no such model.
-        ConfigError: a value is out of range, or there is neither data nor figures.
+        UnknownNameError: there is no such model, or no such partitioner.
+        ConfigError: a value is out of range, or there is neither data nor figures, or both.
     """
 
     data: str | None = None
@@ -70,7 +71,7 @@ class PlanPlan:
     ranks_per_server: int = 1
     external: Rate | None = None
     internal: Rate | None = None
-    latency_s: float | None = None
+    latency_ms: float | None = None
     cores: float | None = None
     """Of a rank; None: this machine's, by the ranks that share it."""
     here: bool = False
@@ -98,19 +99,27 @@ class PlanPlan:
             ("dry-batches", self.dry_batches < 0, "at least 0"),
             ("speed", not 0 < self.speed < float("inf"), "above 0"),
             ("cores", self.cores is not None and not 0 < self.cores < float("inf"), "above 0"),
-            ("latency-s", not 0 <= (self.latency_s or 0.0) < float("inf"), "at least 0"),
+            ("latency-ms", not 0 <= (self.latency_ms or 0.0) < float("inf"), "at least 0"),
             ("full-graph-epochs", not 0 < self.full_graph_epochs < float("inf"), "above 0"),
             ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
             ("structure", self.structure not in _STRUCTURES, "auto, replicated or partitioned"),
             ("unit", self.unit not in ("mini_batch", "full_graph", "any"), "mini_batch, full_graph or any"),
+            ("seed", self.seed < 0, "at least 0"),
+            (
+                "heads",
+                self.model == "gat" and (self.heads < 1 or self.hidden % self.heads > 0),
+                f"a divisor of --hidden {self.hidden}",
+            ),
         ):
             if wrong:
                 raise ConfigError(f"--{name} {getattr(self, name.replace('-', '_'))} must be {allowed}")
         if (self.data is None) == (self.figures is None):
             raise ConfigError(
-                "give the folder of a partitioned dataset (--data DIR), or the figures of a graph (--nodes, "
-                "--edges, --features)"
+                "give either the folder of a partitioned dataset (--data DIR), or the figures of a graph "
+                "(--nodes, --edges, --features)"
             )
+        if self.figures is not None:
+            PARTITIONERS.resolve(self.figures.method)
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "
@@ -276,8 +285,8 @@ def cluster_of(plan: PlanPlan) -> Cluster:
     rate = plan.external or Rate.parse(_USUAL_RATE)
     if plan.external is None and plan.servers > 1:
         assumptions.append(f"{rate} between servers (--bandwidth-external)")
-    if plan.latency_s is None and plan.servers > 1:
-        assumptions.append(f"{1e3 * _LATENCY_S:g} ms for a message between servers (--latency-ms)")
+    if plan.latency_ms is None and plan.servers > 1:
+        assumptions.append(f"{_LATENCY_MS:g} ms for a message between servers (--latency-ms)")
     inside = _INSIDE_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
     if plan.internal is None and plan.ranks_per_server > 1:
         assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
@@ -296,7 +305,7 @@ def cluster_of(plan: PlanPlan) -> Cluster:
         ranks_per_server=plan.ranks_per_server,
         external_bytes_per_s=_PAYLOAD * rate.bits_per_s / 8,
         internal_bytes_per_s=inside,
-        latency_s=_LATENCY_S if plan.latency_s is None else plan.latency_s,
+        latency_s=(_LATENCY_MS if plan.latency_ms is None else plan.latency_ms) / 1e3,
         cores=cores,
         memory_bytes=memory,
         assumptions=tuple(assumptions),

@@ -62,4 +62,30 @@ def test_mistakes_are_named(data: str) -> None:
     assert "--ranks 3 cannot be dealt out to --servers 2" in refused("--data", data, "--ranks", "3")
     assert "give one of the two" in refused("--data", data, "--ranks", "4", "--ranks-per-server", "1")
     assert "--structure split must be" in refused("--data", data, "--structure", "split")
-    assert "rate '1 lightyear'" in refused("--data", data, "--bandwidth-external", "1 lightyear")
+    told = refused("--data", data, "--bandwidth-external", "1 lightyear")
+    assert "--bandwidth-external: rate '1 lightyear'" in told
+    assert "--memory: 'much' is no size" in refused("--data", data, "--memory", "much")
+    assert "--latency-ms -1.0 must be at least 0" in refused("--data", data, "--latency-ms", "-1")
+    told = refused("--data", data, "--model", "gat", "--heads", "0")
+    assert "--heads 0 must be a divisor of --hidden 64" in told
+    assert "--seed -1" in refused("--data", data, "--seed", "-1")
+
+
+def test_nothing_is_told_in_vain(data: str) -> None:
+    assert "leave --speed out" in refused("--data", data, "--speed", "50")
+    assert "leave --edge-cut out" in refused("--data", data, "--edge-cut", "0.1")
+    assert "--seed is for a dataset" in refused(*FIGURES, "--seed", "1")
+    assert "add --unit any" in refused(*FIGURES, "--full-graph-epochs", "2")
+    assert "either the folder" in refused("--data", data, "--nodes", "10", "--edges", "10")
+    assert "there is no partitioner 'rnadom'; did you mean 'random'?" in refused(
+        *FIGURES, "--partitioner", "rnadom"
+    )
+
+
+def test_a_map_that_cannot_be_written_is_refused_before_anything_is_counted(
+    data: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    missing = str(tmp_path / "no-dataset")
+    assert "cannot be written" in refused("--data", missing, "--map", str(tmp_path / "file" / "map.png"))
+    assert "is a folder" in refused("--data", missing, "--map", str(tmp_path))

@@ -69,6 +69,8 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
 def test_figures_that_make_no_sense_are_refused() -> None:
     for wrong, message in (
         (Figures(nodes=0, edges=1, features=1), "--nodes 0"),
+        (Figures(nodes=1e30, edges=1, features=1), "--nodes 1e.30 must be from 1 to"),
+        (Figures(nodes=float("nan"), edges=1, features=1), "--nodes nan"),
         (Figures(nodes=10, edges=1, features=1, edge_cut=2.0), "--edge-cut 2"),
         (Figures(nodes=10, edges=1, features=1, train_share=0.0), "--train-share 0"),
         (Figures(nodes=10, edges=1, features=1, degree_spread=0.5), "--degree-spread 0.5"),

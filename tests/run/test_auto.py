@@ -11,7 +11,7 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.planner.links import probe
-from dglx_dist.run.auto_options import read_auto_options
+from dglx_dist.run.auto_options import Training, read_auto_options
 from dglx_dist.run.fit import fit
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.session import DataLoader, choose_strategy, init
@@ -104,8 +104,29 @@ def test_options_of_auto() -> None:
         read_auto_options({"dept": 1})
     with pytest.raises(ConfigError, match="unit='batch'"):
         read_auto_options({"unit": "batch"})
-    with pytest.raises(ConfigError, match="at least 0 and above 0"):
-        read_auto_options({"dry_batches": -1})
+    for wrong, said in (
+        ({"dry_batches": -1}, "dry_batches=-1 must be at least 0"),
+        ({"full_graph_epochs": float("inf")}, "full_graph_epochs=inf must be a number above 0"),
+        ({"full_graph_epochs": float("nan")}, "full_graph_epochs=nan"),
+        ({"memory": "much"}, "option memory: 'much' is no size"),
+        ({"memory": 0}, "option memory: a size of '0'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_auto_options(wrong)
+
+
+def test_what_is_told_of_training_is_checked_when_it_arrives() -> None:
+    for wrong, said in (
+        ({"fanouts": []}, r"fanouts=\[\] must be a list"),
+        ({"fanouts": 10}, "fanouts=10 must be a list"),
+        ({"fanouts": [10, -2]}, r"fanouts\[1\]=-2"),
+        ({"fanouts": [2.5]}, r"fanouts\[0\]=2.5"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": float("nan")}, "batch_size=nan"),
+        ({"epochs": 0}, "epochs=0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Training(**wrong)
 
 
 def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
