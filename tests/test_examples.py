@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.scripts import run_script
+
 # Half a minute alone, and several where kernels are compiled anew and other work takes the cores.
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parent.parent
@@ -24,9 +26,8 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def torchrun(folder: Path, name: str, *arguments: str) -> str:
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return run(folder, *launch, str(EXAMPLES / name), *arguments)
+def on_ranks(folder: Path, name: str, *arguments: str) -> str:
+    return run_script(EXAMPLES / name, folder, *arguments)
 
 
 def accuracies(shown: str) -> list[float]:
@@ -39,53 +40,55 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 def test_data_parallel(tmp_path: Path) -> None:
-    first, second = accuracies(torchrun(tmp_path, "02_data_parallel.py"))
+    """As users start it; torchrun gives all others the same variables, and they are started faster."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    first, second = accuracies(run(tmp_path, *torchrun, str(EXAMPLES / "02_data_parallel.py")))
     assert first == second > 0.7
 
 
 def test_partition_once_and_go_on(tmp_path: Path) -> None:
     script = "03_partition_once.py"
     assert "new node 0" in run(tmp_path, sys.executable, str(EXAMPLES / script), "--partition")
-    first = torchrun(tmp_path, script)
+    first = on_ranks(tmp_path, script)
     assert "epoch 0:" in first
     assert accuracies(first)[0] > 0.7
-    second = torchrun(tmp_path, script)
+    second = on_ranks(tmp_path, script)
     assert "epoch 0:" not in second
     assert "epoch 5:" in second
 
 
 def test_pick_a_strategy(tmp_path: Path) -> None:
-    shown = torchrun(tmp_path, "04_pick_a_strategy.py", "--strategy", "dp")
+    shown = on_ranks(tmp_path, "04_pick_a_strategy.py", "--strategy", "dp")
     assert "strategies: " in shown
     assert accuracies(shown)[0] > 0.7
 
 
 def test_trainable_embeddings(tmp_path: Path) -> None:
-    first, second = accuracies(torchrun(tmp_path, "05_trainable_embeddings.py"))
+    first, second = accuracies(on_ranks(tmp_path, "05_trainable_embeddings.py"))
     assert first == second > 0.5
 
 
 def test_link_prediction(tmp_path: Path) -> None:
-    shown = torchrun(tmp_path, "06_link_prediction.py")
+    shown = on_ranks(tmp_path, "06_link_prediction.py")
     found = [float(value) for value in re.findall(r"test MRR (\d\.\d+)", shown)]
     assert len(found) == 2
     assert found[0] == found[1] > 0.3
 
 
 def test_push_pull_cuts_both_weights_of_the_first_layer(tmp_path: Path) -> None:
-    shown = torchrun(tmp_path, "09_push_pull.py")
+    shown = on_ranks(tmp_path, "09_push_pull.py")
     first, second = accuracies(shown)
     assert first == second > 0.7
     assert shown.count("cut by input columns: first.fc_neigh.weight, first.fc_self.weight") == 2
 
 
 def test_full_graph(tmp_path: Path) -> None:
-    first, second = accuracies(torchrun(tmp_path, "10_full_graph.py"))
+    first, second = accuracies(on_ranks(tmp_path, "10_full_graph.py"))
     assert first == second > 0.7
 
 
 def test_lambda(tmp_path: Path) -> None:
-    shown = torchrun(tmp_path, "11_lambda.py")
+    shown = on_ranks(tmp_path, "11_lambda.py")
     first, second = accuracies(shown)
     assert first == second > 0.7
     assert "epoch 39: loss" in shown
@@ -95,7 +98,7 @@ def test_lambda(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["07_rgcn.py", "08_hgt.py"])
 def test_several_types(tmp_path: Path, script: str) -> None:
-    assert accuracies(torchrun(tmp_path, script))[0] > 0.8
+    assert accuracies(on_ranks(tmp_path, script))[0] > 0.8
 
 
 def test_hgt_differs_from_rgcn_by_the_model_only() -> None:
