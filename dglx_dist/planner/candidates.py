@@ -47,6 +47,14 @@ def ways_of(candidates: Iterable[Candidate]) -> tuple[Way, ...]:
     return tuple(dict.fromkeys(one.way for one in candidates if one.way is not None))
 
 
+def choosable() -> Mapping[str, frozenset[str]]:
+    """Return every strategy that may be chosen, with the names of the options that it is chosen with."""
+    found: dict[str, frozenset[str]] = {}
+    for one in enumerate_candidates(Frame(ranks=4, servers=2, num_layers=3, steps=3)):
+        found[one.strategy] = found.get(one.strategy, frozenset()) | one.options.keys()
+    return found
+
+
 def _by_rows(frame: Frame) -> Iterator[Candidate]:
     make = partial(Candidate, strategy="data_parallel", unit="mini_batch", moves="rows")
     yield make()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.predict import predict
-from dglx_dist.planner.records import Candidate, Choice, Outcome, Prediction
+from dglx_dist.planner.records import Candidate, Choice, Prediction
 
 _NEAR = 1.05
 """Within this factor of the fastest, a prediction is a tie, and the earlier, simpler candidate wins."""
@@ -48,11 +48,6 @@ def choose(candidates: Iterable[Candidate], known: Measured, wishes: Wishes) -> 
         assumptions=tuple(assumptions),
         epoch=known.epoch,
     )
-
-
-def with_outcome(choice: Choice, outcome: Outcome) -> Choice:
-    """Return ``choice`` with what came out beside what was predicted."""
-    return replace(choice, outcome=outcome)
 
 
 def _may(candidate: Candidate, wishes: Wishes) -> bool:

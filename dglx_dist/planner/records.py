@@ -166,7 +166,10 @@ class Prediction:
 class Outcome:
     """What came out of the run that was chosen, beside what was predicted."""
 
-    epoch_seconds: float | None
+    epoch: int
+    """Whose bytes these are."""
+    epoch_seconds: float
+    """Median of the warm epochs of the run."""
     bytes_outside: int
     bytes_inside: int
     peak_memory_bytes: int

@@ -29,10 +29,17 @@ class Run:
     """None: the run did not finish."""
 
 
-def start_run(folder: str | Path, config: Mapping[str, object], *, keep_metrics: bool = False) -> Path:
+def start_run(
+    folder: str | Path,
+    config: Mapping[str, object],
+    *,
+    keep_metrics: bool = False,
+    plan: Mapping[str, object] | None = None,
+) -> Path:
     """Make ``folder``, write the resolved configuration, and clear what an earlier run left there.
 
     With ``keep_metrics`` the epochs stay, for a run that goes on: those of :func:`read_epochs`.
+    ``plan``: what ``auto`` chose among; None: nothing was chosen.
 
     One rank calls it. Returns the folder.
 
@@ -46,8 +53,11 @@ def start_run(folder: str | Path, config: Mapping[str, object], *, keep_metrics:
         if kept:
             # What follows is appended, and must not go on in a line that was left half written.
             _write_epochs(target, kept)
-        for name in (SUMMARY, PICTURE, PLAN) if keep_metrics else (SUMMARY, PICTURE, PLAN, METRICS):
+        stale = [SUMMARY, PICTURE] + ([] if keep_metrics else [METRICS]) + ([PLAN] if plan is None else [])
+        for name in stale:
             (target / name).unlink(missing_ok=True)
+        if plan is not None:
+            _write_atomically(target / PLAN, json.dumps(_plain(plan), indent=2) + "\n")
         _write_atomically(target / CONFIG, json.dumps(_plain(config), indent=2) + "\n")
     except OSError as error:
         raise StorageError(
@@ -74,16 +84,18 @@ def write_run(
     config: Mapping[str, object],
     epochs: Sequence[EpochRecord],
     summary: Mapping[str, object],
+    *,
+    plan: Mapping[str, object] | None = None,
 ) -> None:
     """Write a finished run: each file under another name first, the summary last.
 
-    One rank calls it.
+    One rank calls it; ``plan`` as for :func:`start_run`, with what came of it.
 
     Raises:
         StorageError: the folder cannot be made or written.
     """
     # Until the new file replaces them, the epochs that were appended are all there is.
-    target = start_run(folder, config, keep_metrics=True)
+    target = start_run(folder, config, keep_metrics=True, plan=plan)
     try:
         _write_epochs(target, epochs)
         _write_atomically(target / SUMMARY, json.dumps(_plain(summary), indent=2) + "\n")
@@ -91,16 +103,13 @@ def write_run(
         raise _unwritable(target, error) from error
 
 
-def write_plan(folder: Path, choice: Mapping[str, object]) -> None:
-    """Write what every way to train was expected to take, and what came of the one that was taken.
+def read_plan(folder: Path) -> dict[str, Any] | None:
+    """Read what ``auto`` chose among; None: the run was told its strategy.
 
     Raises:
-        StorageError: the file cannot be written.
+        StorageError: the file is damaged.
     """
-    try:
-        _write_atomically(folder / PLAN, json.dumps(_plain(choice), indent=2) + "\n")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
+    return _read_object(folder / PLAN) if (folder / PLAN).is_file() else None
 
 
 def read_run(folder: str | Path) -> Run:

@@ -62,22 +62,23 @@ def summary_table(summary: Mapping[str, object]) -> Table:
     for name, value in summary.items():
         if isinstance(value, Mapping):
             for inner, inner_value in value.items():
-                table.add_row(f"{name}.{inner}", _cell(name, inner_value))
+                table.add_row(f"{name}.{inner}", _cell(inner_value, str(inner), name))
         else:
-            table.add_row(name, _cell(name, value))
+            table.add_row(name, _cell(value, name))
     return table
 
 
-def _cell(name: str, value: object) -> str:
+def _cell(value: object, *names: str) -> str:
+    """Write a figure in the unit that one of its names tells."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    if name.endswith(("accuracy", "hit_rate")):
+    if any(name.endswith(("accuracy", "hit_rate")) for name in names):
         return readable_percent(value)
-    if "bytes" in name:
+    if any("bytes" in name for name in names):
         return readable_bytes(value)
-    if name.endswith("seconds"):
+    if any(name.endswith("seconds") for name in names):
         return f"{readable_seconds(value)} s"
     return readable_count(value) if abs(value) >= 100 else f"{value:g}"
 

@@ -28,6 +28,7 @@ from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
 from dglx_dist.report.plan_table import plan_lines
 from dglx_dist.run.auto_options import AutoOptions, Training, read_auto_options
+from dglx_dist.run.going_on import fill_cache
 from dglx_dist.run.usual_draws import NO_BATCHES, Asked, draws_of
 from dglx_dist.storage.sizes import read_size
 from dglx_dist.strategies.registry import AUTO
@@ -77,13 +78,7 @@ def _adopt(g: DistGraph, taken: Candidate, draws: Draws | None) -> None:
     """Give the session what was chosen; collective."""
     g.session.adopt(taken.strategy, taken.options)
     if taken.cache is not None and draws is not None:
-        g.cache_rows(
-            FEATURE,
-            alpha=taken.cache_alpha,
-            policy=taken.cache,
-            fanouts=list(draws.fanouts),
-            batch_size=draws.batch_size,
-        )
+        fill_cache(g, taken.cache, taken.cache_alpha, draws.fanouts, draws.batch_size)
 
 
 def _chosen(
@@ -193,28 +188,3 @@ def _cluster(session: Session, options: AutoOptions) -> Cluster:
         cores=min(float(one[0]) for one in told),
         memory_bytes=min(int(one[1]) for one in told),
     )
-
-
-def describe(choice: Choice) -> dict[str, object]:
-    """Return what a run's summary says of the choice: prediction beside outcome.
-
-    Args:
-        choice: With its outcome.
-    """
-    taken, outcome = choice.taken, choice.outcome
-    assert taken is not None
-    found: dict[str, object] = {
-        "chosen": taken.candidate.name,
-        "why": "; ".join(choice.why),
-        "predicted_epoch_seconds": taken.epoch_seconds,
-        "predicted_bytes_outside": taken.bytes_outside,
-        "predicted_bytes_inside": taken.bytes_inside,
-        "predicted_peak_memory_bytes": taken.memory_bytes,
-        "bytes_are_counted": taken.bytes_exact,
-    }
-    if outcome is not None:
-        found["bytes_outside"], found["bytes_inside"] = outcome.bytes_outside, outcome.bytes_inside
-        found["of_epoch"] = choice.epoch
-        if outcome.epoch_seconds:
-            found["predicted_by_measured"] = taken.epoch_seconds / outcome.epoch_seconds
-    return found

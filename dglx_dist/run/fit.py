@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dgl
 import torch
@@ -13,6 +13,10 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
+from dglx_dist.records import FEATURE
+from dglx_dist.run.auto_outcome import outcome_of
+from dglx_dist.run.facts import facts_of
+from dglx_dist.run.going_on import adopt_earlier
 from dglx_dist.run.session import DataLoader, choose_strategy, default_batch_size, default_fanouts, wrap
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.strategies.opening import strategy_of
@@ -22,6 +26,9 @@ from dglx_dist.training.epoch import TrainingLoader
 from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult, train
 from dglx_dist.training.sparse_state import Sparse
+
+if TYPE_CHECKING:
+    from dglx_dist.planner.records import Choice
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -42,6 +49,8 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
     """Train ``model`` with the current strategy, which ``auto`` chooses here; every rank must call it.
+
+    A run that goes on is not chosen for anew: it keeps what its checkpoint was trained with.
 
     On the nodes of ``train_mask``, of any graph: with several node types, of the one that has labels. Or on
     what a ``loader`` of your own yields, edges for instance, with ``config.task``.
@@ -66,11 +75,12 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         loader_options: More for :func:`DataLoader`.
 
     Returns:
-        The wrapped model (``.module`` is yours) and what training did, equal on all ranks.
+        The wrapped model (``.module`` is yours) and what training did, equal on all ranks; under ``auto``
+        with what was chosen, and prediction beside outcome.
 
     Raises:
         ConfigError: node data is missing, or an option cannot be honoured, as those of a loader beside
-            ``loader``.
+            ``loader``; or ``auto`` cannot choose for what is trained.
         CheckpointError: the checkpoint to resume from does not match.
         StorageError: the trace cannot be written.
     """
@@ -81,10 +91,14 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"
         )
+    choice = None
+    if g.session.strategy == AUTO:
+        choice = _settle_strategy(model, g, config, fanouts, batch_size)
+        if default_batch_size(g.session.strategy) is None:
+            # They say which mini-batches were weighed against what is trained now.
+            fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
     if config.inputs is None and config.task is None and len(g.ntypes) > 1:
         config = replace(config, inputs=EntityInputs(g, feature=config.feature))
-    if g.session.strategy == AUTO:
-        choose_strategy(model, g, fanouts=fanouts, batch_size=batch_size, epochs=config.epochs)
     _check_inputs(g, config.inputs)
     if loader is None:
         fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
@@ -100,7 +114,29 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
         optimizer: torch.optim.Optimizer = torch.optim.Adam(wrapped.parameters(), lr=lr)
     else:
         optimizer = make_optimizer(wrapped.parameters())
-    return wrapped, train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse)
+    result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse)
+    if choice is not None and result.epochs:
+        facts = facts_of(g.session, result)
+        choice = replace(choice, outcome=outcome_of(choice.epoch, result.epochs, facts))
+    return wrapped, replace(result, choice=choice)
+
+
+def _settle_strategy(
+    model: nn.Module, g: DistGraph, config: FitConfig, fanouts: Sequence[int] | None, batch_size: int | None
+) -> Choice | None:
+    """Go on with what the checkpoint was trained with, else choose; collective."""
+    beside = {"config.task": config.task, "config.inputs": config.inputs}
+    beside["config.feature"] = None if config.feature == FEATURE else config.feature
+    for name, value in beside.items():
+        if value is not None:
+            raise ConfigError(
+                f"strategy 'auto' chooses for the classes of nodes by their {FEATURE!r}, and {name} asks for "
+                "something else; name a strategy in dx.init"
+            )
+    folder = config.checkpoint_folder
+    if config.resume and folder is not None and adopt_earlier(g, folder, fanouts, batch_size) is not None:
+        return None
+    return choose_strategy(model, g, fanouts=fanouts, batch_size=batch_size, epochs=config.epochs)
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training.kinds import MODEL_KINDS, RECOMPUTE, RELATIONAL_KINDS, check_kind
 
 _CACHE_POLICIES = ("vip", "degree", "halo")
@@ -103,6 +104,11 @@ class TrainPlan:
                 "at least 1 with --patience, which counts evaluations",
             ),
             ("cache", self.cache not in (None, *_CACHE_POLICIES), "vip, degree or halo"),
+            (
+                "cache",
+                self.cache is not None and self.strategy == AUTO,
+                "left out with --strategy auto, which weighs caches itself (--option caches=false: none)",
+            ),
             ("cache-alpha", not 0 <= self.cache_alpha < math.inf, "at least 0"),
             ("depth", self.depth is not None and self.depth < 1, "at least 1"),
             (

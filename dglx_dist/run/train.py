@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,19 +12,17 @@ import dgl
 import torch
 
 import dglx_dist
-from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph import DistGraph
-from dglx_dist.planner.choose import with_outcome
 from dglx_dist.planner.graph_stats import check_plannable
-from dglx_dist.planner.records import Choice, Outcome
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
 from dglx_dist.report.picture import draw
-from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_plan, write_run
-from dglx_dist.report.summary import RunFacts, run_title, summarise
-from dglx_dist.run.auto import choose_in_job, describe
-from dglx_dist.run.auto_options import Training
+from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_run
+from dglx_dist.report.summary import run_title, summarise
+from dglx_dist.run.auto_outcome import described, outcome_of
+from dglx_dist.run.auto_plan import CHECKPOINTS, settle_strategy
+from dglx_dist.run.facts import facts_of
 from dglx_dist.run.fit import fit, training_nodes
 from dglx_dist.run.models import Built, build
 from dglx_dist.run.plan import TrainPlan
@@ -38,8 +35,6 @@ from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS
 from dglx_dist.training.tracing import check_trace, without_keys
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +61,7 @@ def train_dataset(plan: TrainPlan) -> Trained:
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
-        plan, choice = _chosen(plan, g)
+        plan, choice = _settled_strategy(plan, g)
         plan = settled(plan)
         ntype = check_trainable(plan, g)
         check_outputs(plan, g)
@@ -76,7 +71,7 @@ def train_dataset(plan: TrainPlan) -> Trained:
         config = resolved(plan, g, session)
         before = read_epochs(folder) if plan.resume else ()
         if writes:
-            start_run(folder, config, keep_metrics=plan.resume)
+            start_run(folder, config, keep_metrics=plan.resume, plan=choice)
             if not plan.resume:
                 # A later --resume would go on from those of the run that is replaced.
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -85,24 +80,23 @@ def train_dataset(plan: TrainPlan) -> Trained:
             plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None
         )
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
-        summary = summarise(_facts(session, result), epochs)
+        facts = facts_of(session, result)
+        summary = summarise(facts, epochs)
         if choice is not None:
-            choice = with_outcome(choice, _outcome(choice, epochs, summary))
-            summary[AUTO] = describe(choice)
+            choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, facts))
+            summary[AUTO] = described(choice)
         if result.account:
             shown = {name: value for name, value in result.account.items() if name != "text"}
             # A resumed run has no account of the epochs before.
             summary["account"] = {"epochs": len(result.epochs), **shown}
         if writes:
-            write_run(folder, config, epochs, summary)
-            if choice is not None:
-                write_plan(folder, choice.to_json())
+            write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, run_title(summary, config))
         write_outputs(plan, wrapped, built, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
 
 
-def _chosen(plan: TrainPlan, g: DistGraph) -> tuple[TrainPlan, Choice | None]:
+def _settled_strategy(plan: TrainPlan, g: DistGraph) -> tuple[TrainPlan, dict[str, Any] | None]:
     """Return ``plan`` with the strategy that suits it, where it asks for ``auto``; collective."""
     if plan.strategy != AUTO:
         return plan, None
@@ -110,31 +104,7 @@ def _chosen(plan: TrainPlan, g: DistGraph) -> tuple[TrainPlan, Choice | None]:
     # What is trained draws its weights anew, as if the strategy had been named.
     with torch.random.fork_rng(devices=[]):
         module = build(plan, g, g.ntypes[0], _classes(g, g.ntypes[0])).module
-    told = Training(
-        fanouts=plan.fanouts,
-        batch_size=plan.batch_size,
-        epochs=plan.epochs,
-        num_layers=plan.layers,
-        kind=plan.model,
-        heads=plan.heads,
-        hidden=plan.hidden,
-        allow_cache=plan.cache is None,
-    )
-    choice = choose_in_job(module, g, told)
-    taken = choice.predictions[choice.picked].candidate
-    return replace(plan, strategy=taken.strategy, strategy_options=taken.options), choice
-
-
-def _outcome(choice: Choice, epochs: Sequence[EpochRecord], summary: Mapping[str, object]) -> Outcome:
-    """Return what came of ``choice``: bytes of the epoch that was counted, the rest of the whole run."""
-    record = next((one for one in epochs if one.epoch == choice.epoch), epochs[-1])
-    seconds = summary["epoch_seconds"]
-    return Outcome(
-        epoch_seconds=float(str(seconds)) if seconds is not None else None,
-        bytes_outside=record.bytes_outside,
-        bytes_inside=record.bytes_inside,
-        peak_memory_bytes=int(str(summary["peak_memory_bytes"])),
-    )
+    return settle_strategy(plan, g, module)
 
 
 def settled(plan: TrainPlan) -> TrainPlan:
@@ -224,7 +194,8 @@ def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, objec
 def _fit(
     plan: TrainPlan, g: DistGraph, ntype: str, built: Built, after_epoch: Callback
 ) -> tuple[WrappedModel, FitResult]:
-    if plan.cache is not None:
+    # Where the cache was chosen, it is filled.
+    if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, ntype, plan.cache)
     keeps = plan.checkpoint_every > 0 or plan.resume
     config = FitConfig(
@@ -273,17 +244,3 @@ def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:
             f"the run is in {folder}, but its picture cannot be written: {error}; `dglx report {folder}` "
             "shows the run and draws it again"
         ) from error
-
-
-def _facts(session: Session, result: FitResult) -> RunFacts:
-    # Linux counts the largest resident set in units of 1024 bytes.
-    mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peaks = [int(str(peak)) for peak in gather_json(mine, session)]
-    return RunFacts(
-        strategy=session.strategy,
-        ranks=session.topology.world_size,
-        servers=session.topology.num_servers,
-        test_accuracy=result.test_accuracy,
-        val_accuracy=result.val_accuracy,
-        peak_memory_bytes=max(peaks),
-    )

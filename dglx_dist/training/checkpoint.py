@@ -242,6 +242,34 @@ def load(
     )
 
 
+def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
+    """Return what the newest checkpoint of a run was saved with as ``extra``; every rank must call it.
+
+    Args:
+        folder: Of the run, as rank 0 sees it.
+
+    Returns:
+        None: it has no complete checkpoint.
+
+    Raises:
+        CheckpointError: on all ranks, when the checkpoint is damaged.
+        PeerError: a rank is dead or silent.
+    """
+    session = current_session()
+
+    def read() -> dict[str, Any] | None:
+        path = _newest(Path(folder)) if session.topology.rank == 0 else None
+        if path is None:
+            return None
+        state: dict[str, Any] = read_json(path / STATE_NAME)
+        with damage_named(path / STATE_NAME):
+            check_state(path, state)
+            return dict(state["extra"])
+
+    found = broadcast_json(together(session, read, CheckpointError), session)
+    return found if isinstance(found, dict) else None
+
+
 def exists(folder: str | Path) -> bool:
     """Whether ``folder`` has a complete checkpoint, as rank 0 sees it; every rank must call it."""
     return bool(broadcast_json(_newest(Path(folder)) is not None, current_session()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,16 +19,18 @@ from dglx_dist.graph.pull import CacheCounts
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
+from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training import checkpoint
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
 from dglx_dist.training.evaluate import evaluate, labelled_type
 from dglx_dist.training.sparse_state import Sparse, optimizers_of
 from dglx_dist.training.task import LossFunction, NodeClassification, Task
-from dglx_dist.training.tracing import TraceConfig, recording
+from dglx_dist.training.tracing import TraceConfig, recording, without_keys
 
 if TYPE_CHECKING:
     from dglx_dist.graph import DistGraph
+    from dglx_dist.planner.records import Choice
 
 Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch with the same record."""
@@ -36,6 +39,8 @@ Evaluate = Callable[[WrappedModel], Mapping[str, float]]
 """The wrapped model to figures by mask name, the higher the better, equal on all ranks; collective."""
 
 _TRAIN, _VALIDATION, _TEST = SPLITS
+TRAINED_WITH = "strategy"
+"""In the ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,8 @@ class FitResult:
     stopped_early: bool = False
     account: dict[str, object] = field(default_factory=dict)
     """What the run took beside time, as ``dollars`` with a ``label``; empty where nothing is paid by use."""
+    choice: Choice | None = None
+    """What strategy ``auto`` chose among, prediction beside outcome; None: the strategy was told."""
 
     @property
     def val_accuracy(self) -> float | None:
@@ -322,6 +329,7 @@ class _Run:
                 "best": self._best,
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self._accuracy,
+                TRAINED_WITH: _trained_with(self._session),
             },
             dataset=_facts(self._g),
         )
@@ -368,6 +376,19 @@ def _trace_of(config: FitConfig) -> TraceConfig | None:
         if config.trace is None
         else TraceConfig(path=Path(config.trace).absolute(), num_steps=config.trace_steps)
     )
+
+
+def _trained_with(session: Session) -> dict[str, object]:
+    """Return the strategy and its options, as a later run may be told them; no options where a part of them
+    may be a key, or is nothing that JSON has.
+    """
+    options: dict[str, object] | None = dict(session.options)
+    try:
+        if json.loads(json.dumps(without_keys(session.options))) != options:
+            options = None
+    except (TypeError, ValueError):
+        options = None
+    return {"name": session.strategy, "options": options, "cache": session.attached.get(AUTO)}
 
 
 def _facts(g: DistGraph) -> dict[str, object]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dglx_dist.planner.candidates import Frame, enumerate_candidates, ways_of
-from dglx_dist.planner.choose import Wishes, choose, with_outcome
+from dglx_dist.planner.choose import Wishes, choose
 from dglx_dist.planner.predict import predict
 from dglx_dist.planner.records import Candidate, Outcome
 from dglx_dist.planner.regions import find_regions
@@ -111,8 +111,8 @@ def test_what_does_not_fit_says_so() -> None:
 
 def test_a_choice_is_json_with_its_outcome() -> None:
     found = choose((ROWS, COLUMNS), known(), Wishes())
-    outcome = Outcome(epoch_seconds=1.0, bytes_outside=5, bytes_inside=0, peak_memory_bytes=7)
-    value = json.loads(json.dumps(with_outcome(found, outcome).to_json()))
+    outcome = Outcome(epoch=1, epoch_seconds=1.0, bytes_outside=5, bytes_inside=0, peak_memory_bytes=7)
+    value = json.loads(json.dumps(replace(found, outcome=outcome).to_json()))
     assert value["chosen"] == "push_pull structure=push"
     assert value["outcome"]["bytes_outside"] == 5
     assert {one["name"] for one in value["predictions"]} == {"data_parallel", "push_pull structure=push"}

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.planner.links import probe
 from dglx_dist.run.auto_options import Training, read_auto_options
 from dglx_dist.run.fit import fit
+from dglx_dist.run.going_on import adopt_earlier
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.session import DataLoader, choose_strategy, init
 from dglx_dist.run.train import train_dataset
 from dglx_dist.strategies.registry import AUTO
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training import checkpoint
+from dglx_dist.training.fit import TRAINED_WITH, FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -42,8 +46,11 @@ def plan_of(data: str, out: Path, **changes: Any) -> TrainPlan:
 
 
 def choose_and_train(data: str, out: str) -> dict[str, Any]:
-    """On every rank: what auto came to, and the same strategy by its name."""
-    chosen = train_dataset(plan_of(data, Path(out) / "auto"))
+    """On every rank: what auto came to, stopped and resumed, and the same strategy by its name."""
+    train_dataset(plan_of(data, Path(out) / "auto", epochs=2, checkpoint_every=1))
+    # What is asked for now would be another strategy.
+    whole = {"unit": "full_graph"}
+    chosen = train_dataset(plan_of(data, Path(out) / "auto", resume=True, strategy_options=whole))
     taken = json.loads((Path(out) / "auto" / "plan.json").read_text())
     one = next(one for one in taken["predictions"] if one["name"] == taken["chosen"])["candidate"]
     named = train_dataset(
@@ -62,7 +69,10 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
         with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
             DataLoader(g, [], None)
-        fit(model, g, config=FitConfig(epochs=1, eval_every=0), fanouts=(3, 2), batch_size=20)
+        told = FitConfig(epochs=1, eval_every=0)
+        with pytest.raises(ConfigError, match=r"config\.feature asks for something else"):
+            fit(model, g, config=replace(told, feature="label"))
+        _, result = fit(model, g, config=told, fanouts=(3, 2), batch_size=20)
         by_fit = session.strategy
         with pytest.raises(ConfigError, match="nothing to choose"):
             choose_strategy(model, g)
@@ -72,9 +82,11 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         "summary": dict(chosen.summary),
         "losses": [one.loss for one in chosen.epochs],
         "named": [one.loss for one in named.epochs],
-        "by_fit": by_fit,
+        "by_fit": [by_fit, result.choice.taken.candidate.strategy, result.choice.outcome.epoch],
         "links": [links.external_bytes_per_s, links.internal_bytes_per_s, links.latency_s],
         "plan": taken,
+        "strategy": one["strategy"],
+        "cache": one["cache"],
     }
 
 
@@ -93,6 +105,9 @@ def test_auto_trains_as_the_strategy_that_it_chose(data: str, tmp_path: Path) ->
     assert told["bytes_inside"] == told["predicted_bytes_inside"] == 0
     assert told["predicted_epoch_seconds"] > 0
     assert first["plan"]["outcome"]["bytes_outside"] == told["bytes_outside"]
+    assert first["by_fit"][0] == first["by_fit"][1]
+    config = json.loads((tmp_path / "auto" / "config.json").read_text())
+    assert (config["strategy"], config["cache"]) == (first["strategy"], first["cache"])
     # Nothing that trains another estimator, and no whole graphs, unless they are asked for.
     assert {one["candidate"]["unit"] for one in first["plan"]["predictions"]} == {"mini_batch"}
     assert all(one["candidate"]["exact"] for one in first["plan"]["predictions"])
@@ -132,3 +147,28 @@ def test_what_is_told_of_training_is_checked_when_it_arrives() -> None:
 def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
     trained = train_dataset(plan_of(data, tmp_path / "alone", epochs=1))
     assert trained.summary["strategy"] == "data_parallel"
+    with pytest.raises(ConfigError, match="--cache vip must be left out with --strategy auto"):
+        plan_of(data, tmp_path / "alone", cache="vip")
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({}, "does not say"),
+        ({TRAINED_WITH: {"name": "mine", "options": {}}}, "found: 'mine'"),
+        ({TRAINED_WITH: {"name": "push_pull", "options": None}}, "found: 'push_pull'"),
+        ({TRAINED_WITH: {"name": "lambda", "options": {"executor": "http"}}}, "found: 'lambda'"),
+        ({TRAINED_WITH: {"name": "data_parallel", "options": {}, "cache": {"policy": "x"}}}, "policy='x'"),
+        ({TRAINED_WITH: {"name": "shared_preload", "options": {"hops": "two"}}}, "hops='two'"),
+    ],
+)
+def test_a_checkpoint_that_auto_could_not_have_made_is_not_gone_on_with(
+    data: str, tmp_path: Path, told: dict[str, Any], said: str
+) -> None:
+    with init(AUTO) as session:
+        g = DistGraph(data, session=session)
+        assert adopt_earlier(g, tmp_path, None, None) is None
+        checkpoint.save(tmp_path, model=torch.nn.Linear(1, 1), extra=told)
+        with pytest.raises(ConfigError, match=said):
+            adopt_earlier(g, tmp_path, None, None)
+        g.close()
