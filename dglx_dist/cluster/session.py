@@ -269,7 +269,7 @@ def current_session() -> Session:
     if not _CURRENT and _LATER:
         _LATER.pop()()
     if not _CURRENT:
-        raise ConfigError("no session is open; call dglx_dist.init() first")
+        raise ConfigError("no session is open; call dglx_dist.init() or dgl.distributed.initialize() first")
     return _CURRENT[-1]
 
 

@@ -11,6 +11,11 @@ from pathlib import Path
 
 from dglx_dist.errors import ConfigError
 
+_OF_DGL_PROCESSES = (
+    *("DGL_ROLE", "DGL_DIST_MODE", "DGL_IP_CONFIG", "DGL_NUM_SERVER", "DGL_NUM_CLIENT", "DGL_NUM_SAMPLER"),
+    *("DGL_SERVER_ID", "DGL_GROUP_ID", "DGL_GRAPH_FORMAT", "DGL_KEEP_ALIVE", "DGL_DIST_MAX_TRY_TIMES"),
+)
+
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -101,6 +106,8 @@ class Settings:
     """DGLX_OPTIONS: of the strategy, a JSON object."""
     part_config: Path | None = None
     """DGL_CONF_PATH: DGL's launcher names the partition by it."""
+    dgl_processes: Mapping[str, str] = field(default_factory=dict)
+    """Which of the variables are set by which DGL's launcher tells its servers and clients of each other."""
     trace: Path | None = None
     """DGLX_TRACE: folder where every session leaves what it counted, see cluster/trace.py."""
 
@@ -200,6 +207,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         ),
         options=_object(variables, "DGLX_OPTIONS"),
         part_config=Path(variables["DGL_CONF_PATH"]) if variables.get("DGL_CONF_PATH") else None,
+        dgl_processes={name: variables[name] for name in _OF_DGL_PROCESSES if name in variables},
         trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
     )
 

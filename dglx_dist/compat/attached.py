@@ -7,7 +7,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from dglx_dist.cluster.session import Session
+from dglx_dist.graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
 
 _BATCH = "compat.batch"
 
@@ -16,29 +17,32 @@ _BATCH = "compat.batch"
 class LastBatch:
     """The batch that was yielded last: its input nodes and its first block, held weakly."""
 
-    def __init__(self, input_nodes: Tensor, block: Any) -> None:
+    def __init__(self, g: DistGraph, input_nodes: Tensor, block: Any) -> None:
         self._nodes, self._block = weakref.ref(input_nodes), weakref.ref(block)
         self._names = frozenset(block.srcdata)
+        self._policy = g.get_node_partition_policy(g.ntypes[0])
 
-    def rows(self, index: object, name: str) -> Tensor | None:
-        """Return the rows of ``name`` that the block has, if ``index`` is the batch's own tensor of ids."""
+    def rows(self, tensor: DistTensor, index: object) -> Tensor | None:
+        """Return the rows of ``tensor`` that the block has, if ``index`` is the batch's own tensor of ids."""
         block = self._block()
-        if block is None or index is None or index is not self._nodes() or name not in self._names:
+        if block is None or index is None or index is not self._nodes() or tensor.name not in self._names:
             return None
-        return block.srcdata[name]
+        # Edges, or another graph, may have something of that name.
+        is_of_nodes = tensor.kvstore_key == self._policy.key(tensor.name)
+        return block.srcdata[tensor.name] if is_of_nodes and tensor.kvstore is self._policy.store else None
 
 
-def remember(session: Session, input_nodes: object, blocks: Any) -> None:
+def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:
     """Note what is yielded now; ids by type are not noted, as strategies that cut columns have one type."""
     if isinstance(input_nodes, Tensor):
-        session.attached[_BATCH] = LastBatch(input_nodes, blocks[0])
+        g.session.attached[_BATCH] = LastBatch(g, input_nodes, blocks[0])
 
 
-def attached_rows(session: Session, index: object, name: str) -> Tensor | None:
-    """Return what the last batch's first block has under ``name`` for its own ids ``index``, or None.
+def attached_rows(tensor: DistTensor, index: object) -> Tensor | None:
+    """Return what the last batch's first block has of ``tensor`` for its own ids ``index``, or None.
 
     Under a strategy that cuts features by column, ``g.ndata[name][input_nodes]`` is then what the wrapped
     model takes, this rank's columns, and no row is fetched.
     """
-    batch = session.attached.get(_BATCH)
-    return batch.rows(index, name) if isinstance(batch, LastBatch) else None
+    batch = tensor.kvstore.session.attached.get(_BATCH)
+    return batch.rows(tensor, index) if isinstance(batch, LastBatch) else None

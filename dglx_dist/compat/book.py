@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -37,7 +37,7 @@ class RangePartitionBook(GraphPartitionBook):
         etypes: Edge type to its number.
 
     Raises:
-        ConfigError: the maps do not fit each other.
+        ConfigError: the maps do not fit each other, or number the ids otherwise than DGL.
     """
 
     def __init__(
@@ -51,9 +51,15 @@ class RangePartitionBook(GraphPartitionBook):
     ) -> None:
         if not 0 <= part_id < num_parts:
             raise ConfigError(f"part_id is {part_id}; there are {num_parts} parts, numbered from 0")
+        if not ntypes or not etypes:
+            raise ConfigError(
+                "a book needs node types and edge types; give ntypes and etypes"
+            )
         nodes = {ntype: _bounds(node_map, ntype, num_parts) for ntype in _by_number(ntypes)}
         edges = {etype: _bounds(edge_map, etype, num_parts) for etype in _by_number(etypes)}
         self.inner = PartitionBook(nodes, edges, part_id)
+        for kind, ids in ((node_map, self.inner.map_to_homo_nid), (edge_map, self.inner.map_to_homo_eid)):
+            _check_numbering(kind, ids)
 
     @staticmethod
     def over(book: PartitionBook) -> RangePartitionBook:
@@ -195,6 +201,20 @@ def _bounds(ranges: Mapping[Any, Any], key: object, num_parts: int) -> Array:
     if given.shape != (num_parts, 2):
         raise ConfigError(f"the map of {key!r} has shape {given.shape}; give ({num_parts}, 2) ranges")
     return np.concatenate([[0], np.cumsum(given[:, 1] - given[:, 0])])
+
+
+def _check_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, Any], Tensor]) -> None:
+    """Raise ConfigError unless homogeneous ids run through the partitions, and in each through the types."""
+    for key, given in ranges.items():
+        found = np.asarray(given, dtype=np.int64)
+        sizes = found[:, 1] - found[:, 0]
+        firsts = np.cumsum(sizes) - sizes
+        expected = to_homogeneous(torch.from_numpy(firsts[sizes > 0]), key).numpy()
+        if not np.array_equal(found[sizes > 0, 0], expected):
+            raise ConfigError(
+                f"the map of {key!r} is {found.tolist()}; ids must be numbered partition by partition, and "
+                "in each type by type"
+            )
 
 
 def _offsets(bounds: list[Array], partition: int) -> list[int]:

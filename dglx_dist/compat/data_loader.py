@@ -75,14 +75,15 @@ class DistDataLoader:
         return self._running
 
     def __next__(self) -> Any:
+        """Return the next batch of the epoch that ``iter()`` began, which it does itself the first time.
+
+        Raises:
+            StopIteration: there is none, until ``iter()`` begins another epoch.
+        """
         if self._running is None:
             iter(self)
         assert self._running is not None
-        try:
-            return next(self._running)
-        except StopIteration:
-            self._running = None
-            raise
+        return next(self._running)
 
     def _batches(self, order: Tensor, shares: list[StepShare]) -> Iterator[Any]:
         def make(step: int) -> Any:

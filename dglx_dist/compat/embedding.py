@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dglx_dist.cluster.shared import Shared
 from dglx_dist.compat.kvstore import KVClient
+from dglx_dist.compat.opened import graph_of_store
 from dglx_dist.compat.policy import PartitionPolicy, inner_policy, outer_policy
 from dglx_dist.compat.tensor import DistTensor
 from dglx_dist.graph.dist_tensor import opened_graph
@@ -42,7 +43,8 @@ class DistEmbedding(Shared):
     ) -> None:
         policy = inner_policy(part_policy)
         first = init_func or _zeros
-        self.inner = Inner(num_embeddings, embedding_dim, name, first, policy, graph=opened_graph())
+        graph = opened_graph() if policy is None else graph_of_store(policy.store)
+        self.inner = Inner(num_embeddings, embedding_dim, name, first, policy, graph=graph)
 
     def __call__(self, idx: Ids, device: torch.device | str = "cpu") -> Tensor:
         """Return rows, whose gradients an optimizer of ``dgl.distributed.optim`` will take."""

@@ -19,6 +19,7 @@ from dglx_dist.compat.book import RangePartitionBook
 from dglx_dist.compat.drawn import without_empty_types
 from dglx_dist.compat.kvstore import KVClient
 from dglx_dist.compat.local_partition import local_partition
+from dglx_dist.compat.opened import edge_type, node_type, remember_graph
 from dglx_dist.compat.policy import PartitionPolicy, outer_policy
 from dglx_dist.compat.views import DataView, Spaces
 from dglx_dist.errors import ConfigError
@@ -58,6 +59,7 @@ class DistGraph(Shared):
             self.inner = Inner(path, session=session)
         else:
             self.inner = Inner(part_config=path, session=session)
+        remember_graph(self.inner)
         self.graph_name = graph_name
         if not path.is_dir() and self.inner.name != graph_name:
             raise ConfigError(f"{path} is of the graph {self.inner.name!r}, not {graph_name!r}")
@@ -128,11 +130,11 @@ class DistGraph(Shared):
 
     def num_nodes(self, ntype: str | None = None) -> int:
         """Return the number of nodes of a type, or of all."""
-        return self.inner.num_nodes(ntype)
+        return self.inner.num_nodes(None if ntype is None else node_type(self.inner, ntype))
 
     def num_edges(self, etype: str | EdgeType | None = None) -> int:
         """Return the number of edges of a type, or of all."""
-        return self.inner.num_edges(etype)
+        return self.inner.num_edges(None if etype is None else edge_type(self.inner, etype))
 
     number_of_nodes, number_of_edges = num_nodes, num_edges
 

@@ -11,7 +11,7 @@ import dgl
 import dgl.dataloading
 
 from dglx_dist.compat import optim
-from dglx_dist.compat.names import OF_LOADERS, SUPPORTED, offered
+from dglx_dist.compat.names import CONSTANTS, OF_LOADERS, SUPPORTED, offered
 from dglx_dist.compat.submodules import replaced
 
 NAME = "dgl.distributed"
@@ -84,14 +84,15 @@ def _rebind(package: ModuleType, undo: list[Callable[[], None]]) -> None:
 
 
 def _take_place(undo: list[Callable[[], None]]) -> None:
-    """Put a module, and its ``optim`` and ``nn``, where ``import dgl.distributed`` looks first."""
+    """Put a module with its ``optim``, ``nn``, ``constants`` where ``import dgl.distributed`` looks first."""
     package = _module(NAME, "dgl.distributed as dglx_dist has it.", {**offered(), _MARK: True})
     # A package, so that importing what it does not have says so by name.
     package.__path__ = []
     optimizers = _module(f"{NAME}.optim", "Optimizers of embeddings.", _public(optim))
     nn = _module(f"{NAME}.nn", "Embeddings.", {"DistEmbedding": SUPPORTED["DistEmbedding"]})
-    vars(package).update(optim=optimizers, nn=nn)
-    for module in (package, optimizers, nn):
+    constants = _module(f"{NAME}.constants", "Names of types, and the like.", dict(CONSTANTS))
+    vars(package).update(optim=optimizers, nn=nn, constants=constants)
+    for module in (package, optimizers, nn, constants):
         _put(module, undo)
     _set(dgl, "distributed", package, undo)
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
 import torch
 from torch import Tensor
 
 from dglx_dist.cluster.collectives import barrier
+from dglx_dist.compat.opened import graph_of_store
 from dglx_dist.compat.policy import PartitionPolicy, inner_policy, outer_policy
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor as Inner
-from dglx_dist.graph.dist_tensor import opened_graph, union
+from dglx_dist.graph.dist_tensor import union
 from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.shared_rows import InitRows
 
+_HIDDEN, _KINDS = "hidden~", ("node~", "edge~")
+
 
 @final
 class KVClient:
-    """Named tensors of the graph opened last; ``g._client`` and ``tensor.kvstore`` are one of these.
+    """Named tensors of a graph; ``g._client`` and ``tensor.kvstore`` are one of these.
 
     Raises:
         ConfigError: it is made by hand: there are no servers to connect to.
@@ -43,7 +46,7 @@ class KVClient:
     @property
     def all_possible_part_policy(self) -> dict[str, PartitionPolicy]:
         """The policies of the graph's nodes and edges by name."""
-        g = opened_graph()
+        g = graph_of_store(self.inner)
         policies = [outer_policy(g.get_node_partition_policy(ntype)) for ntype in g.ntypes]
         policies += [outer_policy(g.get_edge_partition_policy(etype)) for etype in g.canonical_etypes]
         return {policy.policy_str: policy for policy in policies}
@@ -69,9 +72,9 @@ class KVClient:
         return "default"
 
     @property
-    def data_store(self) -> dict[str, Tensor]:
-        """The own server's rows of every tensor."""
-        return {name: self._tensor(name).local_rows() for name in self.data_name_list()}
+    def data_store(self) -> Mapping[str, Tensor]:
+        """The own server's rows by name; of the dataset's tensors a copy, made when it is asked for."""
+        return _LocalRows(self)
 
     def barrier(self) -> None:
         """Wait until every rank is here; what was pushed before is then seen by all."""
@@ -123,12 +126,12 @@ class KVClient:
         Every rank must call it.
         """
         self.inner.register_push_handler(
-            name, lambda rows, ids, values: func({name: rows}, name, ids, values)
+            self._key(name), lambda rows, ids, values: func({name: rows}, name, ids, values)
         )
 
     def register_pull_handler(self, name: str, func: Callable[..., Tensor]) -> None:
         """Let ``func(store, name, local ids)`` compute what is pulled. Every rank must call it."""
-        self.inner.register_pull_handler(name, lambda rows, ids: func({name: rows}, name, ids))
+        self.inner.register_pull_handler(self._key(name), lambda rows, ids: func({name: rows}, name, ids))
 
     def get_partid(self, name: str, id_tensor: Ids) -> Tensor:
         """Return the partition of each row."""
@@ -136,10 +139,19 @@ class KVClient:
         return policy.to_partid(torch.from_numpy(as_ids(id_tensor, policy.get_size(), name)))
 
     def data_name_list(self) -> list[str]:
-        """Return the names of all tensors that the graph shows."""
-        return [name for name in self.inner.names() if name.startswith(("node~", "edge~"))]
+        """Return the names of all tensors, also those made with ``is_gdata=False``."""
+        stored = {name.removeprefix(_HIDDEN): name for name in self.inner.names() if name.startswith(_HIDDEN)}
+        # What the dataset hides is not the script's.
+        made = [
+            name
+            for name, key in stored.items()
+            if name.startswith(_KINDS) and self.inner.column(key).writable
+        ]
+        return [*self.gdata_name_list(), *made]
 
-    gdata_name_list = data_name_list
+    def gdata_name_list(self) -> list[str]:
+        """Return the names of all tensors that the graph shows."""
+        return [name for name in self.inner.names() if name.startswith(_KINDS)]
 
     def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, ...], PartitionPolicy]:
         """Return dtype, shape and policy."""
@@ -158,7 +170,7 @@ class KVClient:
 
     def count_nonzero(self, name: str) -> int:
         """Return how many values of a tensor are not zero."""
-        return self.inner.count_nonzero(name)
+        return self.inner.count_nonzero(self._key(name))
 
     def map_shared_data(self, partition_book: object) -> None:
         """Not needed.
@@ -168,12 +180,36 @@ class KVClient:
         """
         raise ConfigError("the ranks of a server share their rows already; leave map_shared_data() out")
 
+    def _key(self, name: str) -> str:
+        """Return under which name the store has a tensor, which is another one where the graph hides it."""
+        return f"{_HIDDEN}{name}" if not self.inner.has(name) and self.inner.has(f"{_HIDDEN}{name}") else name
+
     def _tensor(self, name: str) -> Inner:
-        column, shown = self.inner.column(name), name.removeprefix("hidden~")
+        key = self._key(name)
+        column, shown = self.inner.column(key), key.removeprefix(_HIDDEN)
         of_types = self.all_possible_part_policy
         found = next((one for one in of_types if shown.startswith(f"{one}~")), None)
         if found is None:
             raise ConfigError(f"{name!r} does not go with the nodes or edges of a type; use its own tensor")
         shape, short = (column.num_rows, *column.info.row_shape), shown.removeprefix(f"{found}~")
         dtype, policy = torch_dtype(column.info.dtype), inner_policy(of_types[found])
-        return Inner(shape, dtype, short, None, policy, is_gdata=shown == name)
+        return Inner(shape, dtype, short, None, policy, is_gdata=shown == key)
+
+
+@final
+class _LocalRows(Mapping[str, Tensor]):
+    """The own server's rows of each tensor, looked up when they are asked for."""
+
+    def __init__(self, client: KVClient) -> None:
+        self._client = client
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._client.data_name_list():
+            raise KeyError(name)
+        return self._client._tensor(name).local_rows()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._client.data_name_list())
+
+    def __len__(self) -> int:
+        return len(self._client.data_name_list())

@@ -24,11 +24,7 @@ from dglx_dist.strategies.opening import strategy_of
 
 
 class _Loader:
-    """Batches of a loader of ours, as DGL yields them.
-
-    Every rank must make it and iterate over it alike. A rank that has run out of items stops, as with DGL,
-    unless a model was wrapped by ``dglx_dist.wrap``: then all ranks have the same number of steps.
-    """
+    """Batches of a loader of ours, as DGL yields them."""
 
     def __init__(self, g: Inner, strategy: Strategy, inner: Any, options: Mapping[str, Any]) -> None:
         self._g, self._inner = g, inner
@@ -57,11 +53,32 @@ class _Loader:
         return self._for_inference or not self._is_wrapped
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch.
+        """Return the batches of the next epoch.
 
         Raises:
             ConfigError: the strategy goes into the model's layers, and no model was wrapped.
         """
+        self._running = self._batches()
+        return self._running
+
+    def __next__(self) -> Any:
+        """Return the next batch of the epoch that ``iter()`` began, which it does itself the first time.
+
+        Raises:
+            StopIteration: there is none, until ``iter()`` begins another epoch.
+        """
+        return next(self._running or iter(self))
+
+    @property
+    def expected_idxs(self) -> int:
+        """As ``len()``."""
+        return len(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one: each has an order and draws of its own."""
+        self._inner.set_epoch(epoch)
+
+    def _batches(self) -> Iterator[Any]:
         if self._needs_wrap and not self._is_wrapped:
             raise ConfigError(
                 f"strategy {self._g.session.strategy!r} works inside the model: put model = dglx_dist.wrap("
@@ -74,31 +91,18 @@ class _Loader:
             blocks = batch[-1]
             if self._as_drawn:
                 blocks = [without_empty_types(block) for block in blocks]
-            remember(self._g.session, batch[0], blocks)
+            remember(self._g, batch[0], blocks)
             yield (*batch[:-1], blocks)
-
-    def __next__(self) -> Any:
-        if self._running is None:
-            self._running = iter(self)
-        try:
-            return next(self._running)
-        except StopIteration:
-            self._running = None
-            raise
-
-    @property
-    def expected_idxs(self) -> int:
-        """As ``len()``."""
-        return len(self)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one: each has an order and draws of its own."""
-        self._inner.set_epoch(epoch)
 
 
 @final
 class DistNodeDataLoader(_Loader):
     """Yields ``(input_nodes, output_nodes, blocks)``.
+
+    **Every rank must make it**, with its own nodes or none: made on some alone they wait for the others, and
+    after the time-out an error names who is missing. Over a loader, each rank then iterates at its own pace
+    and stops when its nodes are used up, as with DGL. Once a model was wrapped by ``dglx_dist.wrap``, all
+    iterate together and have the same number of steps.
 
     Made under ``torch.no_grad()`` it is for inference: mini-batches, whatever the strategy.
 
@@ -126,6 +130,8 @@ class DistNodeDataLoader(_Loader):
 @final
 class DistEdgeDataLoader(_Loader):
     """Yields ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
+
+    **Every rank must make it**, as a :class:`DistNodeDataLoader`.
 
     Args:
         g: The graph.

@@ -22,6 +22,7 @@ from dglx_dist.compat import (
     tensor,
 )
 from dglx_dist.errors import PeerError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 
 _SERVERS = "there are no server processes: every rank serves its share; start the script with torchrun"
 _RPC = (
@@ -97,10 +98,16 @@ SUPPORTED: Mapping[str, Any] = MappingProxyType(
 )
 """Name to what stands for it."""
 
+CONSTANTS: Mapping[str, Any] = MappingProxyType(
+    {"DEFAULT_NTYPE": NODE_TYPE, "DEFAULT_ETYPE": EDGE_TYPE, "MAX_QUEUE_SIZE": session.MAX_QUEUE_SIZE}
+)
+"""What scripts import from ``dgl.distributed.constants``; from DGL 2.4 on the package has them as well."""
+
 OF_LOADERS = ("DistGraph", "DistDataLoader", "DistNodeDataLoader", "DistEdgeDataLoader")
 """Names that modules of ``dgl.dataloading`` have as well."""
 
 
 def offered() -> dict[str, Any]:
     """Return every name to what stands for it; a refused one raises when it is used."""
-    return {**SUPPORTED, **{name: session.refused(name, reason) for name, reason in REFUSED.items()}}
+    gone = {name: session.refused(name, reason) for name, reason in REFUSED.items()}
+    return {**SUPPORTED, **CONSTANTS, **gone}

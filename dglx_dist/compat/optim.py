@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike
+from os import PathLike, fsdecode
 from typing import Any, cast, final
 
 from dglx_dist.compat.embedding import DistEmbedding, inner_embedding
@@ -37,16 +37,16 @@ class _Optimizer:
         """Take over what :meth:`local_state_dict` gave on some rank; a barrier belongs behind it."""
         self.inner.load_local_state_dict(local_state_dict)
 
-    def save(self, f: str | PathLike[str]) -> None:
+    def save(self, f: str | bytes | PathLike[str]) -> None:
         """Write embeddings and state as the folder ``f``, which all ranks see; every rank must call it.
 
         DGL writes one pickle per rank, and the state alone.
         """
-        self.inner.save(str(f))
+        self.inner.save(fsdecode(f))
 
-    def load(self, f: str | PathLike[str]) -> None:
+    def load(self, f: str | bytes | PathLike[str]) -> None:
         """Go on with what :meth:`save` wrote, on any number of ranks; every rank must call it."""
-        self.inner.load(str(f))
+        self.inner.load(fsdecode(f))
 
 
 @final

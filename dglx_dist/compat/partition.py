@@ -21,6 +21,7 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.partition import PARTITIONERS, PartitionOptions
 from dglx_dist.partition.two_level import TRAINER_ID, assign_two_levels, with_trainer_ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, EdgeType, RawGraph
+from dglx_dist.sampling.options import whole_number
 from dglx_dist.storage.dgl_format import write_dgl_format
 from dglx_dist.storage.dgl_import import read_part_config
 
@@ -88,6 +89,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
         raise ConfigError(
             f"{', '.join(of_graphbolt)}: of GraphBolt's files, of which there are none; leave them out"
         )
+    whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
     raw, bfloat16 = raw_graph(g, graph_name)
     method = PARTITIONERS.resolve(part_method)
     weighed, balance = _with_weights(raw, balance_ntypes)
@@ -184,17 +186,26 @@ def _tell_trainers(g: dgl.DGLGraph, cut: RawGraph) -> None:
 def _with_weights(
     graph: RawGraph, given: Tensor | Mapping[str, Tensor] | None
 ) -> tuple[RawGraph, tuple[str, ...]]:
-    """Return the graph with a 0/1 column for each value that is balanced by itself, and their names."""
+    """Return the graph with a 0/1 column for each value that is balanced by itself, and their names.
+
+    Raises:
+        ConfigError: there is not one value for each node, or a type that the graph does not have.
+    """
     if given is None:
         return graph, ()
     if not isinstance(given, Mapping):
         if len(graph.num_nodes) > 1:
             raise ConfigError("balance_ntypes is one tensor, for several node types; give a dict by type")
         given = {next(iter(graph.num_nodes)): given}
+    unknown = sorted(given.keys() - graph.num_nodes.keys())
+    if unknown:
+        raise ConfigError(f"balance_ntypes has {unknown}; the node types are {', '.join(graph.num_nodes)}")
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
     names = []
     for ntype, count in graph.num_nodes.items():
         kinds = torch.as_tensor(given[ntype]).numpy() if ntype in given else np.zeros(count, np.int64)
+        if kinds.shape != (count,):
+            raise ConfigError(f"balance_ntypes has shape {kinds.shape} for the {count} nodes of {ntype!r}")
         for value in np.unique(kinds):
             names.append(f"balance_ntypes.{ntype}={value}")
             node_data.setdefault(ntype, {})[names[-1]] = (kinds == value).astype(np.int64)
@@ -206,7 +217,8 @@ def _written(out: Path, write: Callable[[Path], Path]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partition-", dir=out) as scratch:
         config = write(Path(scratch) / "parts")
-        # The JSON file last: it names the others.
+        # The JSON file goes first and comes last: it names the others.
+        (out / config.name).unlink(missing_ok=True)
         for path in sorted(config.parent.iterdir(), key=lambda one: one == config):
             target = out / path.name
             if target.is_dir():

@@ -7,8 +7,8 @@ from typing import cast, final
 from torch import Tensor
 
 from dglx_dist.compat.book import RangePartitionBook
+from dglx_dist.compat.opened import graph_of_book
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.policy import PartitionPolicy as Inner
 from dglx_dist.graph.policy import type_text
@@ -109,16 +109,16 @@ class EdgePartitionPolicy(PartitionPolicy):
 
 
 def inner_policy(policy: PartitionPolicy | Inner | None) -> Inner | None:
-    """Return our policy for one of DGL's, of the graph opened last.
+    """Return our policy for one of DGL's, of the open graph whose book it has.
 
     Raises:
-        ConfigError: it is no policy, no graph is open, or the graph has no such type.
+        ConfigError: it is no policy, its book is of no open graph, or the graph has no such type.
     """
     if policy is None or isinstance(policy, Inner):
         return policy
     if not isinstance(policy, PartitionPolicy):
         raise ConfigError(f"part_policy is {policy!r}; give what g.get_node_partition_policy(ntype) returns")
-    g = opened_graph()
+    g = graph_of_book(policy.partition_book.inner)
     if policy.is_node:
         return g.get_node_partition_policy(cast("str", policy.type_name))
     return g.get_edge_partition_policy(policy.type_name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import current_session, session_if_open, start_later
-from dglx_dist.cluster.topology import Topology, read_topology
+from dglx_dist.cluster.topology import Topology, read_settings, read_topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.sampling.options import whole_number
 from dglx_dist.strategies.opening import begin, resolve_strategy
@@ -37,7 +37,8 @@ def initialize(
 
     Args:
         ip_config: Not read: torchrun tells where the ranks are. One warning, on rank 0, for this argument and
-            those that follow, where they are not what DGL has by default.
+            those that follow, where they are not what DGL has by default, and for the variables of DGL's
+            launcher.
         max_queue_size: Likewise; there are no queues.
         net_type: Likewise.
         num_worker_threads: Likewise; there are no sampler processes.
@@ -48,21 +49,30 @@ def initialize(
         options: Of the strategy.
 
     Raises:
-        ConfigError: ``use_graphbolt``, an unknown strategy, or a session is open already.
+        ConfigError: ``use_graphbolt``, a strategy that is unknown or ``auto``, a session is open already, or
+            DGL's launcher started this process as one of its servers.
     """
     if use_graphbolt:
         raise ConfigError("use_graphbolt=True cannot be honoured: there is one format; leave it out")
     if session_if_open() is not None:
         raise ConfigError("initialize was called before; call dgl.distributed.exit_client() between the two")
     name, seed = resolve_strategy(strategy), whole_number("seed", seed, least=0)
+    launcher = read_settings().dgl_processes
+    if launcher.get("DGL_ROLE", "client") != "client":
+        raise ConfigError(
+            f"DGL_ROLE is {launcher['DGL_ROLE']!r}, and there are no such processes here: every rank serves "
+            "its share; start the script with torchrun, not with DGL's launcher"
+        )
     given = {
         "ip_config": (ip_config, None),
         "max_queue_size": (max_queue_size, MAX_QUEUE_SIZE),
-        "net_type": (net_type, None),
+        # None is what newer versions have.
+        "net_type": ("socket" if net_type is None else net_type, "socket"),
         "num_worker_threads": (num_worker_threads, 1),
         **{key: (options.pop(key), None) for key in _OF_SERVERS if key in options},
     }
     ignored = [f"{key}={value!r}" for key, (value, usual) in given.items() if value != usual]
+    ignored += [f"{key}={value!r}" for key, value in launcher.items()]
     if ignored and read_topology().rank == 0:
         warnings.warn(
             f"{', '.join(ignored)}: not used, because torchrun says where the ranks are, and there are no "

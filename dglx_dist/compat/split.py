@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dglx_dist.compat.book import RangePartitionBook
+from dglx_dist.compat.opened import edge_type, graph_of_book, node_type
 from dglx_dist.compat.tensor import DistTensor, inner_tensor
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import opened_graph
+from dglx_dist.graph import DistGraph
 from dglx_dist.graph.ids import as_array
 from dglx_dist.graph.split import edge_split as split_edges
 from dglx_dist.graph.split import node_split as split_nodes
@@ -31,7 +32,8 @@ def node_split(
 
     Args:
         nodes: (N,) DistTensor, tensor or array; every value but 0 marks its node.
-        partition_book: Of the graph opened last; None: that one.
+        partition_book: Of one of the open graphs, also as read from its file; None: that of a DistTensor's
+            graph, or of the only graph that is open.
         ntype: Node type.
         rank: Whose share; None: this rank's.
         force_even: Whether shares differ by at most one over all ranks.
@@ -41,12 +43,14 @@ def node_split(
         (n,) int64 ids, ascending.
 
     Raises:
-        ConfigError: there is not one value for each node, or another graph's book.
+        ConfigError: there is not one value for each node, the book is of no open graph or of another than
+            ``nodes``, or of several open graphs any could be meant.
     """
-    count = opened_graph().num_nodes(ntype)
-    book = _inner_book(partition_book)
+    g = _graph(nodes, partition_book)
+    kind = node_type(g, ntype)
+    mask = _mask(nodes, g.num_nodes(kind), kind)
     trainers = cast("Any", inner_tensor(node_trainer_ids))
-    return split_nodes(_mask(nodes, count, ntype), book, ntype, rank, force_even, trainers)
+    return split_nodes(mask, g.get_partition_book(), kind, rank, force_even, trainers)
 
 
 def edge_split(
@@ -58,10 +62,11 @@ def edge_split(
     edge_trainer_ids: Any = None,
 ) -> Tensor:
     """Return the marked edges that a rank works on; as :func:`node_split`."""
-    count = opened_graph().num_edges(etype)
-    book = _inner_book(partition_book)
+    g = _graph(edges, partition_book)
+    kind = edge_type(g, etype)
+    mask = _mask(edges, g.num_edges(kind), kind)
     trainers = cast("Any", inner_tensor(edge_trainer_ids))
-    return split_edges(_mask(edges, count, etype), book, etype, rank, force_even, trainers)
+    return split_edges(mask, g.get_partition_book(), kind, rank, force_even, trainers)
 
 
 def _mask(marked: Any, count: int, what: object) -> Any:
@@ -86,15 +91,18 @@ def _mask(marked: Any, count: int, what: object) -> Any:
     return values != 0
 
 
-def _inner_book(book: RangePartitionBook | None) -> Any:
-    opened = opened_graph().get_partition_book()
-    if book is None:
-        return opened
-    # A book that was loaded from a file has the partitions of the file, not the servers of this run.
-    inner = book.inner if isinstance(book, RangePartitionBook) else book
-    same = inner.ntypes == opened.ntypes and all(
-        inner.num_nodes(ntype) == opened.num_nodes(ntype) for ntype in opened.ntypes
-    )
-    if not same:
-        raise ConfigError("the partition book is of another graph than the one opened last; leave it out")
-    return opened
+def _graph(marked: Any, given: RangePartitionBook | None) -> DistGraph:
+    """Return the graph whose rows are split.
+
+    Raises:
+        ConfigError: it is not known, or the mask and the book are of different ones.
+    """
+    if given is not None and not isinstance(given, RangePartitionBook):
+        raise ConfigError(f"partition_book is a {type(given).__name__}; give g.get_partition_book()")
+    book = None if given is None else given.inner
+    if not isinstance(marked, DistTensor):
+        return graph_of_book(book)
+    g = graph_of_book(marked.inner.part_policy.partition_book)
+    if book is not None and graph_of_book(book) is not g:
+        raise ConfigError(f"the mask {marked.name!r} is of the graph {g.name!r}, and the book of another")
+    return g

@@ -56,12 +56,12 @@ class DistTensor(Shared):
     ) -> None:
         if name is None and persistent:
             raise ConfigError("a tensor that nobody can find by name cannot be persistent; give it a name")
-        g = opened_graph()
-        lifetimes, known = lifetimes_of(g.session), set(g.kvstore.names())
+        policy = inner_policy(part_policy)
+        store = opened_graph().kvstore if policy is None else policy.store
+        lifetimes, known = lifetimes_of(store), set(store.names())
         # Attaching to what exists is not collective, and freeing is.
         if name is None or not any(key.endswith(f"~{name}") for key in known):
-            lifetimes.free(g.kvstore)
-        policy = inner_policy(part_policy)
+            lifetimes.free(store)
         self.inner = Inner(tuple(shape), dtype, name, init_func, policy, persistent, is_gdata)
         if persistent or self.inner.kvstore_key in known:
             lifetimes.use(self.inner.kvstore_key, self)
@@ -73,12 +73,12 @@ class DistTensor(Shared):
         """Return DGL's view of one of our tensors."""
         made = DistTensor.__new__(DistTensor)
         made.inner = inner
-        lifetimes_of(inner.kvstore.session).use(inner.kvstore_key, made)
+        lifetimes_of(inner.kvstore).use(inner.kvstore_key, made)
         return made
 
     def __getitem__(self, idx: Ids) -> Tensor:
         """Return the rows of ``idx``, (K, *row); of one integer, (1, *row)."""
-        found = attached_rows(self.inner.kvstore.session, idx, self.inner.name)
+        found = attached_rows(self.inner, idx)
         return self.inner[_many(idx)] if found is None else found
 
     def __setitem__(self, idx: Ids, val: Tensor) -> None:
@@ -90,7 +90,7 @@ class DistTensor(Shared):
         if not isinstance(other, DistTensor):
             return NotImplemented
         made = DistTensor.over(self.inner | other.inner)
-        lifetimes_of(self.inner.kvstore.session).add(made.kvstore_key, made)
+        lifetimes_of(self.inner.kvstore).add(made.inner.kvstore_key, made)
         return made
 
     def __len__(self) -> int:
@@ -116,8 +116,8 @@ class DistTensor(Shared):
 
     @property
     def kvstore_key(self) -> str:
-        """Under which the store knows it."""
-        return self.inner.kvstore_key
+        """Under which ``kvstore`` knows it; as :attr:`name`."""
+        return self.name
 
     @property
     def local_partition(self) -> Tensor:

@@ -28,7 +28,7 @@ class DataView(MutableMapping[str, DistTensor]):
         self._inner[key] = cast("InnerTensor", inner_tensor(val))
         # From now on the view refers to it, whatever becomes of the script's own name for it.
         kept = self._inner[key]
-        lifetimes_of(kept.kvstore.session).use(kept.kvstore_key, kept)
+        lifetimes_of(kept.kvstore).use(kept.kvstore_key, kept)
 
     def __delitem__(self, key: str) -> None:
         del self._inner[key]

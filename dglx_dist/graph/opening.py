@@ -50,7 +50,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def imported(part_config: Path, session: Session) -> Path:
-    """Return the folder of our dataset beside DGL's files, imported now if they changed. Collective.
+    """Return the folder of our dataset beside DGL's files, imported now if any is newer. Collective.
 
     Raises:
         StorageError: on all ranks, when DGL's files cannot be read.
@@ -59,7 +59,7 @@ def imported(part_config: Path, session: Session) -> Path:
 
     def bring_in() -> None:
         manifest = folder / MANIFEST
-        if not manifest.exists() or manifest.stat().st_mtime < part_config.stat().st_mtime:
+        if not manifest.exists() or manifest.stat().st_mtime < _newest(part_config):
             log.info("importing %s into %s", part_config, folder)
             import_dgl_format(part_config, folder, overwrite=folder.exists())
 
@@ -69,6 +69,13 @@ def imported(part_config: Path, session: Session) -> Path:
     together(session, lambda: bring_in() if session.topology.rank == 0 else None)
     together(session, lambda: bring_in() if is_first_on_machine(session) else None)
     return folder
+
+
+def _newest(part_config: Path) -> float:
+    """Return when the last of DGL's files that are on this machine was written."""
+    # Scripts write columns into a part and leave its JSON file as it was.
+    of_parts = part_config.parent.glob("part*/*.dgl")
+    return max(path.stat().st_mtime for path in (part_config, *of_parts))
 
 
 def open_structures(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import runpy
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--strategy", help="name of a strategy; default: DGLX_STRATEGY, else data_parallel")
     parser.add_argument(
         "--option", action="append", default=[], help="NAME=VALUE of the strategy, beside DGLX_OPTIONS"
+    )
+    parser.add_argument(
+        *("--local-rank", "--local_rank"), help="from torch.distributed.launch; not used, LOCAL_RANK has it"
     )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -65,9 +69,15 @@ def _option(word: str) -> tuple[str, object]:
     if not equals or not name:
         raise ConfigError(f"--option {word!r} must be NAME=VALUE, like depth=2")
     try:
-        return name, ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return name, text
+    try:
+        return name, json.loads(json.dumps(value))
+    except TypeError:
+        raise ConfigError(
+            f"--option {word!r} must be a text, a number, True, False, None, or a list or dict of them"
+        ) from None
 
 
 if __name__ == "__main__":

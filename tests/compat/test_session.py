@@ -11,12 +11,16 @@ import torch
 
 from dglx_dist.cluster.session import current_session, session_if_open, start_later
 from dglx_dist.compat import session
+from dglx_dist.compat.book import RangePartitionBook
 from dglx_dist.compat.data_loader import DistDataLoader
 from dglx_dist.compat.graph import DistGraph
 from dglx_dist.compat.loaders import DistEdgeDataLoader, DistNodeDataLoader
+from dglx_dist.compat.partition import load_partition_book
 from dglx_dist.compat.split import edge_split, node_split
 from dglx_dist.compat.tensor import DistTensor
 from dglx_dist.errors import ConfigError, UnknownNameError
+
+LOOP = ("a", "to", "a")
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +50,25 @@ def test_nothing_is_opened_before_it_is_needed() -> None:
 
 
 def test_what_is_not_used_is_said_once() -> None:
-    told = "ip_config='hosts', max_queue_size=10, net_type='socket', num_worker_threads=3, num_servers=2"
+    told = "ip_config='hosts', max_queue_size=10, net_type='tensorpipe', num_worker_threads=3, num_servers=2"
     with pytest.warns(UserWarning, match=told) as said:
-        session.initialize("hosts", 10, "socket", 3, num_servers=2)
+        session.initialize("hosts", 10, "tensorpipe", 3, num_servers=2)
     assert len(said) == 1
     start_later(None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        session.initialize(net_type="socket")
+
+
+def test_dgls_launcher_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DGL_ROLE", "client")
+    monkeypatch.setenv("DGL_NUM_SAMPLER", "4")
+    with pytest.warns(UserWarning, match="DGL_ROLE='client', DGL_NUM_SAMPLER='4': not used") as said:
+        session.initialize()
+    assert len(said) == 1
+    start_later(None)
+    monkeypatch.setenv("DGL_ROLE", "server")
+    with pytest.raises(ConfigError, match="start the script with torchrun"):
         session.initialize()
 
 
@@ -61,6 +77,8 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         session.initialize(use_graphbolt=True)
     with pytest.raises(UnknownNameError, match="push_pull"):
         session.initialize(strategy="push_pul")
+    with pytest.raises(ConfigError, match="ask `dglx plan` which strategy suits"):
+        session.initialize(strategy="auto")
     session.initialize(depth=2)
     with pytest.raises(ConfigError, match="no option 'depth'"):
         current_session()
@@ -84,6 +102,38 @@ def test_ids_in_the_place_of_a_mask_are_all_rows(g: DistGraph) -> None:
     assert len(edge_split(np.ones(g.num_edges()), g.get_partition_book())) == g.num_edges()
     with pytest.raises(ConfigError, match="2 values for 60 rows"):
         node_split([3, 4])
+
+
+def test_of_two_graphs_the_one_whose_book_is_given(g: DistGraph, stock_parts: Mapping[str, Path]) -> None:
+    book, mask, policy = g.get_partition_book(), g.ndata["train_mask"], g.get_node_partition_policy("_N")
+    mine = DistTensor((60,), torch.int64, "mine")
+    typed = DistGraph("typed", part_config=stock_parts["typed"])
+    last = typed.get_partition_book()
+    every = np.ones(60, dtype=bool)
+    for given in (book, load_partition_book(stock_parts["two"], 1)[0]):
+        assert len(node_split(every, given)) == 60
+        assert len(edge_split(np.ones(g.num_edges(), dtype=bool), given)) == g.num_edges()
+        assert len(node_split(mask, given)) == len(node_split(mask)) == 36
+    assert len(node_split(np.ones(24, dtype=bool), last, "paper")) == 24
+    with pytest.raises(ConfigError, match=r"several graphs are open \('two', 'typed'\)"):
+        node_split(every)
+    with pytest.raises(ConfigError, match="'node~_N~train_mask' is of the graph 'two', and the book of ano"):
+        node_split(mask, last)
+    with pytest.raises(ConfigError, match="the partition book is of none of the open graphs"):
+        node_split(every, RangePartitionBook(0, 1, {"a": [[0, 60]]}, {LOOP: [[0, 9]]}, {"a": 0}, {LOOP: 0}))
+    with pytest.raises(ConfigError, match="partition_book is a str"):
+        node_split(every, "two")  # type: ignore[arg-type]  # what is wrong
+    # Tensors too go with the graph of their policy, and names of one are not those of the other.
+    other = DistTensor((60,), torch.float32, "other", part_policy=policy)
+    papers = typed.get_node_partition_policy("paper")
+    theirs = DistTensor((24,), torch.int64, "mine", part_policy=papers, persistent=True)
+    assert {"mine", "other"} <= set(g.ndata)
+    assert "other" not in typed.nodes["paper"].data
+    assert g._client.pull(other.kvstore_key, [3]).tolist() == [0]
+    assert g._client.all_possible_part_policy.keys() == {"node~_N", "edge~_N:_E:_N"}
+    del mine, theirs
+    DistTensor((60,), torch.int64, "next", part_policy=policy)
+    assert ("mine" in g.ndata, "mine" in typed.nodes["paper"].data) == (False, True)
 
 
 def test_tensors_are_freed_once_nobody_refers_to_them(g: DistGraph) -> None:

@@ -24,9 +24,11 @@ def refuses(action):
 
 
 def numbers(value):
-    """Plain Python numbers of tensors, arrays and nests of them."""
+    """Plain Python numbers, and dtypes, of tensors, arrays and nests of them."""
     if isinstance(value, th.Tensor):
-        return (value.long() if value.dtype in (th.bool, th.uint8) else value).tolist()
+        # DGL keeps masks as uint8.
+        is_mask = value.dtype in (th.bool, th.uint8)
+        return [value.long().tolist(), "mask"] if is_mask else [value.tolist(), str(value.dtype)]
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -179,6 +181,11 @@ def about_loaders(g):
         len(outputs)
         for _, outputs, _ in DistNodeDataLoader(g, nodes, sampler, batch_size=2, drop_last=True, shuffle=True)
     ]
+    by_hand = DistNodeDataLoader(g, nodes, sampler, batch_size=2, drop_last=True)
+    iter(by_hand)
+    again = [len(next(by_hand)[1]), by_hand.expected_idxs, len(next(by_hand)[1])]
+    # Until iter() begins another epoch.
+    again += [refuses(lambda: next(by_hand)), refuses(lambda: next(by_hand)), len(list(by_hand))]
     th.manual_seed(5)
     plain = dist.DistDataLoader(nodes, 2, shuffle=True, collate_fn=lambda items: items)
     shuffled = [list(plain), list(plain)]
@@ -201,7 +208,7 @@ def about_loaders(g):
                 ]
             )
     pairs[0].append(sorted(seeds.tolist()) if len(pairs) == 1 else [])
-    return {"nodes": batches, "dropped": last, "plain": shuffled, "edges": pairs}
+    return {"nodes": batches, "dropped": last, "by hand": again, "plain": shuffled, "edges": pairs}
 
 
 def about_embeddings(g):
@@ -312,6 +319,14 @@ def about_types(g):
             for name in g.etypes
         },
         "induced": ends(part, "writes"),
+        "local": [
+            str(data[name].dtype)
+            for data, names in (
+                (g.local_partition.ndata, (dgl.NID, dgl.NTYPE, "inner_node")),
+                (g.local_partition.edata, (dgl.EID, dgl.ETYPE, "inner_edge")),
+            )
+            for name in names
+        ],
         "split": dist.node_split(g.nodes["paper"].data["train_mask"], g.get_partition_book(), "paper"),
         "wrong": [
             refuses(lambda: g.ndata),
