@@ -180,7 +180,7 @@ def _check_splits(splits: Mapping[str, NodeColumn], where: str) -> None:
             if both.any():
                 raise DatasetError(
                     f"{where}: columns {other!r} and {name!r} overlap: row {_first(both)} is in both "
-                    f"({int(both.sum())} rows in all)"
+                    f"({int(both.sum())} rows in all); leave these out of one, or call it another name"
                 )
         taken[name] = mask
 

@@ -18,12 +18,13 @@ def standard_columns(
     """Rename and cast columns: features float, labels int64, splits boolean; others stay as they are.
 
     ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
-    Whole-number features become float32, since that is what a model multiplies; 64-bit ones stay.
+    Whole-number features become float32, since that is what a model multiplies.
 
     Args:
         columns: name -> (N, ...).
         where: What messages start with.
-        rename: False to leave ``features``, ``feats`` and ``labels`` what they are, with their dtypes.
+        rename: False for a script that goes on with its own columns: names and dtypes stay, but for splits
+            and for labels that number classes, or that would be refused for their gaps.
 
     Raises:
         DatasetError: a split holds something else than 0 and 1, or a label is not a whole number.
@@ -37,9 +38,9 @@ def standard_columns(
             standard[name] = column
         elif name in SPLITS:
             standard[name] = _as_mask(column, name, where)
-        elif name == LABEL:
+        elif name == LABEL and (rename or column.dtype.kind != "f" or np.isnan(column).any()):
             standard[name] = _as_label(column, where)
-        elif name == FEATURE and column.dtype.kind in "iub":
+        elif rename and name == FEATURE and column.dtype.kind in "iub":
             standard[name] = column.astype(np.float32)
         else:
             standard[name] = column

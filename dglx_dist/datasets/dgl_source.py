@@ -45,7 +45,7 @@ def raw_graph_from_dgl(
         rename: False to keep the names of all columns.
 
     Raises:
-        ConfigError: ``graph`` is not a DGLGraph.
+        ConfigError: ``graph`` is not a DGLGraph, or a block.
         DatasetError: a mask holds several splits and ``split`` names none of them.
     """
     if not isinstance(graph, dgl.DGLGraph):
@@ -53,6 +53,12 @@ def raw_graph_from_dgl(
             f"a graph is given as a path, a spec or a DGLGraph, not as {type(graph).__module__}."
             f"{type(graph).__qualname__}; of a dataset of DGL give dataset[0]"
         )
+    if graph.is_block:
+        raise ConfigError("the graph is a block of a mini-batch; give the graph that it was drawn from")
+    known = graph.formats()
+    if "coo" not in (*known["created"], *known["not created"]):
+        # No other format tells the edges in the order of their ids.
+        graph = graph.formats(["coo", "csr", "csc"])
     node_data, classes = {}, {}
     for node_type in graph.ntypes:
         where = f"{name}, nodes {node_type!r}"
@@ -200,6 +206,6 @@ def _one_split(name: str, column: Array, split: int | None, where: str) -> Array
     if split is None or split >= column.shape[1]:
         raise DatasetError(
             f"{where}: column {name!r} holds {column.shape[1]} splits; choose one with split=0 to "
-            f"{column.shape[1] - 1}"
+            f"{column.shape[1] - 1}, or in the graph: g.ndata[{name!r}] = g.ndata[{name!r}][:, 0]"
         )
     return column[:, split]

@@ -19,6 +19,7 @@ from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.graph import dataset_columns as kept
 from dglx_dist.graph.caching import CacheRequest, Fanouts, cache_rows
 from dglx_dist.graph.dist_tensor import GRAPH, DistTensor
+from dglx_dist.graph.elsewhere import GRAPH_REMEDY, lacking
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.neighbors import DrawRule, sampled_graph, serve_uniform
@@ -98,6 +99,9 @@ class DistGraph(Shared):
         self.session.attached[GRAPH] = self
         barrier(self.session, f"opening {self.name}")
 
+    if not TYPE_CHECKING:
+        __getattr__ = lacking("a distributed graph", GRAPH_REMEDY)
+
     @property
     def name(self) -> str:
         """Name of the dataset."""
@@ -147,12 +151,12 @@ class DistGraph(Shared):
     @property
     def nodes(self) -> TypedViews[str]:
         """``g.nodes[ntype].data``: tensors of the nodes of one type."""
-        return TypedViews(lambda ntype: self._node_views[self._known_ntype(ntype)])
+        return TypedViews(lambda ntype: self._node_views[self._known_ntype(ntype)], "arange(g.num_nodes())")
 
     @property
     def edges(self) -> TypedViews[str | EdgeType]:
         """``g.edges[etype].data``: tensors of the edges of one type."""
-        return TypedViews(lambda etype: self._edge_views[self.to_canonical_etype(etype)])
+        return TypedViews(lambda etype: self._edge_views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
 
     def num_nodes(self, ntype: str | None = None) -> int:
         """Return the number of nodes of one type, or of all."""
@@ -176,8 +180,8 @@ class DistGraph(Shared):
             raise ConfigError(f"{self.dataset.folder} states no number of classes for nodes of type {key!r}")
         return classes[key]
 
-    def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
-        """Return the triple of an edge type given by triple or relation.
+    def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:
+        """Return the triple of an edge type given by triple or relation; of None: the only type.
 
         Raises:
             ConfigError: there is no such type, or several with this relation.
@@ -372,9 +376,8 @@ class DistGraph(Shared):
         barrier(self.session, f"closing {self.name}")
         for action in self.on_close:
             action()
-        self.kvstore.close()
-        for structure in self._structures.values():
-            structure.close()
+        for opened in (self.kvstore, *self._structures.values()):
+            opened.close()
         if self.session.attached.get(GRAPH) is self:
             del self.session.attached[GRAPH]
 
@@ -384,14 +387,12 @@ class DistGraph(Shared):
         return ntype
 
     def _ntype_or_only(self, ntype: str | None, remedy: str) -> str:
-        return (
-            only_of(self.ntypes, self.ntypes, "node", remedy) if ntype is None else self._known_ntype(ntype)
-        )
+        named = only_of(self.ntypes, self.ntypes, "node", remedy) if ntype is None else ntype
+        return self._known_ntype(named)
 
     def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
-        if etype is None:
-            return only_of(self.canonical_etypes, self.etypes, "edge", remedy)
-        return self.to_canonical_etype(etype)
+        named = only_of(self.canonical_etypes, self.etypes, "edge", remedy) if etype is None else etype
+        return self.to_canonical_etype(named)
 
     def _hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:
         asked = as_ids(ids, policy.get_size(), policy.policy_str)

@@ -17,6 +17,7 @@ from dglx_dist.cluster.shared import Shared
 from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
+from dglx_dist.graph.elsewhere import TENSOR_REMEDY, lacking
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import together
@@ -103,6 +104,9 @@ class DistTensor(Shared):
                     f"{self._name!r} is data of the dataset, which init_func cannot fill; choose another name"
                 )
         self.part_policy, self._key = wanted.policy, wanted.key
+
+    if not TYPE_CHECKING:
+        __getattr__ = lacking("a DistTensor", TENSOR_REMEDY)
 
     @property
     def name(self) -> str:

@@ -156,13 +156,13 @@ class PartitionBook:
         return self._edges.join_types(ids, self.to_canonical_etype(etype))
 
 
-def canonical_etype(etype: str | EdgeType, known: Sequence[EdgeType]) -> EdgeType:
-    """Return the triple of ``etype``, which is one or the name of a relation.
+def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> EdgeType:
+    """Return the triple of ``etype``, which is one or the name of a relation; of None: the only one.
 
     Raises:
-        ConfigError: there is no such type, or several with this relation.
+        ConfigError: there is no such type, or several with this relation, or None is one of several.
     """
-    found = [triple for triple in known if etype in (triple, triple[1])]
+    found = [triple for triple in known if etype is None or etype in (triple, triple[1])]
     if len(found) == 1:
         return found[0]
     problem = "there is no edge type" if not found else "several edge types have the relation"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, final
+from typing import Generic, NoReturn, TypeVar, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
@@ -83,10 +83,15 @@ class TypeView:
 
 @final
 class TypedViews(Generic[K]):
-    """``g.nodes`` and ``g.edges``."""
+    """``g.nodes`` and ``g.edges``.
 
-    def __init__(self, view_of: Callable[[K], DataView]) -> None:
-        self._view_of = view_of
+    Args:
+        view_of: Type to its tensors.
+        called: What to write for the ids that calling it gives in a DGLGraph.
+    """
+
+    def __init__(self, view_of: Callable[[K], DataView], called: str) -> None:
+        self._view_of, self._called = view_of, called
 
     def __getitem__(self, key: K) -> TypeView:
         """Return the view of one type.
@@ -95,6 +100,17 @@ class TypedViews(Generic[K]):
             ConfigError: there is no such type.
         """
         return TypeView(self._view_of(key))
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Refuse what a DGLGraph answers with all its ids.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a distributed graph does not list its ids: write {self._called}, or dx.node_split(mask) or "
+            "dx.edge_split(mask) for this rank's share. What changes a graph goes before dx.distribute"
+        )
 
 
 def only_of(types: Sequence[T], names: Sequence[str], what: str, remedy: str) -> T:

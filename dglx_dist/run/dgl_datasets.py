@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import numpy as np
 from torch import Tensor
 
+from dglx_dist.cluster.collectives import broadcast_json
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, node_split
 from dglx_dist.run.graphs import distribute
@@ -111,6 +112,13 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **how: Any) -> DistDataset:
             f"{type(dataset).__name__} has {count} graphs, and one is distributed; choose it: "
             "dx.distribute(dataset[i])"
         )
+    graph = dataset[0]
+    if isinstance(graph, tuple):
+        raise ConfigError(
+            f"{type(dataset).__name__}[0] is a graph and something beside it; make that columns of the "
+            "graph, as dgl.data.AsNodePredDataset(dataset) does"
+        )
     told = getattr(dataset, "num_classes", None)
-    classes = int(told) if isinstance(told, (int, np.integer)) else None
-    return DistDataset(distribute(dataset[0], **how), classes)
+    g = distribute(graph, **how)
+    classes = broadcast_json(int(told) if isinstance(told, (int, np.integer)) else None, g.session)
+    return DistDataset(g, cast("int | None", classes))

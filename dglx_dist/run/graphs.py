@@ -15,12 +15,14 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import broadcast_json
 from dglx_dist.cluster.session import Session, session_or
 from dglx_dist.datasets.load import load_dataset
-from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
+from dglx_dist.graph.opening import together
 from dglx_dist.partition import PartitionOptions
 from dglx_dist.records import Array
 from dglx_dist.run.auto_options import check_session_options
-from dglx_dist.run.prepare import PartitionPlan, content_key, partition_to_disk
+from dglx_dist.run.cut_cache import cut_once
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.storage.layout import MANIFEST
 from dglx_dist.storage.precision import FeatureDtype
 from dglx_dist.storage.reader import open_dataset
@@ -146,7 +148,7 @@ def distribute(
     parts: int | None = None,
     method: str | None = None,
     balance: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
     cache: str | PathLike[str] = "data",
     structure: Literal["auto", "replicated", "partitioned"] = "auto",
 ) -> DistGraph:
@@ -162,43 +164,45 @@ def distribute(
     Args:
         graph: A DGLGraph (rank 0's counts), anything ``load_dataset`` knows, the folder of a partitioned
             dataset, or the JSON file of a partition in DGL's format. The columns of a DGLGraph keep their
-            names; others are brought into ours (``feat``, ``label``), see ``load_dataset``.
+            names, dtypes and shapes, but for masks of splits (bool), whole numbers in ``label`` (int64, (N,))
+            and bfloat16 (float32); others are brought into ours (``feat``, ``label``), see ``load_dataset``.
         strategy: Name or alias of a strategy; None: that of the session, or what :func:`init` takes.
-        parts: P; None: one for each server. Like the next two refused for what is partitioned already.
+        parts: P; None: one for each server. Like the next three refused for what is partitioned already.
         method: Name of a partitioner; None: the default one.
         balance: Weights to balance, see :func:`partition_graph`.
-        seed: Of the partitioner.
-        cache: Folder for what is cut.
+        seed: Of the partitioner; None: 0.
+        cache: Folder for what is cut. What runs that were killed have left half written there is removed.
         structure: Whether each server maps the whole structure, see :class:`DistGraph`.
 
     Raises:
-        DatasetError: the graph is not sound.
+        DatasetError: the graph is not sound; ConfigError on the ranks other than 0.
         UnknownNameError: there is no such strategy.
         ConfigError: an argument cannot be honoured, or the session is open for another strategy.
         PeerError: ranks are missing after the time-out.
-        StorageError: a dataset is damaged or the cache cannot be written.
+        StorageError: a dataset is damaged, or the cache cannot be written (ConfigError on the others).
     """
     session = _session_for(strategy)
-    if isinstance(graph, (str, PathLike)):
-        path = Path(graph)
-        is_cut = (path / MANIFEST).is_file() or _is_part_config(path)
-        if is_cut and (parts is not None or method is not None or balance):
-            raise ConfigError(
-                f"{path} is cut already, so parts, method and balance have no effect; leave them out, or "
-                "give the graph that it was cut from"
-            )
-        if (path / MANIFEST).is_file():
-            return DistGraph(path, structure=structure, session=session)
-        if _is_part_config(path):
-            return DistGraph(part_config=path, structure=structure, session=session)
-    plan = PartitionPlan(
-        num_parts=session.topology.num_servers if parts is None else parts,
-        method=method,
-        seed=seed,
-        options=PartitionOptions(balance=tuple(balance)),
-    )
-    folder = _prepared_by_rank_zero(graph, plan, Path(cache), session)
-    return DistGraph(folder, structure=structure, session=session)
+
+    def located() -> dict[str, str] | None:
+        if session.topology.rank != 0:
+            return None
+        if isinstance(graph, (str, PathLike)) and (found := _cut_already(Path(graph).expanduser())):
+            _refuse_to_cut(graph, parts=parts, method=method, balance=tuple(balance), seed=seed)
+            return {found: str(graph)}
+        plan = PartitionPlan(
+            num_parts=session.topology.num_servers if parts is None else parts,
+            method=method,
+            seed=seed or 0,
+            options=PartitionOptions(balance=tuple(balance)),
+        )
+        # What a script gave a name it asks for by that name.
+        raw = load_dataset(graph) if isinstance(graph, (str, PathLike)) else load_dataset(graph, rename=False)
+        return {"folder": str(cut_once(raw, plan, Path(cache).expanduser()))}
+
+    # Rank 0 alone looks: what it finds on its disk another machine may not see yet.
+    told: Any = broadcast_json(together(session, located, ConfigError), session)
+    where: dict[str, Any] = {kind: Path(path).expanduser() for kind, path in told.items()}
+    return DistGraph(**where, structure=structure, session=session)
 
 
 def _session_for(strategy: str | None) -> Session:
@@ -214,31 +218,20 @@ def _session_for(strategy: str | None) -> Session:
     return session
 
 
-def _prepared_by_rank_zero(
-    graph: dgl.DGLGraph | str | PathLike[str], plan: PartitionPlan, cache: Path, session: Session
-) -> Path:
-    """Return the folder of the cut graph on every rank; what goes wrong on rank 0 is raised on all."""
-    if session.topology.rank != 0:
-        answer: Any = broadcast_json(None, session)
-        if "error" in answer:
-            raise ConfigError(f"rank 0 could not prepare the graph: {answer['error']}")
-        return Path(answer["folder"])
-    try:
-        folder = _cached(graph, plan, cache)
-    except DglxError as error:
-        broadcast_json({"error": str(error)}, session)
-        raise
-    broadcast_json({"folder": str(folder)}, session)
-    return folder
+def _cut_already(path: Path) -> Literal["folder", "part_config"] | None:
+    """Return which of DistGraph's arguments ``path`` is, None where it is no partitioned dataset."""
+    if (path / MANIFEST).is_file():
+        return "folder"
+    return "part_config" if _is_part_config(path) else None
 
 
-def _cached(graph: dgl.DGLGraph | str | PathLike[str], plan: PartitionPlan, cache: Path) -> Path:
-    # What a script gave a name it asks for by that name.
-    raw = load_dataset(graph) if isinstance(graph, (str, PathLike)) else load_dataset(graph, rename=False)
-    folder = (cache / f"{Path(raw.name).name}-{content_key(raw, plan)}").absolute()
-    if not (folder / MANIFEST).is_file():
-        partition_to_disk(raw, folder, plan)
-    return folder
+def _refuse_to_cut(path: str | PathLike[str], **how: object) -> None:
+    told = [name for name, value in how.items() if value not in (None, ())]
+    if told:
+        raise ConfigError(
+            f"{path} is cut already, so {', '.join(told)} would have no effect; leave that out, or give the "
+            "graph that it was cut from"
+        )
 
 
 def _is_part_config(path: Path) -> bool:

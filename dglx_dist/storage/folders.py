@@ -24,8 +24,14 @@ _MAKER = re.compile(rf"\.(?P<host>[^./]+)-(?P<process>\d+)-[0-9a-f]{{8}}{re.esca
 
 @contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``target``, for the caller to fill and rename; remove it if left over."""
+    """Yield an empty folder beside ``target``, for the caller to fill and rename; remove it if left over.
+
+    What killed processes of this machine left of the same target is removed first.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.iterdir():
+        if left.name.startswith(f"{target.name}.") and _MAKER.search(left.name, len(target.name)):
+            pass
     maker = f"{_host()}-{os.getpid()}"
     folder = target.with_name(f"{target.name}.{maker}-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     folder.mkdir()
@@ -35,11 +41,11 @@ def partial_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove what :func:`partial_folder` made anywhere in ``folder`` and whoever filled it left: was killed.
+def remove_abandoned(folder: Path, *, below: bool = True) -> None:
+    """Remove what :func:`partial_folder` made in ``folder`` and whoever filled it left: was killed.
 
-    That is where its process on this machine is gone, or, as of other machines nobody can tell, where it is a
-    day old. What cannot be removed stays.
+    Anywhere in it, or with ``below`` False in itself only. That is where its process on this machine is gone,
+    or, as of other machines nobody can tell, where it is a day old. What cannot be removed stays.
     """
     # Other ranks and other runs make and remove folders here meanwhile, which a walk does not mind.
     for parent, names, _ in os.walk(folder):
@@ -47,6 +53,8 @@ def remove_abandoned(folder: Path) -> None:
             names.remove(name)
             if _is_abandoned(Path(parent, name)):
                 shutil.rmtree(Path(parent, name), ignore_errors=True)
+        if not below:
+            return
 
 
 def _is_abandoned(partial: Path) -> bool:

@@ -63,6 +63,11 @@ def evaluate(  # noqa: PLR0913 - what a first call needs none of
         if name not in data:
             known = ", ".join(map(repr, data)) or "none"
             raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
+    if data[label].ndim != 1 or data[label].dtype.is_floating_point:
+        raise ConfigError(
+            f"{label!r} is {data[label].dtype} of shape {data[label].shape}, and accuracy needs one whole "
+            "number for each node; give such a column as label="
+        )
     options: dict[str, Any] = {
         "feature": feature,
         "inputs": inputs,

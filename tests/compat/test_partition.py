@@ -8,6 +8,7 @@ import dgl.distributed
 import pytest
 import torch
 
+import dglx_dist as dx
 from dglx_dist.compat.partition import load_partition, partition_graph
 from dglx_dist.errors import ConfigError
 from tests.compat.graphs import paper_graph, typed_graph
@@ -39,6 +40,36 @@ def test_stock_dgl_loads_what_was_cut(tmp_path: Path, formats: Any) -> None:
     assert sorted(torch.cat(structures).tolist()) == list(range(graph.num_edges()))
     assert (whole(tmp_path / "mine.json", 2, "_N", "labels") == graph.ndata["labels"][nodes]).all()
     assert sorted(edges.tolist()) == list(range(graph.num_edges()))
+
+
+def test_edges_of_dgls_parts_have_new_ids_that_lead_back(tmp_path: Path) -> None:
+    graph = paper_graph()
+    nodes, edges = dgl.distributed.partition_graph(
+        graph, "theirs", 2, str(tmp_path), part_method="random", return_mapping=True
+    )
+    every = torch.arange(graph.num_edges())
+    with dx.init():
+        g = dx.DistGraph(part_config=tmp_path / "theirs.json")
+        theirs = g.orig_edge_ids(every)
+        assert not torch.equal(theirs, every)
+        assert torch.equal(g.orig_edge_ids(theirs.argsort()[every]), every)
+        loader = dx.DataLoader(g, torch.arange(60), dgl.dataloading.NeighborSampler([-1]), batch_size=60)
+        ((_, _, (block,)),) = loader
+        drawn = block.edata[dgl.EID]
+        assert len(drawn) == len(every)
+        ends = [
+            nodes[ids[end]]
+            for ids, end in zip((block.srcdata[dgl.NID], block.dstdata[dgl.NID]), block.edges(), strict=True)
+        ]
+        # DGL's ids are what orig_edge_ids says, and its mapping leads from these to the graph's.
+        assert torch.equal(graph.edge_ids(*ends), edges[theirs[drawn]])
+        assert torch.equal(g.edata["mark"][drawn], edges[theirs[drawn]])
+        for part in range(2):
+            local, *_ = dgl.distributed.load_partition(str(tmp_path / "theirs.json"), part)
+            inner = local.edata["inner_edge"].bool()
+            found = g.find_edges(theirs.argsort()[local.edata[dgl.EID][inner]])
+            for mine, own in zip(found, local.edges(), strict=True):
+                assert torch.equal(mine, local.ndata[dgl.NID][own[inner]])
 
 
 def test_types_are_balanced_each_by_itself_and_trainers_are_told(tmp_path: Path) -> None:

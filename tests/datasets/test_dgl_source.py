@@ -54,6 +54,35 @@ def test_a_heterogeneous_graph_keeps_its_types() -> None:
     assert graph.edge_data[BUYS]["train_mask"].tolist() == [True, False]
 
 
+def test_columns_of_a_script_stay_what_they_are() -> None:
+    graph = triangle()
+    graph.ndata["feat"] = torch.arange(3, dtype=torch.int32)
+    graph.ndata["label"] = torch.tensor([[0.5], [1.0], [2.0]], dtype=torch.float64)
+    kept = load_dataset(graph, rename=False)
+    columns = {name: np.asarray(column) for name, column in kept.node_data[NODE_TYPE].items()}
+    assert columns["features"].dtype == np.int64
+    assert columns["labels"].dtype == columns["feat"].dtype == np.int32
+    assert columns["label"].tolist() == [[0.5], [1.0], [2.0]]
+    assert kept.num_classes == {NODE_TYPE: 1}  # its width, as of several answers a node
+    # Gaps would be refused, so such labels number classes; and whole numbers do.
+    for label in ([1.0, torch.nan, 0.0], [1, -1, 0]):
+        graph.ndata["label"] = torch.tensor(label)
+        kept = load_dataset(graph, rename=False)
+        assert np.asarray(kept.node_data[NODE_TYPE]["label"]).tolist() == [1, -1, 0]
+        assert kept.num_classes == {NODE_TYPE: 2}
+
+
+@pytest.mark.parametrize("formats", ["csc", "csr"])
+def test_a_graph_in_one_format_keeps_the_order_of_its_edges(formats: str) -> None:
+    graph = load_dataset(triangle().formats(formats))
+    assert [ids.tolist() for ids in graph.edges[EDGE_TYPE]] == [[2, 0, 1], [0, 1, 2]]
+
+
+def test_a_block_is_no_graph() -> None:
+    with pytest.raises(ConfigError, match="block of a mini-batch"):
+        load_dataset(dgl.to_block(triangle()))
+
+
 def test_ids_of_a_larger_graph_are_left_out() -> None:
     part = dgl.node_subgraph(triangle(), [1, 2])
     assert dgl.NID in part.ndata

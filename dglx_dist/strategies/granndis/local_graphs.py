@@ -93,7 +93,7 @@ def _check_strategy(name: str) -> None:
     if STRATEGIES.get(name).traits.unit != "full_graph":
         raise ConfigError(
             f"dx.local_graph has rows of other ranks in its gradients, and strategy {name!r} would weigh "
-            "them as this rank's own; use dx.init(strategy='full_graph')"
+            "them as this rank's own; use dx.distribute(graph, strategy='full_graph'), or the same in dx.init"
         )
 
 

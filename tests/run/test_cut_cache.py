@@ -1,0 +1,72 @@
+"""A graph is cut into the cache once, whoever else is at it and whatever a killed run left there."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.errors import StorageError
+from dglx_dist.run import cut_cache
+from dglx_dist.run.cut_cache import cut_once
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.storage.folders import partial_folder
+from dglx_dist.storage.layout import MANIFEST
+from tests.run.graphs import two_triangles
+
+PLAN = PartitionPlan(num_parts=2, method="hash")
+
+
+@pytest.fixture
+def instead(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], None]:
+    """Put a function in the place of the cutting."""
+    return lambda cut: monkeypatch.setattr(cut_cache, "partition_to_disk", cut)
+
+
+def refuse(*_: object) -> None:
+    raise StorageError("the disk is full")
+
+
+def test_what_is_there_is_not_cut_again(tmp_path: Path, instead: Callable[..., None]) -> None:
+    folder = cut_once(two_triangles(), PLAN, tmp_path)
+    instead(refuse)
+    assert cut_once(two_triangles(), PLAN, tmp_path) == folder
+    assert (folder / MANIFEST).is_file()
+
+
+def test_whoever_finishes_first_counts(tmp_path: Path, instead: Callable[..., None]) -> None:
+    def cut_by_another_run_too(*cut: Path) -> None:
+        partition_to_disk(*cut)  # type: ignore[arg-type]
+        partition_to_disk(*cut)  # type: ignore[arg-type]
+
+    instead(cut_by_another_run_too)
+    assert (cut_once(two_triangles(), PLAN, tmp_path) / MANIFEST).is_file()
+    instead(refuse)
+    with pytest.raises(StorageError, match="disk is full"):
+        cut_once(two_triangles(), PartitionPlan(num_parts=3, method="hash"), tmp_path)
+
+
+def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
+    with partial_folder(tmp_path / "graph") as mine:
+        done = subprocess.Popen(["true"])
+        done.wait()
+        left = mine.rename(mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{done.pid}-")))
+        (left / "part0").mkdir()
+        (tmp_path / "other" / left.name).mkdir(parents=True)
+        folder = cut_once(two_triangles(), PLAN, tmp_path)
+    # Not what lies deeper: the cache may be a folder with much else in it.
+    assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / "other"])
+    assert [path.name for path in (tmp_path / "other").iterdir()] == [left.name]
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, instead: Callable[..., None]
+) -> None:
+    def cut(*_: object) -> None:
+        pytest.fail("the graph was cut, and then there was no place for it")
+
+    instead(cut)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="cannot be written"):
+        cut_once(two_triangles(), PLAN, tmp_path / "file")
