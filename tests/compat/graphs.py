@@ -92,7 +92,8 @@ def run_under_torchrun(script: str, arguments: list[str]) -> str:
     # What DGL's own launcher sets, which is nothing to us.
     launcher = {"DGL_DIST_MODE": "distributed", "DGL_ROLE": "client", "DGL_NUM_SERVER": "1"}
     done = subprocess.run(
-        [*command, "-m", "dglx_dist.run", "--", str(SCRIPTS / script), *arguments],
+        # As torch.distributed.launch hands a rank its number.
+        [*command, "-m", "dglx_dist.run", "--local-rank=0", "--", str(SCRIPTS / script), *arguments],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **launcher},
         capture_output=True,
         text=True,
