@@ -53,7 +53,8 @@ class RowSizes:
     """Bytes, for totals."""
 
     feature: int
-    label: int
+    label: int | None
+    """None: there are none, so that a loop takes its targets from elsewhere."""
     gradients: int
     """Of all gradients of a step, with their flags."""
     partitioned: bool
@@ -78,11 +79,13 @@ def work_of_counts(
     scaled = [_whole(one) for one in ranks]
     found = summed(
         scaled,
-        row_bytes={"feat": sizes.feature, "label": sizes.label},
+        row_bytes={"feat": sizes.feature, "label": sizes.label or 0},
         parameter_bytes=sizes.gradients,
         partitioned=sizes.partitioned,
         ranks_per_server=len(topology.ranks_of_server(0)),
     )
+    if sizes.label is None:
+        found = replace(found, label_bytes=0)
     busiest = max(scaled, key=lambda one: sum(one.edges))
     largest = max(scaled, key=lambda one: one.largest[0][0]).largest
     rows = [(alpha, count) for alpha, count in (cached or {}).items()]
@@ -115,8 +118,8 @@ def _whole(one: RankCount) -> RankCount:
     """Return the counts of all steps, from those of some."""
     if one.counted >= one.steps or not one.counted:
         return one
-    # The last batch of an epoch may be smaller, so seeds tell more than batches do; both are close.
-    factor = one.steps / one.counted
+    # The last batch of an epoch may be smaller, so targets tell more than batches do.
+    factor = one.seeds / max(one.targets[-1], 1)
 
     def scaled(values: Sequence[int]) -> list[int]:
         return [round(factor * value) for value in values]

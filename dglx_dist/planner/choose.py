@@ -41,6 +41,7 @@ def choose(candidates: Iterable[Candidate], known: Measured, wishes: Wishes) -> 
         )
     return Choice(
         graph=known.graph,
+        trained=known.trained,
         cluster=known.cluster,
         predictions=tuple(ordered),
         picked=-1 if taken is None else next(i for i, one in enumerate(ordered) if one is taken),

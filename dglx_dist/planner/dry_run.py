@@ -124,7 +124,8 @@ def dry_run(
         ghosts=ghosts,
         structure_partitioned=told.partitioned,
         epoch=told.epoch,
-        assumptions=told.assumptions,
+        assumptions=(*told.assumptions, *expected.of_ways(whole)),
+        draws=told.draws,
         seconds=clock.seconds,
     )
 
@@ -197,7 +198,10 @@ def row_sizes(g: DistGraph, shape: ModelShape, *, partitioned: bool) -> RowSizes
         return int(np.prod(column.shape[1:], dtype=np.int64)) * column.dtype.itemsize
 
     return RowSizes(
-        feature=of(FEATURE), label=of(LABEL), gradients=shape.gradient_bytes, partitioned=partitioned
+        feature=of(FEATURE),
+        label=of(LABEL) if LABEL in g.ndata else None,
+        gradients=shape.gradient_bytes,
+        partitioned=partitioned,
     )
 
 

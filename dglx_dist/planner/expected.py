@@ -8,7 +8,7 @@ communities make two nodes share more neighbours is left out, so rows are rather
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dglx_dist.planner.batch_work import BatchWork
@@ -116,6 +116,13 @@ def closures(graph: GraphStats, cluster: Cluster, way: Way, num_layers: int) -> 
         steps=number,
         counted=False,
     )
+
+
+def of_ways(whole: Mapping[Way, FullWork]) -> tuple[str, ...]:
+    """Return what is assumed where plans of a graph that is here were too many to be made."""
+    if all(work.counted for work in whole.values()):
+        return ()
+    return (f"plans of whole graphs are too large to be counted: {ASSUMPTIONS[0]}",)
 
 
 def ghosts(graph: GraphStats, cluster: Cluster) -> Ghosts:

@@ -154,3 +154,12 @@ def check_plannable(manifest: Manifest, where: str) -> None:
                 f"{where} has no node data {name!r} (known: {', '.join(columns) or 'none'}); partition a "
                 "graph that has it"
             )
+
+
+def check_train_nodes(count: int, where: str) -> None:
+    """Raise ConfigError where there is nothing to train on."""
+    if not count:
+        raise ConfigError(
+            f"node data {TRAIN_MASK!r} of {where} marks no node: there is nothing to plan for; partition a "
+            "graph with training nodes"
+        )

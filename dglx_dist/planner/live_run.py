@@ -91,7 +91,8 @@ def live_run(
         ghosts=None if pairs is None else _ghosts(pairs),
         structure_partitioned=told.partitioned,
         epoch=told.epoch,
-        assumptions=told.assumptions,
+        assumptions=(*told.assumptions, *expected.of_ways(whole)),
+        draws=told.draws,
     )
 
 

@@ -11,6 +11,7 @@ from dglx_dist.planner.memory import MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.rates import Rates
 from dglx_dist.planner.records import Cluster, GraphStats, Way
+from dglx_dist.planner.survey import Draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +44,13 @@ class Measured:
     assumptions: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """What finding all that out took."""
+    draws: Draws | None = None
+    """Of the mini-batches."""
+
+    @property
+    def trained(self) -> str:
+        """What is trained, in words."""
+        if self.draws is None:
+            return self.shape.words
+        fanouts = ",".join(map(str, self.draws.fanouts))
+        return f"{self.shape.words}; mini-batches of {self.draws.batch_size} a rank, fan-outs {fanouts}"

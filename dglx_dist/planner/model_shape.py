@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,8 +54,17 @@ class ModelShape:
     first_learns: bool = False
     """Whether what layer 1 takes has a gradient, as behind an encoder."""
     itemsize: int = 4
-    chained: bool = True
-    """Whether it is convolutions one after another, which strategy ``lambda`` can run."""
+    why_not_whole: str = ""
+    """Why layers cannot exchange rows, as full-graph strategies do it; empty: they can."""
+    why_not_chained: str = ""
+    """Why it is no chain of steps that workers of strategy ``lambda`` can run; empty: it is."""
+    guessed: bool = False
+    """Whether layers are those of the ready-made model that is most like it."""
+
+    @property
+    def words(self) -> str:
+        """What tables call it."""
+        return f"{self.kind} of {len(self.layers)} layers, hidden width {self.hidden}"
 
     @property
     def gradient_bytes(self) -> int:
@@ -156,7 +166,15 @@ def _residual(features: int, hidden: int, classes: int, num_layers: int) -> tupl
 
 
 def shape_of_module(
-    module: nn.Module, kind: str, features: int, hidden: int, classes: int, num_layers: int, heads: int = 4
+    module: nn.Module,
+    kind: str,
+    features: int,
+    hidden: int,
+    classes: int,
+    num_layers: int,
+    heads: int = 4,
+    *,
+    guessed: bool = False,
 ) -> ModelShape:
     """Return the figures of a model: its parameters and its first layer from the module itself.
 
@@ -168,7 +186,12 @@ def shape_of_module(
         classes: C.
         num_layers: L.
         heads: Of attention.
+        guessed: Whether ``kind`` is that of another model.
     """
+    # Only here: they bring DGL.
+    from dglx_dist.strategies.bounded.chain import chain_of
+    from dglx_dist.strategies.granndis.layerwise import check_rows_stay_apart
+
     found, why = _first(module, features, heads)
     parameters = [one for one in module.parameters() if one.requires_grad]
     return ModelShape(
@@ -183,7 +206,9 @@ def shape_of_module(
         why_not_split=why,
         first_learns=kind == "resgcn",
         itemsize=parameters[0].element_size() if parameters else 4,
-        chained=kind in ("sage", "gcn", "gat", "mlp", "sgc"),
+        why_not_whole=_refusal(check_rows_stay_apart, module),
+        why_not_chained=_refusal(chain_of, module),
+        guessed=guessed,
     )
 
 
@@ -220,7 +245,7 @@ def shape_of_kind(
         else None,
         why_not_split="" if split else f"the first layer of {kind} does not take the features",
         first_learns=kind == "resgcn",
-        chained=kind != "resgcn",
+        why_not_chained="it is no chain of convolutions" if kind == "resgcn" else "",
     )
 
 
@@ -232,7 +257,20 @@ def _first(module: nn.Module, features: int, heads: int) -> tuple[FirstLayer | N
         name, _ = find_first_layer(module, features, "columns")
         return first_layer(module, module.get_submodule(name), heads), ""
     except ConfigError as refused:
-        return None, str(refused).partition(";")[0]
+        return None, _beginning(refused)
+
+
+def _refusal(check: Callable[[nn.Module], object], module: nn.Module) -> str:
+    try:
+        check(module)
+    except ConfigError as refused:
+        return _beginning(refused)
+    return ""
+
+
+def _beginning(refused: ConfigError) -> str:
+    """Return what is wrong, without the reasons and the remedy that follow."""
+    return re.split(r"[;:] ", str(refused), maxsplit=1)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +283,8 @@ class FoundLayers:
     """Columns that its first convolution gives."""
     count: int
     """Convolutions."""
+    heads: int = 1
+    """Of its attention."""
 
 
 def layers_in(module: nn.Module) -> FoundLayers:
@@ -254,9 +294,10 @@ def layers_in(module: nn.Module) -> FoundLayers:
         return FoundLayers(kind="sage", hidden=_USUAL_WIDTH, count=0)
     kind = _KIND_OF[type(found[0]).__name__]
     # DGL has no public name for it.
-    width = int(getattr(found[0], "_out_feats", _USUAL_WIDTH)) * int(getattr(found[0], "_num_heads", 1))
+    heads = int(getattr(found[0], "_num_heads", 1))
+    width = int(getattr(found[0], "_out_feats", _USUAL_WIDTH)) * heads
     deep = type(module).__name__ == "ResGCN"
-    return FoundLayers(kind="resgcn" if deep else kind, hidden=width, count=len(found))
+    return FoundLayers(kind="resgcn" if deep else kind, hidden=width, count=len(found), heads=heads)
 
 
 _USUAL_WIDTH = 64

@@ -130,8 +130,10 @@ def _refusal(candidate: Candidate, known: Measured) -> str:
         return "no mini-batches were asked for"
     if candidate.moves == "columns" and known.shape.first is None:
         return known.shape.why_not_split
-    if candidate.moves == "intervals" and not known.shape.chained:
-        return f"{known.shape.kind} is no chain of convolutions"
+    if candidate.moves == "intervals" and known.shape.why_not_chained:
+        return known.shape.why_not_chained
+    if candidate.moves == "plans" and known.shape.why_not_whole:
+        return known.shape.why_not_whole
     if candidate.way is not None and candidate.way not in known.whole:
         return "its plans were not counted"
     if candidate.cache is not None and not any(
@@ -143,7 +145,7 @@ def _refusal(candidate: Candidate, known: Measured) -> str:
 
 def _note(candidate: Candidate, known: Measured) -> str:
     if candidate.moves == "intervals":
-        return "workers on the same servers"
+        return "workers on the same servers; no dropout"
     if candidate.epochs_factor != 1.0:
         return f"about {candidate.epochs_factor:g} x the epochs"
     return ""

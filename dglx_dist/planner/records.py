@@ -180,6 +180,8 @@ class Choice:
     """Every candidate, the one that is taken, and why."""
 
     graph: GraphStats
+    trained: str
+    """Model and mini-batches, in words."""
     cluster: Cluster
     predictions: tuple[Prediction, ...]
     """The fastest first among those that can be taken; then the others."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dglx_dist.planner.choose import Wishes, choose, worth
 from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.model_shape import ModelShape
-from dglx_dist.planner.records import Candidate
+from dglx_dist.planner.records import Candidate, Choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,9 @@ def find_regions(
         for rate in bytes_per_s:
             found = choose(compared, _moved(known, shapes[hidden], rate), wishes)
             usual = usual or _usual(compared, wishes)
-            base = next((one for one in found.predictions if one.candidate.name == usual), None)
             taken = found.taken
             names.append("" if taken is None else taken.candidate.name)
-            if taken is None or base is None or not base.epoch_seconds:
-                factors.append(1.0)
-            else:
-                factors.append(worth(base, wishes) / worth(taken, wishes))
+            factors.append(_gain(found, usual, wishes))
         winners.append(tuple(names))
         gains.append(tuple(factors))
     return Regions(
@@ -81,9 +77,19 @@ def find_regions(
     )
 
 
+def _gain(found: Choice, usual: str, wishes: Wishes) -> float:
+    base = next((one for one in found.predictions if one.candidate.name == usual), None)
+    if found.taken is None or base is None or not base.feasible:
+        return 1.0
+    return worth(base, wishes) / max(worth(found.taken, wishes), 1e-12)
+
+
 def _moved(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measured:
     cluster = replace(known.cluster, external_bytes_per_s=bytes_per_s)
     memory = replace(known.memory, shape=shape, cluster=cluster)
+    if shape.hidden != known.shape.hidden:
+        # What a step allocates was rehearsed at the other width.
+        memory = replace(memory, of_batches=None, of_graphs=None)
     return replace(known, shape=shape, cluster=cluster, memory=memory)
 
 

@@ -82,9 +82,10 @@ def plans_traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
     sums = ring_split(known.shape.gradient_bytes, known.cluster, 1, work.steps)
     halo = work.pairs.outside[0] * row if use_pp else 0
     alone = work.steps == 1 or known.cluster.ranks_per_server == 1
-    return _split(
-        outside, inside, sums, work.external_rows * (_ID_BYTES + row) + halo, work.counted and alone
-    )
+    # How wide exchanged rows are is then not known.
+    sure = not known.shape.guessed or not (outside or inside)
+    once = work.external_rows * (_ID_BYTES + row) + halo
+    return _split(outside, inside, sums, once, work.counted and alone and sure)
 
 
 def intervals_traffic(known: Measured, ghosts: Ghosts) -> Traffic:
@@ -101,7 +102,7 @@ def intervals_traffic(known: Measured, ghosts: Ghosts) -> Traffic:
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
     once = ghosts.outside * (2 * _ID_BYTES + known.graph.feature_bytes)
-    counted = ghosts.counted and shape.kind == "gcn"
+    counted = ghosts.counted and shape.kind == "gcn" and not shape.guessed
     return _split(outside, inside, (0, 0), once, counted)
 
 

@@ -18,7 +18,8 @@ _LEGEND = (
     "s: seconds of an epoch, then what takes them: computing, drawing batches, waiting for rows of other "
     "servers and of ranks of the same one, sums of gradients. Then payload of an epoch between servers and "
     "inside of them, ~: expected, else counted; and the peak of a rank. exact: steps give the weights of one "
-    "process on the same batches"
+    "process on the same batches. group_size: N_f of P3; hops: k, external_hops: m, batches: R of GraNNDis; "
+    "staleness: S of Dorylus; cache: policy and alpha"
 )
 
 
@@ -68,12 +69,13 @@ def _kind(one: Prediction) -> str:
 
 
 def plan_head(choice: Choice) -> str:
-    """Return what the plan is for, in one line."""
+    """Return what the plan is for."""
     graph, cluster = choice.graph, choice.cluster
     return (
         f"{graph.name}: {readable_count(graph.nodes)} nodes, {readable_count(graph.edges)} edges, "
         f"{graph.features} features, {readable_percent(graph.edge_cut)} of the edges between servers "
-        f"({graph.method}); "
+        f"({graph.method})\n"
+        f"{choice.trained}\n"
         f"{cluster.servers} servers x {cluster.ranks_per_server} ranks, "
         f"{readable_bytes(cluster.external_bytes_per_s)}/s outside, "
         f"{readable_bytes(cluster.internal_bytes_per_s)}/s inside, "

@@ -13,12 +13,13 @@ from torch import nn
 
 from dglx_dist.cluster.collectives import broadcast_json, gather_json
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.planner.candidates import CACHE_SIZES, Frame, enumerate_candidates, ways_of
 from dglx_dist.planner.choose import Wishes, choose
 from dglx_dist.planner.dry_run import DryRun
-from dglx_dist.planner.graph_stats import TRAIN_MASK, check_plannable
+from dglx_dist.planner.graph_stats import TRAIN_MASK, check_plannable, check_train_nodes
 from dglx_dist.planner.links import probe
 from dglx_dist.planner.live_run import live_run
 from dglx_dist.planner.model_shape import ModelShape, layers_in, shape_of_module
@@ -117,7 +118,7 @@ def _chosen(
             partitioned=not g.structure().is_whole and cluster.servers > 1,
             program_bytes=psutil.Process().memory_info().rss,
             epoch=asked.epoch,
-            assumptions=(NO_BATCHES,) if asked.is_deep else (),
+            assumptions=(*((NO_BATCHES,) if asked.is_deep else ()), *_of_model(shape)),
         ),
         tell,
     )
@@ -142,11 +143,12 @@ def _candidates(
     allow_cache: bool,
 ) -> tuple[Candidate, ...]:
     """Return what may be chosen, and not more: each is counted."""
-    steps = 0
+    marked, steps = g.ndata[TRAIN_MASK], 0
+    count = marked.kvstore.count_nonzero(marked.kvstore_key)
+    check_train_nodes(count, str(g.dataset.folder))
     if draws is not None:
-        marked = g.ndata[TRAIN_MASK]
-        of_rank = -(-marked.kvstore.count_nonzero(marked.kvstore_key) // cluster.ranks)
-        steps = max(-(-of_rank // draws.batch_size), 1)
+        of_rank = -(-count // cluster.ranks)
+        steps = -(-of_rank // draws.batch_size)
     caches = CACHE_SIZES if allow_cache and g.structure().is_whole else ()
     frame = Frame(
         ranks=cluster.ranks,
@@ -166,14 +168,40 @@ def _shape(model: nn.Module, g: DistGraph, told: Training) -> ModelShape:
     features, classes = g.ndata[FEATURE].shape[1], int(g.num_classes(g.ntypes[0]) or 1)
     found = layers_in(model)
     layers = told.num_layers or (len(told.fanouts) if told.fanouts else found.count) or 2
+    heads = found.heads if told.kind is None else told.heads
     return shape_of_module(
-        model, told.kind or found.kind, features, told.hidden or found.hidden, classes, layers, told.heads
+        model,
+        told.kind or found.kind,
+        features,
+        told.hidden or found.hidden,
+        classes,
+        layers,
+        heads,
+        guessed=told.kind is None,
     )
+
+
+def _of_model(shape: ModelShape) -> tuple[str, ...]:
+    if not shape.guessed:
+        return ()
+    return (f"layers sum, multiply and exchange as those of a {shape.words}, as its convolutions suggest",)
+
+
+def check_even(topology: Topology) -> None:
+    """Raise ConfigError unless every server has as many ranks, which all that is counted here supposes."""
+    found = sorted({len(topology.ranks_of_server(server)) for server in range(topology.num_servers)})
+    if len(found) > 1:
+        raise ConfigError(
+            f"servers have {' or '.join(map(str, found))} ranks, and strategy 'auto' counts for as many on "
+            "each; start as many on each, or name a strategy"
+        )
 
 
 def _cluster(session: Session, options: AutoOptions) -> Cluster:
     """Return the servers of the running job; collective."""
-    topology, links = session.topology, probe(session)
+    topology = session.topology
+    check_even(topology)
+    links = probe(session)
     beside = session.hosts.count(session.hosts[topology.rank])
     cores = len(os.sched_getaffinity(0)) / beside
     memory = read_size(options.memory) if options.memory else psutil.virtual_memory().total // beside

@@ -23,7 +23,7 @@ from dglx_dist.planner.candidates import CACHE_SIZES, Frame, enumerate_candidate
 from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS, Wishes, choose
 from dglx_dist.planner.dry_batches import DRY_BATCHES
 from dglx_dist.planner.dry_run import DryRun, dry_run
-from dglx_dist.planner.graph_stats import TRAIN_MASK, Figures, check_plannable, told
+from dglx_dist.planner.graph_stats import TRAIN_MASK, Figures, check_plannable, check_train_nodes, told
 from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import shape_of_kind, shape_of_module
@@ -47,6 +47,9 @@ _INSIDE_BYTES_PER_S = 1.2e9
 _LATENCY_MS = 0.5
 """Of a message of this package, from rank to rank."""
 _USUAL_RATE = "1gbit"
+MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
+MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
+"""The bandwidths of a map, and how many of them."""
 _STRUCTURES = ("auto", "replicated", "partitioned")
 
 
@@ -204,6 +207,7 @@ def _from_figures(plan: PlanPlan, figures: Figures) -> tuple[Measured, tuple[Can
         structure_partitioned=partitioned,
         epoch=plan.epoch,
         assumptions=(*assumptions, *_of_draws(plan)),
+        draws=draws,
     )
     return known, candidates
 
@@ -236,20 +240,25 @@ def _measured_on(
     if not classes:
         raise ConfigError(f"{plan.data} does not say how many classes there are; partition it again")
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
-    shape = shape_of_module(module, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
+    # Strategy lambda trains models without dropout alone, and says so in its row.
+    plain = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.0, plan.heads, graph=g)
+    shape = shape_of_module(plain, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
+    check_train_nodes(seeds, str(plan.data))
     draws, steps = plan.draws, 0
     if draws is not None:
         of_rank = -(-seeds // cluster.ranks)
         steps = -(-of_rank // draws.batch_size)
-    candidates = enumerate_candidates(_frame(plan, steps, caches=CACHE_SIZES))
-    structure = 8 * g.num_nodes() + 4 * g.num_edges()
+    partitioned = _is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges())
+    # Policy vip follows batches over all edges.
+    caches = () if partitioned else CACHE_SIZES
+    candidates = enumerate_candidates(_frame(plan, steps, caches=caches))
     told_to = DryRun(
         cluster=cluster,
         draws=draws,
         ways=ways_of(candidates),
-        caches=CACHE_SIZES,
-        partitioned=_is_partitioned(plan, structure),
+        caches=caches,
+        partitioned=partitioned,
         program_bytes=program_bytes,
         epoch=plan.epoch,
         clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter,
@@ -327,17 +336,13 @@ def make_map(plan: PlanPlan, tell: Tell | None = None) -> tuple[Choice, Regions]
     ``plan.hidden``.
     """
     known, candidates = measured(plan, tell)
-    graph, widths = known.graph, sorted({*MAP_WIDTHS, plan.hidden})
+    graph, each = known.graph, plan.heads if plan.model == "gat" else 1
+    # Heads of attention share the width evenly.
+    widths = {plan.hidden, *(-(-hidden // each) * each for hidden in MAP_WIDTHS)}
     shapes = {
         hidden: shape_of_kind(plan.model, graph.features, hidden, graph.classes, plan.layers, plan.heads)
-        for hidden in widths
-        if plan.model != "gat" or hidden % plan.heads == 0
-    }
+        for hidden in sorted(widths)
+    } | {plan.hidden: known.shape}
     rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
     found = find_regions(known, candidates, plan.wishes, shapes, [float(rate) for rate in rates])
     return choose(candidates, known, plan.wishes), found
-
-
-MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
-MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
-"""The bandwidths of a map, and how many of them."""

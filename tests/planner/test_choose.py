@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from dglx_dist.planner.candidates import Frame, enumerate_candidates, ways_of
 from dglx_dist.planner.choose import Wishes, choose
+from dglx_dist.planner.model_shape import shape_of_kind
 from dglx_dist.planner.predict import predict
 from dglx_dist.planner.records import Candidate, Outcome
 from dglx_dist.planner.regions import find_regions
 from dglx_dist.planner.traffic import ring_split
+from dglx_dist.records import Array
 from tests.planner.hand_made import BATCHES, CLUSTER, SHAPE, SURVEY, known
 
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
@@ -166,3 +170,41 @@ def test_regions_turn_with_the_network() -> None:
     assert found.usual == "data_parallel"
     assert [row[0] for row in found.winners] == ["push_pull structure=push"] * 2
     assert all(gain >= 1.0 for row in found.gains for gain in row)
+
+
+class Nothing:
+    """A rehearsal of steps that allocate nothing."""
+
+    def running(self, counts: Array) -> Array:
+        return np.zeros(1, np.int64)
+
+
+def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
+    """What was rehearsed at a width of 16 says nothing of one of 1000, which takes 7 MB beside 4 for weights."""
+    slim = known()
+    memory = replace(slim.memory, of_batches=cast("Any", Nothing()))
+    small = replace(CLUSTER, memory_bytes=predict(ROWS, slim).memory_bytes + 6_500_000)
+    shapes = {16: SHAPE, 1000: shape_of_kind("sage", 100, 1000, 10, 2)}
+    rehearsed = known(cluster=small, memory=memory)
+    found = find_regions(rehearsed, (ROWS, COLUMNS), Wishes(), shapes, [1e4, 1e12])
+    assert found.winners[1] == ("", "")
+    assert found.gains[1] == (1.0, 1.0)
+    assert "" not in found.winners[0]
+
+
+def test_what_a_model_cannot_be_is_no_choice() -> None:
+    workers = Candidate(strategy="lambda", unit="full_graph", moves="intervals", way=(0, "", 1))
+    assert predict(workers, known()).feasible
+    dropping = known(shape=replace(SHAPE, why_not_chained="'dropout' drops with probability 0.5"))
+    assert predict(workers, dropping).why_not == "'dropout' drops with probability 0.5"
+    normalizing = known(shape=replace(SHAPE, why_not_whole="'norm' is a BatchNorm1d"))
+    assert predict(WHOLE, normalizing).why_not == "'norm' is a BatchNorm1d"
+    assert predict(ROWS, normalizing).feasible
+
+
+def test_bytes_of_a_model_that_is_guessed_are_expected_where_its_layers_exchange() -> None:
+    guessed = known(shape=replace(SHAPE, guessed=True))
+    assert not predict(WHOLE, guessed).bytes_exact
+    assert predict(PRELOADED, guessed).bytes_exact
+    assert predict(ROWS, guessed).bytes_exact
+    assert predict(COLUMNS, guessed).bytes_exact

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dgl
 import numpy as np
 import pytest
+import torch
 
 from dglx_dist.planner.model_shape import layers_in, shape_of_kind, shape_of_module
 from dglx_dist.planner.rates import Rates, assumed, fitted, time_batches
@@ -57,11 +58,12 @@ def test_a_new_block_takes_longer_by_its_edges() -> None:
 
 @pytest.mark.parametrize("kind", ["sage", "gcn", "sgc", "gat", "resgcn"])
 def test_a_model_that_is_not_built_has_the_figures_of_one_that_is(kind: str) -> None:
-    built = shape_of_module(build_model(kind, 100, 16, 10, 3), kind, 100, 16, 10, 3)
+    built = shape_of_module(build_model(kind, 100, 16, 10, 3, 0.0), kind, 100, 16, 10, 3)
     told = shape_of_kind(kind, 100, 16, 10, 3)
     assert told.layers == built.layers
     assert told.parameters == pytest.approx(built.parameters, rel=0.05)
     assert (told.first is None) == (built.first is None)
+    assert bool(told.why_not_chained) == bool(built.why_not_chained)
     if told.first is not None and built.first is not None:
         assert told.first.sum_width == built.first.sum_width
         assert told.first.cut_bytes == pytest.approx(built.first.cut_bytes, rel=0.05)
@@ -79,4 +81,15 @@ def test_work_is_counted_by_layer() -> None:
 def test_a_module_tells_what_it_is() -> None:
     found = layers_in(build_model("gat", 100, 16, 10, 2))
     assert (found.kind, found.hidden, found.count) == ("gat", 16, 2)
+    assert found.heads == 4
     assert layers_in(build_model("resgcn", 100, 16, 10, 4)).kind == "resgcn"
+
+
+def test_a_module_tells_what_refuses_it() -> None:
+    dropping = shape_of_module(build_model("gcn", 100, 16, 10, 2, 0.5), "gcn", 100, 16, 10, 2)
+    assert dropping.why_not_chained == "'dropout' drops with probability 0.5"
+    assert dropping.why_not_whole == ""
+    mixing = torch.nn.Sequential(torch.nn.BatchNorm1d(100), torch.nn.Linear(100, 10))
+    found = shape_of_module(mixing, "mlp", 100, 16, 10, 1)
+    assert found.why_not_whole == "'0' is a BatchNorm1d"
+    assert found.first is None
