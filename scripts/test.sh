@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
-# Tests start ranks of their own, one thread each, which fill the cores of a small machine: a second worker was
-# seen to gain nothing on 2 cores.
+# Many tests leave a core idle, and a few start ranks of their own, one thread each: two workers fill two cores.
 export OMP_NUM_THREADS=1
-workers=$(($(nproc --all) < 4 ? 1 : $(nproc --all) / 2))
+cores=$(nproc --all)
+workers=$((cores < 2 ? 1 : cores < 4 ? 2 : cores / 2))
 exec .venv/bin/python -m pytest --numprocesses "$workers" --dist loadfile "$@"
