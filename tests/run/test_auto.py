@@ -16,8 +16,9 @@ from dglx_dist.planner.links import probe
 from dglx_dist.run.auto_options import Training, read_auto_options
 from dglx_dist.run.fit import fit
 from dglx_dist.run.going_on import adopt_earlier
+from dglx_dist.run.graphs import distribute
 from dglx_dist.run.plan import TrainPlan
-from dglx_dist.run.session import DataLoader, choose_strategy, init
+from dglx_dist.run.session import DataLoader, choose_strategy, init, wrap
 from dglx_dist.run.train import train_dataset
 from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training import checkpoint
@@ -142,6 +143,18 @@ def test_what_is_told_of_training_is_checked_when_it_arrives() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             Training(**wrong)
+
+
+def test_what_is_distributed_under_auto_is_chosen_for_once(data: str) -> None:
+    g = distribute(data, strategy=AUTO)
+    with g.session:
+        model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
+        with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
+            wrap(model, g)
+        choice = choose_strategy(model, g, fanouts=(3, 2), batch_size=20)
+        assert choice.taken is not None
+        assert g.session.strategy == choice.taken.candidate.strategy == "data_parallel"
+        wrap(model, g)
 
 
 def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
