@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -14,11 +15,13 @@ from rich.console import Console
 from dglx_dist.cli.lab_options import say
 from dglx_dist.cli.options import whole_numbers
 from dglx_dist.cli.report_command import draw_or_warn, show
+from dglx_dist.cli.stdout import libraries_on_stderr
 from dglx_dist.cluster.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice
+    from dglx_dist.planner.regions import Regions
     from dglx_dist.run.planning import PlanPlan
 
 T = TypeVar("T")
@@ -26,6 +29,8 @@ T = TypeVar("T")
 _MODEL, _SERVERS, _GRAPH, _CHOICE = "Model", "Servers", "A graph that is not here", "What may be chosen"
 
 
+_MOST_BITS_PER_S = 10**14
+"""Links of accelerators inside of a server are beyond what tc, and the lab, can be told."""
 _OF_FIGURES = (
     "features",
     "classes",
@@ -36,7 +41,8 @@ _OF_FIGURES = (
     "speed",
 )
 _OF_DATA = ("dry_batches", "seed")
-"""Options that have a meaning for figures alone, and for a dataset alone."""
+_OF_BATCHES = ("fanout", "batch_size")
+"""Options that have a meaning for figures alone, for a dataset alone, and for mini-batches alone."""
 
 
 def plan(  # noqa: PLR0913  # one argument per option
@@ -171,7 +177,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     from dglx_dist.lab.rates import Rate
     from dglx_dist.planner.graph_stats import Figures
     from dglx_dist.report.plan_table import plan_head, plan_lines, plan_table
-    from dglx_dist.run.planning import PlanPlan, make_plan
+    from dglx_dist.run.planning import PlanPlan, make_map, make_plan
     from dglx_dist.storage.sizes import read_size
 
     _check_used(context, of_data=data is not None, unit=unit)
@@ -189,6 +195,7 @@ def plan(  # noqa: PLR0913  # one argument per option
             edge_cut=edge_cut,
             degree_spread=degree_spread,
         )
+    rate = partial(Rate.parse, most=_MOST_BITS_PER_S)
     asked = PlanPlan(
         data=None if data is None else str(data),
         figures=figures,
@@ -200,8 +207,8 @@ def plan(  # noqa: PLR0913  # one argument per option
         batch_size=batch_size,
         servers=servers,
         ranks_per_server=_ranks_of_each(ranks, ranks_per_server, servers),
-        external=_read("--bandwidth-external", Rate.parse, bandwidth_external),
-        internal=_read("--bandwidth-internal", Rate.parse, bandwidth_internal),
+        external=_read("--bandwidth-external", rate, bandwidth_external),
+        internal=_read("--bandwidth-internal", rate, bandwidth_internal),
         latency_ms=latency_ms,
         cores=cores,
         here=here,
@@ -215,7 +222,12 @@ def plan(  # noqa: PLR0913  # one argument per option
         structure=structure,  # type: ignore[arg-type]  # checked by PlanPlan
     )
     tell = None if as_json else lambda text: say(f"counting: {text}", "dim")
-    choice = make_plan(asked, tell) if picture is None else _mapped(asked, picture, tell)
+    if picture is not None:
+        _check_picture(picture)
+    with libraries_on_stderr():
+        choice, regions = (make_plan(asked, tell), None) if picture is None else make_map(asked, tell)
+    if picture is not None and regions is not None:
+        _draw(asked, choice, regions, picture, quiet=as_json)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if as_json:
         console.print(json.dumps(choice.to_json()))
@@ -237,6 +249,12 @@ def _check_used(context: typer.Context, *, of_data: bool, unit: str) -> None:
                 f"--{option} says something of a graph that is not here, and --data is; leave --{option} out"
                 if of_data
                 else f"--{option} is for a dataset that is here (--data DIR), and there is none; leave it out"
+            )
+    for name in _OF_BATCHES if unit == "full_graph" else ():
+        if _is_told(context, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is of mini-batches, and --unit full_graph has none; leave it "
+                "out, or take --unit any"
             )
     if _is_told(context, "full_graph_epochs") and unit != "any":
         raise ConfigError(
@@ -270,25 +288,19 @@ def _ranks_of_each(ranks: int | None, per_server: int | None, servers: int) -> i
     return each or (1 if per_server is None else per_server)
 
 
-def _mapped(asked: PlanPlan, picture: Path, tell: Callable[[str], None] | None) -> Choice:
-    """Draw the map; return the choice."""
+def _draw(asked: PlanPlan, choice: Choice, regions: Regions, picture: Path, *, quiet: bool) -> None:
     from dglx_dist.report.regions import draw_regions
-    from dglx_dist.run.planning import make_map
 
-    _check_picture(picture)
-    choice, regions = make_map(asked, tell)
     ranks = f"{asked.servers} x {asked.ranks_per_server} ranks"
     title = f"{choice.graph.name}, {asked.model} of {asked.layers} layers, {ranks}: the fastest"
     here = asked.hidden, choice.cluster.external_bytes_per_s
-
     # The plan has taken a while: without its picture it is still worth showing.
     draw_or_warn(
         lambda: draw_regions(regions, picture, title=title, here=here),
         picture,
         remedy="; say where with --map FILE.png",
-        quiet=tell is None,
+        quiet=quiet,
     )
-    return choice
 
 
 def _check_picture(picture: Path) -> None:

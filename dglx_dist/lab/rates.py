@@ -32,17 +32,22 @@ class Rate:
     bits_per_s: int
 
     @classmethod
-    def parse(cls, text: str) -> Rate:
+    def parse(cls, text: str, *, most: int = _MOST) -> Rate:
         """Read e.g. "1gbit", "2.5gbit", "100mbit", "800kbit".
 
+        Args:
+            text: A number and its unit.
+            most: Bits per second that are allowed; usually what the kernel counts.
+
         Raises:
-            ConfigError: it is no rate, below 8 kbit or above 1000 gbit.
+            ConfigError: it is no rate, below 8 kbit or above ``most``.
         """
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gbit|mbit|kbit|bit)\s*", text.lower())
         bits = float(found[1]) * _UNITS[found[2]] if found else 0.0
-        if not _LEAST <= bits <= _MOST:
+        if not _LEAST <= bits <= most:
             raise ConfigError(
-                f"rate {text!r} must be a number and gbit, mbit or kbit, from 8kbit to 1000gbit; e.g. 100mbit"
+                f"rate {text!r} must be a number and gbit, mbit or kbit, from 8kbit to {cls(most)}; "
+                "e.g. 100mbit"
             )
         return cls(int(bits))
 
