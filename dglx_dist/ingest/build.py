@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.ingest.config import EdgeSpec, FeatureSpec, FileSet, IngestConfig, NodeSpec
+from dglx_dist.ingest.config import EdgeSpec, FeatureSpec, IngestConfig, NodeSpec
 from dglx_dist.ingest.edges import IngestedEdges, ingest_edges
+from dglx_dist.ingest.features import Features
+from dglx_dist.ingest.files import FileSet
 from dglx_dist.ingest.memory import frugal, open_budget, peak
 from dglx_dist.ingest.nodes import IngestedNodes, ingest_nodes
 from dglx_dist.ingest.tables import Table
@@ -77,22 +79,25 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         plan: How and where to.
 
     Raises:
-        ConfigError: the memory does not hold the program, or what must be sorted together; or a reverse type
-            exists already.
+        ConfigError: the memory does not hold the program, or what must be sorted together; a setting of a
+            transform cannot be honoured; a reverse type exists already; or the workspace is in the dataset.
         DatasetError: naming file, row and column of what is wrong in a table.
         StorageError: the target holds something else, or the disk refuses.
     """
     out = plan.out.absolute()
     check_target(out, plan.overwrite)
+    workspace = (plan.workspace or out.parent).absolute()
+    if workspace.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(f"the workspace {workspace} is in {out}, which is written whole; choose another")
+    _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
     is_text = _text_types(config)
     budget = open_budget(plan.memory)
-    beside = (plan.workspace or out.parent).absolute() / f"{out.name}.work"
     with (
         frugal(),
         named_failures(out),
         partial_folder(out) as partial,
-        partial_folder(beside) as work,
+        partial_folder(workspace / f"{out.name}.work") as work,
         progress("Ingesting", _num_steps(config, len(reverse))) as advance,
     ):
         place = Place(folder=partial, work=work, budget=budget, advance=advance)
@@ -124,6 +129,23 @@ def write_settled(ingested: Ingested, path: Path) -> None:
         path.write_text(json.dumps(ingested.settled, indent=1) + "\n", encoding="utf-8")
     except OSError as problem:
         raise ConfigError(f"{path} cannot be written: {problem.strerror}; choose another place") from problem
+
+
+def _check_tables(config: IngestConfig) -> None:
+    """Find out before anything is read in full whether there are all columns, and settings make sense."""
+    for spec in (*config.nodes, *config.edges):
+        Features(spec.features, 1)
+        names = [column for feature in spec.features for column in feature.columns]
+        label = spec.label
+        names += [label.column] if label is not None and label.column is not None else []
+        if isinstance(spec, EdgeSpec):
+            names += [spec.source_column, spec.destination_column]
+        elif spec.id_column is not None:
+            names.append(spec.id_column)
+        Table(spec.files, 1).check(names)
+        if label is not None and label.id_column is not None:
+            for files in label.files.values():
+                Table(files, 1).check([label.id_column])
 
 
 def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
@@ -199,6 +221,8 @@ def _manifest(
     counts = {etype: one.num_edges for etype, one in edges.items()}
     for etype, other in reverse.items():
         columns[other], counts[other] = {}, counts[etype]
+    names = {ntype: list(one.class_names) for ntype, one in nodes.items() if one.class_names}
+    names |= {":".join(etype): list(one.class_names) for etype, one in edges.items() if one.class_names}
     return Manifest(
         name=plan.name or plan.out.absolute().name,
         num_parts=1,
@@ -210,6 +234,6 @@ def _manifest(
         user_ids={ntype: one.user_ids for ntype, one in nodes.items() if one.user_ids is not None},
         method=METHOD,
         seed=plan.seed,
-        parameters={"description": _settled(config, nodes, edges)},
+        parameters={"description": _settled(config, nodes, edges), "class_names": names},
         files=place.files,
     )

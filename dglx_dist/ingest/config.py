@@ -22,15 +22,15 @@ Paths are relative to the folder of the description, or else to the current one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.ingest.entries import Entry, read_json
+from dglx_dist.ingest.files import FileSet, line_files, named_files, read_files
 from dglx_dist.records import LABEL, SPLITS, EdgeType
-from dglx_dist.registry import did_you_mean
 
 TRANSFORMS: Mapping[str, tuple[str, ...]] = {
     "max_min_norm": ("max_bound", "min_bound", "max_val", "min_val"),
@@ -42,7 +42,6 @@ TRANSFORMS: Mapping[str, tuple[str, ...]] = {
 
 OUT_DTYPES = ("float16", "float32", "float64")
 TASKS = ("classification", "regression", "link_prediction")
-FORMATS = ("csv", "parquet")
 SPLIT_FILES = ("train", "valid", "test")
 DEFAULT_SPLIT = (0.8, 0.1, 0.1)
 VERSIONS = ("gconstruct-v0.1",)
@@ -52,15 +51,6 @@ _NODE_KEYS = ("node_type", "node_id_col", *_TABLE)
 _EDGE_KEYS = ("relation", "source_id_col", "dest_id_col", *_TABLE)
 _FEATURE_KEYS = ("feature_col", "feature_name", "out_dtype", "transform")
 _LABEL_KEYS = ("task_type", "label_col", "split_pct", "custom_split_filenames")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileSet:
-    """The files of one table, in the order of their rows."""
-
-    paths: tuple[Path, ...]
-    format: Literal["csv", "parquet"]
-    separator: str = ","
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,87 +120,25 @@ def read_config(path: Path) -> IngestConfig:
     Raises:
         ConfigError: it is missing, no JSON, has a key or value that cannot be honoured, or names no file.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError(
-            f"{path.absolute()} cannot be read: {problem.strerror}; name the description"
-        ) from None
-    except ValueError as problem:
-        raise ConfigError(f"{path}: no valid JSON: {problem}") from None
-    top = _Entry(raw, ("version", "nodes", "edges"), path, "the description")
-    if raw.get("version", VERSIONS[0]) not in VERSIONS:
-        raise ConfigError(
-            f"{path}: version {raw['version']!r} is not understood; known: {', '.join(VERSIONS)}"
-        )
+    raw = read_json(path)
+    top = Entry(raw, ("version", "nodes", "edges"), path, "the description")
+    if top.get("version") not in (None, *VERSIONS):
+        raise top.wrong("version", f"one of {', '.join(VERSIONS)}")
     nodes = tuple(_node(item, path, f"nodes[{i}]") for i, item in enumerate(top.list_of("nodes")))
     edges = tuple(_edge(item, path, f"edges[{i}]") for i, item in enumerate(top.list_of("edges")))
     _check_types(nodes, edges, path)
-    return IngestConfig(path=path, nodes=nodes, edges=edges, raw=raw)
-
-
-class _Entry:
-    """One JSON object whose keys are known."""
-
-    def __init__(self, value: object, known: Sequence[str], path: Path, what: str) -> None:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{path}: {what} must be a JSON object with {', '.join(known)}, not {value!r}")
-        for key in value:
-            if key not in known:
-                raise ConfigError(
-                    f"{path}: {what} has the key {key!r}, which is not supported"
-                    f"{did_you_mean(key, known)} (supported: {', '.join(known)})"
-                )
-        self._value: dict[str, Any] = value
-        self.path = path
-        self.what = what
-
-    def wrong(self, key: str, expected: str) -> ConfigError:
-        shown = f"is {self._value[key]!r}" if key in self._value else "is missing"
-        return ConfigError(f"{self.path}: {self.what}: {key!r} {shown}; it must be {expected}")
-
-    def get(self, key: str) -> Any:
-        return self._value.get(key)
-
-    def text(self, key: str) -> str:
-        value = self.get(key)
-        if not isinstance(value, str) or not value:
-            raise self.wrong(key, "a text that is not empty")
-        return value
-
-    def optional_text(self, key: str) -> str | None:
-        return None if self.get(key) is None else self.text(key)
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """One text or a list of them."""
-        value = self.get(key)
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not values or not all(isinstance(v, str) and v for v in values):
-            raise self.wrong(key, "a text, or a list of texts")
-        return tuple(values)
-
-    def one_of(self, key: str, known: Sequence[str]) -> str:
-        value = self.text(key)
-        if value not in known:
-            raise self.wrong(key, f"one of {', '.join(known)}{did_you_mean(value, known)}")
-        return value
-
-    def list_of(self, key: str) -> list[Any]:
-        value = self.get(key)
-        if not isinstance(value, list) or not value:
-            raise self.wrong(key, "a list that is not empty")
-        return value
+    return IngestConfig(path=path, nodes=nodes, edges=edges, raw=top.value)
 
 
 def _node(value: object, path: Path, what: str) -> NodeSpec:
-    entry = _Entry(value, _NODE_KEYS, path, what)
+    entry = Entry(value, _NODE_KEYS, path, what)
     id_column = entry.optional_text("node_id_col")
     label = _label(entry)
     if label is not None and label.task == "link_prediction":
         raise ConfigError(f"{path}: {what}: link_prediction is a task of edges; move it there")
     return NodeSpec(
         ntype=entry.text("node_type"),
-        files=_files(entry),
+        files=read_files(entry),
         id_column=id_column,
         features=_features(entry),
         label=label,
@@ -218,7 +146,7 @@ def _node(value: object, path: Path, what: str) -> NodeSpec:
 
 
 def _edge(value: object, path: Path, what: str) -> EdgeSpec:
-    entry = _Entry(value, _EDGE_KEYS, path, what)
+    entry = Entry(value, _EDGE_KEYS, path, what)
     relation = entry.get("relation")
     if (
         not isinstance(relation, list)
@@ -233,7 +161,7 @@ def _edge(value: object, path: Path, what: str) -> EdgeSpec:
         )
     return EdgeSpec(
         etype=(relation[0], relation[1], relation[2]),
-        files=_files(entry),
+        files=read_files(entry),
         source_column=entry.text("source_id_col"),
         destination_column=entry.text("dest_id_col"),
         features=_features(entry),
@@ -241,56 +169,7 @@ def _edge(value: object, path: Path, what: str) -> EdgeSpec:
     )
 
 
-def _files(entry: _Entry) -> FileSet:
-    paths = _paths(entry, "files")
-    stated = entry.get("format")
-    if stated is None:
-        return _file_set(paths, None, ",", entry)
-    form = _Entry(stated, ("name", "separator"), entry.path, f"{entry.what}.format")
-    name, separator = form.one_of("name", FORMATS), form.optional_text("separator")
-    if separator is not None and name != "csv":
-        raise form.wrong("separator", f"left out for {name}")
-    return _file_set(paths, name, separator or ",", entry)
-
-
-def _paths(entry: _Entry, key: str) -> tuple[Path, ...]:
-    """Return the files that a key names; the rows of one that is named twice would count twice."""
-    paths = tuple(path for pattern in entry.texts(key) for path in _matches(pattern, entry))
-    if len(set(paths)) < len(paths):
-        raise entry.wrong(key, "files of which none is named twice")
-    return paths
-
-
-def _file_set(paths: tuple[Path, ...], name: str | None, separator: str, entry: _Entry) -> FileSet:
-    found = name or paths[0].suffix[1:]
-    if found not in FORMATS:
-        raise ConfigError(
-            f"{entry.path}: {entry.what}: {paths[0].name} is of no known format; give format: "
-            f'{{"name": ...}}, one of {", ".join(FORMATS)}'
-        )
-    if len(separator) != 1:
-        raise ConfigError(f"{entry.path}: {entry.what}: the separator {separator!r} must be one character")
-    return FileSet(paths=paths, format="csv" if found == "csv" else "parquet", separator=separator)
-
-
-def _matches(pattern: str, entry: _Entry) -> list[Path]:
-    """Return the files of one pattern, sorted, beside the description or below the current folder."""
-    for folder in (entry.path.absolute().parent, Path.cwd()):
-        place = folder / pattern  # an absolute pattern stays what it is
-        if any(sign in pattern for sign in "*?["):
-            base = Path(place.anchor)
-            found = sorted(path for path in base.glob(str(place.relative_to(base))) if path.is_file())
-        else:
-            found = [place] if place.is_file() else []
-        if found:
-            return found
-    raise ConfigError(
-        f"{entry.path}: {entry.what}: there is no file {pattern!r}, neither in "
-        f"{entry.path.absolute().parent} nor in {Path.cwd()}"
-    )
-
-
-def _features(entry: _Entry) -> tuple[FeatureSpec, ...]:
+def _features(entry: Entry) -> tuple[FeatureSpec, ...]:
     if entry.get("features") is None:
         return ()
     features = tuple(
@@ -308,7 +187,7 @@ def _features(entry: _Entry) -> tuple[FeatureSpec, ...]:
 
 
 def _feature(value: object, path: Path, what: str) -> FeatureSpec:
-    entry = _Entry(value, _FEATURE_KEYS, path, what)
+    entry = Entry(value, _FEATURE_KEYS, path, what)
     columns = entry.texts("feature_col")
     name = entry.optional_text("feature_name") or columns[0]
     if entry.get("feature_name") is None and len(columns) > 1:
@@ -326,14 +205,14 @@ def _feature(value: object, path: Path, what: str) -> FeatureSpec:
             f"{path}: {what}: transform {chosen!r} is not supported (supported: {', '.join(TRANSFORMS)}); "
             "apply it to the table beforehand"
         )
-    form = _Entry(stated, ("name", *known), path, f"{what}.transform")
+    form = Entry(stated, ("name", *known), path, f"{what}.transform")
     settings = {key: form.get(key) for key in known if form.get(key) is not None}
     return FeatureSpec(
         columns=columns, name=name, transform=form.text("name"), settings=settings, dtype=dtype
     )
 
 
-def _label(parent: _Entry) -> LabelSpec | None:
+def _label(parent: Entry) -> LabelSpec | None:
     if parent.get("labels") is None:
         return None
     items = parent.list_of("labels")
@@ -341,7 +220,7 @@ def _label(parent: _Entry) -> LabelSpec | None:
         raise ConfigError(
             f"{parent.path}: {parent.what}: {len(items)} labels; one task for each type is supported"
         )
-    entry = _Entry(items[0], _LABEL_KEYS, parent.path, f"{parent.what}.labels[0]")
+    entry = Entry(items[0], _LABEL_KEYS, parent.path, f"{parent.what}.labels[0]")
     task = entry.one_of("task_type", TASKS)
     column = entry.optional_text("label_col")
     if (column is None) != (task == "link_prediction"):
@@ -351,33 +230,31 @@ def _label(parent: _Entry) -> LabelSpec | None:
     if entry.get("split_pct") is not None:
         raise entry.wrong("split_pct", "left out where custom_split_filenames says the split")
     stated = entry.get("custom_split_filenames")
-    form = _Entry(stated, (*SPLIT_FILES, "column"), entry.path, f"{entry.what}.custom_split_filenames")
-    files = {name: _split_files(form, name) for name in SPLIT_FILES if form.get(name)}
-    if not files:
-        raise ConfigError(f"{form.path}: {form.what} names no file; give train, valid or test")
+    form = Entry(stated, (*SPLIT_FILES, "column"), entry.path, f"{entry.what}.custom_split_filenames")
     columns = (None,) if form.get("column") is None else form.texts("column")
     if len(columns) > 1:
         raise form.wrong("column", "the one column of ids")
+    read = line_files if columns[0] is None else named_files
+    files = {name: read(form, name) for name in SPLIT_FILES if form.get(name) is not None}
+    if not files:
+        raise ConfigError(f"{form.path}: {form.what} names no file; give train, valid or test")
     return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])
 
 
-def _split_files(form: _Entry, name: str) -> FileSet:
-    paths = _paths(form, name)
-    is_table = form.get("column") is not None
-    if is_table:
-        return _file_set(paths, None, ",", form)
-    return FileSet(paths=paths, format="csv")
-
-
-def _shares(entry: _Entry) -> tuple[float, float, float]:
+def _shares(entry: Entry) -> tuple[float, float, float]:
     value = entry.get("split_pct")
     if value is None:
         return DEFAULT_SPLIT
-    numbers = [v for v in value if isinstance(v, int | float) and v >= 0] if isinstance(value, list) else []
+    if not isinstance(value, list) or len(value) != 3 or not all(map(_is_share, value)):
+        raise entry.wrong("split_pct", "three shares of train, validation and test")
     # As written, 0.8 + 0.1 + 0.1 is a little above 1.
-    if len(numbers) != 3 or not 0 < sum(numbers) <= 1 + 1e-9:
+    if not 0 < sum(value) <= 1 + 1e-9:
         raise entry.wrong("split_pct", "three shares of train, validation and test, together at most 1")
-    return numbers[0], numbers[1], numbers[2]
+    return value[0], value[1], value[2]
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
 def _check_types(nodes: Sequence[NodeSpec], edges: Sequence[EdgeSpec], path: Path) -> None:

@@ -33,6 +33,8 @@ class IngestedEdges:
 
     num_edges: int
     columns: Mapping[str, ColumnInfo]
+    class_names: tuple[str, ...]
+    """In the order of their numbers; none where labels are numbers."""
     settled: list[Mapping[str, Any]]
 
 
@@ -85,7 +87,8 @@ def ingest_edges(
         _write_structure(reverse, ends.reversed(), sizes[::-1], "reverse", place)
     for number in range(2):
         shutil.rmtree(place.work / f"end{number}")
-    return IngestedEdges(num_edges=num_edges, columns=columns, settled=settled)
+    names = () if labels is None else labels.names
+    return IngestedEdges(num_edges=num_edges, columns=columns, class_names=names, settled=settled)
 
 
 def _look(table: Table, features: Features, labels: Labels | None) -> int:
@@ -100,7 +103,7 @@ def _look(table: Table, features: Features, labels: Labels | None) -> int:
             labels.look(piece.columns[labels.column], piece.where, piece.first_row)
         num_rows += piece.num_rows
     if labels is not None:
-        labels.settle()
+        labels.settle(str(table.files.paths[0]))
     return num_rows
 
 

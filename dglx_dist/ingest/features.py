@@ -69,9 +69,13 @@ class Features:
         """
         parts = self._of(name)
         for piece in table.pieces(_columns(parts)):
-            if piece.num_rows:
-                rows = _rows(parts, piece, slice(0, 1))
-                return ColumnInfo(dtype=_dtype(name, parts, rows), row_shape=_row_shape(name, rows))
+            rows = _rows(parts, piece, slice(0, 1))
+            if not sum(one.shape[1] for one in rows):
+                raise DatasetError(
+                    f"{piece.where}: column {parts[0].spec.columns[0]!r}, row {piece.first_row}: an empty "
+                    "list; give at least one number a row, or leave the column out"
+                )
+            return ColumnInfo(dtype=_dtype(name, parts, rows), row_shape=_row_shape(name, rows))
         raise DatasetError(f"{table.files.paths[0]}: the table has no row")
 
     def chunks(self, name: str, table: Table, info: ColumnInfo) -> Iterator[Array]:
@@ -143,14 +147,12 @@ def _rows(parts: Sequence[_Part], piece: Piece, rows: slice) -> list[Array]:
 
 
 def _dtype(name: str, parts: Sequence[_Part], rows: Sequence[Array]) -> str:
-    """Return what is asked for, else 64-bit numbers as float32, as models compute, and others as they are."""
+    """Return what is asked for, else float32, as models compute; whole numbers that are no input stay."""
     asked = [part.spec.dtype for part in parts if part.spec.dtype is not None]
     if asked:
         return asked[0]
     found = np.result_type(*(one.dtype for one in rows))
-    if found == np.float64 or (name == FEATURE and found.kind != "f"):
-        return "float32"
-    return found.name
+    return "float32" if found.kind == "f" or name == FEATURE else found.name
 
 
 def _row_shape(name: str, rows: Sequence[Array]) -> tuple[int, ...]:

@@ -9,17 +9,24 @@ import pyarrow as pa
 
 from dglx_dist.records import Array
 
-_TEXTS_AT_ONCE = 1 << 12
+_BYTES_AT_ONCE = 1 << 13
+"""A word of each byte then lies in memory that is used again and again, and needs no new one."""
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def bucket_of(ids: Any, num_buckets: int) -> Array:
-    """Return (K,) int64 in [0, num_buckets) for ``ids``: K pyarrow int64 or large_string values, no gaps."""
+    """Return (K,) int64 in [0, num_buckets) for ``ids``: K pyarrow int64, or large_string and none empty."""
     if pa.types.is_integer(ids.type):
         words = mixed(ids.to_numpy(zero_copy_only=False).astype(np.uint64))
     else:
-        pieces = [ids.slice(first, _TEXTS_AT_ONCE) for first in range(0, len(ids), _TEXTS_AT_ONCE)]
-        words = np.concatenate([_text_words(piece) for piece in pieces] or [np.empty(0, np.uint64)])
+        offsets, _ = text_buffers(ids)
+        place_words = mixed(np.arange(np.diff(offsets).max(initial=0), dtype=np.uint64))
+        firsts = np.flatnonzero(np.diff(offsets[:-1] // _BYTES_AT_ONCE, prepend=-1)).tolist()
+        pieces = [
+            _text_words(ids.slice(first, last - first), place_words)
+            for first, last in zip(firsts, [*firsts[1:], len(ids)], strict=True)
+        ]
+        words = np.concatenate(pieces or [np.empty(0, np.uint64)])
     return (words % np.uint64(num_buckets)).astype(np.int64)
 
 
@@ -41,14 +48,12 @@ def text_buffers(ids: Any) -> tuple[Array, Array]:
     return ends - first, values
 
 
-def _text_words(ids: Any) -> Array:
-    """Return (K,) words: the sum over a text's bytes of byte times a word of its place, mixed."""
+def _text_words(ids: Any, place_words: Array) -> Array:
+    """Return (K,) words: the sum over a text's bytes of byte times the word of its place, mixed."""
     offsets, data = text_buffers(ids)
-    if not len(ids):
-        return np.empty(0, np.uint64)
     lengths = np.diff(offsets)
-    places = np.arange(len(data), dtype=np.uint64) - np.repeat(offsets[:-1], lengths).astype(np.uint64)
+    places = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
     with np.errstate(over="ignore"):
-        products = mixed(places) * (data.astype(np.uint64) + np.uint64(1))
+        products = place_words[places] * (data.astype(np.uint64) + np.uint64(1))
         sums = np.add.reduceat(products, offsets[:-1])
     return mixed(sums + lengths.astype(np.uint64))

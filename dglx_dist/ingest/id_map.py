@@ -103,15 +103,10 @@ class Buckets(IdMap):
 
     def check_unique(self, table: Table, column: str) -> None:
         """Raise DatasetError, naming both rows, when an id occurs twice; after all were added."""
-        worst: tuple[int, int, object] | None = None
-        for number in range(self._number):
-            for rows, ids in self._nodes(number):
-                if len(pc.unique(ids)) < len(ids):
-                    found = _first_repeat(rows, ids)
-                    worst = found if worst is None else min(worst, found, key=lambda one: one[0])
-        if worst is None:
+        found = [repeat for number in range(self._number) for repeat in self._repeats(number)]
+        if not found:
             return
-        row, earlier, name = worst
+        row, earlier, name = min(found, key=lambda one: one[0])
         (path, here), (before, there) = table.place(row), table.place(earlier)
         raise DatasetError(
             f"{path}: column {column!r}, row {here}: node id {name!r} occurs already in row {there}"
@@ -141,9 +136,23 @@ class Buckets(IdMap):
             give_back()
         return Found(rows=found, unknown=misses.result())
 
+    def _repeats(self, number: int) -> list[tuple[int, int, object]]:
+        """Return (row, earlier row, id) of the first row of a bucket whose id stands earlier, if any."""
+        path = self._path(number)
+        # One id in most rows makes a bucket that does not fit: then its first rows tell.
+        does_fit = not path.is_file() or path.stat().st_size <= self._memory
+        for most_bytes in [None] if does_fit else [self._memory, None]:
+            rows, ids = next(read_ids(path, most_bytes), (None, []))
+            if len(ids) and len(pc.unique(ids)) < len(ids):
+                return [_first_repeat(rows, ids)]
+        return []
+
     def _nodes(self, number: int) -> Iterator[tuple[Any, Any]]:
         """Yield once (rows, ids) of a bucket, or not at all where it has none."""
-        return read_ids(self._folder / "nodes" / f"{number}.ids", None)
+        return read_ids(self._path(number), None)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / "nodes" / f"{number}.ids"
 
 
 class _Misses:

@@ -15,6 +15,8 @@ from dglx_dist.ingest.transforms import MOST_CATEGORIES
 from dglx_dist.ingest.values import numbers_of_text
 from dglx_dist.records import Array
 
+_MOST_CLASSES = 1 << 24
+"""Beyond it a number is an id or a measure, and no class: a model has an output for each."""
 _CLASS_NUMBER = re.compile(r"(-1|0|[1-9][0-9]{0,14})(\.0+)?")
 
 
@@ -34,6 +36,8 @@ class Labels:
         self.column = column
         self.is_regression = is_regression
         self.num_classes: int | None = None
+        self.names: tuple[str, ...] = ()
+        """Of the classes, where they are texts."""
         self._is_text: bool | None = None
         self._texts: set[str] | None = None
         self._places: Any = None
@@ -67,8 +71,12 @@ class Labels:
                 f"{first_row + len(values) - 1}; is it a name, or a task of regression?"
             )
 
-    def settle(self) -> None:
-        """Count the classes, once all rows were seen."""
+    def settle(self, where: str) -> None:
+        """Count the classes, once all rows of the table ``where`` were seen.
+
+        Raises:
+            DatasetError: a number is too large to be that of a class.
+        """
         if self._texts is not None:
             names = sorted(self._texts)
             if all(_is_class_number(name) for name in names):
@@ -76,6 +84,12 @@ class Labels:
             else:
                 self._largest = len(names) - 1
                 self._places = pa.array(names, pa.large_string())
+                self.names = tuple(names)
+        if self._largest >= _MOST_CLASSES:
+            raise DatasetError(
+                f"{where}: column {self.column!r} has the label {self._largest}, which takes more than "
+                f"{_MOST_CLASSES} classes; is it an id, or a task of regression?"
+            )
         self.num_classes = None if self.is_regression or self._largest < 0 else self._largest + 1
 
     def codes(self, values: Any, where: str, first_row: int) -> Array:

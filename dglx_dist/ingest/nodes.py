@@ -39,6 +39,8 @@ class IngestedNodes:
     """Kind of the ids that were kept; None where they are 0..N-1."""
     columns: Mapping[str, ColumnInfo]
     num_classes: int | None
+    class_names: tuple[str, ...]
+    """In the order of their numbers; none where labels are numbers."""
     settled: list[Mapping[str, Any]]
     """Settings of the transform of each feature."""
 
@@ -69,7 +71,7 @@ def ingest_nodes(spec: NodeSpec, *, is_text: bool, seed: int, place: Place) -> I
     give_back()
     settled = features.settle(str(spec.files.paths[0]))
     if labels is not None:
-        labels.settle()
+        labels.settle(str(spec.files.paths[0]))
     ids = _keep_ids(spec, table, survey, is_text, place)
     folder = node_folder(0, spec.ntype)
     place.write(f"{folder}/original_ids.arrow", IDS, survey.num_rows, _counting(survey.num_rows, place))
@@ -90,6 +92,7 @@ def ingest_nodes(spec: NodeSpec, *, is_text: bool, seed: int, place: Place) -> I
         user_ids=("string" if is_text else "int64") if kept else None,
         columns=write_tensors(rows, place),
         num_classes=None if labels is None else labels.num_classes,
+        class_names=() if labels is None else labels.names,
         settled=settled,
     )
 

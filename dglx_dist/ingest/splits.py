@@ -110,7 +110,10 @@ def named(
         if name not in spec.files:
             continue
         source = _IdFile(Table(spec.files[name], memory // 8), spec.id_column, is_text)
-        found = ids.find(source.ids(), source.count(), folder / name)
+        count = source.count()
+        if not count:
+            raise DatasetError(f"{spec.files[name].paths[0]}: names no node; leave {name!r} out")
+        found = ids.find(source.ids(), count, folder / name)
         refuse_unknown(found.unknown, source.place, spec.id_column or "id", owner)
         for nodes in found.rows.chunks():
             codes.put(nodes, np.full(len(nodes), code, np.uint8))
@@ -169,6 +172,8 @@ class _IdFile:
 def _lines_of(path: Path) -> Iterator[tuple[Path, int, list[str]]]:
     try:
         yield from _texts_of(path)
+    except OSError as problem:
+        raise DatasetError(f"{path}: not readable: {problem.strerror}") from problem
     except UnicodeDecodeError:
         raise DatasetError(
             f"{path}: holds no text with one id a line; for a table, give custom_split_filenames the column"

@@ -13,11 +13,15 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.errors import DatasetError
-from dglx_dist.ingest.config import FileSet
+from dglx_dist.ingest.files import FileSet
 
 _LEAST_ROW_BYTES = 32
 _MOST_ROWS = 1 << 16
 _MOST_BLOCK = 1 << 20
+_PROBED_ROWS = 1 << 8
+_TEXTS = "BYTE_ARRAY"
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+"""Bytes of one value of Parquet's types, once it is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class Table:
         self._ends: list[int] = []
 
     def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """Yield the columns ``names`` of all rows in order; the first one's rows when there are none.
+        """Yield the columns ``names`` of all rows in order, one row at least; without names count rows.
 
         Raises:
             DatasetError: a file cannot be read, or has none or several of a column.
@@ -62,6 +66,8 @@ class Table:
         for path in self.files.paths:
             first = row
             for batch in self._read(path, list(dict.fromkeys(names))):
+                if not batch.num_rows:
+                    continue
                 columns = {name: batch.column(name) for name in names}
                 yield Piece(
                     path=path, first_row=row - first, row=row, columns=columns, num_rows=batch.num_rows
@@ -89,6 +95,14 @@ class Table:
             first = end
         raise AssertionError(f"row {row} of {first}")
 
+    def check(self, names: Sequence[str]) -> None:
+        """Raise DatasetError unless every file can be opened and has each of these columns once."""
+        for path in self.files.paths:
+            if self.files.format == "csv":
+                _check_names(path, _header(path, self.files.separator), names)
+            else:
+                _schema(path, names)
+
     def is_whole_number(self, name: str) -> bool:
         """Return whether every file holds ``name`` as whole numbers; what is in CSV is text."""
         if self.files.format == "csv":
@@ -102,27 +116,22 @@ class Table:
             else:
                 yield from self._read_parquet(path, names)
         except (pa.ArrowException, OSError) as problem:
-            raise DatasetError(f"{path}: not readable as a {self.files.format} table: {problem}") from problem
+            # What Arrow says of a row that does not end within a block.
+            hint = "; a row is longer than 1 MB, or a quote is open" if "straddling" in str(problem) else ""
+            raise DatasetError(
+                f"{path}: not readable as a {self.files.format} table: {problem}{hint}"
+            ) from problem
 
     def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _schema(path, []).names[:1]
         _schema(path, names)
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 16, pre_buffer=False) as file:
-            rows = self._rows_at_once(file.metadata, names)
-            yield from file.iter_batches(batch_size=rows, columns=names, use_threads=False)
-
-    def _rows_at_once(self, metadata: Any, names: Sequence[str]) -> int:
-        total = 0
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            columns = (group.column(i) for i in range(group.num_columns))
-            total += sum(
-                column.total_uncompressed_size
-                for column in columns
-                if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)
-            )
-        row_bytes = max(total // max(metadata.num_rows, 1), _LEAST_ROW_BYTES)
-        return int(min(max(self._batch_bytes // row_bytes, 1), _MOST_ROWS))
+            for number in range(file.metadata.num_row_groups):
+                row_bytes = max(_row_bytes(file, number, names), _LEAST_ROW_BYTES)
+                rows = min(max(self._batch_bytes // row_bytes, 1), _MOST_ROWS)
+                yield from file.iter_batches(
+                    batch_size=rows, row_groups=[number], columns=names, use_threads=False
+                )
 
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _header(path, self.files.separator)[:1]
@@ -138,6 +147,31 @@ class Table:
             ),
         ) as reader:
             yield from reader
+
+
+def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
+    """Return about what a row of a row group takes once it is read.
+
+    What repeats is stored once: thousands of 0 or of one text take some bits each in the file. Numbers tell
+    how many there are; texts have to be looked at.
+    """
+    group = file.metadata.row_group(number)
+    total, texts = 0, []
+    for i in range(group.num_columns):
+        column = group.column(i)
+        if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
+            width = _WIDTHS.get(column.physical_type, file.schema.column(i).length)
+            total += max(column.total_uncompressed_size, column.num_values * width)
+            if column.physical_type == _TEXTS and column.has_dictionary_page:
+                texts.append(column.path_in_schema)
+    probe = 0
+    if texts and group.num_rows:
+        rows = file.iter_batches(
+            batch_size=_PROBED_ROWS, row_groups=[number], columns=texts, use_threads=False
+        )
+        first = next(rows)
+        probe = first.nbytes // first.num_rows
+    return int(total // max(group.num_rows, 1)) + probe
 
 
 def _schema(path: Path, names: Sequence[str]) -> Any:
@@ -158,7 +192,7 @@ def _header(path: Path, separator: str) -> list[str]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return next(csv.reader(file, delimiter=separator), [])
-    except UnicodeDecodeError as problem:
+    except (UnicodeDecodeError, csv.Error, OSError) as problem:
         raise DatasetError(f"{path}: not readable as a csv table: {problem}") from problem
 
 
@@ -166,6 +200,6 @@ def _check_names(path: Path, known: Sequence[str], names: Sequence[str]) -> None
     for name in names:
         count = list(known).count(name)
         if count == 0:
-            raise DatasetError(f"{path}: has no column {name!r} (it has {', '.join(known)})")
+            raise DatasetError(f"{path}: has no column {name!r} (it has {', '.join(known) or 'none'})")
         if count > 1:
             raise DatasetError(f"{path}: has {count} columns {name!r}; rename all but one")

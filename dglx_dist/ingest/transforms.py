@@ -105,7 +105,7 @@ class Unchanged(Transform):
         super().__init__(column, settings)
         self._separator = _text(settings, "separator", column)
         self._width = settings.get("truncate_dim")
-        if self._width is not None and (not isinstance(self._width, int) or self._width < 1):
+        if self._width is not None and (type(self._width) is not int or self._width < 1):
             raise ConfigError(f"truncate_dim of {column!r} is {self._width!r}; give a whole number above 0")
 
     def apply(self, values: Any, where: str, first_row: int) -> Array:
@@ -220,10 +220,9 @@ class Categorical(Transform):
         self._seen: set[str] = set()
         self._places: Mapping[str, int] = {}
         if mapping is not None:
-            self._places = (
-                {str(key): value for key, value in mapping.items()} if isinstance(mapping, dict) else {}
-            )
-            if sorted(self._places.values()) != [*range(len(self._places))] or not self._places:
+            self._places = mapping if isinstance(mapping, dict) else {}
+            are_whole = all(type(place) is int for place in self._places.values())
+            if not are_whole or not self._places or {*self._places.values()} != {*range(len(self._places))}:
                 raise ConfigError(
                     f"mapping of {column!r} must give each text a number, from 0 on without gaps"
                 )
@@ -271,7 +270,13 @@ class Categorical(Transform):
             )
         if pa.types.is_dictionary(values.type):
             values = values.dictionary_decode()
-        texts = values.cast(pa.large_string())
+        try:
+            texts = values.cast(pa.large_string())
+        except pa.ArrowException as problem:
+            raise DatasetError(
+                f"{where}: column {self.column!r} holds {values.type} that is no text ({problem}); write "
+                "texts or numbers"
+            ) from problem
         rows = np.arange(len(texts))
         if self._separator is not None:
             lists = pc.fill_null(pc.split_pattern(texts, self._separator), [])

@@ -13,6 +13,9 @@ from dglx_dist.datasets.table_files import as_int64, refuse_gaps
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
 
+_WHOLE = "^(0|-?[1-9][0-9]*)$"
+"""A whole number as it is written."""
+
 
 def numbers_of_text(
     values: Any, name: str, where: str, first_row: int, separator: str | None = None
@@ -73,14 +76,15 @@ def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool)
         return texts
     if not is_string:
         return as_int64(values, name, where)
-    try:
-        return values.cast(pa.int64())
-    except pa.ArrowInvalid:
-        row = next(i for i, text in enumerate(values.to_pylist()) if not _is_whole(text))
+    # Arrow would read 0x10 and 007, too, which is not how the id is written.
+    odd = ~np.asarray(pc.match_substring_regex(values, _WHOLE).to_numpy(zero_copy_only=False))
+    if odd.any():
+        row = int(np.argmax(odd))
         raise DatasetError(
-            f"{where}: column {name!r}, row {first_row + row}: node id {values[row].as_py()!r} is no row "
-            "number, and the nodes have no node_id_col"
-        ) from None
+            f"{where}: column {name!r}, row {first_row + row}: node id {values[row].as_py()!r} is no whole "
+            "number, as those of its nodes are (their row numbers where they have no node_id_col)"
+        )
+    return as_int64(values, name, where)
 
 
 def _first_that_is_no_number(texts: Any) -> int:
@@ -90,11 +94,3 @@ def _first_that_is_no_number(texts: Any) -> int:
         except pa.ArrowInvalid:
             return row
     raise AssertionError("every text is a number by itself")
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        pa.scalar(text).cast(pa.int64())
-    except pa.ArrowInvalid:
-        return False
-    return True

@@ -26,12 +26,13 @@ _MAKER = re.compile(rf"\.(?P<host>[^./]+)-(?P<process>\d+)-[0-9a-f]{{8}}{re.esca
 def partial_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target``, for the caller to fill and rename; remove it if left over.
 
-    What killed processes of this machine left of the same target is removed first.
+    What a killed process left of the same target goes first, as :func:`remove_abandoned` would remove it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.iterdir():
-        if left.name.startswith(f"{target.name}.") and _MAKER.search(left.name, len(target.name)):
-            pass
+    for other in target.parent.iterdir():
+        is_of_target = other.name.startswith(target.name) and _MAKER.match(other.name, len(target.name))
+        if is_of_target and _is_abandoned(other):
+            shutil.rmtree(other, ignore_errors=True)
     maker = f"{_host()}-{os.getpid()}"
     folder = target.with_name(f"{target.name}.{maker}-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     folder.mkdir()

@@ -1,6 +1,7 @@
 """From tables to a dataset, against what is known by hand and against the reader of tables in memory."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dglx_dist.storage.writer import write_dataset
 from tests.ingest.shop import BUYS, ITEMS, USERS, describe, write_csv, write_shop
 
 BUYS_TYPE = ("user", "buys", "item")
+EMPTY_LISTS = pa.array([[]] * 3, pa.list_(pa.float32()))
 KNOWS_TYPE = ("user", "knows", "user")
 
 
@@ -57,6 +59,7 @@ def test_what_is_in_the_tables_is_in_the_dataset(tmp_path: Path) -> None:
     assert part.node_data("user", "emb").tolist() == USERS["emb"]
     assert part.node_data("user", "label").tolist() == [0, 1, 0, -1, 1]
     assert done.manifest.num_classes == {"user": 2}
+    assert done.manifest.parameters["class_names"] == {"user": ["gold", "iron"]}
     assert part.node_data("item", "price").tolist() == [0.125, 0.375, 0.5]
     # In-edges of 70, of 5000000000 and of 9, sources ascending: rows 3, 2, 0 | 4 | 1, 5 of the table.
     assert part.indptr(BUYS_TYPE).tolist() == [0, 3, 4, 6]
@@ -94,15 +97,15 @@ def test_the_same_bytes_within_any_memory(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("budget")
 def test_equals_the_reader_of_tables_in_memory(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    ids = [f"n{number}" for number in random.permutation(500)]
-    ends = random.integers(0, 500, (2, 4000))
-    nodes = {"id": ids, "feat": random.random((500, 3), dtype=np.float32).tolist()}
-    edges = {"src": [ids[i] for i in ends[0]], "dst": [ids[i] for i in ends[1]], "w": random.random(4000)}
+    ids = [f"n{number}" for number in random.permutation(150)]
+    ends = random.integers(0, 150, (2, 800))
+    nodes = {"id": ids, "feat": random.random((150, 3), dtype=np.float32).tolist()}
+    edges = {"src": [ids[i] for i in ends[0]], "dst": [ids[i] for i in ends[1]], "w": random.random(800)}
     tables = tmp_path / "tables"
     tables.mkdir()
     pyarrow.parquet.write_table(pa.table({**nodes, "feat": pa.array(nodes["feat"], pa.list_(pa.float32()))}),
                                 tables / "nodes.parquet")  # fmt: skip
-    pyarrow.parquet.write_table(pa.table(edges), tables / "edges.parquet", row_group_size=700)
+    pyarrow.parquet.write_table(pa.table(edges), tables / "edges.parquet", row_group_size=300)
     (tables / "one.json").write_text(
         json.dumps(
             {
@@ -157,6 +160,7 @@ def test_files_name_the_split(tmp_path: Path) -> None:
     for text, message in (
         ("eve\nzoe\n", r"train.json: column 'id', row 1: node id 'zoe' is not among the ids of .*users-0"),
         ("eve\nbob\n", "1 ids are named more than once"),
+        ("\n", r"train.json: names no node; leave 'train' out"),
         ("\x80", r"train.json: holds no text with one id a line"),
         ("dan\n", r"users-1.parquet: column 'segment', row 0: no label, but the row is in the train split"),
     ):
@@ -188,6 +192,8 @@ def test_files_name_the_split(tmp_path: Path) -> None:
         ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "emb": [[1.0, 2.0], [1e300, 1.0]]},
          r"users-1.parquet: column 'emb', row 1: 1e\+300 is beyond float32"),
         ("items.parquet", {**ITEMS, "price": [0.0, 1.0, -1.0]}, r"'price': the sum of its values is 0"),
+        ("users-0.parquet", {**{k: v[:3] for k, v in USERS.items()}, "emb": EMPTY_LISTS},
+         r"users-0.parquet: column 'emb', row 0: an empty list"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named_and_nothing_is_written(
@@ -242,9 +248,55 @@ def test_rows_without_an_id_column_are_numbered(tmp_path: Path) -> None:
     masks = [part.edge_data(etype, f"{name}_mask") for name in ("train", "val")]
     assert sorted(masks[0].tolist()) == [False, True]
     assert (masks[0] != masks[1]).all()
-    (tmp_path / "e.csv").write_text("s,d\n2,1\n0,one\n")
-    with pytest.raises(DatasetError, match=r"e.csv: column 'd', row 1: node id 'one' is no row number"):
-        run(tmp_path, description, overwrite=True)
+    for odd in ("one", "0x1", "01", "+1"):
+        (tmp_path / "e.csv").write_text(f"s,d\n2,1\n0,{odd}\n")
+        with pytest.raises(
+            DatasetError, match=rf"e.csv: column 'd', row 1: node id '{re.escape(odd)}' is no"
+        ):
+            run(tmp_path, description, overwrite=True)
+
+
+def test_files_without_a_row_stand_among_others(tmp_path: Path) -> None:
+    for name, text in (("a", ""), ("b", "x,1\n"), ("c", ""), ("d", "y,2\n")):
+        (tmp_path / f"n-{name}.csv").write_text(f"id,v\n{text}")
+    write_csv(tmp_path / "e-0.csv", {"s": ["x"], "d": ["y"]})
+    (tmp_path / "e-1.csv").write_text("s,d\n")
+    description = {
+        "nodes": [{"node_type": "n", "files": "n-*.csv", "node_id_col": "id",
+                   "features": [{"feature_col": "v"}]}],
+        "edges": [{"relation": ["n", "e", "n"], "files": "e-*.csv", "source_id_col": "s",
+                   "dest_id_col": "d"}],
+    }  # fmt: skip
+    run(tmp_path, description)
+    part = part_of(tmp_path)
+    assert part.user_ids("n").tolist() == ["x", "y"]
+    assert part.node_data("n", "v").tolist() == [1.0, 2.0]
+    assert part.indices(("n", "e", "n")).tolist() == [0]
+
+
+def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(tmp_path: Path) -> None:
+    path = write_shop(tmp_path)
+    users = {**{k: v[3:] for k, v in USERS.items()}, "id": ["dan", "dan"]}
+    pyarrow.parquet.write_table(pa.table(users), tmp_path / "users-1.parquet")
+    (tmp_path / "t.csv").write_text("id\n")
+    for place, value, kind, message in (
+        ("edges.1.dest_id_col", "bee", DatasetError, "knows.csv: has no column 'bee'"),
+        ("edges.0.features.0.feature_col", "cost", DatasetError, "buys.parquet: has no column 'cost'"),
+        ("nodes.1.features.0.transform", {"name": "standard", "sum": "3"}, ConfigError,
+         "sum of 'price' is '3'"),
+        ("nodes.0.labels.0", {"task_type": "classification", "label_col": "segment",
+                              "custom_split_filenames": {"train": "t.csv", "column": "i"}},
+         DatasetError, "t.csv: has no column 'i'"),
+    ):  # fmt: skip
+        description: Any = describe()
+        *steps, last = place.split(".")
+        entry = description
+        for step in steps:
+            entry = entry[int(step) if step.isdigit() else step]
+        entry[int(last) if last.isdigit() else last] = value
+        path.write_text(json.dumps(description))
+        with pytest.raises(kind, match=message):
+            ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=1 << 30))
 
 
 def test_what_was_found_transforms_later_tables_alike(tmp_path: Path) -> None:
@@ -277,6 +329,11 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> Non
         run(tmp_path)
     with pytest.raises(StorageError, match="no dataset of this program"):
         run(tmp_path, overwrite=True)
+    with pytest.raises(ConfigError, match=r"the workspace .* is in .*new"):
+        ingest(
+            read_config(tmp_path / "shop.json"),
+            IngestPlan(out=tmp_path / "new", memory=1 << 30, workspace=tmp_path / "new" / "work"),
+        )
 
 
 def test_too_little_memory_is_told_with_the_least(tmp_path: Path) -> None:

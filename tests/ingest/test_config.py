@@ -36,12 +36,12 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"nodes": []}, "'nodes' is \\[\\]; it must be a list that is not empty"),
-        ({"version": "gsprocessing-v1.0"}, "version 'gsprocessing-v1.0' is not understood"),
+        ({"version": "gsprocessing-v1.0"}, "'gsprocessing-v1.0'; it must be one of gconstruct-v0.1"),
         ({"edgs": []}, "has the key 'edgs', which is not supported; did you mean 'edges'"),
         ({"nodes.0.node_type": 3}, "'node_type' is 3"),
         ({"nodes.0.files": "none-*.parquet"}, "there is no file 'none-\\*.parquet', neither in"),
         ({"nodes.0.format": {"name": "HDF5"}}, "'name' is 'HDF5'; it must be one of csv, parquet"),
-        ({"nodes.0.format": {"name": "csv", "separator": "::"}}, "'::' must be one character"),
+        ({"nodes.0.format": {"name": "csv", "separator": "::"}}, "'::'; it must be one character"),
         ({"nodes.0.features.0.transform": {"name": "bert_hf"}}, "transform 'bert_hf' is not supported"),
         ({"nodes.0.features.0.transform.max_bond": 1}, "key 'max_bond'.*did you mean 'max_bound'"),
         ({"nodes.0.features.0.feature_col": ["a", "b"], "nodes.0.features.0.feature_name": None},
@@ -53,6 +53,16 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
          "link_prediction is a task of edges"),
         ({"nodes.0.labels.0.label_col": None}, "'label_col' is None; it must be given for classification"),
         ({"nodes.0.labels.0.split_pct": [0.9, 0.2, 0]}, "together at most 1"),
+        ({"nodes.0.labels.0.split_pct": [0.8, -1, 0.1, 0.1]}, "must be three shares of train"),
+        ({"nodes.0.labels.0.split_pct": [True, 0, 0]}, "must be three shares of train"),
+        ({"nodes.0.format": {"name": "csv", "separator": "§"}}, "one character of ASCII"),
+        ({"nodes.0.format": {"name": "csv", "separator": "\n"}}, "neither a quote nor an end of line"),
+        ({"nodes.0.format": None, "nodes.0.files": ["users-0.parquet", "knows.csv"]}, "files of one format"),
+        ({"nodes.0.files": "shop.json", "nodes.0.format": None}, "shop.json is of no known format"),
+        ({"nodes.0.labels.0.split_pct": None,
+          "nodes.0.labels.0.custom_split_filenames": {"train": "", "valid": "knows.csv"}}, "'train' is ''"),
+        ({"nodes.0.features.0.transform.max_bound": float("nan")}, "no valid JSON"),
+        ({"nodes.0.node_type": "\ud800"}, "no valid JSON"),
         ({"nodes.0.labels.0.custom_split_filenames": {"train": "items.parquet"}},
          "'split_pct' is .* left out where custom_split_filenames"),
         ({"nodes.0.labels.0.split_pct": None,
@@ -89,13 +99,23 @@ def test_a_file_that_is_no_description_is_refused(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="must be a JSON object"):
         read_config(tmp_path / "list.json")
+    (tmp_path / "twice.json").write_text('{"nodes": [], "nodes": [{}]}')
+    with pytest.raises(ConfigError, match="the key 'nodes' stands twice"):
+        read_config(tmp_path / "twice.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="no valid JSON"):
+        read_config(tmp_path / "deep.json")
 
 
 def test_paths_are_found_below_the_current_folder_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_shop(tmp_path)
-    (tmp_path / "configs").mkdir()
-    moved = path.rename(tmp_path / "configs" / "shop.json")
-    monkeypatch.chdir(tmp_path)
-    assert read_config(moved).nodes[1].files.paths == (tmp_path / "items.parquet",)
+    # In the name of a folder that nobody wrote as a pattern, signs of patterns stand for themselves.
+    folder = tmp_path / "shop[1]"
+    folder.mkdir()
+    path = write_shop(folder)
+    assert len(read_config(path).nodes[0].files.paths) == 2
+    (folder / "configs").mkdir()
+    moved = path.rename(folder / "configs" / "shop.json")
+    monkeypatch.chdir(folder)
+    assert read_config(moved).nodes[1].files.paths == (folder / "items.parquet",)

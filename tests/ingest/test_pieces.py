@@ -1,14 +1,16 @@
 """The parts that ingesting is made of: rows by position, buckets of ids, sorted edges, drawn splits."""
 
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from dglx_dist.errors import ConfigError, DatasetError
-from dglx_dist.ingest.config import FileSet
+from dglx_dist.ingest.files import FileSet
 from dglx_dist.ingest.id_hash import bucket_of
 from dglx_dist.ingest.id_map import Buckets, RowNumbers
 from dglx_dist.ingest.id_records import append_ids, read_ids
@@ -55,6 +57,45 @@ def test_ids_spread_evenly_and_alike_wherever_they_stand() -> None:
         *dict.fromkeys(bucket_of(pa.array(["ab", "ba", "a", "aa"], pa.large_string()), 1 << 30).tolist())
     ]
     assert np.bincount(bucket_of(pa.array(np.arange(20_000)), 8)).min() > 2300
+
+
+def test_long_ids_take_no_more_memory_than_short_ones() -> None:
+    texts = pa.array([f"{number:04}".ljust(20_000, "x") for number in range(200)], pa.large_string())
+    tracemalloc.start()
+    assert len(np.unique(bucket_of(texts, 1 << 30))) == 200
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 << 20  # the texts have as much, and a word for each of their bytes 8 times as much
+
+
+def test_what_repeats_in_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(5000 * 200) % 2, pa.float64()), 200)
+    names = pa.array(["a name that all have " * 50] * 5000)
+    path = tmp_path / "n.parquet"
+    pyarrow.parquet.write_table(pa.table({"x": rows, "name": names}), path, row_group_size=2000)
+    table = Table(FileSet(paths=(path,), format="parquet"), 1 << 16)
+    for names_read in (["x"], ["name"], ["x", "name"]):
+        pieces = list(table.pieces(names_read))
+        assert sum(piece.num_rows for piece in pieces) == 5000
+        assert max(sum(one.nbytes for one in piece.columns.values()) for piece in pieces) <= 1 << 16
+    assert path.stat().st_size < 1 << 17
+
+
+def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> None:
+    path = tmp_path / "n.csv"
+    path.write_text("id\n" + "same\n" * 40_000)
+    table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
+    ids = Buckets(tmp_path / "map", 40_000, 4 * 40_000, 1 << 16)
+    for piece in table.pieces(["id"]):
+        ids.add(piece.columns["id"].cast(pa.large_string()), piece.row)
+    tracemalloc.start()
+    with pytest.raises(
+        DatasetError, match=r"n.csv: column 'id', row 1: node id 'same' occurs already in row 0"
+    ):
+        ids.check_unique(table, "id")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 40_000 * 16
 
 
 @pytest.mark.parametrize("ids", [pa.array([3, 1, 2]), pa.array(["é", "", "long text"], pa.large_string())])
@@ -169,7 +210,7 @@ def test_labels_become_numbers(values: list[object], codes: list[int], classes: 
     labels = Labels("y", is_regression=False)
     array = pa.array(values)
     labels.look(array, "t.csv", 0)
-    labels.settle()
+    labels.settle("t.csv")
     assert labels.codes(array, "t.csv", 0).tolist() == codes
     assert labels.num_classes == classes
 
@@ -181,6 +222,10 @@ def test_what_is_no_label_is_refused() -> None:
         mixed.look(pa.array([1]), "u.parquet", 0)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is no class"):
         Labels("y", is_regression=False).look(pa.array([1.0, 1.5]), "t.csv", 10)
+    number = Labels("y", is_regression=False)
+    number.look(pa.array([10**9]), "t.csv", 0)
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y' has the label 1000000000, .* is it an id"):
+        number.settle("t.csv")
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: is empty"):
         Labels("y", is_regression=True).codes(pa.array([1.0, None]), "t.csv", 0)
 

@@ -57,6 +57,7 @@ def test_a_column_becomes(
         ),
         ([["a"], ["b"], [], []], "to_categorical", {}, "one value a row, or texts with a separator"),
         (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),
+        ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary that is no text"),
         ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "1 numbers, but truncate_dim asks for 2"),
         ([1, 2, None, 3], "standard", {}, "t.csv: column 'x', row 2: is empty"),
     ],
@@ -74,8 +75,11 @@ def test_what_cannot_be_transformed_is_named(
         ("max_min_norm", {"max_bound": "5"}),
         ("max_min_norm", {"min_val": []}),
         ("to_categorical", {"mapping": {"a": 1}}),
+        ("to_categorical", {"mapping": {"a": 0, "b": "1"}}),
+        ("to_categorical", {"mapping": {"a": 0, "b": None}}),
         ("to_categorical", {"separator": ""}),
         ("no-op", {"truncate_dim": 0}),
+        ("no-op", {"truncate_dim": True}),
     ],
 )
 def test_a_wrong_setting_is_refused(name: str, settings: dict[str, Any]) -> None:

@@ -98,6 +98,15 @@ def test_what_the_killed_left_is_removed_and_nothing_else(tmp_path: Path) -> Non
     remove_abandoned(tmp_path / "nowhere")
 
 
+def test_the_next_run_removes_what_the_killed_one_left_of_its_target(tmp_path: Path) -> None:
+    left, of_another = (left_by_a_killed_process(tmp_path / name) for name in ("d", "d.work"))
+    with partial_folder(tmp_path / "d") as partial:
+        assert sorted(tmp_path.iterdir()) == sorted([of_another, partial])
+        with partial_folder(tmp_path / "d"):
+            assert partial.exists()
+    assert not left.exists()
+
+
 def test_what_others_remove_meanwhile_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = left_by_a_killed_process(tmp_path / "z" / "d")
     (tmp_path / "gone").mkdir()
