@@ -36,6 +36,18 @@ class Citations:
         return 1
 
 
+def links():
+    """Return the pairs of citations() in both directions, edge i + E/2 the reverse of i, a tenth held out."""
+    g = citations()
+    u, v = dgl.remove_self_loop(g).edges()
+    u, v = torch.unique(torch.stack([torch.minimum(u, v), torch.maximum(u, v)]), dim=1)
+    both = dgl.graph((torch.cat([u, v]), torch.cat([v, u])), num_nodes=g.num_nodes())
+    both.ndata["feat"] = g.ndata["feat"]
+    both.edata["test_mask"] = (torch.arange(len(u)) % 10 == 0).repeat(2)
+    both.edata["train_mask"] = ~both.edata["test_mask"]
+    return both
+
+
 def relations(nodes=600, degree=4, num_rels=3):
     """Return a graph whose edges have a type, edata["rel"], and whose nodes have no features."""
     random = torch.Generator().manual_seed(4)

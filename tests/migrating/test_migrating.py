@@ -18,8 +18,10 @@ from tests.helpers.ranks import run_ranks
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "migrating.md"
-ADDED = {"graphsage": 6, "gat": 5, "rgcn": 8}
+ADDED = {"graphsage": 6, "gat": 5, "rgcn": 8, "link_prediction": 8}
 """Script -> lines that are new or changed; the page names these numbers."""
+LEAST = {"link_prediction": 0.65}
+"""Script -> accuracy below which it learned nothing, if not 0.9: a random pair is of one class as often."""
 
 
 def patched(name: str, folder: Path) -> None:
@@ -28,7 +30,7 @@ def patched(name: str, folder: Path) -> None:
     subprocess.run(["git", "apply", str(HERE / f"{name}.diff")], cwd=folder, check=True)
 
 
-def run_scripts(folder: str, names: list[str]) -> dict[str, float]:
+def run_scripts(folder: str, names: list[str], arguments: list[str]) -> dict[str, float]:
     """Run scripts one after another as a user would, and return the test accuracy that each prints."""
     os.chdir(folder)
     sys.path.insert(0, folder)
@@ -37,7 +39,7 @@ def run_scripts(folder: str, names: list[str]) -> dict[str, float]:
         shown = io.StringIO()
         torch.manual_seed(0)
         with contextlib.redirect_stdout(shown):
-            sys.argv = [f"{name}.py"]
+            sys.argv = [f"{name}.py", *arguments]
             runpy.run_path(f"{name}.py", run_name="__main__")
         while session._CURRENT:
             session.current_session().close()
@@ -45,11 +47,11 @@ def run_scripts(folder: str, names: list[str]) -> dict[str, float]:
     return found
 
 
-def test_plain_scripts_learn_in_plain_dgl(tmp_path: Path) -> None:
+def test_plain_scripts_run_in_plain_dgl(tmp_path: Path) -> None:
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
-    (found,) = run_ranks(run_scripts, 1, args=(str(tmp_path), list(ADDED)))
-    assert min(found.values()) > 0.9
+    (found,) = run_ranks(run_scripts, 1, args=(str(tmp_path), list(ADDED), ["--epochs", "1"]))
+    assert found.keys() == ADDED.keys()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -58,11 +60,12 @@ def test_changed_scripts_learn_on_any_number_of_ranks(tmp_path: Path, ranks: int
     for name in ADDED:
         patched(name, tmp_path)
     # A server for each rank, so that two ranks share no part.
-    found = run_ranks(run_scripts, ranks, args=(str(tmp_path), list(ADDED)), ranks_per_server=1)
+    found = run_ranks(run_scripts, ranks, args=(str(tmp_path), list(ADDED), []), ranks_per_server=1)
     assert all(one == found[0] for one in found), "every rank prints the accuracy over all of them"
-    assert min(found[0].values()) > 0.9
-    # The two scripts that sample share one cut of one graph each; gat's is that of graphsage.
-    assert len(list((tmp_path / "data").iterdir())) == 2
+    assert found[0].keys() == ADDED.keys()
+    assert all(accuracy > LEAST.get(name, 0.9) for name, accuracy in found[0].items())
+    # One cut of each graph; gat's is that of graphsage.
+    assert len(list((tmp_path / "data").iterdir())) == 3
 
 
 @pytest.mark.parametrize("name", ADDED)
