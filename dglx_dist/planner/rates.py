@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import dgl
 import numpy as np
 import torch
 from torch import nn
@@ -19,6 +20,17 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.records import Array
 
+_OF_MODELS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    dgl.DGLError,
+)
+"""What a model raises that does not fit its batches."""
 _TERMS = 3
 _REPETITIONS = 3
 
@@ -103,7 +115,17 @@ def time_batches(
     """
     if not batches:
         raise ConfigError("there is no batch to measure the model on; give the graph training nodes")
-    copied = copy.deepcopy(module).train()
+    if not any(one.requires_grad for one in module.parameters()):
+        raise ConfigError(
+            f"the {type(module).__name__} has no parameters to train; there is nothing to choose"
+        )
+    try:
+        copied = copy.deepcopy(module).train()
+    except _OF_MODELS as problem:
+        raise ConfigError(
+            f"the model could not be copied to be tried out ({type(problem).__name__}: {problem}); keep what "
+            "copy.deepcopy refuses out of it"
+        ) from problem
     optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
     rows, seconds, fresh = [], [], []
     for number, blocks in enumerate(batches):
@@ -140,10 +162,11 @@ def _step(
         loss = cross_entropy(module(blocks, rows), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-    except (RuntimeError, TypeError, ValueError) as problem:
+    except _OF_MODELS as problem:
         raise ConfigError(
             f"the model could not be tried out on a batch ({type(problem).__name__}: {problem}); it "
-            "is called as model(blocks, features) and must return a row of scores for each target"
+            f"is called as model(blocks, features) with {len(blocks)} blocks, one for each fan-out, and must "
+            "return a row of scores for each target"
         ) from problem
     optimizer.step()
     return clock() - begin

@@ -32,6 +32,7 @@ from dglx_dist.run.auto_options import AutoOptions, Training, read_auto_options
 from dglx_dist.run.going_on import fill_cache
 from dglx_dist.run.usual_draws import NO_BATCHES, Asked, draws_of
 from dglx_dist.storage.sizes import read_size
+from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.strategies.registry import AUTO
 
 
@@ -60,6 +61,8 @@ def choose_in_job(model: nn.Module, g: DistGraph, told: Training) -> Choice:
             f"open it with strategy={AUTO!r}"
         )
     options = read_auto_options(session.options)
+    # Ranks that expect different batches would count, and wait, differently.
+    check_same_model(model, session, f"{told}")
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # What follows must draw what it would have drawn under the chosen strategy.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from dglx_dist.compat.graph import DistGraph as ScriptGraph
 from dglx_dist.compat.model import ScriptModel
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
+from dglx_dist.graph.opening import together
 from dglx_dist.partition import PARTITIONERS, Partitioner
 from dglx_dist.run.auto_options import Training, check_session_options
 from dglx_dist.sampling.edge_loader import samples_edges
@@ -240,12 +242,19 @@ def choose_strategy(
         on every rank.
 
     Raises:
-        ConfigError: the session has a strategy already, the graph has several types, or nothing fits.
+        ConfigError: the session has a strategy already, a value cannot be honoured or differs between ranks,
+            the graph has several types, the model fails on a batch, or nothing fits.
         PeerError: a rank is dead or silent.
     """
     # Only here: choosing brings all that it chooses among.
     from dglx_dist.run.auto import choose_in_job
 
-    layers = 2 if fanouts is None else len(fanouts)
-    told = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs, num_layers=layers)
-    return choose_in_job(model, _distributed(g), told)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"choose_strategy takes a torch.nn.Module, not a {type(model).__name__}")
+    inner = _distributed(g)
+
+    def read() -> Training:
+        told = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs)
+        return replace(told, num_layers=len(told.fanouts or (0, 0)))
+
+    return choose_in_job(model, inner, together(inner.session, read, ConfigError))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dgl
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import layers_in, shape_of_kind, shape_of_module
 from dglx_dist.planner.rates import Rates, assumed, fitted, time_batches
 from dglx_dist.training.models import build_model
@@ -54,6 +58,31 @@ def test_a_new_block_takes_longer_by_its_edges() -> None:
     assert work.shape == (2, 3)
     assert seconds.tolist() == [1.0, 1.0]
     assert fresh == pytest.approx(4.0 / 8)
+
+
+class Fails(nn.Module):
+    """Raises what it is told to."""
+
+    def __init__(self, problem: Exception, weights: torch.Tensor) -> None:
+        super().__init__()
+        self.problem, self.weights = problem, weights
+
+    def forward(self, _blocks: Any, _rows: Any) -> Any:
+        raise self.problem
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_it_raised() -> None:
+    block = dgl.to_block(dgl.graph(([0, 1], [0, 0])), [0])
+    shape, weights = shape_of_kind("sage", 3, 4, 2, 1), nn.Parameter(torch.ones(1))
+    for problem in (IndexError("list index"), dgl.DGLError("0-in-degree"), AttributeError("no h")):
+        with pytest.raises(ConfigError, match=rf"{type(problem).__name__}: .* with 1 blocks"):
+            time_batches(Fails(problem, weights), shape, [[block]])
+    with pytest.raises(ConfigError, match="Fails has no parameters to train"):
+        time_batches(Fails(ValueError(), torch.ones(1)), shape, [[block]])
+    stuck = Fails(ValueError(), weights)
+    stuck.made_of_weights = weights * 2
+    with pytest.raises(ConfigError, match=r"could not be copied.*keep what"):
+        time_batches(stuck, shape, [[block]])
 
 
 @pytest.mark.parametrize("kind", ["sage", "gcn", "sgc", "gat", "resgcn"])
