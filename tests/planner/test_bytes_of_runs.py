@@ -11,7 +11,7 @@ import pytest
 from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.graph import DistGraph
 from dglx_dist.planner.candidates import CACHE_SIZES
-from dglx_dist.planner.records import Choice
+from dglx_dist.planner.records import Choice, Prediction
 from dglx_dist.run.fit import fit
 from dglx_dist.run.planning import PlanPlan, make_plan
 from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
@@ -20,9 +20,9 @@ from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 
-FEATURES, HIDDEN, CLASSES, BATCH, FANOUTS = 12, 6, 4, 32, (4, 3)
-AGREEMENT = ("control", "metrics")
-"""How ranks agree is nobody's payload."""
+FEATURES, HIDDEN, CLASSES, BATCH, FANOUTS = 13, 5, 3, 32, (4, 3)
+BESIDE = ("control", "metrics", "weights_read")
+"""How ranks agree is nobody's payload; and weights are read for an evaluation."""
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def planned(data: str, model: str, **changed: Any) -> Choice:
     return make_plan(PlanPlan(data=data, **{**told, **changed}))
 
 
-def train_each(data: str, model: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
+def train_each(data: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
     """On every rank: what it sent in the second epoch of each case, by phase, outside and inside."""
-    return [train(data, model, **case) for case in cases]
+    return [train(data, **case) for case in cases]
 
 
 def train(
@@ -66,14 +66,15 @@ def train(
         def note(_: Any) -> None:
             if len(snapshots) == 1:
                 for row in session.ledger.since(snapshots[0]):
-                    if row.phase not in AGREEMENT:
+                    if row.phase not in BESIDE:
                         sent["inside" if row.inside else "outside"][row.phase] += row.num_bytes
             snapshots.append(session.ledger.snapshot())
 
+        # Every epoch ends by itself, and nothing is sent for an evaluation.
         fit(
             module,
             g,
-            config=FitConfig(epochs=3, eval_every=0),
+            config=FitConfig(epochs=2, eval_every=1, evaluate=lambda _: {}),
             fanouts=FANOUTS if strategy in ("data_parallel", "push_pull") else None,
             batch_size=BATCH if strategy in ("data_parallel", "push_pull") else None,
             callbacks=[note],
@@ -89,32 +90,38 @@ def summed(ranks: list[Any], place: int, side: str) -> dict[str, int]:
     return dict(total)
 
 
-def as_cases(choice: Choice) -> list[dict[str, Any]]:
+def as_cases(model: str, compared: list[Prediction]) -> list[dict[str, Any]]:
     return [
         {
+            "model": model,
             "strategy": one.candidate.strategy,
             "options": dict(one.candidate.options),
             "cache": one.candidate.cache,
             "alpha": one.candidate.cache_alpha,
         }
-        for one in choice.predictions
-        if one.candidate.moves != "intervals"
+        for one in compared
     ]
 
 
 def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
-    choice = planned(data, "sage", estimators=True)
-    compared = [one for one in choice.predictions if one.candidate.moves != "intervals"]
+    every = planned(data, "sage", estimators=True).predictions
+    compared = [one for one in every if one.candidate.moves != "intervals"]
     # All but co-batches on several ranks of a server, whose features are sent inside anew.
     assert {one.candidate.strategy for one in compared if not one.bytes_exact} == {"cooperative"}
     assert {one.candidate.cache_alpha for one in compared} == {0.0, *CACHE_SIZES}
-    ranks = run_ranks(train_each, 4, args=(data, "sage", as_cases(choice)), ranks_per_server=2, timeout_s=240)
+    # What workers are sent is counted for convolutions that map sums.
+    chains = [
+        one for one in planned(data, "gcn", unit="full_graph").predictions if one.candidate.name == "lambda"
+    ]
+    assert [one.bytes_exact for one in chains] == [True]
+    cases = [*as_cases("sage", compared), *as_cases("gcn", chains)]
+    ranks = run_ranks(train_each, 4, args=(data, cases), ranks_per_server=2, timeout_s=240)
     found = {
         one.candidate.name: (summed(ranks, place, "outside"), summed(ranks, place, "inside"))
-        for place, one in enumerate(compared)
+        for place, one in enumerate([*compared, *chains])
     }
-    foretold = {one.candidate.name: (dict(one.outside), dict(one.inside)) for one in compared}
-    exact = {one.candidate.name for one in compared if one.bytes_exact}
+    foretold = {one.candidate.name: (dict(one.outside), dict(one.inside)) for one in [*compared, *chains]}
+    exact = {one.candidate.name for one in [*compared, *chains] if one.bytes_exact}
     assert {name: found[name] for name in exact} == {name: foretold[name] for name in exact}
     # Between servers, co-batches are counted to the byte as well.
     for name in found.keys() - exact:

@@ -180,7 +180,7 @@ class Nothing:
 
 
 def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
-    """What was rehearsed at a width of 16 says nothing of one of 1000, which takes 7 MB beside 4 for weights."""
+    """What was rehearsed at a width of 16 tells nothing of one of 1000: 7 MB, and 4 of weights."""
     slim = known()
     memory = replace(slim.memory, of_batches=cast("Any", Nothing()))
     small = replace(CLUSTER, memory_bytes=predict(ROWS, slim).memory_bytes + 6_500_000)
