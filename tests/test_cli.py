@@ -1,5 +1,7 @@
 """`dglx` as a user starts it: real processes on a tiny graph, and the likeliest mistakes."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -7,8 +9,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from dglx_dist.cli import main
 
 DGLX = (sys.executable, "-m", "dglx_dist.cli")
 GRAPH = "synthetic:nodes=1000,degree=10,classes=4,features=16,signal=0.5,seed=1"
@@ -33,12 +38,28 @@ def succeeded(*arguments: str) -> str:
     return done.stdout
 
 
-def refused(*arguments: str, folder: Path | None = None) -> str:
+def refused(*arguments: str) -> str:
     """Run what must be refused: one message, no traceback, exit code 2."""
-    done = dglx(*arguments, folder=folder)
+    done = dglx(*arguments)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+def refused_here(*arguments: str, folder: Path) -> str:
+    """The same of what no process is started for: in this one, which has imported everything."""
+    said = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["dglx", *arguments]),
+        mock.patch.object(subprocess, "Popen", side_effect=AssertionError("a process was started")),
+        contextlib.chdir(folder),
+        contextlib.redirect_stderr(said),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    assert ended.value.code == 2, said.getvalue()
+    assert "Traceback" not in said.getvalue()
+    return said.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -175,13 +196,13 @@ def test_help_reads_like_documentation() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_a_mistake_gets_one_message(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    assert said in refused(*arguments, folder=tmp_path)
+    assert said in refused_here(*arguments, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_strategy_names_the_nearest(dataset: Path) -> None:
-    assert "did you mean 'data_parallel'" in refused(
-        "train", str(dataset), "--strategy", "data_paralel", "--ranks", "2"
+def test_a_wrong_strategy_names_the_nearest(dataset: Path, tmp_path: Path) -> None:
+    assert "did you mean 'data_parallel'" in refused_here(
+        "train", str(dataset), "--strategy", "data_paralel", "--ranks", "2", folder=tmp_path
     )
 
 
@@ -193,12 +214,9 @@ def test_a_wrong_strategy_names_the_nearest(dataset: Path) -> None:
     ],
 )
 def test_no_process_is_started_for_what_can_be_seen_before(
-    dataset: Path, arguments: tuple[str, ...], said: str
+    dataset: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    # A rank, or its launcher, would be named.
-    shown = refused("train", str(dataset), *arguments)
-    assert said in shown
-    assert "rank 0" not in shown
+    assert said in refused_here("train", str(dataset), *arguments, folder=tmp_path)
 
 
 def test_a_mistake_that_only_the_ranks_can_see_is_told_once(dataset: Path, tmp_path: Path) -> None:
@@ -217,9 +235,9 @@ def test_a_mistake_that_only_the_ranks_can_see_is_told_once(dataset: Path, tmp_p
     assert said.count("no_such") == 1
 
 
-def test_a_folder_that_holds_something_is_not_replaced(dataset: Path) -> None:
+def test_a_folder_that_holds_something_is_not_replaced(dataset: Path, tmp_path: Path) -> None:
     before = (dataset / "manifest.json").read_bytes()
-    assert "--overwrite" in refused("partition", GRAPH, "--out", str(dataset))
+    assert "--overwrite" in refused_here("partition", GRAPH, "--out", str(dataset), folder=tmp_path)
     assert (dataset / "manifest.json").read_bytes() == before
 
 
