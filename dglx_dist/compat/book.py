@@ -52,9 +52,7 @@ class RangePartitionBook(GraphPartitionBook):
         if not 0 <= part_id < num_parts:
             raise ConfigError(f"part_id is {part_id}; there are {num_parts} parts, numbered from 0")
         if not ntypes or not etypes:
-            raise ConfigError(
-                "a book needs node types and edge types; give ntypes and etypes"
-            )
+            raise ConfigError("a book needs node types and edge types; give ntypes and etypes")
         nodes = {ntype: _bounds(node_map, ntype, num_parts) for ntype in _by_number(ntypes)}
         edges = {etype: _bounds(edge_map, etype, num_parts) for etype in _by_number(etypes)}
         self.inner = PartitionBook(nodes, edges, part_id)
@@ -92,6 +90,16 @@ class RangePartitionBook(GraphPartitionBook):
     def is_homogeneous(self) -> bool:
         """Whether there is one node type and one edge type."""
         return len(self.ntypes) == 1 and len(self.etypes) == 1
+
+    @property
+    def global_nid_dtype(self) -> torch.dtype:
+        """int64, of newer versions."""
+        return torch.int64
+
+    @property
+    def global_eid_dtype(self) -> torch.dtype:
+        """int64, of newer versions."""
+        return torch.int64
 
     @property
     def local_ntype_offset(self) -> list[int]:

@@ -57,6 +57,11 @@ class KVClient:
         return self.inner.placement.topology.num_servers
 
     @property
+    def group_count(self) -> int:
+        """1: what DGL calls servers of a machine."""
+        return 1
+
+    @property
     def client_id(self) -> int:
         """The rank of this process."""
         return self.inner.placement.topology.rank

@@ -63,6 +63,7 @@ import dgl.distributed
 from dgl.distributed import DistEmbedding, DistNodeDataLoader, initialize, optim
 from dgl.distributed.optim import SparseAdagrad
 from dgl.distributed.nn import DistEmbedding as same
+from dgl.distributed.constants import DEFAULT_ETYPE, DEFAULT_NTYPE
 from dgl.dataloading import DistEdgeDataLoader
 assert dgl.distributed.DistEdgeDataLoader is DistEdgeDataLoader and same is DistEmbedding
 assert initialize.__module__ == "dglx_dist.compat.session" and optim.SparseAdagrad is SparseAdagrad

@@ -9,7 +9,7 @@ import dgl.distributed
 import pytest
 from dgl.distributed import graph_partition_book
 
-from dglx_dist.compat.names import REFUSED, SUPPORTED, offered
+from dglx_dist.compat.names import CONSTANTS, REFUSED, SUPPORTED, offered
 from dglx_dist.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
@@ -72,6 +72,16 @@ def test_optimizers_have_what_scripts_call(name: str) -> None:
     # update() is what DGL's own step() calls.
     stock = public(getattr(dgl.distributed.optim, name)) - {"update"}
     assert stock <= public(getattr(SUPPORTED["optim"], name))
+
+
+def test_names_of_later_versions_are_there() -> None:
+    """As in the sources of DGL 2.4 and later, without what only GraphBolt's own files need."""
+    later = {"DistNodeDataLoader", "DistEdgeDataLoader", "NodeCollator", "EdgeCollator"}
+    later |= {"dgl_partition_to_graphbolt", "gb_convert_single_dgl_partition"}
+    later |= {"DEFAULT_NTYPE", "DEFAULT_ETYPE", "MAX_QUEUE_SIZE"}
+    assert later <= offered().keys()
+    assert CONSTANTS.keys() <= TABLE.keys()
+    assert {name: getattr(dgl.distributed.constants, name) for name in CONSTANTS} == dict(CONSTANTS)
 
 
 CALLED = {
