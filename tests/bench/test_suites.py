@@ -30,6 +30,15 @@ def test_a_suite_has_those_that_name_it() -> None:
         }
 
 
+def test_papers_are_all_that_is_planned_of_the_four_systems_and_the_choice() -> None:
+    """P3 is a system here, and no experiment has its number."""
+    planned = {"D1", "D2", "P1", "P2", "P4", "P5", *(f"G{i}" for i in range(1, 6)), "A1"}
+    planned |= {f"Y{i}" for i in range(1, 6)}
+    found = {one.id for one in suites.suite("papers")}
+    assert planned <= found
+    assert not [one.id for one in suites.suite("papers") if suites.why_absent(one)]
+
+
 def test_wrong_names_get_the_nearest_one() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'quick'"):
         suites.suite("quik")

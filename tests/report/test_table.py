@@ -69,3 +69,10 @@ def test_a_markdown_table_has_a_line_per_row_and_escapes_bars() -> None:
 def test_a_markdown_row_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="2 cells, the head has 1"):
         markdown_table(("a",), [("1", "2")])
+
+
+def test_what_was_foretold_has_the_units_of_what_came_out() -> None:
+    told = {"predicted_bytes_outside": 2_500_000, "predicted_epoch_seconds": 0.5, "bytes_are_counted": True}
+    shown = text(summary_table({"auto": told | {"predicted_by_measured": 1.25}}))
+    for part in ("2.5 MB", "0.500 s", "True", "1.25"):
+        assert part in shown
