@@ -46,21 +46,21 @@ def assign(name: str, graph: RawGraph, num_parts: int, seed: int = 0) -> Assignm
 @every_partitioner
 @every_graph
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 70])
-def test_every_node_has_one_owner(name: str, graph: RawGraph, num_parts: int) -> None:
+def test_every_node_has_one_owner_and_parts_are_as_even_as_stated(
+    name: str, graph: RawGraph, num_parts: int
+) -> None:
     assignment = assign(name, graph, num_parts)
     assert assignment.num_parts == num_parts
     assert assignment.method == name
     assert {t: len(p) for t, p in assignment.part_of.items()} == dict(graph.num_nodes)
     assert all(p.dtype == np.int32 for p in assignment.part_of.values())
     assert set(flat(assignment.part_of)) <= set(range(num_parts))
+    check_balance(assignment, graph)
 
 
-@every_partitioner
-@every_graph
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 70])
-def test_balance_is_within_what_is_stated(name: str, graph: RawGraph, num_parts: int) -> None:
-    assignment = assign(name, graph, num_parts)
-    stated = assignment.parameters["tolerance"]
+def check_balance(assignment: Assignment, graph: RawGraph) -> None:
+    """Every part is within the tolerance that the assignment itself states."""
+    num_parts, stated = assignment.num_parts, assignment.parameters["tolerance"]
     assert isinstance(stated, dict)
     assert "missed" not in assignment.parameters
     if stated:
