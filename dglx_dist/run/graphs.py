@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,7 +16,7 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import broadcast_json
 from dglx_dist.cluster.session import Session, session_or
 from dglx_dist.datasets.load import load_dataset
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph import DistGraph
 from dglx_dist.graph.opening import together
 from dglx_dist.partition import PartitionOptions
@@ -200,9 +201,24 @@ def distribute(
         return {"folder": str(cut_once(raw, plan, Path(cache).expanduser()))}
 
     # Rank 0 alone looks: what it finds on its disk another machine may not see yet.
-    told: Any = broadcast_json(together(session, located, ConfigError), session)
+    with _told_what_to_do(session):
+        told: Any = broadcast_json(together(session, located, ConfigError), session)
     where: dict[str, Any] = {kind: Path(path).expanduser() for kind, path in told.items()}
     return DistGraph(**where, structure=structure, session=session)
+
+
+@contextmanager
+def _told_what_to_do(session: Session) -> Iterator[None]:
+    """Say to ranks that waited in vain for rank 0 why it may take so long."""
+    try:
+        yield
+    except PeerError as error:
+        if session.topology.rank == 0:
+            raise
+        raise PeerError(
+            f"waiting for rank 0, which cuts the graph: {error}. If that takes longer than the time-out, cut "
+            "it beforehand, with `dglx partition` or dx.partition_graph, or give dx.init(timeout=) more"
+        ) from error
 
 
 def _session_for(strategy: str | None) -> Session:

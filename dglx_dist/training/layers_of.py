@@ -23,7 +23,7 @@ def layers_of(
         between: Applied to what each layer but the last gives.
 
     Raises:
-        ConfigError: the model does not tell its layers.
+        ConfigError: the model does not tell its layers, or there is none.
     """
     if layers is None:
         steps = _told_layers(module)
@@ -31,6 +31,8 @@ def layers_of(
         steps = _named_layers(module, layers)
     else:
         steps = list(layers)
+    if not steps:
+        raise ConfigError(f"{type(module).__name__} has no layers to compute; give one callable a layer")
     if between is None:
         return steps
     return [*(_followed(layer, between) for layer in steps[:-1]), *steps[-1:]]
@@ -42,7 +44,7 @@ def _followed(layer: InferenceLayer, between: Callable[[Tensor], Tensor]) -> Inf
 
 def _named_layers(module: nn.Module, name: str) -> list[InferenceLayer]:
     found = getattr(module, name, None)
-    if not isinstance(found, (nn.ModuleList, nn.Sequential, list, tuple)) or not len(found):
+    if not isinstance(found, (nn.ModuleList, nn.Sequential, list, tuple)):
         raise ConfigError(
             f"layers={name!r}, but {type(module).__name__} has no list of layers by that name; give the name "
             "of its nn.ModuleList, or one callable (block, h) -> h per layer"
