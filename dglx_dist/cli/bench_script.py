@@ -18,7 +18,9 @@ from dglx_dist.cli.bench_command import measure, write_pages
 from dglx_dist.report.table import markdown_table
 
 
-def parser_of(doc: str | None, name: str, ids: tuple[str, ...], quick: str) -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None, name: str, ids: tuple[str, ...], quick: str, *, only: str = "ids by comma"
+) -> argparse.ArgumentParser:
     """Return the parser of a script for experiments ``ids``, whose results go to runs/``name``.
 
     Args:
@@ -26,11 +28,12 @@ def parser_of(doc: str | None, name: str, ids: tuple[str, ...], quick: str) -> a
         name: Of the paper's system.
         ids: What it measures unless told otherwise.
         quick: What ``--quick`` does.
+        only: What ``--only`` is told.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs") / name, help="results go here")
     parser.add_argument("--work", type=Path, help="datasets are made here once (default: work in --out)")
-    parser.add_argument("--only", default=",".join(ids), help="ids by comma")
+    parser.add_argument("--only", default=",".join(ids), help=only)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--seed", type=int, default=0)

@@ -15,31 +15,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from dglx_dist.bench import results
-from dglx_dist.bench.driver import run
 from dglx_dist.bench.experiments.a1 import EXPERIMENT
-from dglx_dist.bench.records import BenchPlan, Outcome
+from dglx_dist.bench.records import Outcome
 from dglx_dist.bench.regret import SIZES, grid_of, plan_of
 from dglx_dist.bench.regret_table import nearness
 from dglx_dist.bench.sections import section
-from dglx_dist.bench.steps import Step
 from dglx_dist.bench.verdict import judge_experiment
+from dglx_dist.cli import bench_script
+from dglx_dist.cli.bench_command import measure
 
 
 def main() -> int:
     """Measure, write and print; 1 where the aim is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/regret"), help="results go here")
-    parser.add_argument("--quick", action="store_true", help="a small grid on small graphs")
+    few, only = "a small grid on small graphs", "families of cells whose name has this"
+    parser = bench_script.parser_of(__doc__, "regret", ("",), few, only=only)
     parser.add_argument("--rates", default="100mbit,1gbit,10gbit", help="bandwidths by comma")
     parser.add_argument("--cuts", default="random,metis", help="partitioners by comma")
-    parser.add_argument("--only", default="", help="families whose name has this")
-    parser.add_argument("--repetitions", type=int, default=1, help="of each way")
     parser.add_argument("--table", action="store_true", help="only print what was measured before")
+    parser.set_defaults(repetitions=1)
     told = parser.parse_args()
     outcome = _read(told.out) if told.table else _measured(told)
     print(section(EXPERIMENT, outcome))
@@ -50,13 +47,14 @@ def main() -> int:
 def _measured(told: argparse.Namespace) -> Outcome:
     grid = grid_of(SIZES["quick" if told.quick else "whole"])
     families = tuple(one for one in grid.families if told.only in one.name)
+    if not families:
+        sys.exit(f"no family is called {told.only!r}: {', '.join(one.name for one in grid.families)}")
     grid = replace(
         grid, families=families, cuts=tuple(told.cuts.split(",")), rates=tuple(told.rates.split(","))
     )
-    out = told.out.absolute()
-    plan = BenchPlan(suite="papers", out=out, work=out / "work", repetitions=told.repetitions)
-    experiment = replace(EXPERIMENT, build=lambda bench: plan_of(bench, grid))
-    return replace(run(experiment, plan, _tell), command=f"scripts/bench/regret.py {' '.join(sys.argv[1:])}")
+    experiment = replace(EXPERIMENT, build=lambda plan: plan_of(plan, grid))
+    (outcome,) = measure([experiment], bench_script.plan_of(told, few=False))
+    return replace(outcome, command=f"scripts/bench/regret.py {' '.join(sys.argv[1:])}")
 
 
 def _read(folder: Path) -> Outcome:
@@ -66,13 +64,5 @@ def _read(folder: Path) -> Outcome:
     return found
 
 
-def _tell(step: Step) -> None:
-    left = "" if step.seconds_left is None else f", {step.seconds_left / 60:.0f} min left"
-    print(f"{step.done} of {step.total}: {step.doing}{left}", file=sys.stderr)
-
-
 if __name__ == "__main__":
-    began = time.perf_counter()
-    code = main()
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
-    sys.exit(code)
+    sys.exit(main())
