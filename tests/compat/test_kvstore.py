@@ -8,7 +8,7 @@ import dgl
 import pytest
 import torch
 
-from dglx_dist.compat import optim, session
+from dglx_dist.compat import optim, sampling, session
 from dglx_dist.compat.embedding import DistEmbedding
 from dglx_dist.compat.graph import DistGraph
 from dglx_dist.compat.kvstore import KVClient
@@ -42,6 +42,15 @@ def test_tensors_by_name(g: DistGraph) -> None:
         client.init_data(name, (15, 2), torch.float32, policy)
     with pytest.raises(ConfigError, match="must be 'node~author~<tensor>'"):
         client.init_data("mine", (15, 2), torch.float32, policy)
+    hidden = policy.get_data_name("hidden")
+    client.init_data(hidden, (15,), torch.int64, policy, is_gdata=False)
+    client.push(hidden, [2], torch.tensor([9]))
+    assert (client.pull(hidden, [2]).tolist(), client.count_nonzero(hidden)) == ([9], 1)
+    assert hidden in client.data_name_list()
+    assert hidden not in client.gdata_name_list()
+    assert hidden in client.data_store
+    assert "hidden" not in g.nodes["author"].data
+    client.delete_data(hidden)
     client.delete_data(name)
     assert name not in client.data_name_list()
     with pytest.raises(ConfigError, match=r"g\._client"):
@@ -100,6 +109,8 @@ def test_the_local_partition_has_the_types_and_ids_of_the_book(g: DistGraph) -> 
     assert (kinds == local.edata[dgl.ETYPE]).all()
     assert sorted(local.ndata[dgl.NID].tolist()) == list(range(39))
     source, destination = (local.ndata[dgl.NID][ends] for ends in local.edges())
+    for found, ends in zip(sampling.find_edges(g, local.edata[dgl.EID]), (source, destination), strict=True):
+        assert (found == ends).all()
     for number, etype in enumerate(book.canonical_etypes):
         found = g.find_edges(typed[kinds == number], etype)
         assert (book.map_to_homo_nid(found[0], etype[0]) == source[kinds == number]).all()

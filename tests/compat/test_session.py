@@ -1,13 +1,17 @@
 """``initialize`` and the names about processes, in one process."""
 
 import copy
+import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import dgl
 import numpy as np
 import pytest
 import torch
+from dgl.data.utils import save_tensors
 
 from dglx_dist.cluster.session import current_session, session_if_open, start_later
 from dglx_dist.compat import session
@@ -15,7 +19,7 @@ from dglx_dist.compat.book import RangePartitionBook
 from dglx_dist.compat.data_loader import DistDataLoader
 from dglx_dist.compat.graph import DistGraph
 from dglx_dist.compat.loaders import DistEdgeDataLoader, DistNodeDataLoader
-from dglx_dist.compat.partition import load_partition_book
+from dglx_dist.compat.partition import load_partition_book, partition_graph
 from dglx_dist.compat.split import edge_split, node_split
 from dglx_dist.compat.tensor import DistTensor
 from dglx_dist.errors import ConfigError, UnknownNameError
@@ -136,6 +140,36 @@ def test_of_two_graphs_the_one_whose_book_is_given(g: DistGraph, stock_parts: Ma
     assert ("mine" in g.ndata, "mine" in typed.nodes["paper"].data) == (False, True)
 
 
+def test_rows_of_a_batch_are_not_taken_for_those_of_another_graph(
+    g: DistGraph, stock_parts: Mapping[str, Path]
+) -> None:
+    other = DistGraph("one", part_config=stock_parts["one"])
+    sampler = dgl.dataloading.NeighborSampler([2], prefetch_node_feats=["features"])
+    (batch,) = DistNodeDataLoader(g, torch.arange(60), sampler, batch_size=60)
+    nodes, drawn = batch[0], batch[-1][0].srcdata["features"]
+    assert torch.equal(g.ndata["features"][nodes], drawn)
+    assert torch.equal(other.ndata["features"][nodes], other.ndata["features"][nodes.clone()])
+    assert not torch.equal(other.ndata["features"][nodes], drawn)
+
+
+def test_the_only_type_may_have_any_name(tmp_path: Path) -> None:
+    ring = torch.arange(5), (torch.arange(5) + 1) % 5
+    partition_graph(dgl.heterograph({("user", "follows", "user"): ring}), "ring", 1, tmp_path)
+    session.initialize()
+    g = DistGraph("ring", part_config=tmp_path / "ring.json")
+    assert (g.num_nodes(), g.num_nodes("_N"), g.num_edges("_E"), g.ntypes) == (5, 5, 5, ["user"])
+    assert node_split(torch.ones(5), g.get_partition_book()).tolist() == [0, 1, 2, 3, 4]
+    assert edge_split(torch.tensor([0, 1, 0, 0, 1])).tolist() == [1, 4]
+    # A column that is written into the files of a part after they were read.
+    file = tmp_path / "part0" / "node_feat.dgl"
+    save_tensors(str(file), {"user/age": torch.arange(5)})
+    os.utime(file, (time.time() + 1, time.time() + 1))
+    assert "age" not in g.ndata
+    session.exit_client()
+    session.initialize()
+    assert DistGraph("ring", part_config=tmp_path / "ring.json").ndata["age"][[3]].tolist() == [3]
+
+
 def test_tensors_are_freed_once_nobody_refers_to_them(g: DistGraph) -> None:
     kept = DistTensor((60,), torch.float32, "kept", persistent=True)
     first, second = DistTensor((60,), torch.float32, "first"), DistTensor((60,), torch.float32)
@@ -158,8 +192,6 @@ def test_a_saved_tensor_is_the_tensor_of_its_rows(g: DistGraph, tmp_path: Path) 
 
 
 def test_loaders_say_what_they_do_not_do(g: DistGraph) -> None:
-    import dgl
-
     sampler = dgl.dataloading.NeighborSampler([2])
     with pytest.warns(UserWarning, match="num_workers=2 has no effect"):
         loader = DistNodeDataLoader(g, torch.arange(7), sampler, batch_size=3, num_workers=2, queue_size=2)
@@ -197,8 +229,6 @@ def test_a_plain_loader_makes_batches_ahead_and_says_how_many_there_are(g: DistG
 
 
 def test_strategies_inside_the_model_ask_for_wrap(stock_parts: Mapping[str, Path]) -> None:
-    import dgl
-
     session.initialize(strategy="full_graph")
     g = DistGraph("two", part_config=stock_parts["two"])
     sampler = dgl.dataloading.NeighborSampler([-1])
