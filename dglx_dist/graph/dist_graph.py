@@ -376,8 +376,9 @@ class DistGraph(Shared):
         barrier(self.session, f"closing {self.name}")
         for action in self.on_close:
             action()
-        for opened in (self.kvstore, *self._structures.values()):
-            opened.close()
+        self.kvstore.close()
+        for structure in self._structures.values():
+            structure.close()
         if self.session.attached.get(GRAPH) is self:
             del self.session.attached[GRAPH]
 
@@ -387,8 +388,7 @@ class DistGraph(Shared):
         return ntype
 
     def _ntype_or_only(self, ntype: str | None, remedy: str) -> str:
-        named = only_of(self.ntypes, self.ntypes, "node", remedy) if ntype is None else ntype
-        return self._known_ntype(named)
+        return self._known_ntype(ntype or only_of(self.ntypes, self.ntypes, "node", remedy))
 
     def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
         named = only_of(self.canonical_etypes, self.etypes, "edge", remedy) if etype is None else etype
