@@ -48,7 +48,7 @@ def _measured(told: argparse.Namespace) -> Outcome:
     grid = grid_of(SIZES["quick" if told.quick else "whole"])
     families = tuple(one for one in grid.families if told.only in one.name)
     if not families:
-        sys.exit(f"no family is called {told.only!r}: {', '.join(one.name for one in grid.families)}")
+        sys.exit(f"no family has {told.only!r} in its name: {'; '.join(one.name for one in grid.families)}")
     grid = replace(
         grid, families=families, cuts=tuple(told.cuts.split(",")), rates=tuple(told.rates.split(","))
     )
