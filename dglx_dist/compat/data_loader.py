@@ -71,8 +71,9 @@ class DistDataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.shuffle:
             self._order = self._order[torch.randperm(len(self._order))]
-        self._running = self._batches(self._order, self._shares())
-        return self._running
+        # Not kept: a loop that is left early ends its batches, and their share of the step, there and then.
+        self._running = None
+        return self._batches(self._order, self._shares())
 
     def __next__(self) -> Any:
         """Return the next batch of the epoch that ``iter()`` began, which it does itself the first time.
@@ -81,8 +82,7 @@ class DistDataLoader:
             StopIteration: there is none, until ``iter()`` begins another epoch.
         """
         if self._running is None:
-            iter(self)
-        assert self._running is not None
+            self._running = self._batches(self._order, self._shares())
         return next(self._running)
 
     def _batches(self, order: Tensor, shares: list[StepShare]) -> Iterator[Any]:

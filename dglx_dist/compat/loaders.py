@@ -58,8 +58,9 @@ class _Loader:
         Raises:
             ConfigError: the strategy goes into the model's layers, and no model was wrapped.
         """
-        self._running = self._batches()
-        return self._running
+        # Not kept: a loop that is left early ends its batches, and their share of the step, there and then.
+        self._running = None
+        return self._batches()
 
     def __next__(self) -> Any:
         """Return the next batch of the epoch that ``iter()`` began, which it does itself the first time.
@@ -67,7 +68,9 @@ class _Loader:
         Raises:
             StopIteration: there is none, until ``iter()`` begins another epoch.
         """
-        return next(self._running or iter(self))
+        if self._running is None:
+            self._running = self._batches()
+        return next(self._running)
 
     @property
     def expected_idxs(self) -> int:

@@ -199,6 +199,11 @@ def test_loaders_say_what_they_do_not_do(g: DistGraph) -> None:
     assert [len(next(loader)[1]) for _ in range(3)] == [3, 3, 1]
     with pytest.raises(StopIteration):
         next(loader)
+    for batches in (loader, DistDataLoader(torch.arange(7), 3)):
+        for _ in batches:
+            assert g.session.step_share is not None
+            break
+        assert g.session.step_share is None
     with pytest.raises(ConfigError, match="no option 'batch_sise'"):
         DistNodeDataLoader(g, torch.arange(7), sampler, batch_sise=3)
     with pytest.warns(UserWarning, match="its own reverse"):
