@@ -31,6 +31,14 @@ class Nearness:
         """Whether it is as near as was aimed at."""
         return self.error <= ERROR and not self.differ
 
+    @property
+    def in_words(self) -> str:
+        """The figures."""
+        return (
+            f"predicted seconds of {self.variants} ways are {100 * self.error:.0f} % off in the median; of "
+            f"{self.counted} whose bytes were foretold to the byte, {self.differ} moved others"
+        )
+
 
 def cells_of(outcome: Outcome) -> tuple[Cell, ...]:
     """Return the cells of the experiment; none where it has no choice to judge."""
@@ -81,9 +89,7 @@ def regret_tables(outcome: Outcome) -> list[str]:
         return []
     return [
         markdown_table(_CELLS, rows),
-        f"Predicted seconds of {near.variants} ways are {100 * near.error:.0f} % off in the median (aim: at "
-        f"most {100 * ERROR:.0f} %); of {near.counted} whose bytes were foretold to the byte, {near.differ} "
-        "moved others.",
+        f"{near.in_words[0].upper()}{near.in_words[1:]} (aim: at most {100 * ERROR:.0f} %, and none).",
     ]
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 from dglx_dist.bench.figures import RatioFigures, ratio_figures
 from dglx_dist.bench.records import Experiment, Outcome, Ratio
+from dglx_dist.bench.regret import ERROR
+from dglx_dist.bench.regret_table import Nearness, nearness
 from dglx_dist.bench.suites import why_absent
 
 Word = Literal[
@@ -89,7 +91,14 @@ def judge_experiment(experiment: Experiment, outcome: Outcome | None) -> Verdict
         return Verdict(word="not measured yet", why="there is no result of it")
     if outcome.status != "measured":
         return Verdict(word=outcome.status, why=outcome.reason)
-    return _together([(figures.ratio.name, judge(figures)) for figures in ratio_figures(outcome)])
+    verdicts = [(figures.ratio.name, judge(figures)) for figures in ratio_figures(outcome)]
+    near = nearness(outcome)
+    return _together([*verdicts, *([] if near is None else [("what was foretold", _of_nearness(near))])])
+
+
+def _of_nearness(near: Nearness) -> Verdict:
+    why = f"{near.in_words}, of at most {100 * ERROR:.0f} % and none"
+    return Verdict(word="reproduced" if near.is_near else "not reproduced", why=why)
 
 
 def _together(verdicts: Sequence[tuple[str, Verdict]]) -> Verdict:

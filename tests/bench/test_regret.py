@@ -13,7 +13,7 @@ from dglx_dist.bench.records import BenchPlan, Cell, Outcome, Ratio
 from dglx_dist.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS, Size, grid_of, plan_of
 from dglx_dist.bench.regret_table import nearness, regret_tables
 from dglx_dist.bench.sections import section
-from dglx_dist.bench.verdict import judge
+from dglx_dist.bench.verdict import judge, judge_experiment
 from dglx_dist.errors import ConfigError
 from tests.bench.measured import EXPERIMENT, measurements, outcome, variant
 
@@ -60,6 +60,21 @@ def test_regret_is_of_medians_over_the_cells() -> None:
     assert worst.value.median == pytest.approx(1.6)
     assert judge(replace(median, limited=True)).word == "not reproduced"
     assert judge(replace(worst, limited=True, ratio=replace(worst.ratio, high=1.7))).word == "reproduced"
+
+
+def test_regret_alone_does_not_reproduce_what_was_foretold() -> None:
+    """Seconds are 10 % off; of two ways whose bytes were counted one moved others, then none."""
+    whole = judged("median", 1.25)
+    limited = replace(whole, network={name: {"kind": "namespaces", "external": "1gbit"} for name in SECONDS})
+    assert limited.plan is not None
+    assert judge_experiment(EXPERIMENT, limited).word == "partly reproduced"
+    facts = {**limited.plan.facts, COUNTED_BYTES: {"one: a": 50_000_000}}
+    right = replace(limited, plan=replace(limited.plan, facts=facts))
+    assert judge_experiment(EXPERIMENT, right).word == "reproduced"
+    far = {**facts, PREDICTED_SECONDS: {name: 1.3 * value for name, value in SECONDS.items()}}
+    found = judge_experiment(EXPERIMENT, replace(limited, plan=replace(limited.plan, facts=far)))
+    assert found.word == "partly reproduced"
+    assert "30 % off" in found.why
 
 
 def test_a_way_without_measurement_leaves_no_regret() -> None:
