@@ -46,7 +46,14 @@ def column(table: Any, name: str, where: str) -> Any:
         raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
     combined = table.column(name).combine_chunks()
     # A chunked column of no chunks combines to another type than one of several.
-    return combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
+    return plain(combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined)
+
+
+def plain(values: Any) -> Any:
+    """Return a pyarrow array with what categories of pandas and views of Polars stand for spelt out."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    return values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
 
 
 def id_column(table: Any, name: str, where: str) -> Any:
@@ -57,8 +64,6 @@ def id_column(table: Any, name: str, where: str) -> Any:
             integers nor strings.
     """
     ids = column(table, name, where)
-    if pa.types.is_dictionary(ids.type):
-        ids = ids.dictionary_decode()
     if table.num_rows == 0:
         raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
     refuse_gaps(ids, name, where)

@@ -52,7 +52,6 @@ class Labels:
         """See some rows, before :meth:`codes` is asked."""
         if self.is_regression:
             return
-        values = _decoded(values)
         is_text = _is_text(values)
         if self._is_text not in (None, is_text):
             raise DatasetError(
@@ -98,7 +97,6 @@ class Labels:
         Raises:
             DatasetError: naming file, row and column of what is no label.
         """
-        values = _decoded(values)
         if self.is_regression:
             read = numbers_of_text if _is_text(values) else number_values
             return read(values, self.column, where, first_row).astype(np.float32)
@@ -127,10 +125,6 @@ class Labels:
                 "class; give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
             )
         return numbers.astype(np.int64)
-
-
-def _decoded(values: Any) -> Any:
-    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
 
 def _is_text(values: Any) -> bool:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from dglx_dist.datasets.table_files import plain
 from dglx_dist.errors import DatasetError
 from dglx_dist.ingest.files import FileSet
 
@@ -68,7 +69,7 @@ class Table:
             for batch in self._read(path, list(dict.fromkeys(names))):
                 if not batch.num_rows:
                     continue
-                columns = {name: batch.column(name) for name in names}
+                columns = {name: plain(batch.column(name)) for name in names}
                 yield Piece(
                     path=path, first_row=row - first, row=row, columns=columns, num_rows=batch.num_rows
                 )
@@ -170,7 +171,7 @@ def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
             batch_size=_PROBED_ROWS, row_groups=[number], columns=texts, use_threads=False
         )
         first = next(rows)
-        probe = first.nbytes // first.num_rows
+        probe = sum(plain(column).nbytes for column in first.columns) // first.num_rows
     return int(total // max(group.num_rows, 1)) + probe
 
 

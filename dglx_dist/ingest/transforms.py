@@ -268,8 +268,6 @@ class Categorical(Transform):
                 f"{where}: column {self.column!r} holds {values.type}; to_categorical takes one value a "
                 "row, or texts with a separator"
             )
-        if pa.types.is_dictionary(values.type):
-            values = values.dictionary_decode()
         try:
             texts = values.cast(pa.large_string())
         except pa.ArrowException as problem:

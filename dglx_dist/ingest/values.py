@@ -58,8 +58,6 @@ def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool)
     Raises:
         DatasetError: naming the first row that is empty, or what the column holds instead of ids.
     """
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
     refuse_gaps(values, name, where, first_row)
     is_string = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
     if not is_string and not pa.types.is_integer(values.type):

@@ -256,6 +256,23 @@ def test_rows_without_an_id_column_are_numbered(tmp_path: Path) -> None:
             run(tmp_path, description, overwrite=True)
 
 
+def test_texts_are_the_same_however_a_program_keeps_them(tmp_path: Path) -> None:
+    path = write_shop(tmp_path)
+    users, buys = pa.table(USERS), pa.table(BUYS)
+    names = pa.array(USERS["id"], pa.string_view())
+    users = users.set_column(0, "id", names).set_column(2, "city", users["city"].dictionary_encode())
+    users = users.set_column(4, "segment", users["segment"].dictionary_encode())
+    pyarrow.parquet.write_table(users.slice(0, 3), tmp_path / "users-0.parquet")
+    pyarrow.parquet.write_table(users.slice(3), tmp_path / "users-1.parquet")
+    pyarrow.parquet.write_table(
+        buys.set_column(0, "who", buys["who"].dictionary_encode()), tmp_path / "buys.parquet"
+    )
+    ingest(read_config(path), IngestPlan(out=tmp_path / "views", memory=1 << 30))
+    run(tmp_path, name="views")
+    names_of = [(tmp_path / folder / "manifest.json").read_text() for folder in ("views", "out")]
+    assert names_of[0] == names_of[1]
+
+
 def test_files_without_a_row_stand_among_others(tmp_path: Path) -> None:
     for name, text in (("a", ""), ("b", "x,1\n"), ("c", ""), ("d", "y,2\n")):
         (tmp_path / f"n-{name}.csv").write_text(f"id,v\n{text}")

@@ -14,9 +14,12 @@ import pyarrow.parquet
 from dglx_dist.ingest.build import IngestPlan, ingest
 from dglx_dist.ingest.config import read_config
 from dglx_dist.ingest.memory import CODE, open_budget, peak, resident
+from dglx_dist.partition import PARTITIONERS, PartitionOptions
 from dglx_dist.run.plan import TrainPlan
+from dglx_dist.run.prepare import load_graph
 from dglx_dist.run.train import train_dataset
 from dglx_dist.storage.reader import open_dataset
+from dglx_dist.storage.writer import write_dataset
 from tests.helpers.ranks import run_ranks
 
 LIMIT_MB = 185
@@ -78,20 +81,31 @@ def test_tables_larger_than_the_limit_stay_within_it(tmp_path: Path) -> None:
     assert (manifest.num_nodes("user"), manifest.num_edges(("user", "knows", "user"))) == (60_000, 300_000)
 
 
-def test_predictions_have_the_ids_of_the_tables(tmp_path: Path) -> None:
-    ids = write_graph(tmp_path, nodes=200, width=4, edges=1500)
+def test_predictions_stand_beside_the_ids_of_the_tables(tmp_path: Path) -> None:
+    write_graph(tmp_path, nodes=200, width=3, edges=300)
+    table = pyarrow.parquet.read_table(tmp_path / "n.parquet")
+    # What a node is can be seen from its row, so that a prediction beside another's id would be wrong.
+    rows = pa.array(np.eye(3, dtype=np.float32)[table["y"].to_numpy()].tolist())
+    pyarrow.parquet.write_table(table.set_column(1, "emb", rows), tmp_path / "n.parquet")
     ingest(read_config(tmp_path / "graph.json"), IngestPlan(out=tmp_path / "data", memory=1 << 32))
+    graph = load_graph(tmp_path / "data")
+    cut = PARTITIONERS.get("random")(PartitionOptions()).assign(graph, 2, 0)
+    write_dataset(graph, cut, tmp_path / "two")
     plan = TrainPlan(
-        data=str(tmp_path / "data"),
+        data=str(tmp_path / "two"),
         out=str(tmp_path / "run"),
-        epochs=1,
+        epochs=10,
         hidden=8,
+        lr=0.1,
         predictions=str(tmp_path / "classes"),
     )
     run_ranks(train_dataset, 2, args=(plan,))
-    table = pyarrow.dataset.dataset(tmp_path / "classes").to_table()
-    assert sorted(table["id"].to_pylist()) == sorted(ids)
-    assert set(table["prediction"].to_pylist()) <= {0, 1, 2}
+    found = pyarrow.dataset.dataset(tmp_path / "classes").to_table()
+    classes = dict(zip(table["id"].to_pylist(), table["y"].to_pylist(), strict=True))
+    assert found["id"].to_pylist() != table["id"].to_pylist()
+    assert sorted(found["id"].to_pylist()) == sorted(classes)
+    pairs = zip(found["id"].to_pylist(), found["prediction"].to_pylist(), strict=True)
+    assert sum(classes[name] == seen for name, seen in pairs) > 160
 
 
 def test_memory_is_what_the_system_says() -> None:
