@@ -56,7 +56,8 @@ def install() -> Installed:
         _take_place(undo)
     else:
         _rebind(loaded, undo)
-    for name in ("DistNodeDataLoader", "DistEdgeDataLoader"):
+    # Where DGL has loaded its own package, its loaders of one machine show DistGraph too.
+    for name in OF_LOADERS if loaded else OF_LOADERS[1:]:
         _set(dgl.dataloading, name, SUPPORTED[name], undo)
     return Installed(undo)
 

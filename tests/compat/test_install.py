@@ -10,7 +10,7 @@ REBOUND = """
 import dgl
 from dgl.distributed import dist_context, kvstore, role, rpc
 stock = dgl.distributed.DistGraph, dgl.dataloading.DistNodeDataLoader, role.get_rank
-pull = kvstore.default_pull_handler
+pull, plain = kvstore.default_pull_handler, dgl.dataloading.DistDataLoader
 import dglx_dist.compat
 from dglx_dist.compat.graph import DistGraph
 from dglx_dist.compat.loaders import DistNodeDataLoader
@@ -20,7 +20,8 @@ from dgl.distributed.dist_graph import DistGraph as inner
 from dgl.distributed.optim import SparseAdam
 import dgl.distributed.nn
 # Whose loader of one machine says that it is not for this graph.
-assert dgl.dataloading.dataloader.DistGraph is DistGraph
+assert dgl.dataloading.dataloader.DistGraph is dgl.dataloading.DistGraph is DistGraph
+assert dgl.dataloading.DistDataLoader is dgl.distributed.DistDataLoader is not plain
 assert found is inner is DistGraph and later is dgl.dataloading.DistNodeDataLoader is DistNodeDataLoader
 assert SparseAdam.__module__ == "dglx_dist.compat.optim"
 assert dgl.distributed.nn.DistEmbedding is dgl.distributed.DistEmbedding
@@ -40,6 +41,7 @@ with dglx_dist.compat.install():
     pass
 assert dgl.distributed.DistGraph is DistGraph
 installed.undo()
+assert dgl.dataloading.DistDataLoader is plain
 assert (dgl.distributed.DistGraph, dgl.dataloading.DistNodeDataLoader, role.get_rank) == stock[:3]
 assert not hasattr(dgl.distributed, "DistNodeDataLoader")
 """
