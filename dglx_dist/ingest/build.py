@@ -14,12 +14,12 @@ import numpy as np
 from dglx_dist.errors import ConfigError
 from dglx_dist.ingest.config import EdgeSpec, FeatureSpec, IngestConfig, NodeSpec
 from dglx_dist.ingest.edges import IngestedEdges, ingest_edges
-from dglx_dist.ingest.features import Features
 from dglx_dist.ingest.files import FileSet
 from dglx_dist.ingest.memory import frugal, open_budget, peak
 from dglx_dist.ingest.nodes import IngestedNodes, ingest_nodes
 from dglx_dist.ingest.tables import Table
 from dglx_dist.ingest.tensors import Place
+from dglx_dist.ingest.transforms import make_transforms
 from dglx_dist.progress import progress
 from dglx_dist.records import SPLITS, EdgeType
 from dglx_dist.storage.folders import named_failures, partial_folder
@@ -133,16 +133,18 @@ def write_settled(ingested: Ingested, path: Path) -> None:
 
 def _check_tables(config: IngestConfig) -> None:
     """Find out before anything is read in full whether there are all columns, and settings make sense."""
-    for spec in (*config.nodes, *config.edges):
-        Features(spec.features, 1)
-        names = [column for feature in spec.features for column in feature.columns]
-        label = spec.label
-        names += [label.column] if label is not None and label.column is not None else []
+    specs: tuple[NodeSpec | EdgeSpec, ...] = (*config.nodes, *config.edges)
+    for spec in specs:
+        for feature in spec.features:
+            make_transforms(feature)
         if isinstance(spec, EdgeSpec):
-            names += [spec.source_column, spec.destination_column]
-        elif spec.id_column is not None:
-            names.append(spec.id_column)
-        Table(spec.files, 1).check(names)
+            ids: tuple[str | None, ...] = (spec.source_column, spec.destination_column)
+        else:
+            ids = (spec.id_column,)
+        label = spec.label
+        others = [column for feature in spec.features for column in feature.columns]
+        named = (*ids, *others, None if label is None else label.column)
+        Table(spec.files, 1).check([column for column in named if column is not None])
         if label is not None and label.id_column is not None:
             for files in label.files.values():
                 Table(files, 1).check([label.id_column])
