@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from dglx_dist.cluster import session
+from tests.compat.graphs import SCRIPTS
+from tests.compat.test_scripts import DDP, WRAP
 from tests.helpers.ranks import run_ranks
 
 HERE = Path(__file__).parent
@@ -68,13 +70,25 @@ def test_changed_scripts_learn_on_any_number_of_ranks(tmp_path: Path, ranks: int
     assert len(list((tmp_path / "data").iterdir())) == 3
 
 
+def blocks_of_the_page() -> list[list[str]]:
+    """The lines of each diff that the page shows."""
+    blocks = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    return [[line for line in block.splitlines() if line] for block in blocks]
+
+
 @pytest.mark.parametrize("name", ADDED)
 def test_the_page_shows_the_diff_and_counts_its_lines(name: str) -> None:
     lines = (HERE / f"{name}.diff").read_text().splitlines()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
     assert len(added) == ADDED[name]
     changed = [line for line in lines if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
-    page = PAGE.read_text()
-    blocks = [block.splitlines() for block in re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL)]
-    assert any([line for line in block if line] == changed for block in blocks)
-    assert f"`{name}.py`: {ADDED[name]} lines" in page
+    assert changed in blocks_of_the_page()
+    assert f"`{name}.py`: {ADDED[name]} lines" in PAGE.read_text()
+
+
+def test_the_page_shows_what_is_changed_and_corrected_in_a_script_of_distdgl() -> None:
+    # tests/compat runs it, as it is and with these lines changed.
+    script = (SCRIPTS / "node_classification.py").read_text().splitlines()
+    *_, changed, corrected = blocks_of_the_page()
+    assert changed == ["+import dglx_dist", f"-    {DDP}", f"+    {WRAP}"]
+    assert [line[0] for line in corrected if (line[1:] in script) == (line[0] == "+")] == list("-++-+")

@@ -1,12 +1,13 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError, StorageError, UnknownNameError
 from dglx_dist.partition import PartitionOptions
-from dglx_dist.records import NODE_TYPE
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, RawGraph
 from dglx_dist.run.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.storage.reader import open_dataset
 from tests.run.graphs import two_triangles
@@ -62,13 +63,27 @@ def test_the_key_changes_with_every_thing_that_matters() -> None:
     other = replace(
         graph, node_data={NODE_TYPE: {**graph.node_data[NODE_TYPE], "feat": np.zeros((6, 2), np.float32)}}
     )
+    feat = np.asarray(graph.node_data[NODE_TYPE]["feat"]).copy()
+    feat[5, 1] += 1
+
+    def with_feat(column: np.ndarray[Any, Any]) -> RawGraph:
+        return replace(graph, node_data={NODE_TYPE: {**graph.node_data[NODE_TYPE], "feat": column}})
+
+    (source, destination) = graph.edges[EDGE_TYPE]
     keys = {
         content_key(graph, plan),
         content_key(other, plan),
+        content_key(with_feat(feat), plan),
+        content_key(with_feat(feat.view(np.int32)), plan),
+        content_key(with_feat(feat.reshape(6, 1, 2)), plan),
+        content_key(replace(graph, edges={EDGE_TYPE: (destination, source)}), plan),
+        content_key(replace(graph, edges={EDGE_TYPE: (source[::-1], destination[::-1])}), plan),
+        content_key(replace(graph, edge_data={EDGE_TYPE: {"w": source}}), plan),
+        content_key(replace(graph, user_ids={NODE_TYPE: np.arange(6)}), plan),
         content_key(replace(graph, node_data={}), plan),
         content_key(graph, replace(plan, seed=1)),
         content_key(graph, replace(plan, num_parts=3)),
         content_key(graph, replace(plan, method="random")),
     }
-    assert len(keys) == 6
+    assert len(keys) == 13
     assert content_key(two_triangles(), plan) in keys
