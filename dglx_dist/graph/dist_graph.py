@@ -177,7 +177,10 @@ class DistGraph(Shared):
         key = self._ntype_or_only(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
-            raise ConfigError(f"{self.dataset.folder} states no number of classes for nodes of type {key!r}")
+            raise ConfigError(
+                f"{self.dataset.folder} states no number of classes for nodes of type {key!r}; partition a "
+                "graph whose nodes have labels"
+            )
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:

@@ -75,7 +75,7 @@ def train_dataset(plan: TrainPlan) -> Trained:
             if not plan.resume:
                 # A later --resume would go on from those of the run that is replaced.
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-        built = build(plan, g, ntype, _classes(g, ntype))
+        built = build(plan, g, ntype, g.num_classes(ntype))
         wrapped, result = _fit(
             plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None
         )
@@ -103,7 +103,7 @@ def _settled_strategy(plan: TrainPlan, g: DistGraph) -> tuple[TrainPlan, dict[st
     check_plannable(g.dataset.manifest, plan.data)
     # What is trained draws its weights anew, as if the strategy had been named.
     with torch.random.fork_rng(devices=[]):
-        module = build(plan, g, g.ntypes[0], _classes(g, g.ntypes[0])).module
+        module = build(plan, g, g.ntypes[0], g.num_classes(g.ntypes[0])).module
     return settle_strategy(plan, g, module)
 
 
@@ -160,13 +160,6 @@ def check_trainable(plan: TrainPlan, g: DistGraph) -> str:
         if len(shape) != 2:
             raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}; it must be (N, F)")
     return ntype
-
-
-def _classes(g: DistGraph, ntype: str) -> int:
-    classes = g.num_classes(ntype)
-    if not classes:
-        raise ConfigError(f"{g.dataset.folder} does not say how many classes there are; partition it again")
-    return classes
 
 
 def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.planner.links import probe
+from dglx_dist.records import NODE_TYPE
+from dglx_dist.run.auto import check_even
 from dglx_dist.run.auto_options import Training, read_auto_options
 from dglx_dist.run.fit import fit
 from dglx_dist.run.going_on import adopt_earlier
 from dglx_dist.run.graphs import distribute
 from dglx_dist.run.plan import TrainPlan
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.run.session import DataLoader, choose_strategy, init, wrap
 from dglx_dist.run.train import train_dataset
 from dglx_dist.strategies.registry import AUTO
@@ -25,6 +30,7 @@ from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import TRAINED_WITH, FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
+from tests.run.graphs import two_triangles
 from tests.strategies import equality
 
 
@@ -114,6 +120,32 @@ def test_auto_trains_as_the_strategy_that_it_chose(data: str, tmp_path: Path) ->
     assert all(one["candidate"]["exact"] for one in first["plan"]["predictions"])
 
 
+def test_servers_of_unequal_size_are_not_counted_for() -> None:
+    check_even(Topology(0, 4, (0, 0, 1, 1)))
+    with pytest.raises(ConfigError, match="servers have 1 or 2 ranks"):
+        check_even(Topology(0, 3, (0, 0, 1)))
+
+
+def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
+    raw = two_triangles()
+    partition_to_disk(raw, tmp_path / "some", PartitionPlan(num_parts=2, method="contiguous"))
+    raw.node_data[NODE_TYPE]["train_mask"][:] = False
+    partition_to_disk(raw, tmp_path / "none", PartitionPlan(num_parts=2, method="contiguous"))
+    model = build_model("gcn", 2, 4, 2)
+    with init(AUTO) as session:
+        g = DistGraph(tmp_path / "none", session=session)
+        with pytest.raises(ConfigError, match=r"'train_mask' of .* marks no node"):
+            choose_strategy(model, g)
+        g.close()
+        g = DistGraph(tmp_path / "some", session=session)
+        choice = choose_strategy(model, g, fanouts=[2, 2], batch_size=1)
+        g.close()
+    assert choice.taken is not None
+    assert choice.taken.candidate.name == "data_parallel"
+    assert choice.trained == "gcn of 2 layers, hidden width 4; mini-batches of 1 a rank, fan-outs 2,2"
+    assert any("as those of a gcn of 2 layers" in line for line in choice.assumptions)
+
+
 def test_options_of_auto() -> None:
     assert read_auto_options({"full_graph_epochs": 3, "memory": 1000}).memory == "1000"
     with pytest.raises(ConfigError, match="'auto' has no option 'dept'"):
@@ -160,6 +192,14 @@ def test_what_is_distributed_under_auto_is_chosen_for_once(data: str) -> None:
 def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
     trained = train_dataset(plan_of(data, tmp_path / "alone", epochs=1))
     assert trained.summary["strategy"] == "data_parallel"
+    # Fan-outs are of the mini-batches that whole graphs are weighed against; nothing warns of them.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        whole = plan_of(data, tmp_path / "whole", epochs=1, strategy_options={"unit": "full_graph"})
+        assert train_dataset(whole).summary["strategy"] == "full_graph"
+    workers = json.loads((tmp_path / "whole" / "plan.json").read_text())["predictions"][-1]
+    assert (workers["name"], workers["feasible"]) == ("lambda", False)
+    assert "drops with probability 0.5" in workers["why_not"]
     with pytest.raises(ConfigError, match="--cache vip must be left out with --strategy auto"):
         plan_of(data, tmp_path / "alone", cache="vip")
 
