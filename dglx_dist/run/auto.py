@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
@@ -61,8 +62,8 @@ def choose_in_job(model: nn.Module, g: DistGraph, told: Training) -> Choice:
             f"open it with strategy={AUTO!r}"
         )
     options = read_auto_options(session.options)
-    # Ranks that expect different batches would count, and wait, differently.
-    check_same_model(model, session, f"{told}")
+    _check_alike(told, options, session)
+    check_same_model(model, session, "a model")
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # What follows must draw what it would have drawn under the chosen strategy.
@@ -107,8 +108,9 @@ def _chosen(
         estimators=options.allow_estimators,
         full_graph_epochs=options.full_graph_epochs,
     )
-    caches = options.caches and told.allow_cache
-    candidates = _candidates(g, shape, cluster, draws, wishes, allow_cache=caches)
+    candidates = _candidates(g, shape, cluster, draws, wishes, allow_cache=options.caches)
+    if told.own_loop:
+        candidates = tuple(one for one in candidates if one.moves != "intervals")
     known = live_run(
         g,
         model,
@@ -126,6 +128,20 @@ def _chosen(
         tell,
     )
     return _agreed(choose(candidates, known, wishes), session), draws
+
+
+def _check_alike(told: Training, options: AutoOptions, session: Session) -> None:
+    """Raise ConfigError where ranks, told differently, would count different things; collective."""
+    mine: dict[str, Any] = {**asdict(told), **asdict(options)}
+    for rank, theirs in enumerate(gather_json(mine, session)):
+        assert isinstance(theirs, dict)
+        # As JSON has it: lists for tuples.
+        for name, value in json.loads(json.dumps(mine)).items():
+            if theirs[name] != value:
+                raise ConfigError(
+                    f"rank {session.topology.rank} has {name}={value} where rank {rank} has {theirs[name]}; "
+                    "strategy 'auto' must be told the same on every rank"
+                )
 
 
 def _agreed(choice: Choice, session: Session) -> Choice:
@@ -168,7 +184,8 @@ def _candidates(
 
 
 def _shape(model: nn.Module, g: DistGraph, told: Training) -> ModelShape:
-    features, classes = g.ndata[FEATURE].shape[1], int(g.num_classes(g.ntypes[0]) or 1)
+    # A loop of one's own may take its targets from elsewhere; the last layer is then of unknown width.
+    features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
     found = layers_in(model)
     layers = told.num_layers or (len(told.fanouts) if told.fanouts else found.count) or 2
     heads = found.heads if told.kind is None else told.heads

@@ -77,8 +77,8 @@ class Training:
     """Of a ready-made model; None: by its convolutions."""
     heads: int = 4
     hidden: int | None = None
-    allow_cache: bool = True
-    """Whether a cache of remote rows may be chosen."""
+    own_loop: bool = False
+    """Whether steps are in a loop of the user's, which strategy ``lambda`` has no place for."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:

@@ -17,7 +17,7 @@ from dglx_dist.records import FEATURE
 from dglx_dist.run.auto_outcome import outcome_of
 from dglx_dist.run.facts import facts_of
 from dglx_dist.run.going_on import adopt_earlier
-from dglx_dist.run.session import DataLoader, choose_strategy, default_batch_size, default_fanouts, wrap
+from dglx_dist.run.session import DataLoader, choose_for, default_batch_size, default_fanouts, wrap
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.strategies.opening import strategy_of
 from dglx_dist.strategies.registry import AUTO
@@ -136,7 +136,7 @@ def _settle_strategy(
     folder = config.checkpoint_folder
     if config.resume and folder is not None and adopt_earlier(g, folder, fanouts, batch_size) is not None:
         return None
-    return choose_strategy(model, g, fanouts=fanouts, batch_size=batch_size, epochs=config.epochs)
+    return choose_for(model, g, fanouts, batch_size, config.epochs, own_loop=False)
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:

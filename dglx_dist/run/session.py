@@ -246,6 +246,19 @@ def choose_strategy(
             the graph has several types, the model fails on a batch, or nothing fits.
         PeerError: a rank is dead or silent.
     """
+    return choose_for(model, g, fanouts, batch_size, epochs, own_loop=True)
+
+
+def choose_for(
+    model: nn.Module,
+    g: DistGraph,
+    fanouts: Sequence[int] | None,
+    batch_size: int | None,
+    epochs: int,
+    *,
+    own_loop: bool,
+) -> Choice:
+    """See :func:`choose_strategy`; ``own_loop``: whether what can be trained by ``fit`` alone is left out."""
     # Only here: choosing brings all that it chooses among.
     from dglx_dist.run.auto import choose_in_job
 
@@ -255,6 +268,13 @@ def choose_strategy(
 
     def read() -> Training:
         told = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs)
-        return replace(told, num_layers=len(told.fanouts or (0, 0)))
+        # NumPy's numbers are no JSON.
+        return replace(
+            told,
+            fanouts=None if fanouts is None else [int(one) for one in fanouts],
+            batch_size=None if batch_size is None else int(batch_size),
+            num_layers=2 if fanouts is None else len(fanouts),
+            own_loop=own_loop,
+        )
 
     return choose_in_job(model, inner, together(inner.session, read, ConfigError))

@@ -132,6 +132,11 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
     raw.node_data[NODE_TYPE]["train_mask"][:] = False
     partition_to_disk(raw, tmp_path / "none", PartitionPlan(num_parts=2, method="contiguous"))
     model = build_model("gcn", 2, 4, 2)
+    with init(AUTO, unit="full_graph") as session:
+        g = DistGraph(tmp_path / "some", session=session)
+        # No loop can own a step of lambda.
+        assert {one.candidate.strategy for one in choose_strategy(model, g).predictions} == {"full_graph"}
+        g.close()
     with init(AUTO) as session:
         g = DistGraph(tmp_path / "none", session=session)
         with pytest.raises(ConfigError, match=r"'train_mask' of .* marks no node"):
