@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dglx_dist.cluster.session import current_session
 from dglx_dist.cluster.shared import Shared
-from dglx_dist.cluster.topology import read_settings
+from dglx_dist.cluster.topology import read_settings, read_topology
 from dglx_dist.compat.book import RangePartitionBook
 from dglx_dist.compat.drawn import without_empty_types
 from dglx_dist.compat.kvstore import KVClient
@@ -46,7 +46,7 @@ class DistGraph(Shared):
     """
 
     def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:
-        if gpb is not None:
+        if gpb is not None and read_topology().rank == 0:
             warnings.warn("gpb is not used: the partition has its book", stacklevel=2)
         path = Path(part_config) if part_config is not None else read_settings().part_config
         if path is None:

@@ -48,7 +48,7 @@ def node_split(
     """
     g = _graph(nodes, partition_book)
     kind = node_type(g, ntype)
-    mask = _mask(nodes, g.num_nodes(kind), kind)
+    mask = _mask(nodes, g, g.num_nodes(kind), kind)
     trainers = cast("Any", inner_tensor(node_trainer_ids))
     return split_nodes(mask, g.get_partition_book(), kind, rank, force_even, trainers)
 
@@ -64,12 +64,12 @@ def edge_split(
     """Return the marked edges that a rank works on; as :func:`node_split`."""
     g = _graph(edges, partition_book)
     kind = edge_type(g, etype)
-    mask = _mask(edges, g.num_edges(kind), kind)
+    mask = _mask(edges, g, g.num_edges(kind), kind)
     trainers = cast("Any", inner_tensor(edge_trainer_ids))
     return split_edges(mask, g.get_partition_book(), kind, rank, force_even, trainers)
 
 
-def _mask(marked: Any, count: int, what: object) -> Any:
+def _mask(marked: Any, g: DistGraph, count: int, what: object) -> Any:
     """Return what ``marked`` marks, as a mask of bools.
 
     Raises:
@@ -83,10 +83,11 @@ def _mask(marked: Any, count: int, what: object) -> Any:
         marked = marked.inner.to_local()
     values = as_array(marked)
     if values.dtype.kind in "iu" and count > 1 and np.array_equal(np.sort(values), np.arange(count)):
-        warnings.warn(
-            "all ids were given where a mask is expected; all rows are taken (DGL would leave out row 0)",
-            stacklevel=3,
-        )
+        if g.rank() == 0:
+            warnings.warn(
+                "all ids were given where a mask is expected; all rows are taken (DGL would leave out row 0)",
+                stacklevel=3,
+            )
         return np.ones(count, dtype=np.bool_)
     return values != 0
 
