@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dglx_dist.planner.measured import Measured
@@ -33,7 +33,16 @@ def choose(candidates: Iterable[Candidate], known: Measured, wishes: Wishes) -> 
     allowed = [one for one in predictions if one.feasible and _may(one.candidate, wishes)]
     least = min((worth(one, wishes) for one in allowed), default=0.0)
     taken = next((one for one in allowed if worth(one, wishes) <= _NEAR * least), None)
-    ordered = sorted(predictions, key=lambda one: (not one.feasible, worth(one, wishes)))
+    barred = [_barred(one.candidate, wishes) for one in predictions]
+    place = None if taken is None else predictions.index(taken)
+    order = sorted(
+        range(len(predictions)),
+        key=lambda at: (
+            not predictions[at].feasible,
+            bool(barred[at]),
+            worth(predictions[at], wishes),
+        ),
+    )
     assumptions = [*known.cluster.assumptions, *known.assumptions]
     if wishes.unit == "any":
         assumptions.append(
@@ -43,16 +52,23 @@ def choose(candidates: Iterable[Candidate], known: Measured, wishes: Wishes) -> 
         graph=known.graph,
         trained=known.trained,
         cluster=known.cluster,
-        predictions=tuple(ordered),
-        picked=-1 if taken is None else next(i for i, one in enumerate(ordered) if one is taken),
+        predictions=tuple(replace(predictions[at], barred=barred[at]) for at in order),
+        picked=-1 if place is None else order.index(place),
         why=tuple(_reasons(taken, allowed, predictions, wishes)),
         assumptions=tuple(assumptions),
         epoch=known.epoch,
     )
 
 
+def _barred(candidate: Candidate, wishes: Wishes) -> str:
+    """Return why a way is not what was asked for; empty: it is."""
+    if wishes.unit not in ("any", candidate.unit):
+        return f"--unit {candidate.unit}"
+    return "" if candidate.exact or wishes.estimators else "--allow-estimators"
+
+
 def _may(candidate: Candidate, wishes: Wishes) -> bool:
-    return (candidate.exact or wishes.estimators) and wishes.unit in ("any", candidate.unit)
+    return not _barred(candidate, wishes)
 
 
 def worth(one: Prediction, wishes: Wishes) -> float:
@@ -68,10 +84,20 @@ def _reasons(
     wishes: Wishes,
 ) -> list[str]:
     if taken is None:
-        return ["nothing that may be taken fits: see the last column for each"]
+        return [_nearest([one for one in every if _may(one.candidate, wishes)])]
     said = [_biggest(taken)]
+    fastest = min(allowed, key=lambda one: worth(one, wishes))
+    if fastest is not taken:
+        said.append(
+            f"{fastest.candidate.name} takes {_ratio(fastest, taken, wishes):.2f} x as long, but of ways "
+            f"within {100 * (_NEAR - 1):.0f} % of the fastest the simplest is taken"
+        )
     others = sorted(
-        (one for one in allowed if one is not taken and one.candidate.strategy != taken.candidate.strategy),
+        (
+            one
+            for one in allowed
+            if one not in (taken, fastest) and one.candidate.strategy != taken.candidate.strategy
+        ),
         key=lambda one: worth(one, wishes),
     )
     for one in others[:2]:
@@ -83,15 +109,32 @@ def _reasons(
         if worth(one, wishes) < worth(taken, wishes)
     ]
     if better:
-        fastest = min(better, key=lambda one: worth(one, wishes))
+        other = min(better, key=lambda one: worth(one, wishes))
         said.append(
-            f"{fastest.candidate.name} would take {fastest.epoch_seconds:.3g} s, but is another estimator; "
+            f"{other.candidate.name} would take {other.epoch_seconds:.3g} s, but is another estimator; "
             "--allow-estimators lets it be taken"
         )
     too_large = [one.candidate.name for one in every if "GB a rank" in one.why_not]
     if too_large:
         said.append(f"does not fit the memory: {', '.join(too_large)}")
     return said
+
+
+def _nearest(asked: Sequence[Prediction]) -> str:
+    """Say why nothing can be taken, by the way that lacks least."""
+    large = [one for one in asked if one.memory_bytes]
+    if large:
+        one = min(large, key=lambda one: one.memory_bytes)
+        return (
+            f"nothing that may be taken fits; nearest is {one.candidate.name}, which {one.why_not}: take "
+            "smaller batches or fan-outs, more servers, or ranks with more memory (--memory)"
+        )
+    refused = "; ".join(f"{one.candidate.name}: {one.why_not}" for one in asked[:3])
+    return f"nothing that was asked for can train this ({refused or 'there is nothing'}); try --unit any"
+
+
+def _ratio(one: Prediction, taken: Prediction, wishes: Wishes) -> float:
+    return worth(one, wishes) / max(worth(taken, wishes), 1e-12)
 
 
 def _biggest(one: Prediction) -> str:
@@ -110,7 +153,7 @@ def _biggest(one: Prediction) -> str:
 
 
 def _against(other: Prediction, taken: Prediction, wishes: Wishes) -> str:
-    ratio = worth(other, wishes) / max(worth(taken, wishes), 1e-12)
+    ratio = _ratio(other, taken, wishes)
     if other.candidate.unit != taken.candidate.unit:
         # Their epochs are different work, so what they move and compute is no reason.
         return f"{other.candidate.name} takes {ratio:.2f} x as long to learn as much"

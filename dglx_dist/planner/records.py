@@ -138,6 +138,8 @@ class Prediction:
     """Most that one rank needs at once, the program itself included."""
     why_not: str = ""
     """Why it cannot be taken; empty: it can."""
+    barred: str = ""
+    """What would have to be said for it to be chosen; empty: nothing, it is what was asked for."""
     note: str = ""
     """What else one should know of it, such as what it costs in money."""
 
@@ -184,7 +186,7 @@ class Choice:
     """Model and mini-batches, in words."""
     cluster: Cluster
     predictions: tuple[Prediction, ...]
-    """The fastest first among those that can be taken; then the others."""
+    """The fastest first among those that may be chosen; then what was not asked for; then what cannot be."""
     picked: int
     """Place of the one that is taken; -1: none can be."""
     why: tuple[str, ...]

@@ -11,7 +11,7 @@ from dglx_dist.planner.records import Choice, Prediction
 from dglx_dist.report.units import readable_bytes, readable_count, readable_percent, readable_seconds
 
 _COLUMNS = (
-    "", "strategy, options", "s", "compute", "draw", "outside", "inside", "sums", "outside", "inside",
+    "", "strategy, options", "s", "compute", "draw", "outside", "inside", "sums", "bytes out", "bytes in",
     "memory", "steps", "",
 )  # fmt: skip
 _LEGEND = (
@@ -24,20 +24,24 @@ _LEGEND = (
 
 
 def plan_table(choice: Choice) -> Table:
-    """Return one row for each candidate, the fastest first, the chosen one marked."""
+    """Return one row for each candidate in the order of ``choice``, the chosen one marked."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
     for place, name in enumerate(_COLUMNS):
         left = place in (1, len(_COLUMNS) - 1, len(_COLUMNS) - 2)
         wraps = place in (1, len(_COLUMNS) - 1)
         table.add_column(name, justify="left" if left else "right", no_wrap=not wraps)
     for place, one in enumerate(choice.predictions):
-        style = "bold" if place == choice.picked else ("" if one.feasible else "dim")
-        table.add_row(*_cells(one, chosen=place == choice.picked), style=style)
+        asked = one.feasible and not one.barred
+        style = "bold" if place == choice.picked else ("" if asked else "dim")
+        following = choice.predictions[place + 1 : place + 2]
+        last = asked and any(other.barred or not other.feasible for other in following)
+        table.add_row(*_cells(one, chosen=place == choice.picked), style=style, end_section=last)
     return table
 
 
 def _cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
-    said = one.why_not or one.note
+    only = f"only with {one.barred}" if one.barred else ""
+    said = one.why_not or "; ".join(part for part in (only, one.note) if part)
     if not one.seconds.total:
         return ("", one.candidate.name, *[""] * 9, _kind(one), said)
     seconds = one.seconds

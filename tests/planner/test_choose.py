@@ -81,6 +81,11 @@ def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
     assert found.taken is not None
     assert found.taken.candidate == COLUMNS
     assert any("data_parallel takes" in line and "more between servers" in line for line in found.why)
+    # What was asked for is above what would be faster, and that says what it takes to have it.
+    assert [one.barred for one in found.predictions[:2]] == ["", ""]
+    assert found.picked == 0
+    barred = {one.candidate.name: one.barred for one in found.predictions}
+    assert (barred[LATE.name], barred[WHOLE.name]) == ("--allow-estimators", "--unit full_graph")
     fast = replace(CLUSTER, external_bytes_per_s=1e12)
     assert choose(every, known(cluster=fast), Wishes()).taken.candidate.unit == "mini_batch"  # type: ignore[union-attr]
     whole = choose(every, known(), Wishes(unit="full_graph"))
@@ -99,6 +104,14 @@ def test_a_tie_goes_to_the_simpler() -> None:
     found = choose((ROWS, replace(ROWS, options={"bucket_bytes": 1})), slow, Wishes())
     assert found.taken is not None
     assert found.taken.candidate == ROWS
+    # Where the other is faster by less than 5 %, that is said.
+    several = (replace(CLUSTER, external_bytes_per_s=float(rate)) for rate in np.geomspace(1e6, 1e12, 300))
+    choices = [choose((ROWS, COLUMNS), known(cluster=one), Wishes()) for one in several]
+    near = [one for one in choices if one.picked == 1]
+    assert near
+    assert all(one.predictions[1].candidate == ROWS for one in near)
+    assert all("simplest is taken" in one.why[1] for one in near)
+    assert not any("simplest" in line for one in choices if one.picked == 0 for line in one.why)
 
 
 def test_what_does_not_fit_says_so() -> None:
@@ -107,6 +120,8 @@ def test_what_does_not_fit_says_so() -> None:
     assert found.taken is None
     assert found.picked == -1
     assert all("GB a rank" in one.why_not for one in found.predictions)
+    assert "nearest is" in found.why[0]
+    assert "--memory" in found.why[0]
     unsplit = replace(SHAPE, first=None, why_not_split="no layer takes the features")
     refused = predict(COLUMNS, known(shape=unsplit))
     assert (refused.why_not, refused.epoch_seconds) == ("no layer takes the features", 0.0)
