@@ -292,7 +292,8 @@ def _draw(asked: PlanPlan, choice: Choice, regions: Regions, picture: Path, *, q
     from dglx_dist.report.regions import draw_regions
 
     ranks = f"{asked.servers} x {asked.ranks_per_server} ranks"
-    title = f"{choice.graph.name}, {asked.model} of {asked.layers} layers, {ranks}: the fastest"
+    of = {"mini_batch": " of mini-batches", "full_graph": " of whole graphs"}.get(asked.wishes.unit, "")
+    title = f"{choice.graph.name}, {asked.model} of {asked.layers} layers, {ranks}: the fastest epoch{of}"
     here = asked.hidden, choice.cluster.external_bytes_per_s
     # The plan has taken a while: without its picture it is still worth showing.
     draw_or_warn(

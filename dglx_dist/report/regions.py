@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from dglx_dist.planner.regions import Regions
 
@@ -59,6 +60,10 @@ def draw_regions(
     axes.set(xscale="log", xlabel="Gbit/s of payload between servers", ylabel="hidden width", title=title)
     axes.set_yscale("log", base=2)
     axes.set_yticks(list(regions.hidden), [str(width) for width in regions.hidden])
+    # Numbers as the command line takes them, and not as powers.
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
     patches = [
         Patch(color=COLORS[place % len(COLORS)], label=name or _NOTHING) for place, name in enumerate(names)
     ]

@@ -74,7 +74,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, told: Training) -> Choice:
             advance.say(line)
     taken = choice.taken
     if taken is None:
-        raise ConfigError(f"no strategy fits: {choice.predictions[0].why_not}; grant more with memory=")
+        raise ConfigError(f"{choice.why[0]}, under auto the option memory=")
     _adopt(g, taken.candidate, draws)
     return choice
 
