@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dgl
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 import dglx_dist as dx
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.run import graphs
 from tests.helpers.ranks import run_ranks
 from tests.run.graphs import as_dgl
 
@@ -79,6 +82,16 @@ def test_what_a_rank_cannot_load_is_an_error_everywhere(tmp_path: Path) -> None:
     for missing, elsewhere in run_ranks(_distribute_nothing, 2, args=(str(tmp_path),)):
         assert "nowhere.npz" in missing
         assert "/mine" in elsewhere
+
+
+def test_who_waits_in_vain_for_the_cut_hears_what_to_do() -> None:
+    for rank, message in (
+        (0, "^rank 1 is silent$"),
+        (1, r"^waiting for rank 0.* rank 0 is silent\. .*dglx partition"),
+    ):
+        session: Any = SimpleNamespace(topology=Topology(rank, 2, (0, 1)))
+        with pytest.raises(dx.PeerError, match=message), graphs._told_what_to_do(session):
+            raise dx.PeerError(f"rank {1 - rank} is silent")
 
 
 def test_a_wrong_strategy_costs_no_rendezvous() -> None:
