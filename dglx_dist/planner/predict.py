@@ -144,8 +144,7 @@ def _refusal(candidate: Candidate, known: Measured) -> str:
 
 
 def _note(candidate: Candidate, known: Measured) -> str:
-    if candidate.moves == "intervals":
-        return "workers on the same servers; no dropout"
+    said = ["workers on the same servers", "no dropout"] if candidate.moves == "intervals" else []
     if candidate.epochs_factor != 1.0:
-        return f"about {candidate.epochs_factor:g} x the epochs"
-    return ""
+        said.append(f"about {candidate.epochs_factor:g} x the epochs")
+    return "; ".join(said)
