@@ -240,9 +240,9 @@ def start_session(
         ConfigError: the environment makes no sense, ranks disagree, or a session is open already.
         PeerError: ranks are missing after the time-out; the message lists them.
     """
-    if _CURRENT:
-        raise ConfigError("a session is open already; close it with dglx_dist.shutdown() or use it")
-    start_later(None)
+    if _CURRENT or _LATER:
+        asked = "" if _CURRENT else " (dgl.distributed.initialize() asked for it)"
+        raise ConfigError(f"a session is open already{asked}; close it with dglx_dist.shutdown() or use it")
     settings = read_settings()
     limit_s = settings.timeout_s or timeout_s
     if not 0 < limit_s < float("inf"):

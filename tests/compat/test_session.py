@@ -23,6 +23,7 @@ from dglx_dist.compat.partition import load_partition_book, partition_graph
 from dglx_dist.compat.split import edge_split, node_split
 from dglx_dist.compat.tensor import DistTensor
 from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.run.session import init
 
 LOOP = ("a", "to", "a")
 
@@ -47,6 +48,10 @@ def test_nothing_is_opened_before_it_is_needed() -> None:
     assert (current_session().strategy, current_session().seed) == ("data_parallel", 3)
     with pytest.raises(ConfigError, match="exit_client"):
         session.initialize()
+    session.exit_client()
+    session.initialize(strategy="push_pull")
+    with pytest.raises(ConfigError, match=r"is open already \(dgl.distributed.initialize\(\) asked for it\)"):
+        init()
     session.exit_client()
     session.exit_client()
     with pytest.raises(ConfigError, match="no session is open"):
