@@ -145,14 +145,21 @@ def load_partition_feats(
 
 
 def load_partition_book(
-    part_config: str | Path, part_id: int
+    part_config: str | Path, part_id: int, part_metadata: None = None
 ) -> tuple[RangePartitionBook, str, dict[str, int], dict[EdgeType, int]]:
     """Return (book, graph name, node types by number, edge types by number); partitions are the file's.
 
+    Args:
+        part_config: DGL's JSON file.
+        part_id: Whose book.
+        part_metadata: None; newer versions take the content of the file, where it was read already.
+
     Raises:
-        ConfigError: there is no such part.
+        ConfigError: ``part_metadata``, or there is no such part.
         StorageError: the file is missing or damaged.
     """
+    if part_metadata is not None:
+        raise ConfigError("part_metadata cannot be honoured: part_config is read anew; leave it out")
     config = read_part_config(Path(part_config).absolute())
     ntypes = {ntype: number for number, ntype in enumerate(config.ntypes)}
     etypes = {etype: number for number, etype in enumerate(config.etypes)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dglx_dist as dx
-from dglx_dist.compat.partition import load_partition, partition_graph
+from dglx_dist.compat.partition import load_partition, load_partition_book, partition_graph
 from dglx_dist.errors import ConfigError
 from tests.compat.graphs import paper_graph, typed_graph
 
@@ -100,6 +100,8 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
     assert int(local.ndata["inner_node"].sum()) == 30
     with pytest.raises(ConfigError, match="there are 2 parts"):
         load_partition(tmp_path / "again.json", 2)
+    with pytest.raises(ConfigError, match="part_metadata cannot be honoured"):
+        load_partition_book(tmp_path / "again.json", 0, {})  # type: ignore[arg-type]  # what is wrong
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
