@@ -177,10 +177,8 @@ class DistGraph(Shared):
         key = self._ntype_or_only(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
-            raise ConfigError(
-                f"{self.dataset.folder} states no number of classes for nodes of type {key!r}; partition a "
-                "graph whose nodes have labels"
-            )
+            told = f"{self.dataset.folder} states no number of classes for nodes of type {key!r}"
+            raise ConfigError(f"{told}; partition a graph that has labels")
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:
@@ -394,8 +392,7 @@ class DistGraph(Shared):
         return self._known_ntype(ntype or only_of(self.ntypes, self.ntypes, "node", remedy))
 
     def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
-        named = only_of(self.canonical_etypes, self.etypes, "edge", remedy) if etype is None else etype
-        return self.to_canonical_etype(named)
+        return self.to_canonical_etype(etype or only_of(self.canonical_etypes, self.etypes, "edge", remedy))
 
     def _hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:
         asked = as_ids(ids, policy.get_size(), policy.policy_str)
