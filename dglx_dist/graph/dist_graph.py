@@ -177,8 +177,7 @@ class DistGraph(Shared):
         key = self._ntype_or_only(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
-            told = f"{self.dataset.folder} states no number of classes for nodes of type {key!r}"
-            raise ConfigError(f"{told}; partition a graph that has labels")
+            raise ConfigError(f"{self.dataset.folder} states no classes of {key!r}; partition it with labels")
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:

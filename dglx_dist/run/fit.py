@@ -125,10 +125,12 @@ def _settle_strategy(
     model: nn.Module, g: DistGraph, config: FitConfig, fanouts: Sequence[int] | None, batch_size: int | None
 ) -> Choice | None:
     """Go on with what the checkpoint was trained with, else choose; collective."""
-    beside = {"config.task": config.task, "config.inputs": config.inputs}
-    beside["config.feature"] = None if config.feature == FEATURE else config.feature
-    for name, value in beside.items():
-        if value is not None:
+    for name, is_usual in (
+        ("config.task", config.task is None),
+        ("config.inputs", config.inputs is None),
+        ("config.feature", config.feature == FEATURE),
+    ):
+        if not is_usual:
             raise ConfigError(
                 f"strategy 'auto' chooses for the classes of nodes by their {FEATURE!r}, and {name} asks for "
                 "something else; name a strategy in dx.init"
