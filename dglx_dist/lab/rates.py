@@ -71,6 +71,11 @@ class Rate:
             _LATENCY,
         ]
 
+    @property
+    def burst_bytes(self) -> int:
+        """What a virtual card at this rate lets pass at once after a pause."""
+        return self._burst(may_tear=True)
+
     def _burst(self, may_tear: bool) -> int:
         bytes_per_s = self.bits_per_s / 8
         if may_tear and self.bits_per_s < _TORN_BITS_PER_S:

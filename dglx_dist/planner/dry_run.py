@@ -26,11 +26,13 @@ from dglx_dist.planner.halo_bytes import topology_of
 from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
-from dglx_dist.planner.rates import Rates, fitted, time_batches
+from dglx_dist.planner.neighbours import neighbours
+from dglx_dist.planner.plan_trials import plan_trials, time_on_plans
+from dglx_dist.planner.rates import Rates, measured_rates, time_batches
 from dglx_dist.planner.records import Cluster, Way
 from dglx_dist.planner.rehearsed import with_rehearsals
 from dglx_dist.planner.survey import Draws, count_rank
-from dglx_dist.planner.trials import gather_byte_s, trials
+from dglx_dist.planner.trials import byte_rates, trials
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
 from dglx_dist.strategies.granndis.batches import compose
 from dglx_dist.strategies.granndis.closure import Selection
@@ -56,7 +58,9 @@ class DryRun:
     program_bytes: int
     """That a rank has before it opens a graph."""
     clock: Callable[[], float] = time.perf_counter
-    """Of what is timed: the processor's where there is one thread, so that what else runs is not counted."""
+    """Of what is timed: the thread's where it computes alone, so that what else runs is not counted."""
+    beside: int = 0
+    """Ranks that compute on the same machine meanwhile, and share its memory with this one."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
 
@@ -94,7 +98,7 @@ def dry_run(
             sizes = row_sizes(g, shape, partitioned=told.partitioned)
             batches, sampled = _batches(g, ground, seeds, told, sizes)
     with clock.of("the model on some batches"):
-        rates = _rates(g, module, shape, told, seeds, sampled)
+        rates, plan_rates = _rates(g, module, shape, told, ground, seeds, sampled)
     whole = {}
     for way in told.ways:
         with clock.of(f"plans of {_named(way, shape)}"):
@@ -124,6 +128,7 @@ def dry_run(
         ghosts=ghosts,
         structure_partitioned=told.partitioned,
         epoch=told.epoch,
+        plan_rates=plan_rates,
         assumptions=(*told.assumptions, *expected.of_ways(whole)),
         draws=told.draws,
         seconds=clock.seconds,
@@ -160,12 +165,13 @@ def _batches(
     cached = rows_of_caches(g, ground, seeds, told.draws, told.caches)
     # The first batch compiles kernels.
     count_rank(g, replace(told.draws, most_batches=1), seeds, (_of_rank(ground.topology, 0), ground.bounds))
-    ranks, begin = [], told.clock()
+    ranks, took = [], []
     for rank in range(ground.topology.world_size):
-        here = _of_rank(ground.topology, rank)
+        here, begin = _of_rank(ground.topology, rank), told.clock()
         ranks.append(count_rank(g, told.draws, seeds, (here, ground.bounds), held=_held(cached, here.server)))
-    edges = sum(sum(one.edges) for one in ranks)
-    per_edge = (told.clock() - begin) / max(edges, 1)
+        took.append((told.clock() - begin) / max(sum(ranks[-1].edges), 1))
+    # What is slower on one rank than on another was disturbed.
+    per_edge = min(took)
     rows = {one.alpha: sum(int(mask.sum()) for mask in one.held) for one in cached}
     return work_of_counts(ranks, ground.topology, sizes, cached=rows), per_edge
 
@@ -175,19 +181,26 @@ def _held(cached: Iterable[CachedRows], server: int) -> list[Array]:
 
 
 def _rates(
-    g: DistGraph, module: nn.Module, shape: ModelShape, told: DryRun, seeds: Array, sampled: float
-) -> Rates:
-    tried = trials(g, seeds, told.draws, len(shape.layers), whole=bool(told.ways))
-    work, seconds, fresh = time_batches(module, shape, list(tried), clock=told.clock)
-    step, edge, product = fitted(work, seconds)
-    return Rates(
-        step_s=step,
-        edge_column_s=edge,
-        multiply_add_s=product,
-        sample_edge_s=sampled,
-        gather_byte_s=gather_byte_s(g, seeds),
-        fresh_edge_s=fresh,
-    )
+    g: DistGraph,
+    module: nn.Module,
+    shape: ModelShape,
+    told: DryRun,
+    ground: Ground,
+    seeds: Array,
+    sampled: float,
+) -> tuple[Rates, Rates | None]:
+    """Return the rates of steps on mini-batches, and on whole graphs."""
+    layers, clock = len(shape.layers), told.clock
+    with neighbours(told.beside):
+        moved = byte_rates(g, seeds, clock)
+        neighbourhoods = list(plan_trials(ground, seeds, layers)) if told.ways else []
+        found = time_on_plans(module, shape, neighbourhoods, clock) if told.ways else None
+        plan_rates = None if found is None else measured_rates([found], moved, sampled, layers)
+        if told.draws is None and plan_rates is not None:
+            return plan_rates, plan_rates
+        tried = trials(g, seeds, told.draws, layers, whole=plan_rates is None and bool(told.ways))
+        of_batches = time_batches(module, shape, list(tried), clock=clock)
+    return measured_rates([of_batches], moved, sampled, layers), plan_rates
 
 
 def row_sizes(g: DistGraph, shape: ModelShape, *, partitioned: bool) -> RowSizes:

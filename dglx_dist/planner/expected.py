@@ -115,6 +115,7 @@ def closures(graph: GraphStats, cluster: Cluster, way: Way, num_layers: int) -> 
         most_external_rows=round(external),
         steps=number,
         counted=False,
+        read_rows=round(rows[0] * share),
     )
 
 

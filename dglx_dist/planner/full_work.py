@@ -58,6 +58,8 @@ class FullWork:
     """Of one server."""
     steps: int = 1
     counted: bool = True
+    read_rows: int = 0
+    """Feature rows that the rank with most work holds, over all steps: of co-batches, read in each epoch."""
 
     @property
     def num_layers(self) -> int:
@@ -95,6 +97,7 @@ def gathered(steps: Sequence[Sequence[RankLayers]], topology: Topology) -> FullW
         external_rows=int(external.sum()),
         most_external_rows=int(external.max()),
         steps=len(steps),
+        read_rows=sum(step[busiest].rows[0] for step in steps),
     )
 
 

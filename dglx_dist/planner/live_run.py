@@ -17,18 +17,19 @@ from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner import expected
 from dglx_dist.planner.batch_work import BatchWork, work_of_counts
 from dglx_dist.planner.candidates import EAS_FANOUT, EAS_HOPS
-from dglx_dist.planner.closure_plans import in_numbers
+from dglx_dist.planner.closure_plans import Ground, in_numbers
 from dglx_dist.planner.dry_run import DryRun, row_sizes
 from dglx_dist.planner.full_work import FullWork, RankLayers, gathered, worth_counting
 from dglx_dist.planner.graph_stats import TRAIN_MASK, of_manifest
 from dglx_dist.planner.measured import Ghosts, Measured
 from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import ModelShape
-from dglx_dist.planner.rates import Rates, fitted, time_batches
+from dglx_dist.planner.plan_trials import plan_trials, time_on_plans
+from dglx_dist.planner.rates import ByteRates, Rates, measured_rates, time_batches
 from dglx_dist.planner.records import Way
 from dglx_dist.planner.rehearsed import with_rehearsals
 from dglx_dist.planner.survey import Draws, RankCount, count_rank
-from dglx_dist.planner.trials import gather_byte_s, trials
+from dglx_dist.planner.trials import byte_rates, trials
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.granndis.batches import compose
 from dglx_dist.strategies.granndis.eas import EasOptions, EasSelector
@@ -61,7 +62,7 @@ def live_run(
         tell("counting batches")
         batches, per_edge = _batches(g, seeds, told, told.draws, shape)
     tell("timing the model")
-    rates = _rates(g, module, shape, told, seeds, per_edge)
+    rates, plan_rates = _rates(g, module, shape, told, seeds, per_edge)
     whole: dict[Way, FullWork] = {}
     graph = of_manifest(g.dataset.manifest, session.topology.num_servers, len(seeds))
     for way in told.ways:
@@ -91,6 +92,7 @@ def live_run(
         ghosts=None if pairs is None else _ghosts(pairs),
         structure_partitioned=told.partitioned,
         epoch=told.epoch,
+        plan_rates=plan_rates,
         assumptions=(*told.assumptions, *expected.of_ways(whole)),
         draws=told.draws,
     )
@@ -150,26 +152,41 @@ def _caches(g: DistGraph, told: DryRun, draws: Draws) -> tuple[list[Array], list
 
 def _rates(
     g: DistGraph, module: nn.Module, shape: ModelShape, told: DryRun, seeds: Array, per_edge: float
-) -> Rates:
-    """Return the rates of a rank while all others compute too."""
+) -> tuple[Rates, Rates | None]:
+    """Return the rates of a rank while all others compute too: on mini-batches, and on whole graphs."""
     session = g.session
-    mine = trials(g, seeds, told.draws, len(shape.layers), whole=bool(told.ways))
-    work, seconds, fresh = time_batches(module, shape, list(mine))
-    first, last = _own(g)
-    own = seeds[(seeds >= first) & (seeds < last)]
-    gather = gather_byte_s(g, own if len(own) else np.array([first]))
-    every: Sequence[Any] = gather_json([work.tolist(), seconds.tolist(), gather, fresh], session)
-    step, edge, product = fitted(
-        np.concatenate([np.array(one[0]) for one in every]),
-        np.concatenate([np.array(one[1]) for one in every]),
-    )
-    return Rates(
-        step_s=step,
-        edge_column_s=edge,
-        multiply_add_s=product,
-        sample_edge_s=per_edge,
-        gather_byte_s=max(float(one[2]) for one in every),
-        fresh_edge_s=max(float(one[3]) for one in every),
+    layers, first = len(shape.layers), _own(g)[0]
+    own = seeds[(seeds >= first) & (seeds < _own(g)[1])]
+    moved = asdict(byte_rates(g, own if len(own) else np.array([first])))
+    every: Sequence[Any] = gather_json(moved, session)
+    slowest = ByteRates(**{name: max(float(one[name]) for one in every) for name in moved})
+
+    def of_all(tried: tuple[Array, Array, float] | None) -> Rates | None:
+        mine = None if tried is None else [tried[0].tolist(), tried[1].tolist(), tried[2]]
+        found: Sequence[Any] = gather_json(mine, session)
+        if any(one is None for one in found):
+            return None
+        ranks = [(np.array(one[0]), np.array(one[1]), float(one[2])) for one in found]
+        return measured_rates(ranks, slowest, per_edge, layers)
+
+    plan_rates = None
+    if told.ways and g.structure().is_whole:
+        neighbourhoods = list(plan_trials(_ground(g), seeds, layers, session.topology.server))
+        plan_rates = of_all(time_on_plans(module, shape, neighbourhoods, time.perf_counter))
+    if told.draws is None and plan_rates is not None:
+        return plan_rates, plan_rates
+    tried = trials(g, seeds, told.draws, layers, whole=plan_rates is None and bool(told.ways))
+    rates = of_all(time_batches(module, shape, list(tried)))
+    assert rates is not None
+    return rates, plan_rates
+
+
+def _ground(g: DistGraph) -> Ground:
+    return Ground(
+        structure=g.structure(),
+        bounds=g.get_node_partition_policy(g.ntypes[0]).bounds,
+        topology=g.session.topology,
+        seed=g.session.seed,
     )
 
 

@@ -32,6 +32,7 @@ class Measured:
     shape: ModelShape
     cluster: Cluster
     rates: Rates
+    """Of steps on mini-batches; of whole graphs where there are none."""
     memory: MemoryModel
     batches: BatchWork | None
     """None: nobody asked for mini-batches."""
@@ -41,6 +42,8 @@ class Measured:
     """Whether servers ask each other for in-edges."""
     epoch: int
     """Whose batches were counted."""
+    plan_rates: Rates | None = None
+    """Of steps on whole graphs and co-batches, whose blocks are others; None: as :attr:`rates`."""
     assumptions: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """What finding all that out took."""

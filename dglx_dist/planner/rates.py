@@ -32,7 +32,23 @@ _OF_MODELS = (
 )
 """What a model raises that does not fit its batches."""
 _TERMS = 3
+_LAYER_S, _USUAL = 2.5e-3, (0.7e-9, 0.025e-9)
+"""Of a layer, to sum a column of an edge, and of a multiply-add, on a core of today."""
+_TRUST = 0.1
+"""In that the parts of a step are as usual, by the trust in a trial's seconds."""
 _REPETITIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteRates:
+    """Seconds for a byte."""
+
+    gather: float
+    """Of a feature row, read from the own server's memory."""
+    check: float
+    """To go over it for its checksum, as rows that are kept on disk are."""
+    new: float
+    """Of memory that the system gives anew, page by page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +67,10 @@ class Rates:
     fresh_edge_s: float = 0.0
     """What the first step on a block takes longer than later ones, by its edges: formats that message passing
     makes of it. Mini-batches and co-batches pay it in every step, whole graphs once."""
+    check_byte_s: float = 0.0
+    """To go over a byte for its checksum, as plans and rows do that are read from disk."""
+    new_byte_s: float = 0.0
+    """Of memory that the system gives anew, page by page."""
     measured: bool = True
 
     def compute_s(self, work: tuple[int, int], steps: int) -> float:
@@ -67,6 +87,8 @@ class Rates:
             sample_edge_s=factor * self.sample_edge_s,
             gather_byte_s=factor * self.gather_byte_s,
             fresh_edge_s=factor * self.fresh_edge_s,
+            check_byte_s=factor * self.check_byte_s,
+            new_byte_s=factor * self.new_byte_s,
             measured=self.measured,
         )
 
@@ -78,12 +100,14 @@ def assumed(*, speed: float = 1.0) -> Rates:
         speed: How many such cores a rank is worth; an accelerator some 50.
     """
     one = Rates(
-        step_s=5e-3,
-        edge_column_s=0.7e-9,
-        multiply_add_s=0.025e-9,
+        step_s=2 * _LAYER_S,
+        edge_column_s=_USUAL[0],
+        multiply_add_s=_USUAL[1],
         sample_edge_s=30e-9,
         gather_byte_s=0.3e-9,
         fresh_edge_s=20e-9,
+        check_byte_s=0.25e-9,
+        new_byte_s=1e-9,
         measured=False,
     )
     return one.slowed(1.0 / speed)
@@ -172,26 +196,55 @@ def _step(
     return clock() - begin
 
 
-def fitted(work: Array, seconds: Array) -> tuple[float, float, float]:
+def measured_rates(
+    tried: Sequence[tuple[Array, Array, float]], moved: ByteRates, sample_edge_s: float, num_layers: int
+) -> Rates:
+    """Return the rates that steps of one or several ranks tell.
+
+    Args:
+        tried: What :func:`time_batches` gave on each rank.
+        moved: Of bytes.
+        sample_edge_s: To draw an edge.
+        num_layers: L.
+    """
+    step, edge, product = fitted(
+        np.concatenate([work for work, _, _ in tried]),
+        np.concatenate([seconds for _, seconds, _ in tried]),
+        num_layers,
+    )
+    return Rates(
+        step_s=step,
+        edge_column_s=edge,
+        multiply_add_s=product,
+        sample_edge_s=sample_edge_s,
+        gather_byte_s=moved.gather,
+        fresh_edge_s=max(fresh for _, _, fresh in tried),
+        check_byte_s=moved.check,
+        new_byte_s=moved.new,
+    )
+
+
+def fitted(work: Array, seconds: Array, num_layers: int = 2) -> tuple[float, float, float]:
     """Lay seconds through (k, 3) float64 ``work`` by least squares of relative errors, no factor below 0.
 
+    What trials do not tell apart, as neighbourhoods that are all of the graph, is parted as it usually is.
+
     Returns:
-        (step_s, edge_column_s, multiply_add_s); 0 for what explains nothing.
+        (step_s, edge_column_s, multiply_add_s).
     """
-    scaled = work / seconds[:, None]
+    usual = np.array([_LAYER_S * num_layers, *_USUAL])
+    # Columns differ by many orders of magnitude: a factor of 1 is the usual rate.
+    scaled = work * usual / seconds[:, None]
+    scale = 1.0 / max(float(np.median(scaled.sum(axis=1))), 1e-300)
+    rows = np.concatenate([scaled, np.eye(_TERMS) * _TRUST / scale])
+    aim = np.concatenate([np.ones(len(seconds)), np.full(_TERMS, _TRUST)])
     best, least = np.zeros(_TERMS), np.inf
     for count in range(1, _TERMS + 1):
-        for columns in combinations(range(_TERMS), count):
-            if count > len(seconds):
-                continue
-            chosen = scaled[:, columns]
-            # Columns differ by many orders of magnitude.
-            size = np.maximum(np.abs(chosen).max(axis=0), 1e-300)
-            factors, *_ = np.linalg.lstsq(chosen / size, np.ones(len(seconds)), rcond=None)
-            factors = factors / size
-            residual = float(((chosen @ factors - 1.0) ** 2).sum())
+        for columns in map(list, combinations(range(_TERMS), count)):
+            factors, *_ = np.linalg.lstsq(rows[:, columns], aim, rcond=None)
+            residual = float(((rows[:, columns] @ factors - aim) ** 2).sum())
             if (factors >= 0).all() and residual < least:
-                least = residual
-                best = np.zeros(_TERMS)
-                best[list(columns)] = factors
-    return float(best[0]), float(best[1]), float(best[2])
+                least, best = residual, np.zeros(_TERMS)
+                best[columns] = factors
+    step, edge, product = (best * usual).tolist()
+    return step, edge, product

@@ -59,6 +59,8 @@ class Cluster:
     """Of one rank; may be a fraction."""
     memory_bytes: int
     """That one rank may use."""
+    burst_bytes: int = 0
+    """What a card lets pass at once after a pause, beyond its rate: emulated links are token buckets."""
     assumptions: tuple[str, ...] = ()
     """What nobody told or measured, a sentence each."""
 

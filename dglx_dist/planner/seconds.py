@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dglx_dist.planner.batch_work import BatchWork
 from dglx_dist.planner.full_work import FullWork
 from dglx_dist.planner.measured import Measured
+from dglx_dist.planner.rates import Rates
 from dglx_dist.planner.records import Cluster, Seconds
 from dglx_dist.planner.traffic import GRADIENTS, Traffic
 
@@ -23,6 +24,21 @@ small it is: what is summed and multiplied is the same in one block or in many (
 _COLUMNS_OF_A_HEAD = 50
 """With attention, every part has the softmax of every owner's edges: so many columns of an edge for each head
 (P9: 40 to 60, with 8 heads and with 2)."""
+_PLAN_EDGE_BYTES = 16
+"""Of a co-batch's plan on disk, by the edges of its first layer: source and edge, 8 bytes each."""
+_READ_S = 5e-3
+"""Of a core, to open the files of a co-batch and to make its blocks, however small it is (A1)."""
+_ANSWER_S = 35e-3
+"""Until another rank, whose one core computes, has answered: its threads take turns (A1)."""
+_EXCHANGE_S = 0.4e-3
+"""Of a core, to bring rows together and to put others in their place, however few they are: 28 times in a
+step of 14 layers (A1)."""
+_MEETING_S = 4e-3
+"""Of each step, until the sum of gradients has gone through gloo's threads on cores that compute, and the
+slower rank is there too: what ranks stood still on 1 Gbit/s, however little they sent (A1)."""
+_HEAP_BYTES, _ALIVE = 64 * 2**20, 3
+"""A thread's memory is kept for its next batch in heaps of that size (glibc); where the rows of three
+batches, one made, one ready and one in use, do not fit one, the system gives memory anew for each."""
 _ASYNC = 0.85
 """An epoch without barriers, by one with them (Dorylus, 7.4)."""
 _WORKER_OVERHEAD = 1.5
@@ -40,7 +56,7 @@ def rows_seconds(known: Measured, work: BatchWork, traffic: Traffic) -> Seconds:
     rounds = _ROUNDS_OF_PULL * (1 + (len(known.shape.layers) if known.structure_partitioned else 0))
     pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
     pulled += _waits(rounds * work.steps, known.cluster) if pulled_bytes else 0.0
-    compute = _computing(known, work.worked, work.steps, fresh=True)
+    compute = _computing(known.rates, known.shape.work(*work.worked), work, fresh=True)
     return _ahead(
         known, work, traffic, _Parts(compute=compute, sampling=_sampling(known, work, 1), pulled=pulled)
     )
@@ -60,18 +76,23 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
     outside, inside = traffic.outside, traffic.inside
     logits = 0 if first is None else first.logit_width * _COLUMNS_OF_A_HEAD * work.worked[2][0]
     of_an_owner = work.steps * _BLOCK_S / min(cluster.cores, 1.0) + logits * known.rates.edge_column_s
-    compute = _computing(known, work.worked, work.steps, fresh=True) + (size - 1) * of_an_owner
+    compute = (
+        _computing(known.rates, known.shape.work(*work.worked), work, fresh=True) + (size - 1) * of_an_owner
+    )
     draws = size if size > 1 and "structure" not in {**outside, **inside} else 1
     sums = ("activations", "activation_gradients")
     waited = sum(outside.get(name, 0) for name in sums) / cluster.servers / cluster.external_bytes_per_s
     if waited:
+        waited = _after_bursts(waited, 2 * work.steps, compute, cluster)
         waited += _waits(_ROUNDS_OF_SUMS * work.steps, cluster)
     others = sum(count for name, count in outside.items() if name not in (*sums, GRADIENTS))
     ahead = others / cluster.servers / cluster.external_bytes_per_s
+    if cluster.cores < _FEW_CORES and size > 1 and "structure" in {**outside, **inside}:
+        ahead += _ANSWER_S * work.steps
     own = sum(inside.get(name, 0) for name in sums) / cluster.servers / cluster.internal_bytes_per_s
     parts = _Parts(
         compute=compute,
-        sampling=_sampling(known, work, draws),
+        sampling=_sampling(known, work, draws) + _new_rows(known, work, size),
         pulled=ahead + (waited if late else 0.0),
         waited=0.0 if late else waited,
         inside=own,
@@ -82,23 +103,32 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
 def plans_seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
     """Return those of whole graphs whose layers exchange rows, in one step or in several co-batches."""
     cluster, widths = known.cluster, known.shape.widths
-    compute = _computing(known, work.worked, work.steps, fresh=work.steps > 1)
+    compute = _computing(
+        known.plan_rates or known.rates, known.shape.work(*work.worked), work, fresh=work.steps > 1
+    )
+    read = _reading(known, work) if work.steps > 1 else 0.0
+    if cluster.cores >= _FEW_CORES:
+        read = max(0.0, read - hidden_share(cluster.cores) * compute)
     outside = _exchanged(work.card_rows, widths.first, widths.hidden, use_pp, learns=widths.first_learns)
     inside = _exchanged(work.inside_rows, widths.first, widths.hidden, use_pp, learns=widths.first_learns)
     waiting = work.card_rows[1:] if use_pp else work.card_rows
     waits = 2 * sum(1 for rows in waiting if rows) * work.steps
+    moving = outside * widths.itemsize / cluster.external_bytes_per_s
+    handling = _handling(known, traffic) + waits * _EXCHANGE_S / min(cluster.cores, 1.0)
     return Seconds(
-        compute=compute + _handling(known, traffic),
-        outside=outside * widths.itemsize / cluster.external_bytes_per_s + _waits(waits, cluster),
+        compute=compute + handling,
+        sampling=read,
+        outside=_after_bursts(moving, waits, compute, cluster) + _waits(waits, cluster),
         inside=inside * widths.itemsize / cluster.internal_bytes_per_s,
-        all_reduce=_all_reduce(known, work.steps, traffic),
+        all_reduce=_all_reduce(known, work.steps, traffic, compute),
     )
 
 
 def intervals_seconds(known: Measured, work: FullWork, traffic: Traffic, *, overlaps: bool) -> Seconds:
     """Return those of training in intervals, with workers that share the cores of their graph server."""
     cluster = known.cluster
-    compute = _WORKER_OVERHEAD * known.rates.compute_s(known.shape.work(*work.worked), 1)
+    rates = known.plan_rates or known.rates
+    compute = _WORKER_OVERHEAD * rates.compute_s(known.shape.work(*work.worked), 1)
     ghosts = sum(traffic.outside.get(name, 0) for name in ("ghosts", "ghost_gradients"))
     outside = ghosts / cluster.servers / cluster.external_bytes_per_s
     # Nothing but ghosts stays inside: what goes to workers leaves the server.
@@ -107,16 +137,31 @@ def intervals_seconds(known: Measured, work: FullWork, traffic: Traffic, *, over
     return Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside)
 
 
-def _computing(
-    known: Measured,
-    worked: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
-    steps: int,
-    *,
-    fresh: bool,
-) -> float:
+def _computing(rates: Rates, counted: tuple[int, int], work: BatchWork | FullWork, *, fresh: bool) -> float:
     """Return the seconds of steps; ``fresh``: on blocks that are new in each."""
-    formats = known.rates.fresh_edge_s * sum(worked[2]) if fresh else 0.0
-    return known.rates.compute_s(known.shape.work(*worked), steps) + formats
+    formats = rates.fresh_edge_s * sum(work.worked[2]) if fresh else 0.0
+    return rates.compute_s(counted, work.steps) + formats
+
+
+def _reading(known: Measured, work: FullWork) -> float:
+    """Return what it takes to have all co-batches' plans and rows from disk, checksums compared."""
+    read = work.read_rows * known.graph.feature_bytes + _PLAN_EDGE_BYTES * max(work.worked[2])
+    rates = known.plan_rates or known.rates
+    return read * rates.check_byte_s + work.steps * _READ_S / min(known.cluster.cores, 1.0)
+
+
+def _new_rows(known: Measured, work: BatchWork, size: int) -> float:
+    """Return what it takes that each batch's part of the rows lies in memory that is new."""
+    row_bytes = known.graph.feature_bytes // size
+    if _ALIVE * work.largest[0][0] * row_bytes <= _HEAP_BYTES:
+        return 0.0
+    return work.worked[0][0] * size * row_bytes * known.rates.new_byte_s
+
+
+def _after_bursts(moving: float, messages: int, compute: float, cluster: Cluster) -> float:
+    """Return the seconds of so many equal messages, without what a card lets pass at once after computing."""
+    pause = min(cluster.burst_bytes / cluster.external_bytes_per_s, compute / max(messages, 1))
+    return max(0.0, moving - messages * pause)
 
 
 def _exchanged(rows: tuple[int, ...], first: int, hidden: int, use_pp: bool, *, learns: bool) -> int:
@@ -159,16 +204,18 @@ def _ahead(known: Measured, work: BatchWork, traffic: Traffic, parts: _Parts) ->
         sampling=drawn,
         outside=parts.pulled - hidden + parts.waited,
         inside=parts.inside,
-        all_reduce=_all_reduce(known, work.steps, traffic),
+        all_reduce=_all_reduce(known, work.steps, traffic, compute),
     )
 
 
-def _all_reduce(known: Measured, steps: int, traffic: Traffic) -> float:
+def _all_reduce(known: Measured, steps: int, traffic: Traffic, compute: float) -> float:
     """Return the seconds of summing gradients in rings, for so many steps."""
     cluster = known.cluster
     outside = traffic.outside.get(GRADIENTS, 0) / cluster.servers / cluster.external_bytes_per_s
+    outside = _after_bursts(outside, steps, compute, cluster)
     inside = traffic.inside.get(GRADIENTS, 0) / cluster.servers / cluster.internal_bytes_per_s
-    return max(outside, inside) + _waits(2 * (cluster.servers - 1) * steps, cluster)
+    meeting = _MEETING_S * steps if cluster.ranks > 1 and cluster.cores < _FEW_CORES else 0.0
+    return max(outside, inside) + _waits(2 * (cluster.servers - 1) * steps, cluster) + meeting
 
 
 def _handling(known: Measured, traffic: Traffic) -> float:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import statistics
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import dgl
 import numpy as np
+import torch
 
+from dglx_dist.planner.rates import ByteRates
 from dglx_dist.planner.survey import Draws
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.sampling import DataLoader
@@ -21,6 +26,7 @@ _MOST_EDGES = 3_000_000
 _PARTS_OF_A_BATCH = (1, 2, 4)
 _MOST_SEEDS = 64
 _GATHERED = 20_000
+_REPETITIONS = 5
 
 
 def trials(
@@ -51,15 +57,31 @@ def trials(
         yield _blocks(g, _spread(seeds, count), (-1,) * num_layers)
 
 
-def gather_byte_s(g: DistGraph, nodes: Array) -> float:
-    """Return the seconds of reading a byte of features of some of ``nodes``, which this server should own."""
+def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.perf_counter) -> ByteRates:
+    """Return what moving features of some of ``nodes`` takes, which this server should own."""
     ids = np.resize(nodes, _GATHERED)
     column = g.ndata[FEATURE]
     # The first time maps the file.
-    rows = column[ids]
-    begin = time.perf_counter()
-    rows = column[ids]
-    return (time.perf_counter() - begin) / max(rows.numel() * rows.element_size(), 1)
+    rows = column[ids].contiguous()
+    count = max(rows.numel() * rows.element_size(), 1)
+    plain = rows.view(torch.uint8).numpy().reshape(-1)
+
+    def touch() -> None:
+        pages = mmap.mmap(-1, count)
+        np.frombuffer(pages, np.uint8)[:: mmap.PAGESIZE] = 1
+        pages.close()
+
+    def timed(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(_REPETITIONS):
+            begin = clock()
+            work()
+            seconds.append(clock() - begin)
+        return statistics.median(seconds) / count
+
+    return ByteRates(
+        gather=timed(lambda: column[ids]), check=timed(lambda: zlib.crc32(plain.data)), new=timed(touch)
+    )
 
 
 def _spread(seeds: Array, count: int) -> Array:

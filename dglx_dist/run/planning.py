@@ -236,9 +236,7 @@ def _from_dataset(plan: PlanPlan, tell: Tell | None) -> tuple[Measured, tuple[Ca
 def _measured_on(
     plan: PlanPlan, g: DistGraph, cluster: Cluster, program_bytes: int, tell: Tell | None
 ) -> tuple[Measured, tuple[Candidate, ...]]:
-    features, classes = g.ndata[FEATURE].shape[1], int(g.num_classes(NODE_TYPE) or 0)
-    if not classes:
-        raise ConfigError(f"{plan.data} does not say how many classes there are; partition it again")
+    features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
     # Strategy lambda trains models without dropout alone, and says so in its row.
     plain = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.0, plan.heads, graph=g)
@@ -261,13 +259,21 @@ def _measured_on(
         partitioned=partitioned,
         program_bytes=program_bytes,
         epoch=plan.epoch,
-        clock=time.process_time if torch.get_num_threads() == 1 else time.perf_counter,
+        clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
+        beside=_beside(plan),
         assumptions=(*_of_draws(plan), *_of_cores(cluster)),
     )
     known = dry_run(g, module, shape, told_to, tell)
     if cluster.cores < 1:
-        known = replace(known, rates=known.rates.slowed(1.0 / cluster.cores))
+        plans = None if known.plan_rates is None else known.plan_rates.slowed(1.0 / cluster.cores)
+        known = replace(known, rates=known.rates.slowed(1.0 / cluster.cores), plan_rates=plans)
     return known, candidates
+
+
+def _beside(plan: PlanPlan) -> int:
+    """Return how many other ranks compute on the machine of each, one core each, as far as cores go."""
+    sharing = plan.ranks_per_server * (plan.servers if plan.here else 1)
+    return max(min(sharing, len(os.sched_getaffinity(0))) - 1, 0)
 
 
 def _of_cores(cluster: Cluster) -> tuple[str, ...]:
@@ -317,6 +323,7 @@ def cluster_of(plan: PlanPlan) -> Cluster:
         latency_s=(_LATENCY_MS if plan.latency_ms is None else plan.latency_ms) / 1e3,
         cores=cores,
         memory_bytes=memory,
+        burst_bytes=rate.burst_bytes if plan.here else 0,
         assumptions=tuple(assumptions),
     )
 

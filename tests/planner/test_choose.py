@@ -17,7 +17,8 @@ from dglx_dist.planner.records import Candidate, Outcome
 from dglx_dist.planner.regions import find_regions
 from dglx_dist.planner.traffic import ring_split
 from dglx_dist.records import Array
-from tests.planner.hand_made import BATCHES, CLUSTER, SHAPE, SURVEY, known
+from tests.planner import hand_made
+from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known
 
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", moves="columns", options={"structure": "push"})
@@ -41,7 +42,8 @@ def test_seconds_of_rows_by_hand() -> None:
     handled = (2000 * 408 + 10 * SHAPE.gradient_bytes) * 0.75e-9
     assert found.compute == pytest.approx(compute + handled)
     assert found.outside == pytest.approx(0.408 - 0.35 * found.compute)
-    assert found.all_reduce == pytest.approx(5 * SHAPE.gradient_bytes / 1e6)
+    # In each step ranks that share their core with a loader wait 4 ms for each other.
+    assert found.all_reduce == pytest.approx(5 * SHAPE.gradient_bytes / 1e6 + 5 * 4e-3)
     assert found.total == pytest.approx(found.compute + found.outside + found.all_reduce)
 
 
@@ -73,6 +75,48 @@ def test_layers_of_whole_graphs_wait_for_rows() -> None:
     assert found.outside["halo"] == found.outside["halo_gradients"] == 200 * 16 * 4
     assert found.seconds.outside == pytest.approx(2 * 100 * 16 * 4 / 1e6)
     assert predict(PRELOADED, known()).seconds.outside == 0.0
+
+
+def test_what_a_card_lets_pass_after_a_pause_is_not_waited_for() -> None:
+    """Both of the two messages find the bucket as full as computing lasted, or as large as it is."""
+    plain = predict(WHOLE, known()).seconds
+    large = predict(WHOLE, known(cluster=replace(CLUSTER, burst_bytes=10**9))).seconds
+    computing = (5000 * 16 * 2 + 500 * 10 * 2) * 1e-8
+    assert large.outside == pytest.approx(plain.outside - computing)
+    small = predict(WHOLE, known(cluster=replace(CLUSTER, burst_bytes=100))).seconds
+    assert small.outside == pytest.approx(plain.outside - 2 * 100 / 1e6)
+    assert small.all_reduce == pytest.approx(plain.all_reduce - 100 / 1e6)
+
+
+def test_co_batches_are_read_from_disk_in_each_epoch() -> None:
+    """3000 rows of 400 bytes and 5000 edges of 16 to check, and 5 ms for each of 3 co-batches."""
+    way = (2, "", 3)
+    work = replace(hand_made.WHOLE, steps=3, card_rows=(0, 0), read_rows=3000)
+    rates = replace(RATES, check_byte_s=1e-6)
+    co = Candidate(strategy="cooperative", unit="full_graph", moves="plans", way=way)
+    found = predict(co, known(whole={way: work}, plan_rates=rates)).seconds
+    assert found.sampling == pytest.approx((3000 * 400 + 5000 * 16) * 1e-6 + 3 * 5e-3)
+    # Where there are cores for it, as much as is computed meanwhile is hidden.
+    many = known(whole={way: work}, plan_rates=rates, cluster=replace(CLUSTER, cores=8.0))
+    assert predict(co, many).seconds.sampling < found.sampling
+    assert predict(PRELOADED, known(plan_rates=rates)).seconds.sampling == 0.0
+
+
+def test_rows_that_do_not_fit_what_is_kept_lie_in_new_memory() -> None:
+    """Of three batches of 100,000 rows, 40 MB each, a heap of 64 MiB does not hold what is alive."""
+    alone = replace(COLUMNS, options={"structure": "push", "group_size": 1})
+    rates = replace(RATES, new_byte_s=1e-9)
+    large = replace(BATCHES, largest=((100_000, 50), (50, 10), (500, 400)))
+    more = predict(alone, known(rates=rates, batches=large)).seconds.sampling
+    assert more == pytest.approx(2000 * 400 * 1e-9)
+    assert predict(alone, known(rates=rates)).seconds.sampling == 0.0
+
+
+def test_steps_of_whole_graphs_have_rates_of_their_own() -> None:
+    slow = known(plan_rates=RATES.slowed(3.0))
+    usual = predict(PRELOADED, known()).seconds.compute
+    assert predict(PRELOADED, slow).seconds.compute > 2.5 * usual
+    assert predict(ROWS, slow).seconds.compute == predict(ROWS, known()).seconds.compute
 
 
 def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:

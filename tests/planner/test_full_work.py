@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.closure_plans import Ground, plan_all, seeds_by_server
@@ -14,9 +17,13 @@ from dglx_dist.planner.full_work import RankLayers, gathered, worth_counting
 from dglx_dist.planner.ghosts import count_ghosts
 from dglx_dist.planner.graph_stats import of_dataset
 from dglx_dist.planner.halo_bytes import count_pairs, topology_of
+from dglx_dist.planner.model_shape import shape_of_kind
+from dglx_dist.planner.neighbours import neighbours
+from dglx_dist.planner.plan_trials import plan_trials, time_on_plans
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.storage.reader import open_dataset
 from dglx_dist.storage.replica import open_structure
+from dglx_dist.training.models import build_model
 from tests.strategies import equality
 
 LAYERS = 3
@@ -36,6 +43,26 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ground, np.n
         seed=0,
     )
     return folder, found, np.flatnonzero(mask)
+
+
+def test_trials_are_the_neighbourhoods_of_a_server(ground: tuple[Path, Ground, np.ndarray]) -> None:
+    """The largest is what the server's ranks compute together, and the model runs on it by itself."""
+    _, where, seeds = ground
+    alone = replace(where, topology=topology_of(2, 1))
+    plan = plan_all(alone, seeds_by_server(alone, seeds), LAYERS, LAYERS)[1]
+    *smaller, whole = plan_trials(alone, seeds, LAYERS, server=1)
+    assert [block.num_edges() for block in whole] == plan.edges
+    assert [block.num_src_nodes() for block in whole] == plan.sources
+    assert [block.num_dst_nodes() for block in whole] == plan.rows[1:]
+    assert [len(blocks) for blocks in smaller] == [LAYERS] * 2
+    assert smaller[0][0].num_edges() < whole[0].num_edges()
+    shape = shape_of_kind("sage", 6, 4, 3, LAYERS)
+    model = build_model("sage", 6, 4, 3, LAYERS)
+    with neighbours(1):
+        found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
+    assert found is not None
+    assert found[0][2].tolist() == [1.0, *shape.work(plan.sources, plan.rows[1:], plan.edges)]
+    assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
 
 
 def test_pairs_are_those_of_plain_counting(ground: tuple[Path, Ground, np.ndarray]) -> None:

@@ -20,7 +20,17 @@ def test_factors_are_found_again() -> None:
     random = np.random.default_rng(0)
     work = np.column_stack([np.ones(6), random.uniform(1e6, 1e8, 6), random.uniform(1e7, 1e9, 6)])
     planted = np.array([2e-3, 1e-9, 3e-11])
-    assert fitted(work, work @ planted) == pytest.approx(planted.tolist(), rel=1e-6)
+    _, edge, product = found = fitted(work, work @ planted)
+    assert (edge, product) == pytest.approx((1e-9, 3e-11), rel=0.15)
+    assert work @ np.array(found) == pytest.approx(work @ planted, rel=0.05)
+
+
+def test_what_trials_do_not_tell_apart_is_parted_as_usual() -> None:
+    """Twice the same work, that takes three times what it usually does."""
+    usual = assumed()
+    parts = np.array([usual.step_s, usual.edge_column_s, usual.multiply_add_s])
+    work = np.array([[1.0, 2e7, 4e8]] * 2)
+    assert fitted(work, 3 * work @ parts) == pytest.approx((3 * parts).tolist())
 
 
 def test_no_factor_is_below_zero() -> None:
