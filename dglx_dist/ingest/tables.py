@@ -18,7 +18,7 @@ from dglx_dist.ingest.files import FileSet
 
 _LEAST_ROW_BYTES = 32
 _MOST_ROWS = 1 << 16
-_MOST_BLOCK = 1 << 20
+_LEAST_BLOCK, _MOST_BLOCK = 1 << 16, 1 << 20
 _PROBED_ROWS = 1 << 8
 _TEXTS = "BYTE_ARRAY"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
@@ -118,7 +118,9 @@ class Table:
                 yield from self._read_parquet(path, names)
         except (pa.ArrowException, OSError) as problem:
             # What Arrow says of a row that does not end within a block.
-            hint = "; a row is longer than 1 MB, or a quote is open" if "straddling" in str(problem) else ""
+            longest = self._block_bytes() >> 10
+            is_long = self.files.format == "csv" and "straddling" in str(problem)
+            hint = f"; a quote is open, or a row has over {longest} KB: write Parquet" if is_long else ""
             raise DatasetError(
                 f"{path}: not readable as a {self.files.format} table: {problem}{hint}"
             ) from problem
@@ -134,14 +136,16 @@ class Table:
                     batch_size=rows, row_groups=[number], columns=names, use_threads=False
                 )
 
+    def _block_bytes(self) -> int:
+        """Return how much of a CSV file is a piece: Arrow reads 32 of them ahead."""
+        return min(max(self._batch_bytes // 4, _LEAST_BLOCK), _MOST_BLOCK)
+
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _header(path, self.files.separator)[:1]
         _check_names(path, _header(path, self.files.separator), names)
         with pyarrow.csv.open_csv(
             path,
-            read_options=pyarrow.csv.ReadOptions(
-                use_threads=False, block_size=min(max(self._batch_bytes, 1 << 16), _MOST_BLOCK)
-            ),
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
             parse_options=pyarrow.csv.ParseOptions(delimiter=self.files.separator, newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
                 include_columns=names, column_types=dict.fromkeys(names, pa.string())

@@ -81,6 +81,14 @@ def test_what_repeats_in_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) ->
     assert path.stat().st_size < 1 << 17
 
 
+def test_a_row_of_csv_that_does_not_end_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "n.csv"
+    path.write_text('id\na\n"b\n' + "c\n" * 150_000)
+    table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
+    with pytest.raises(DatasetError, match=r"n.csv: .*; a quote is open, or a row has over 64 KB"):
+        list(table.pieces(["id"]))
+
+
 def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> None:
     path = tmp_path / "n.csv"
     path.write_text("id\n" + "same\n" * 40_000)
