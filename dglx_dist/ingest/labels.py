@@ -74,8 +74,10 @@ class Labels:
         """Count the classes, once all rows of the table ``where`` were seen.
 
         Raises:
-            DatasetError: a number is too large to be that of a class.
+            DatasetError: no row has a label, or a number is too large to be that of a class.
         """
+        if self.is_regression:
+            return
         if self._texts is not None:
             names = sorted(self._texts)
             if all(_is_class_number(name) for name in names):
@@ -84,12 +86,14 @@ class Labels:
                 self._largest = len(names) - 1
                 self._places = pa.array(names, pa.large_string())
                 self.names = tuple(names)
+        if self._largest < 0:
+            raise DatasetError(f"{where}: column {self.column!r} has no label in any row; leave labels out")
         if self._largest >= _MOST_CLASSES:
             raise DatasetError(
                 f"{where}: column {self.column!r} has the label {self._largest}, which takes more than "
                 f"{_MOST_CLASSES} classes; is it an id, or a task of regression?"
             )
-        self.num_classes = None if self.is_regression or self._largest < 0 else self._largest + 1
+        self.num_classes = self._largest + 1
 
     def codes(self, values: Any, where: str, first_row: int) -> Array:
         """Return (K,) labels of some rows.

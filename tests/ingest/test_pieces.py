@@ -230,6 +230,10 @@ def test_what_is_no_label_is_refused() -> None:
         mixed.look(pa.array([1]), "u.parquet", 0)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is no class"):
         Labels("y", is_regression=False).look(pa.array([1.0, 1.5]), "t.csv", 10)
+    empty = Labels("y", is_regression=False)
+    empty.look(pa.array(["", None]), "t.csv", 0)
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y' has no label in any row; leave labels out"):
+        empty.settle("t.csv")
     number = Labels("y", is_regression=False)
     number.look(pa.array([10**9]), "t.csv", 0)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y' has the label 1000000000, .* is it an id"):
