@@ -22,7 +22,7 @@ _OF_ADAM = 4
 """Parameters, their gradients, and Adam's two moments."""
 _KEPT_OF_BATCHES, _KEPT_OF_COLUMNS, _KEPT_OF_GRAPHS = 1.15, 2.9, 1.3
 """Freed memory is kept for the next step (cluster/allocator.py), by each thread what it freed itself, and
-push-pull has several, of which fewer run at once where cores are short: so much is held for what is in use."""
+push-pull has several, and fewer run at once where cores are short: so much is held for what is in use."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 """Of a sampled block: ids, positions and the formats that message passing makes of them."""
 _PLAN_EDGE_BYTES = 44
