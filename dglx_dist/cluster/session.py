@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dglx_dist.cluster.agreement import check_agreement
+from dglx_dist.cluster.agreement import check_agreement, must_be_alike
 from dglx_dist.cluster.allocator import keep_memory
 from dglx_dist.cluster.auth import Credentials, make_credentials_keys
 from dglx_dist.cluster.client import PeerAddress
@@ -325,9 +325,7 @@ def _joined(
         "node": rendezvous.node,
         "key": public and public.decode(),
         "token": secrets.token_hex(32),
-        "strategy": config.strategy,
-        "seed": config.seed,
-        "curve": settings.curve,
+        **must_be_alike(config.strategy, config.options, config.seed, settings.curve),
         "no_trace": no_trace,
     }
     said: list[Any] = store.exchange("start", hello)
