@@ -243,15 +243,18 @@ def check_names(strategy: str, data: Path, servers: int) -> None:
     Raises:
         UnknownNameError: there is no such strategy.
         StorageError: there is no partitioned dataset at ``data``.
-        ConfigError: it has fewer parts than there are ``servers``.
+        ConfigError: it has fewer parts than there are ``servers``, or nothing for ``auto`` to choose among.
     """
-
+    from dglx_dist.planner.graph_stats import check_plannable
     from dglx_dist.storage.manifest import read_manifest
     from dglx_dist.strategies.registry import AUTO, STRATEGIES
 
     if strategy != AUTO:
         STRATEGIES.resolve(strategy)
-    parts = read_manifest(data).num_parts
+    manifest = read_manifest(data)
+    if strategy == AUTO:
+        check_plannable(manifest, str(data))
+    parts = manifest.num_parts
     if parts < servers:
         raise ConfigError(
             f"{data} has {plural(parts, 'part')}, too few for --servers {servers}; start {parts} at most, or "

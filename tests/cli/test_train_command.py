@@ -1,12 +1,17 @@
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
-from dglx_dist.cli.train_command import check_launched
+from dglx_dist.cli.train_command import check_launched, check_names
 from dglx_dist.errors import ConfigError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.run.plan import TrainPlan
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from tests.run.graphs import two_triangles
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +65,16 @@ def test_what_is_computed_again_is_checked_before_anything_starts(monkeypatch: p
         shown = CliRunner().invoke(app, ["train", "data", "--recompute", wrong])
         assert isinstance(shown.exception, ConfigError)
         assert said in str(shown.exception)
+
+
+def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Path) -> None:
+    raw = two_triangles()
+    partition_to_disk(raw, tmp_path / "one", PartitionPlan(num_parts=2, method="contiguous"))
+    check_names("auto", tmp_path / "one", 2)
+    both = {EDGE_TYPE: raw.edges[EDGE_TYPE], (NODE_TYPE, "likes", NODE_TYPE): raw.edges[EDGE_TYPE]}
+    partition_to_disk(
+        replace(raw, edges=both), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous")
+    )
+    check_names("data_parallel", tmp_path / "two", 2)
+    with pytest.raises(ConfigError, match=r"2 edge types.*take --strategy data_parallel"):
+        check_names("auto", tmp_path / "two", 2)
