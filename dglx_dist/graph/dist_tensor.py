@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from dglx_dist.graph.policy import PartitionPolicy
 from dglx_dist.graph.shared_rows import InitRows
 from dglx_dist.graph.tensor_create import WantedTensor, agreed, create, wanted_tensor
 from dglx_dist.graph.tensor_files import load_rows, save_rows
+from dglx_dist.records import Array
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -107,6 +108,19 @@ class DistTensor(Shared):
 
     if not TYPE_CHECKING:
         __getattr__ = lacking("a DistTensor", TENSOR_REMEDY)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return all rows for NumPy, which else would ask for one after the other."""
+        return np.asarray(self.to_local().numpy(), dtype=dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: object) -> NoReturn:
+        """Refuse to be given to a function of torch.
+
+        Raises:
+            TypeError: always, with what to give instead.
+        """
+        raise TypeError(f"torch's {func.__name__} takes no DistTensor: {TENSOR_REMEDY}")
 
     @property
     def name(self) -> str:

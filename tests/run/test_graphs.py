@@ -122,8 +122,11 @@ def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: P
             d.int()
         with pytest.raises(AttributeError, match=r"no 'max': .* t\[:\] is all .*dx\.node_split\(mask\)"):
             d.ndata["labels"].max()
+        with pytest.raises(TypeError, match=r"nonzero takes no DistTensor: .*dx\.node_split\(mask\)"):
+            torch.nonzero(d.ndata["train_mask"])  # type: ignore[arg-type]
         with pytest.raises(dx.ConfigError, match=r"arange\(g\.num_nodes\(\)\).* before dx\.distribute"):
             dgl.add_self_loop(d)
+        assert d.ndata["labels"][d.ndata["train_mask"]].tolist() == [0, 3]
         assert torch.equal(d.ndata["labels"][:].long(), d.orig_ids(torch.arange(6)))
         with pytest.raises(dx.ConfigError, match="session is open for 'full_graph'"):
             dx.distribute(g, strategy="push_pull", cache=tmp_path)
