@@ -66,6 +66,7 @@ def ingest(  # noqa: PLR0913  # one argument per option
         reverse_edges=add_reverse_edges,
         overwrite=overwrite,
         workspace=workspace,
+        settled=output_conf_file,
     )
     done = build(read_config(config), plan)
     console = Console(highlight=False, soft_wrap=True, markup=False)

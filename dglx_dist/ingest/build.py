@@ -51,6 +51,8 @@ class IngestPlan:
     overwrite: bool = False
     workspace: Path | None = None
     """For what does not fit into memory meanwhile; None: beside ``out``."""
+    settled: Path | None = None
+    """Where :func:`write_settled` is going to write, to be told beforehand where that cannot be."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -80,15 +82,17 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
 
     Raises:
         ConfigError: the memory does not hold the program, or what must be sorted together; a setting of a
-            transform cannot be honoured; a reverse type exists already; or the workspace is in the dataset.
+            transform cannot be honoured; a reverse type exists already; or other files were to be in
+            the dataset.
         DatasetError: naming file, row and column of what is wrong in a table.
         StorageError: the target holds something else, or the disk refuses.
     """
     out = plan.out.absolute()
     check_target(out, plan.overwrite)
     workspace = (plan.workspace or out.parent).absolute()
-    if workspace.resolve().is_relative_to(out.resolve()):
-        raise ConfigError(f"the workspace {workspace} is in {out}, which is written whole; choose another")
+    for what, path in (("workspace", workspace), ("output-conf-file", plan.settled)):
+        if path is not None and path.resolve().is_relative_to(out.resolve()):
+            raise ConfigError(f"the {what} {path} is in {out}, which holds a dataset only; choose another")
     _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
     is_text = _text_types(config)

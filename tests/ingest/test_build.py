@@ -346,11 +346,11 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> Non
         run(tmp_path)
     with pytest.raises(StorageError, match="no dataset of this program"):
         run(tmp_path, overwrite=True)
-    with pytest.raises(ConfigError, match=r"the workspace .* is in .*new"):
-        ingest(
-            read_config(tmp_path / "shop.json"),
-            IngestPlan(out=tmp_path / "new", memory=1 << 30, workspace=tmp_path / "new" / "work"),
-        )
+    within = tmp_path / "new" / "x"
+    for what, places in (("workspace", {"workspace": within}), ("output-conf-file", {"settled": within})):
+        plan = IngestPlan(out=tmp_path / "new", memory=1 << 30, **places)
+        with pytest.raises(ConfigError, match=rf"the {what} .* is in .*new"):
+            ingest(read_config(tmp_path / "shop.json"), plan)
 
 
 def test_too_little_memory_is_told_with_the_least(tmp_path: Path) -> None:
