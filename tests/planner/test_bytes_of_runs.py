@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.graph import DistGraph
 from dglx_dist.planner.candidates import CACHE_SIZES
-from dglx_dist.planner.records import Choice, Prediction
+from dglx_dist.planner.model_shape import shape_of_kind
+from dglx_dist.planner.predict import predict
+from dglx_dist.planner.records import Prediction
 from dglx_dist.run.fit import fit
-from dglx_dist.run.planning import PlanPlan, make_plan
+from dglx_dist.run.planning import PlanPlan, measured
 from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.run.session import init
 from dglx_dist.training.fit import FitConfig
@@ -33,18 +36,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def planned(data: str, model: str, **changed: Any) -> Choice:
-    told: dict[str, Any] = {
-        "model": model,
-        "hidden": HIDDEN,
-        "fanouts": FANOUTS,
-        "batch_size": BATCH,
-        "servers": 2,
-        "ranks_per_server": 2,
-        "dry_batches": 0,
-        "unit": "any",
-    }
-    return make_plan(PlanPlan(data=data, **{**told, **changed}))
+def foretell(data: str) -> tuple[list[Prediction], list[Prediction]]:
+    """Every way to train a GraphSAGE but by workers, and by workers a GCN, on the same batches and plans."""
+    known, candidates = measured(
+        PlanPlan(
+            data=data,
+            hidden=HIDDEN,
+            fanouts=FANOUTS,
+            batch_size=BATCH,
+            servers=2,
+            ranks_per_server=2,
+            dry_batches=0,
+            unit="any",
+        )
+    )
+    shape = shape_of_kind("gcn", FEATURES, HIDDEN, CLASSES, len(FANOUTS))
+    by_workers = [predict(one, replace(known, shape=shape)) for one in candidates if one.name == "lambda"]
+    return [predict(one, known) for one in candidates if one.moves != "intervals"], by_workers
 
 
 def train_each(data: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
@@ -104,15 +112,11 @@ def as_cases(model: str, compared: list[Prediction]) -> list[dict[str, Any]]:
 
 
 def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
-    every = planned(data, "sage", estimators=True).predictions
-    compared = [one for one in every if one.candidate.moves != "intervals"]
+    compared, chains = foretell(data)
     # All but co-batches on several ranks of a server, whose features are sent inside anew.
     assert {one.candidate.strategy for one in compared if not one.bytes_exact} == {"cooperative"}
     assert {one.candidate.cache_alpha for one in compared} == {0.0, *CACHE_SIZES}
     # What workers are sent is counted for convolutions that map sums.
-    chains = [
-        one for one in planned(data, "gcn", unit="full_graph").predictions if one.candidate.name == "lambda"
-    ]
     assert [one.bytes_exact for one in chains] == [True]
     cases = [*as_cases("sage", compared), *as_cases("gcn", chains)]
     ranks = run_ranks(train_each, 4, args=(data, cases), ranks_per_server=2, timeout_s=240)
