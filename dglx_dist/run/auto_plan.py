@@ -18,7 +18,8 @@ from dglx_dist.run.auto_options import Training
 from dglx_dist.run.auto_outcome import earlier_plan
 from dglx_dist.run.going_on import Earlier, adopt_earlier
 from dglx_dist.run.plan import TrainPlan
-from dglx_dist.run.session import default_batch_size
+from dglx_dist.run.session import default_batch_size, default_fanouts
+from dglx_dist.run.usual_draws import USUAL
 
 CHECKPOINTS = "checkpoints"
 """In the folder of a run."""
@@ -45,7 +46,8 @@ def settle_strategy(
     folder = Path(plan.out)
     taken: Earlier | Candidate | None = None
     if plan.resume:
-        taken = adopt_earlier(g, folder / CHECKPOINTS, plan.fanouts, plan.batch_size)
+        fanouts = default_fanouts(USUAL, plan.layers) if plan.fanouts is None else plan.fanouts
+        taken = adopt_earlier(g, folder / CHECKPOINTS, fanouts, plan.batch_size)
     if taken is not None:
         choice = _of_run(g, folder)
     else:
