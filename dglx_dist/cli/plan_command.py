@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 _MODEL, _SERVERS, _GRAPH, _CHOICE = "Model", "Servers", "A graph that is not here", "What may be chosen"
 
-
 _MOST_BITS_PER_S = 10**14
 """Links of accelerators inside of a server are beyond what tc, and the lab, can be told."""
 _OF_FIGURES = (
@@ -228,7 +227,8 @@ def plan(  # noqa: PLR0913  # one argument per option
         choice, regions = (make_plan(asked, tell), None) if picture is None else make_map(asked, tell)
     if picture is not None and regions is not None:
         _draw(asked, choice, regions, picture, quiet=as_json)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    # Names of datasets may look like codes of emoji.
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if as_json:
         console.print(json.dumps(choice.to_json()))
         return

@@ -11,8 +11,10 @@ import numpy as np
 from torch import nn
 
 from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.access import most_wanted
 from dglx_dist.graph.caching import CacheRequest, vip_scores
+from dglx_dist.graph.opening import together
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner import expected
 from dglx_dist.planner.batch_work import BatchWork, work_of_counts
@@ -176,7 +178,9 @@ def _rates(
     if told.draws is None and plan_rates is not None:
         return plan_rates, plan_rates
     tried = trials(g, seeds, told.draws, layers, whole=plan_rates is None and bool(told.ways))
-    rates = of_all(time_batches(module, shape, list(tried)))
+    batches = list(tried)
+    # A model that fails on one rank alone must not leave the others waiting.
+    rates = of_all(together(session, lambda: time_batches(module, shape, batches), ConfigError))
     assert rates is not None
     return rates, plan_rates
 

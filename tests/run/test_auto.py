@@ -52,6 +52,10 @@ def plan_of(data: str, out: Path, **changes: Any) -> TrainPlan:
     return TrainPlan(data=data, out=str(out), **{**told, **changes})
 
 
+def out_of_luck(*_: Any) -> None:
+    raise RuntimeError("out of luck")
+
+
 def choose_and_train(data: str, out: str) -> dict[str, Any]:
     """On every rank: what auto came to, stopped and resumed, and the same strategy by its name."""
     train_dataset(plan_of(data, Path(out) / "auto", epochs=2, checkpoint_every=1))
@@ -79,6 +83,13 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         told = FitConfig(epochs=1, eval_every=0)
         with pytest.raises(ConfigError, match=r"config\.feature asks for something else"):
             fit(model, g, config=replace(told, feature="label"))
+        with pytest.raises(ConfigError, match=r"rank \d has batch_size=2\d where rank \d has 2\d"):
+            choose_strategy(model, g, fanouts=(3, 2), batch_size=20 + session.topology.rank)
+        fails = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
+        if session.topology.rank == 1:
+            fails.register_forward_pre_hook(out_of_luck)
+        with pytest.raises(ConfigError, match="RuntimeError: out of luck"):
+            choose_strategy(fails, g, fanouts=(3, 2), batch_size=20)
         _, result = fit(model, g, config=told, fanouts=(3, 2), batch_size=20)
         by_fit = session.strategy
         with pytest.raises(ConfigError, match="nothing to choose"):
