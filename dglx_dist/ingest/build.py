@@ -15,7 +15,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.ingest.config import EdgeSpec, FeatureSpec, IngestConfig, NodeSpec
 from dglx_dist.ingest.edges import IngestedEdges, ingest_edges
 from dglx_dist.ingest.files import FileSet
-from dglx_dist.ingest.memory import frugal, open_budget, peak
+from dglx_dist.ingest.memory import frugal, open_budget
 from dglx_dist.ingest.nodes import IngestedNodes, ingest_nodes
 from dglx_dist.ingest.tables import Table
 from dglx_dist.ingest.tensors import Place
@@ -24,6 +24,7 @@ from dglx_dist.progress import progress
 from dglx_dist.records import SPLITS, EdgeType
 from dglx_dist.storage.folders import named_failures, partial_folder
 from dglx_dist.storage.manifest import Manifest, write_manifest
+from dglx_dist.storage.process_memory import peak
 from dglx_dist.storage.target import check_target, put_in_place
 
 METHOD = "ingest"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.storage.process_memory import resident
 
 _MMAP_THRESHOLD = -3
 """Its number in <malloc.h>."""
@@ -88,16 +87,3 @@ def _mallopt(name: int, value: int) -> None:
     setting = getattr(ctypes.CDLL(None), "mallopt", None)
     if setting is not None:
         setting(name, value)
-
-
-def resident() -> int:
-    """Return the bytes that this process holds in memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def peak() -> int:
-    """Return the most that it has held since it was started."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel tells no peak")

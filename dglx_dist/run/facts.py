@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import resource
-
 from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.report.summary import RunFacts
+from dglx_dist.storage.process_memory import peak
 from dglx_dist.training.fit import FitResult
 
 
 def facts_of(session: Session, result: FitResult) -> RunFacts:
     """Return strategy, ranks, accuracy and the largest memory of any rank; every rank must call it."""
-    # Linux counts the largest resident set in units of 1024 bytes.
-    mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peaks = [int(str(peak)) for peak in gather_json(mine, session)]
+    peaks = [int(str(one)) for one in gather_json(peak(), session)]
     return RunFacts(
         strategy=session.strategy,
         ranks=session.topology.world_size,

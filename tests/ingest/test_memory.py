@@ -13,11 +13,12 @@ import pyarrow.parquet
 
 from dglx_dist.ingest.build import IngestPlan, ingest
 from dglx_dist.ingest.config import read_config
-from dglx_dist.ingest.memory import CODE, open_budget, peak, resident
+from dglx_dist.ingest.memory import CODE, open_budget
 from dglx_dist.partition import PARTITIONERS, PartitionOptions
 from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.prepare import load_graph
 from dglx_dist.run.train import train_dataset
+from dglx_dist.storage.process_memory import peak, resident
 from dglx_dist.storage.reader import open_dataset
 from dglx_dist.storage.writer import write_dataset
 from tests.helpers.ranks import run_ranks

@@ -57,9 +57,6 @@ class JobContext:
 
     def peak_bytes(self) -> int:
         """Largest resident memory of this rank since the job began, shared pages included."""
-        return _status_bytes("VmHWM")
+        from dglx_dist.storage.process_memory import peak
 
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+        return peak()
