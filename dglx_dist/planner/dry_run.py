@@ -55,8 +55,8 @@ class DryRun:
     """Sizes that are counted."""
     partitioned: bool = False
     """Whether servers will ask each other for in-edges."""
-    program_bytes: int
-    """That a rank has before it opens a graph."""
+    program_bytes: int = PROGRAM_BYTES
+    """That a rank has before it opens a graph; more where this process is a rank and has more."""
     clock: Callable[[], float] = time.perf_counter
     """Of what is timed: the thread's where it computes alone, so that what else runs is not counted."""
     beside: int = 0

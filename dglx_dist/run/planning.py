@@ -224,9 +224,8 @@ def _from_dataset(plan: PlanPlan, tell: Tell | None) -> tuple[Measured, tuple[Ca
     torch.set_num_threads(min(max(int(cluster.cores), 1), here))
     try:
         with init(USUAL, seed=plan.seed) as session:
-            program = psutil.Process().memory_info().rss
             g = DistGraph(plan.data, structure="replicated", session=session)
-            known, candidates = _measured_on(plan, g, cluster, program, tell)
+            known, candidates = _measured_on(plan, g, cluster, tell)
             g.close()
             return known, candidates
     finally:
@@ -234,7 +233,7 @@ def _from_dataset(plan: PlanPlan, tell: Tell | None) -> tuple[Measured, tuple[Ca
 
 
 def _measured_on(
-    plan: PlanPlan, g: DistGraph, cluster: Cluster, program_bytes: int, tell: Tell | None
+    plan: PlanPlan, g: DistGraph, cluster: Cluster, tell: Tell | None
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
@@ -257,7 +256,6 @@ def _measured_on(
         ways=ways_of(candidates),
         caches=caches,
         partitioned=partitioned,
-        program_bytes=program_bytes,
         epoch=plan.epoch,
         clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
         beside=_beside(plan),
