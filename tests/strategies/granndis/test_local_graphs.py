@@ -161,4 +161,4 @@ def test_strategies_of_mini_batches_are_refused(folder: Path) -> None:
     """They would train, on gradients that count rows of other ranks with a weight of their own."""
     for message in run_ranks(with_mini_batches, 2, args=(str(folder),)):
         assert "strategy 'dp' would weigh" in message
-        assert "dx.init(strategy='full_graph')" in message
+        assert "dx.distribute(graph, strategy='full_graph')" in message
