@@ -44,7 +44,7 @@ class Column:
     strategy: str
     options: tuple[tuple[str, Any], ...] = ()
     models: tuple[str, ...] = MODELS
-    shares: tuple[str, ...] = ("uneven", "empty")
+    shares: tuple[str, ...] = tuple(SHARES)
     steps: int = STEPS
     keeps_loader: bool = False
     """Whether all models are trained from one loader."""
