@@ -40,6 +40,6 @@ EXPERIMENT = Experiment(
         "result of 2026-11-22 is of it. The same work took up to 1.9 x as long in one job as in another "
         "(push_pull with group_size=1 at width 8, which no bandwidth and no cut changes: 0.39 to 0.75 s), so "
         "that regrets of mini-batches from one repetition are those of the machine as well. With three "
-        "repetitions, 1 and 10 Gbit/s, mini-batches alone came to 1.30 in the median of 12 cells, 1.91 at worst."
+        "repetitions mini-batches at 1 and 10 Gbit/s came to 1.30 in the median of 12 cells, 1.91 at worst."
     ),
 )
