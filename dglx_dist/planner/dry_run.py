@@ -114,7 +114,7 @@ def dry_run(
         graph=graph,
         shape=shape,
         cluster=told.cluster,
-        program_bytes=max(told.program_bytes, PROGRAM_BYTES),
+        program_bytes=told.program_bytes,
         replicated=not told.partitioned,
     )
     return Measured(

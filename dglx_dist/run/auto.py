@@ -31,7 +31,8 @@ from dglx_dist.records import FEATURE
 from dglx_dist.report.plan_table import plan_lines
 from dglx_dist.run.auto_options import AutoOptions, Training, read_auto_options
 from dglx_dist.run.going_on import fill_cache
-from dglx_dist.run.usual_draws import NO_BATCHES, Asked, draws_of
+from dglx_dist.run.usual_draws import NO_BATCHES, Asked, draws_of, steps_of
+from dglx_dist.storage.process_memory import resident
 from dglx_dist.storage.sizes import read_size
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.strategies.registry import AUTO
@@ -121,7 +122,7 @@ def _chosen(
             ways=ways_of(candidates),
             caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
             partitioned=not g.structure().is_whole and cluster.servers > 1,
-            program_bytes=psutil.Process().memory_info().rss,
+            program_bytes=resident(),
             epoch=asked.epoch,
             assumptions=(*((NO_BATCHES,) if asked.is_deep else ()), *_of_model(shape)),
         ),
@@ -162,18 +163,15 @@ def _candidates(
     allow_cache: bool,
 ) -> tuple[Candidate, ...]:
     """Return what may be chosen, and not more: each is counted."""
-    marked, steps = g.ndata[TRAIN_MASK], 0
+    marked = g.ndata[TRAIN_MASK]
     count = marked.kvstore.count_nonzero(marked.kvstore_key)
     check_train_nodes(count, str(g.dataset.folder))
-    if draws is not None:
-        of_rank = -(-count // cluster.ranks)
-        steps = -(-of_rank // draws.batch_size)
     caches = CACHE_SIZES if allow_cache and g.structure().is_whole else ()
     frame = Frame(
         ranks=cluster.ranks,
         servers=cluster.servers,
         num_layers=len(shape.layers),
-        steps=steps,
+        steps=steps_of(draws, count, cluster.ranks),
         caches=caches,
     )
     return tuple(

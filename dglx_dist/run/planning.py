@@ -33,7 +33,7 @@ from dglx_dist.planner.regions import Regions, find_regions
 from dglx_dist.planner.survey import Draws
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.run.session import init
-from dglx_dist.run.usual_draws import NO_BATCHES, USUAL, Asked, draws_of
+from dglx_dist.run.usual_draws import NO_BATCHES, USUAL, Asked, draws_of, steps_of
 from dglx_dist.storage.manifest import read_manifest
 from dglx_dist.training.kinds import MODEL_KINDS, check_kind
 from dglx_dist.training.models import build_model
@@ -147,6 +147,11 @@ class PlanPlan:
         return draws_of(self.asked)
 
     @property
+    def ranks_of_machine(self) -> int:
+        """Ranks that share the cores and the memory of one machine."""
+        return self.ranks_per_server * (self.servers if self.here else 1)
+
+    @property
     def wishes(self) -> Wishes:
         """What may be chosen; whole graphs where there are no mini-batches."""
         unit = "full_graph" if self.draws is None and self.unit == "mini_batch" else self.unit
@@ -242,14 +247,11 @@ def _measured_on(
     shape = shape_of_module(plain, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
     check_train_nodes(seeds, str(plan.data))
-    draws, steps = plan.draws, 0
-    if draws is not None:
-        of_rank = -(-seeds // cluster.ranks)
-        steps = -(-of_rank // draws.batch_size)
+    draws = plan.draws
     partitioned = _is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges())
     # Policy vip follows batches over all edges.
     caches = () if partitioned else CACHE_SIZES
-    candidates = enumerate_candidates(_frame(plan, steps, caches=caches))
+    candidates = enumerate_candidates(_frame(plan, steps_of(draws, seeds, cluster.ranks), caches=caches))
     told_to = DryRun(
         cluster=cluster,
         draws=draws,
@@ -270,8 +272,7 @@ def _measured_on(
 
 def _beside(plan: PlanPlan) -> int:
     """Return how many other ranks compute on the machine of each, one core each, as far as cores go."""
-    sharing = plan.ranks_per_server * (plan.servers if plan.here else 1)
-    return max(min(sharing, len(os.sched_getaffinity(0))) - 1, 0)
+    return max(min(plan.ranks_of_machine, len(os.sched_getaffinity(0))) - 1, 0)
 
 
 def _of_cores(cluster: Cluster) -> tuple[str, ...]:
@@ -303,7 +304,7 @@ def cluster_of(plan: PlanPlan) -> Cluster:
     inside = _INSIDE_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
     if plan.internal is None and plan.ranks_per_server > 1:
         assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
-    sharing = plan.ranks_per_server * (plan.servers if plan.here else 1)
+    sharing = plan.ranks_of_machine
     where = "all servers share this machine" if plan.here else "each server is as this machine"
     cores = plan.cores
     if cores is None:

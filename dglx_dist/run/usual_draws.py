@@ -39,6 +39,14 @@ class Asked:
         return self.unit != "full_graph" and self.fanouts is None and self.num_layers >= _DEEP
 
 
+def steps_of(draws: Draws | None, seeds: int, ranks: int) -> int:
+    """Return the steps of an epoch on ``seeds`` training nodes of all ranks; 0 without mini-batches."""
+    if draws is None:
+        return 0
+    of_rank = -(-seeds // ranks)
+    return -(-of_rank // draws.batch_size)
+
+
 def draws_of(asked: Asked) -> Draws | None:
     """Return the mini-batches that are counted; None: there are none."""
     if asked.unit == "full_graph" or asked.is_deep:

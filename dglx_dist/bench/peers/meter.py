@@ -13,6 +13,7 @@ from typing import Any
 
 from dglx_dist.bench.peers.workload import Workload
 from dglx_dist.lab.links import read_card
+from dglx_dist.storage.process_memory import peak
 
 
 def read_arguments() -> argparse.Namespace:
@@ -95,14 +96,8 @@ class Report:
     def write(self) -> None:
         """Write everything; called once, at the end."""
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({"epochs": self._epochs, "peak_bytes": peak_resident()}))
+        partial.write_text(json.dumps({"epochs": self._epochs, "peak_bytes": peak()}))
         os.replace(partial, self._path)
 
     def _sent(self) -> int | None:
         return None if self._device is None else read_card(self._device).sent
-
-
-def peak_resident() -> int:
-    """Return the largest resident size of the calling process so far, bytes, shared pages included."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
