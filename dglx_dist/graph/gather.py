@@ -57,9 +57,19 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     _gather(source_words, first, ids, out_words)
 
 
-def take_rows(source: Array, places: Array) -> Array:
-    """Copy the rows of a C-contiguous ``source`` at ``places`` ((K,) int64); faster than indexing."""
-    out = np.empty((len(places), *source.shape[1:]), source.dtype)
+def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
+    """Copy the rows of a C-contiguous ``source`` at ``places`` ((K,) int64); faster than indexing.
+
+    Args:
+        source: (n, *row).
+        places: In [0, n).
+        out: (K, *row), same dtype, C-contiguous and writable; None: fresh memory.
+
+    Returns:
+        ``out``, or what took its place.
+    """
+    if out is None:
+        out = np.empty((len(places), *source.shape[1:]), source.dtype)
     gather_rows(source, 0, places, out)
     return out
 

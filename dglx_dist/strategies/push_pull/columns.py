@@ -13,13 +13,14 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dtypes import tensor_view, torch_dtype
+from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.gather import take_rows
 from dglx_dist.graph.ids import check_ids
 from dglx_dist.graph.opening import together
 from dglx_dist.layers.columns import Columns, deal_out_columns
 from dglx_dist.records import Array, ColumnInfo
 from dglx_dist.sampling.precision import Precision
+from dglx_dist.sampling.row_memory import RowMemory
 from dglx_dist.strategies.push_pull.column_files import slice_folder
 from dglx_dist.strategies.push_pull.column_loading import PHASE, Wanted, obtain
 from dglx_dist.strategies.push_pull.group import Group
@@ -86,12 +87,13 @@ class ColumnStore:
         """
         return Precision().target(torch_dtype(self._slice(name).info.dtype))
 
-    def rows(self, name: str, nodes: Tensor) -> Tensor:
+    def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
         """Return the own columns of nodes; any thread may call it, and no other rank is asked.
 
         Args:
             name: Of the feature.
             nodes: (K,) int64 on the CPU, any order, repeats allowed.
+            memory: Where the copy lies; None: in fresh memory.
 
         Returns:
             (K, F_p), a copy: what ``g.ndata[name][nodes][:, cut]`` holds, with float16 and bfloat16 as
@@ -106,7 +108,11 @@ class ColumnStore:
             raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
         ids = nodes.numpy()
         check_ids(ids, len(one.rows), repr(name))
-        found = tensor_view(take_rows(one.rows, ids), one.info)
+        if memory is None:
+            found = tensor_view(take_rows(one.rows, ids), one.info)
+        else:
+            found = memory.rows(name, len(ids), one.info)
+            take_rows(one.rows, ids, numpy_view(found))
         return found.to(self.dtype(name))
 
     def moments(self, names: Sequence[str]) -> Moments:

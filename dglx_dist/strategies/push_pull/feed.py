@@ -13,6 +13,7 @@ from torch import Tensor
 from dglx_dist.cluster.session import Session
 from dglx_dist.cluster.timeline import LOADER
 from dglx_dist.sampling.precision import Precision
+from dglx_dist.sampling.row_memory import RowMemory
 from dglx_dist.strategies.push_pull.group import Group
 from dglx_dist.strategies.push_pull.options import StructureChoice
 from dglx_dist.strategies.push_pull.structure import OwnersBlock, Place
@@ -23,8 +24,8 @@ from dglx_dist.strategies.push_pull.visit import OwnersInput
 class Rows(Protocol):
     """Where this part's columns are."""
 
-    def rows(self, name: str, nodes: Tensor) -> Tensor:
-        """Return (K, F_p) of (K,) int64 ids; any thread."""
+    def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
+        """Return (K, F_p) of (K,) int64 ids, in ``memory``; any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Feed:
     """Whether batch i + 1 is there when batch i is yielded."""
     precision: Precision = field(default_factory=Precision)
     """What the columns become."""
+    memory: RowMemory = field(default_factory=RowMemory)
+    """Where they lie."""
 
 
 @final
@@ -97,5 +100,6 @@ class FeedOfVisit:
         columns: dict[str, Tensor] = {}
         if feed.store is not None:
             for name in feed.names:
-                columns[name] = feed.precision.converted(feed.store.rows(name, owner.nodes))
+                rows = feed.store.rows(name, owner.nodes, feed.memory)
+                columns[name] = feed.precision.converted(rows)
         return OwnersInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)

@@ -21,6 +21,7 @@ from dglx_dist.sampling.loader import DataLoader
 from dglx_dist.sampling.neighbor import read_sampler
 from dglx_dist.sampling.opening import check_alike
 from dglx_dist.sampling.precision import Precision
+from dglx_dist.sampling.row_memory import RowMemory
 from dglx_dist.sampling.stepping import LoaderTimes, StepLoader
 from dglx_dist.strategies.push_pull.columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.feed import Feed, FeedOfVisit
@@ -196,28 +197,31 @@ class PushPullLoader:
         handed = next(stream, None)
         if handed is None:
             return None
-        position, blocks = self._inner.state_dict(), handed[-1]
-        inputs = feed.take(position["step"] - 1)
-        visit = _Batch(inputs[0].number, self._with_users(inputs, blocks[0]))
-        for name, columns in visit.inputs[self._feed.group.part].columns.items():
-            blocks[0].srcdata[name] = columns
-        blocks[0].push_pull = visit
+        position, block = self._inner.state_dict(), handed[-1][0]
+        inputs, part = self._beside(block, feed.take(position["step"] - 1)), self._feed.group.part
+        for name, columns in inputs[part].columns.items():
+            block.srcdata[name] = columns
+        # A view, and not the user's block itself, which is to name the batch: both would hold each other, so
+        # that the rows stayed in memory until Python looks for such circles.
+        own = replace(inputs[part], block=block.local_var())
+        visit = _Batch(own.number, (*inputs[:part], own, *inputs[part + 1 :]))
+        block.push_pull = visit
         return _Item(handed=handed, visit=visit, share=self._session.step_share, position=position)
 
-    def _with_users(self, inputs: tuple[OwnersInput, ...], block: DGLBlock) -> tuple[OwnersInput, ...]:
-        """Return ``inputs`` on the device of the user's block, which takes the place of the own one."""
+    def _beside(self, block: DGLBlock, inputs: tuple[OwnersInput, ...]) -> tuple[OwnersInput, ...]:
+        """Return ``inputs`` on the device of the user's block, which is to take the place of the own one."""
+        if block.device.type == "cpu":
+            return inputs
         own = self._feed.group.part
-        if block.device.type != "cpu":
-            inputs = tuple(
-                replace(
-                    one,
-                    block=one.block if part == own else one.block.to(block.device),
-                    nodes=one.nodes.to(block.device),
-                    columns={name: rows.to(block.device) for name, rows in one.columns.items()},
-                )
-                for part, one in enumerate(inputs)
+        return tuple(
+            replace(
+                one,
+                block=one.block if part == own else one.block.to(block.device),
+                nodes=one.nodes.to(block.device),
+                columns={name: rows.to(block.device) for name, rows in one.columns.items()},
             )
-        return (*inputs[:own], replace(inputs[own], block=block), *inputs[own + 1 :])
+            for part, one in enumerate(inputs)
+        )
 
 
 def node_loader(
@@ -268,11 +272,12 @@ def _fed(
 ) -> PushPullLoader:
     (etype,) = g.canonical_etypes
     # The inner loader has checked it.
-    precision = Precision(loader_options.get("feature_dtype"), (inner.depth + _ALIVE) * feed.group.size)
+    alive = (inner.depth + _ALIVE) * feed.group.size
+    precision = Precision(loader_options.get("feature_dtype"), alive)
     return PushPullLoader(
         inner,
         g.session,
-        replace(feed, precision=precision),
+        replace(feed, precision=precision, memory=RowMemory(alive)),
         num_nodes=g.num_nodes(),
         builder=BlockBuilder(etype),
     )

@@ -33,7 +33,7 @@ class Visit(ABC):
     number: int
     """Steps since the loader's first epoch, equal on all ranks."""
     inputs: tuple[OwnersInput, ...]
-    """(N_f,) by owner, in the order of the group's members; the own one has the user's own block."""
+    """(N_f,) by owner, in the order of the group's members; the own block is a view of the user's."""
 
     @abstractmethod
     def following(self) -> Visit | None:

@@ -126,7 +126,9 @@ def epoch_of(loader: PushPullLoader) -> list[list[dict[str, Any]]]:
     for batch in loader:
         visit, block = visit_of(batch), batch[-1][0]
         own = loader_part(loader)
-        assert visit.inputs[own].block is block
+        assert visit.inputs[own].block.edata.keys() == block.edata.keys()
+        for name, values in visit.inputs[own].block.edata.items():
+            assert values.data_ptr() == block.edata[name].data_ptr()
         assert torch.equal(block.srcdata[dgl.NID], visit.inputs[own].nodes)
         for name, rows in visit.inputs[own].columns.items():
             assert block.srcdata[name].data_ptr() == rows.data_ptr()

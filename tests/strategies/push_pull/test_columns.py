@@ -15,6 +15,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.columns import deal_out_columns
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, SparseRows
+from dglx_dist.sampling.row_memory import RowMemory
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.push_pull.columns import PHASE, ColumnStore, open_columns
@@ -94,6 +95,9 @@ def check_rows(g: DistGraph, store: ColumnStore, name: str, part: int, parts: in
     halves = (torch.float16, torch.bfloat16)
     assert found.dtype == (torch.float32 if whole.dtype in halves else whole.dtype) == store.dtype(name)
     assert torch.equal(found, expected.to(found.dtype))
+    memory = RowMemory()
+    for _ in range(2):
+        assert torch.equal(store.rows(name, nodes, memory), found)
     assert (store.widths[name], len(store.cut(name))) == (width, expected.shape[1])
     assert store.rows(name, nodes[:0]).shape == (0, expected.shape[1])
 

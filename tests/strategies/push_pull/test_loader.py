@@ -339,6 +339,19 @@ def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
         assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
 
 
+def test_rows_lie_where_batches_before_had_theirs_and_never_where_one_is_held(graph: DistGraph) -> None:
+    loader = nodes_of(graph, batch_size=2, num_threads=0)
+    loader.set_epoch(0)
+    batches = list(loader)
+    assert len({blocks[0].srcdata["feat"].data_ptr() for _, _, blocks in batches}) == len(batches) > 10
+    for nodes, _, blocks in batches:
+        assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
+    del batches, nodes, blocks
+    passed = {blocks[0].srcdata["feat"].data_ptr() for _, _, blocks in loader}
+    # Of the first batches memory may be too short for a later one.
+    assert len(passed) <= 5
+
+
 def test_an_error_of_a_batch_is_told_as_it_is(graph: DistGraph) -> None:
     class Broken(NeighborSampler):
         def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:

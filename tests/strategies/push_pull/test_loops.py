@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -208,6 +209,25 @@ def left_loops(g: DistGraph) -> dict[str, Any]:
     }
 
 
+def gone_at_once(g: DistGraph) -> dict[str, Any]:
+    """How many batches of an epoch stay until Python looks for objects that hold each other."""
+    found = {}
+    for strategy, options in HELD:
+        trained, blocks_seen = Trained(g, strategy, **options), []
+
+        def loss_of(blocks: list[Any], trained: Trained = trained, seen: list[Any] = blocks_seen) -> Tensor:
+            seen.extend(weakref.ref(block) for block in blocks)
+            return trained.loss(blocks)
+
+        gc.collect()
+        gc.disable()
+        trained.epoch(loss_of)
+        held = sum(one() is not None for one in blocks_seen)
+        gc.enable()
+        found[f"{strategy} {options}"] = held, len(blocks_seen)
+    return found
+
+
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
@@ -225,6 +245,16 @@ SCENES = (
     frozen_later,
     frozen_first,
     left_loops,
+    gone_at_once,
+)
+
+HELD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("data_parallel", {}),
+    ("push_pull", {"structure": "push"}),
+    ("push_pull", {"structure": "resample"}),
+    ("push_pull", {"group_size": 1}),
+    ("push_pull", {"depth": 2}),
+    ("push_pull", {"depth": 3}),
 )
 
 
@@ -291,3 +321,12 @@ def test_what_was_begun_or_kept_by_the_user_does_not_pile_up(seen: list[dict[str
         assert not any(loops["left"].values())
         # The last batch of each epoch that was left is stepped in the next one.
         assert loops["steps"] == {"M": loops["landed"], "D": loops["landed"]}
+
+
+def test_a_batch_is_gone_as_soon_as_nobody_uses_it(seen: list[dict[str, Any]]) -> None:
+    """Or its rows lie in memory that is new each time, and that is given back whenever it happens to be."""
+    for found in seen:
+        assert len(found["gone_at_once"]) == len(HELD)
+        for name, (held, blocks) in found["gone_at_once"].items():
+            assert blocks >= 2 * runs.STEPS, name
+            assert held == 0, name
