@@ -47,8 +47,6 @@ class ByteRates:
     """Of a feature row, read from the own server's memory."""
     check: float
     """To go over it for its checksum, as rows that are kept on disk are."""
-    new: float
-    """Of memory that the system gives anew, page by page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +67,6 @@ class Rates:
     makes of it. Mini-batches and co-batches pay it in every step, whole graphs once."""
     check_byte_s: float = 0.0
     """To go over a byte for its checksum, as plans and rows do that are read from disk."""
-    new_byte_s: float = 0.0
-    """Of memory that the system gives anew, page by page."""
     measured: bool = True
 
     def compute_s(self, work: tuple[int, int], steps: int) -> float:
@@ -88,7 +84,6 @@ class Rates:
             gather_byte_s=factor * self.gather_byte_s,
             fresh_edge_s=factor * self.fresh_edge_s,
             check_byte_s=factor * self.check_byte_s,
-            new_byte_s=factor * self.new_byte_s,
             measured=self.measured,
         )
 
@@ -107,7 +102,6 @@ def assumed(*, speed: float = 1.0) -> Rates:
         gather_byte_s=0.3e-9,
         fresh_edge_s=20e-9,
         check_byte_s=0.25e-9,
-        new_byte_s=1e-9,
         measured=False,
     )
     return one.slowed(1.0 / speed)
@@ -220,7 +214,6 @@ def measured_rates(
         gather_byte_s=moved.gather,
         fresh_edge_s=max(fresh for _, _, fresh in tried),
         check_byte_s=moved.check,
-        new_byte_s=moved.new,
     )
 
 

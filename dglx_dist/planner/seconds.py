@@ -36,9 +36,6 @@ step of 14 layers (A1)."""
 _MEETING_S = 4e-3
 """Of each step, until the sum of gradients has gone through gloo's threads on cores that compute, and the
 slower rank is there too: what ranks stood still on 1 Gbit/s, however little they sent (A1)."""
-_HEAP_BYTES, _ALIVE = 64 * 2**20, 3
-"""A thread's memory is kept for its next batch in heaps of that size (glibc); where the rows of three
-batches, one made, one ready and one in use, do not fit one, the system gives memory anew for each."""
 _ASYNC = 0.85
 """An epoch without barriers, by one with them (Dorylus, 7.4)."""
 _WORKER_OVERHEAD = 1.5
@@ -92,7 +89,7 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
     own = sum(inside.get(name, 0) for name in sums) / cluster.servers / cluster.internal_bytes_per_s
     parts = _Parts(
         compute=compute,
-        sampling=_sampling(known, work, draws) + _new_rows(known, work, size),
+        sampling=_sampling(known, work, draws),
         pulled=ahead + (waited if late else 0.0),
         waited=0.0 if late else waited,
         inside=own,
@@ -148,14 +145,6 @@ def _reading(known: Measured, work: FullWork) -> float:
     read = work.read_rows * known.graph.feature_bytes + _PLAN_EDGE_BYTES * max(work.worked[2])
     rates = known.plan_rates or known.rates
     return read * rates.check_byte_s + work.steps * _READ_S / min(known.cluster.cores, 1.0)
-
-
-def _new_rows(known: Measured, work: BatchWork, size: int) -> float:
-    """Return what it takes that each batch's part of the rows lies in memory that is new."""
-    row_bytes = known.graph.feature_bytes // size
-    if _ALIVE * work.largest[0][0] * row_bytes <= _HEAP_BYTES:
-        return 0.0
-    return work.worked[0][0] * size * row_bytes * known.rates.new_byte_s
 
 
 def _after_bursts(moving: float, messages: int, compute: float, cluster: Cluster) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import statistics
 import time
 import zlib
@@ -66,11 +65,6 @@ def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.per
     count = max(rows.numel() * rows.element_size(), 1)
     plain = rows.view(torch.uint8).numpy().reshape(-1)
 
-    def touch() -> None:
-        pages = mmap.mmap(-1, count)
-        np.frombuffer(pages, np.uint8)[:: mmap.PAGESIZE] = 1
-        pages.close()
-
     def timed(work: Callable[[], object]) -> float:
         seconds = []
         for _ in range(_REPETITIONS):
@@ -79,9 +73,7 @@ def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.per
             seconds.append(clock() - begin)
         return statistics.median(seconds) / count
 
-    return ByteRates(
-        gather=timed(lambda: column[ids]), check=timed(lambda: zlib.crc32(plain.data)), new=timed(touch)
-    )
+    return ByteRates(gather=timed(lambda: column[ids]), check=timed(lambda: zlib.crc32(plain.data)))
 
 
 def _spread(seeds: Array, count: int) -> Array:

@@ -102,16 +102,6 @@ def test_co_batches_are_read_from_disk_in_each_epoch() -> None:
     assert predict(PRELOADED, known(plan_rates=rates)).seconds.sampling == 0.0
 
 
-def test_rows_that_do_not_fit_what_is_kept_lie_in_new_memory() -> None:
-    """Of three batches of 100,000 rows, 40 MB each, a heap of 64 MiB does not hold what is alive."""
-    alone = replace(COLUMNS, options={"structure": "push", "group_size": 1})
-    rates = replace(RATES, new_byte_s=1e-9)
-    large = replace(BATCHES, largest=((100_000, 50), (50, 10), (500, 400)))
-    more = predict(alone, known(rates=rates, batches=large)).seconds.sampling
-    assert more == pytest.approx(2000 * 400 * 1e-9)
-    assert predict(alone, known(rates=rates)).seconds.sampling == 0.0
-
-
 def test_steps_of_whole_graphs_have_rates_of_their_own() -> None:
     slow = known(plan_rates=RATES.slowed(3.0))
     usual = predict(PRELOADED, known()).seconds.compute
