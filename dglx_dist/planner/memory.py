@@ -20,9 +20,9 @@ PROGRAM_BYTES = 690 * 10**6
 """Of a rank that has imported everything, compiled its kernels and evaluated once (torch 2.13, Linux)."""
 _OF_ADAM = 4
 """Parameters, their gradients, and Adam's two moments."""
-_KEPT_OF_BATCHES, _KEPT_OF_COLUMNS, _KEPT_OF_GRAPHS = 1.15, 2.9, 1.3
-"""Freed memory is kept for the next step (cluster/allocator.py), by each thread what it freed itself, and
-push-pull has several, and fewer run at once where cores are short: so much is held for what is in use."""
+_KEPT = 1.3
+"""Freed memory is kept for the next step (cluster/allocator.py), by each thread what it freed itself: so much
+is held for what is in use."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 """Of a sampled block: ids, positions and the formats that message passing makes of them."""
 _PLAN_EDGE_BYTES = 44
@@ -50,24 +50,22 @@ class MemoryModel:
         """The program, the model and its optimizer."""
         return self.program_bytes + _OF_ADAM * self.shape.parameters * self.shape.itemsize
 
-    def batches(self, largest: Sequence[Sequence[int]], *, held: int, pulls: bool = False) -> int:
+    def batches(self, largest: Sequence[Sequence[int]], *, held: int) -> int:
         """Return the peak of a rank that trains on mini-batches.
 
         Args:
             largest: (3, L) sources, targets and edges of the largest batch.
             held: Bytes of features, beside the structure, that are mapped or kept.
-            pulls: Whether sums are pulled and pushed, on threads of their own.
         """
         sources, targets, edges = largest
         inputs = round(sources[0] * self.shape.features * self.shape.itemsize)
         blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
-        kept = _KEPT_OF_COLUMNS if pulls else _KEPT_OF_BATCHES
         step = self._step(self.of_batches, [sources[0], *targets], sources, edges)
         return (
             self.fixed
             + held
             + self.structure
-            + round(kept * (step + (self.batches_ahead + 2) * (inputs + blocks)))
+            + round(_KEPT * (step + (self.batches_ahead + 2) * (inputs + blocks)))
         )
 
     def full(self, work: FullWork, *, ahead: int = 0) -> int:
@@ -78,7 +76,7 @@ class MemoryModel:
         blocks = sum(_PLAN_EDGE_BYTES * edges + 16 * sources + 8 * rows for sources, rows, edges in distinct)
         step = self._step(self.of_graphs, work.rows, work.sources, work.edges)
         own = self.graph.nodes // self.cluster.servers * self.graph.feature_bytes
-        return self.fixed + own + round(_KEPT_OF_GRAPHS * (step + (1 + ahead) * (inputs + blocks)))
+        return self.fixed + own + round(_KEPT * (step + (1 + ahead) * (inputs + blocks)))
 
     @property
     def structure(self) -> int:

@@ -11,9 +11,12 @@ from dglx_dist.planner.rates import Rates
 from dglx_dist.planner.records import Cluster, Seconds
 from dglx_dist.planner.traffic import GRADIENTS, Traffic
 
-_FEW_CORES, _HIDDEN_BY_FEW, _HIDDEN_BY_MANY = 2.0, 0.35, 0.9
-"""With fewer cores than that, a rank's loader and its training share one, and what is fetched ahead is hidden
-in part: by D1, P1 and PEER1 as measured (docs/performance.md) some third of the shorter of the two."""
+_FEW_CORES = 2.0
+"""With fewer cores than that, a rank's loader and its training share one."""
+_HIDDEN = ((2.0, 0.9), (1.0, 0.7), (0.0, 0.35))
+"""From so many cores of a rank on, the share of what is fetched ahead that costs no time. On a core of its
+own a rank computes while it waits for the network, though not for what it has to copy (A1); where ranks share
+one the network waits for their turns, too (D1 and P1, as measured: some third of the shorter of the two)."""
 _WIRE_BYTE_S = 0.75e-9
 """To send or to receive a byte, on a core (PEER1 with and without a cache)."""
 _ROUNDS_OF_PULL, _ROUNDS_OF_SUMS = 2, 4
@@ -28,8 +31,6 @@ _PLAN_EDGE_BYTES = 16
 """Of a co-batch's plan on disk, by the edges of its first layer: source and edge, 8 bytes each."""
 _READ_S = 5e-3
 """Of a core, to open the files of a co-batch and to make its blocks, however small it is (A1)."""
-_ANSWER_S = 35e-3
-"""Until another rank, whose one core computes, has answered: its threads take turns (A1)."""
 _EXCHANGE_S = 0.4e-3
 """Of a core, to bring rows together and to put others in their place, however few they are: 28 times in a
 step of 14 layers (A1)."""
@@ -44,7 +45,7 @@ _WORKER_OVERHEAD = 1.5
 
 def hidden_share(cores: float) -> float:
     """Return how much of what is fetched ahead costs no time, while there is as much computing."""
-    return _HIDDEN_BY_FEW if cores < _FEW_CORES else _HIDDEN_BY_MANY
+    return next(share for least, share in _HIDDEN if cores >= least)
 
 
 def rows_seconds(known: Measured, work: BatchWork, traffic: Traffic) -> Seconds:
@@ -84,8 +85,6 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
         waited += _waits(_ROUNDS_OF_SUMS * work.steps, cluster)
     others = sum(count for name, count in outside.items() if name not in (*sums, GRADIENTS))
     ahead = others / cluster.servers / cluster.external_bytes_per_s
-    if cluster.cores < _FEW_CORES and size > 1 and "structure" in {**outside, **inside}:
-        ahead += _ANSWER_S * work.steps
     own = sum(inside.get(name, 0) for name in sums) / cluster.servers / cluster.internal_bytes_per_s
     parts = _Parts(
         compute=compute,
