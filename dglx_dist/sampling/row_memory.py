@@ -20,7 +20,7 @@ _ROOM = 8
 
 @final
 class RowMemory:
-    """Lends tensors for columns, one pool of memory for each; any thread may call it.
+    """Lends tensors for columns, one pool of memory for each key and info; any thread may call it.
 
     Args:
         num_batches: How many batches may be alive at a time; memory for more is fresh.
@@ -28,14 +28,14 @@ class RowMemory:
 
     def __init__(self, num_batches: int = 4) -> None:
         self._num_batches = num_batches
-        self._pools: dict[str, BufferPool] = {}
+        self._pools: dict[tuple[str, ColumnInfo], BufferPool] = {}
         self._lock = threading.Lock()
 
     def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
         """Return uninitialised (``count``, *row) of memory that no living batch holds.
 
         Args:
-            key: Of the column; always with the same ``info``.
+            key: Of the column.
             count: Rows, may be 0.
             info: Dtype and row shape.
         """
@@ -43,7 +43,7 @@ class RowMemory:
         if count == 0 or width == 0:
             return empty_rows(count, info)
         with self._lock:
-            pool = self._pools.setdefault(key, BufferPool(width, dtype, self._num_batches))
+            pool = self._pools.setdefault((key, info), BufferPool(width, dtype, self._num_batches))
         array = pool.borrow()
         if len(array) < count:
             array = np.empty((count + count // _ROOM, width), dtype)

@@ -35,3 +35,12 @@ def test_memory_is_lent_again_only_when_nobody_holds_it() -> None:
     # One row in eight is spare.
     assert memory.rows("feat", 90, PAIR).data_ptr() == at
     assert memory.rows("other", 80, PAIR).data_ptr() != at
+
+
+def test_a_column_in_two_dtypes_has_two_pools() -> None:
+    memory = RowMemory()
+    for _ in range(2):
+        narrow = memory.rows("feat", 4, ColumnInfo(dtype="float16", row_shape=(3,)))
+        wide = memory.rows("feat", 4, ColumnInfo(dtype="float32", row_shape=(3,)))
+        assert (narrow.dtype, wide.dtype) == (torch.float16, torch.float32)
+        assert narrow.data_ptr() != wide.data_ptr()

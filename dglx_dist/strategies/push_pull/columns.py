@@ -13,7 +13,7 @@ from torch import Tensor
 from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
+from dglx_dist.graph.dtypes import column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.gather import take_rows
 from dglx_dist.graph.ids import check_ids
 from dglx_dist.graph.opening import together
@@ -108,12 +108,14 @@ class ColumnStore:
             raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
         ids = nodes.numpy()
         check_ids(ids, len(one.rows), repr(name))
+        dtype = self.dtype(name)
         if memory is None:
-            found = tensor_view(take_rows(one.rows, ids), one.info)
-        else:
-            found = memory.rows(name, len(ids), one.info)
-            take_rows(one.rows, ids, numpy_view(found))
-        return found.to(self.dtype(name))
+            return tensor_view(take_rows(one.rows, ids), one.info).to(dtype)
+        found = memory.rows(name, len(ids), one.info)
+        take_rows(one.rows, ids, numpy_view(found))
+        if found.dtype == dtype:
+            return found
+        return memory.rows(name, len(ids), column_info(dtype, one.info.row_shape)).copy_(found)
 
     def moments(self, names: Sequence[str]) -> Moments:
         """Return mean and variance of each node's row, of all columns of ``names`` side by side.

@@ -98,6 +98,7 @@ def check_rows(g: DistGraph, store: ColumnStore, name: str, part: int, parts: in
     memory = RowMemory()
     for _ in range(2):
         assert torch.equal(store.rows(name, nodes, memory), found)
+        assert store.rows(name, nodes[:0], memory).dtype == found.dtype
     assert (store.widths[name], len(store.cut(name))) == (width, expected.shape[1])
     assert store.rows(name, nodes[:0]).shape == (0, expected.shape[1])
 
