@@ -69,6 +69,13 @@ class FeedOfVisit:
         """Return every owner's input of a batch that was made, by part."""
         return self._ready.pop(step)
 
+    def close(self) -> None:
+        """Let go of batches that nobody took, and of the memory that is lent; no thread may be at work."""
+        self._ready.clear()
+        # The inner loader names this iteration until the next one, and this one names it through the
+        # structure: memory would stay, after the last use of a loader, until Python looks for such circles.
+        self._feed = replace(self._feed, precision=Precision(), memory=RowMemory())
+
     def around(self, epoch: int, step: int, make: Callable[[], Any]) -> Any:
         """Make a batch and what belongs to it; on the loader's threads."""
         try:

@@ -177,6 +177,7 @@ class PushPullLoader:
             # First, or the inner loader would wait for threads that wait for the other ranks.
             self._structure.leave(visit)
             cast("Any", stream).close()
+            feed.close()
             self._session.step_share = None
         _drain(self._session)
         self._position = None
@@ -271,8 +272,8 @@ def _fed(
     g: DistGraph, inner: StepLoader[Any, Any, Any], feed: Feed, loader_options: Mapping[str, Any]
 ) -> PushPullLoader:
     (etype,) = g.canonical_etypes
-    # The inner loader has checked it.
     alive = (inner.depth + _ALIVE) * feed.group.size
+    # The inner loader has checked it.
     precision = Precision(loader_options.get("feature_dtype"), alive)
     return PushPullLoader(
         inner,

@@ -36,6 +36,7 @@ class Trained:
         topology = g.session.topology
         ids = equality.new_ids_of_training(g)[: runs.BATCH * runs.STEPS]
         mine = equality.cut(ids, runs.SHARES["even"], topology.rank, topology.world_size)
+        self.cuts = strategy == "push_pull"
         made = STRATEGIES.get(strategy)(g.session, options)
         size = -(-len(ids) // topology.world_size // runs.STEPS)
         self.loader = made.loader(g, mine, runs.sampler(), batch_size=size)
@@ -213,19 +214,39 @@ def gone_at_once(g: DistGraph) -> dict[str, Any]:
     """How many batches of an epoch stay until Python looks for objects that hold each other."""
     found = {}
     for strategy, options in HELD:
-        trained, blocks_seen = Trained(g, strategy, **options), []
+        trained, blocks_seen, visits_seen = Trained(g, strategy, **options), [], []
 
-        def loss_of(blocks: list[Any], trained: Trained = trained, seen: list[Any] = blocks_seen) -> Tensor:
+        def loss_of(
+            blocks: list[Any],
+            trained: Trained = trained,
+            seen: list[Any] = blocks_seen,
+            visits: list[Any] = visits_seen,
+        ) -> Tensor:
             seen.extend(weakref.ref(block) for block in blocks)
+            visits.extend(weakref.ref(block.push_pull) for block in blocks[:1] if trained.cuts)
             return trained.loss(blocks)
 
         gc.collect()
         gc.disable()
         trained.epoch(loss_of)
         held = sum(one() is not None for one in blocks_seen)
+        visits = sum(one() is not None for one in visits_seen)
         gc.enable()
-        found[f"{strategy} {options}"] = held, len(blocks_seen)
+        found[f"{strategy} {options}"] = held, len(blocks_seen), visits
     return found
+
+
+def dropped_loader(g: DistGraph) -> bool:
+    """Whether the memory that a loader lent stays when the user has dropped the loader."""
+    trained = Trained(g)
+    gc.collect()
+    gc.disable()
+    trained.epoch()
+    memory = weakref.ref(trained.loader._feed.memory)
+    del trained.loader
+    stays = memory() is not None
+    gc.enable()
+    return stays
 
 
 def on_rank(folder: str) -> dict[str, Any]:
@@ -246,6 +267,7 @@ SCENES = (
     frozen_first,
     left_loops,
     gone_at_once,
+    dropped_loader,
 )
 
 HELD: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -327,6 +349,12 @@ def test_a_batch_is_gone_as_soon_as_nobody_uses_it(seen: list[dict[str, Any]]) -
     """Or its rows lie in memory that is new each time, and that is given back whenever it happens to be."""
     for found in seen:
         assert len(found["gone_at_once"]) == len(HELD)
-        for name, (held, blocks) in found["gone_at_once"].items():
+        for name, (held, blocks, visits) in found["gone_at_once"].items():
             assert blocks >= 2 * runs.STEPS, name
             assert held == 0, name
+            # The model knows the rows of the last batch until it is called again.
+            assert visits <= 1, name
+
+
+def test_what_a_loader_lent_goes_with_the_loader(seen: list[dict[str, Any]]) -> None:
+    assert not any(found["dropped_loader"] for found in seen)
