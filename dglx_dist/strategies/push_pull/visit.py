@@ -33,8 +33,8 @@ class Visit(ABC):
     number: int
     """Steps since the loader's first epoch, equal on all ranks."""
     inputs: tuple[OwnersInput, ...]
-    """(N_f,) by owner, in the order of the group's members; the own block is a view of the user's, without what
-    is set on that later."""
+    """(N_f,) by owner, in the order of the group's members; the own block is a view of the user's, without
+    what is set on that later."""
 
     @abstractmethod
     def following(self) -> Visit | None:
