@@ -47,6 +47,13 @@ def test_seconds_of_rows_by_hand() -> None:
     assert found.total == pytest.approx(found.compute + found.outside + found.all_reduce)
 
 
+@pytest.mark.parametrize(("cores", "share"), [(0.5, 0.35), (1.0, 0.7), (2.0, 0.9)])
+def test_a_rank_of_more_cores_waits_less_for_what_is_fetched_ahead(cores: float, share: float) -> None:
+    """There is less computing than waiting, and all of it has something to hide."""
+    found = predict(ROWS, known(cluster=replace(CLUSTER, cores=cores))).seconds
+    assert found.outside == pytest.approx(0.408 - share * found.compute)
+
+
 def test_sums_are_waited_for() -> None:
     """500 rows of 16 numbers there and back, over two cards."""
     found = predict(COLUMNS, known())
