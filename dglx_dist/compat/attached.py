@@ -15,21 +15,23 @@ _BATCH = "compat.batch"
 
 @final
 class LastBatch:
-    """The batch that was yielded last: its input nodes and its first block, held weakly."""
+    """The batch that was yielded last: its input nodes and the rows on its first block, held weakly.
+
+    The rows, not the block: copies that a script makes (``block.int()``) hold the same ones.
+    """
 
     def __init__(self, g: DistGraph, input_nodes: Tensor, block: Any) -> None:
-        self._nodes, self._block = weakref.ref(input_nodes), weakref.ref(block)
-        self._names = frozenset(block.srcdata)
+        self._nodes = weakref.ref(input_nodes)
+        self._rows = {name: weakref.ref(rows) for name, rows in block.srcdata.items()}
         self._policy = g.get_node_partition_policy(g.ntypes[0])
 
     def rows(self, tensor: DistTensor, index: object) -> Tensor | None:
         """Return the rows of ``tensor`` that the block has, if ``index`` is the batch's own tensor of ids."""
-        block = self._block()
-        if block is None or index is None or index is not self._nodes() or tensor.name not in self._names:
+        if index is None or index is not self._nodes() or tensor.name not in self._rows:
             return None
         # Edges, or another graph, may have something of that name.
         is_of_nodes = tensor.kvstore_key == self._policy.key(tensor.name)
-        return block.srcdata[tensor.name] if is_of_nodes and tensor.kvstore is self._policy.store else None
+        return self._rows[tensor.name]() if is_of_nodes and tensor.kvstore is self._policy.store else None
 
 
 def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:

@@ -50,22 +50,28 @@ class MemoryModel:
         """The program, the model and its optimizer."""
         return self.program_bytes + _OF_ADAM * self.shape.parameters * self.shape.itemsize
 
-    def batches(self, largest: Sequence[Sequence[int]], *, held: int) -> int:
+    def batches(
+        self, largest: Sequence[Sequence[int]], *, held: int, owners: int = 1, in_flight: int = 1
+    ) -> int:
         """Return the peak of a rank that trains on mini-batches.
 
         Args:
             largest: (3, L) sources, targets and edges of the largest batch.
             held: Bytes of features, beside the structure, that are mapped or kept.
+            owners: Whose blocks of layer 1 belong to a batch (push-pull's N_f); each comes with its part of
+                the columns, together as many as an own whole row has.
+            in_flight: Batches that are trained at a time.
         """
         sources, targets, edges = largest
         inputs = round(sources[0] * self.shape.features * self.shape.itemsize)
         blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
+        blocks += (owners - 1) * (_BLOCK_EDGE_BYTES * edges[0] + _BLOCK_ROW_BYTES * sources[0])
         step = self._step(self.of_batches, [sources[0], *targets], sources, edges)
         return (
             self.fixed
             + held
             + self.structure
-            + round(_KEPT * (step + (self.batches_ahead + 2) * (inputs + blocks)))
+            + round(_KEPT * (step + (self.batches_ahead + 1 + in_flight) * (inputs + blocks)))
         )
 
     def full(self, work: FullWork, *, ahead: int = 0) -> int:

@@ -75,9 +75,8 @@ def _columns(candidate: Candidate, known: Measured) -> _Found:
     depth = int(candidate.options.get("depth", 1))
     took = formulas.columns_seconds(known, work, size, traffic, late=depth > 1)
     columns = known.graph.nodes * known.graph.feature_bytes // size
-    # All owners' blocks are there at once, each with a part of the columns: as much as an own whole one.
     held = columns + known.memory.own_features
-    memory = known.memory.batches(work.largest, held=held)
+    memory = known.memory.batches(work.largest, held=held, owners=size, in_flight=depth)
     memory += (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
     shared = known.memory.own_features + known.memory.structure
     return _Found(seconds=took, traffic=traffic, memory=memory, shared=shared)

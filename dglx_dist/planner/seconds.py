@@ -15,8 +15,8 @@ _FEW_CORES = 2.0
 """With fewer cores than that, a rank's loader and its training share one."""
 _HIDDEN = ((2.0, 0.9), (1.0, 0.7), (0.0, 0.35))
 """From so many cores of a rank on, the share of what is fetched ahead that costs no time. On a core of its
-own a rank computes while it waits for the network, though not for what it has to copy (A1); where ranks share
-one the network waits for their turns, too (D1 and P1, as measured: some third of the shorter of the two)."""
+own a rank computes while it waits for the network, though not for what it has to copy (A1: 0.5 to 0.9;
+PEER1: 0.4); where ranks share one the network waits for their turns, too (D1 and P1: some third)."""
 _WIRE_BYTE_S = 0.75e-9
 """To send or to receive a byte, on a core (PEER1 with and without a cache)."""
 _ROUNDS_OF_PULL, _ROUNDS_OF_SUMS = 2, 4

@@ -328,11 +328,13 @@ def cluster_of(plan: PlanPlan) -> Cluster:
 
 
 def _is_partitioned(plan: PlanPlan, structure_bytes: int) -> bool:
+    """Return whether structure stays where nodes are; the servers of one machine map it once together."""
     if plan.structure != "auto":
         return plan.structure == "partitioned" and plan.servers > 1
-    ranks = plan.ranks_per_server
-    memory = plan.memory_bytes or psutil.virtual_memory().total // ranks
-    return plan.servers > 1 and structure_bytes > memory * ranks // 2
+    machine = psutil.virtual_memory().total
+    if plan.memory_bytes is not None:
+        machine = plan.memory_bytes * plan.ranks_of_machine
+    return plan.servers > 1 and structure_bytes > machine // 2
 
 
 def make_map(plan: PlanPlan, tell: Tell | None = None) -> tuple[Choice, Regions]:

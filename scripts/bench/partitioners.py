@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import time
 from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.partition import PARTITIONERS, PartitionOptions, measure
 from dglx_dist.records import RawGraph
+from dglx_dist.storage.process_memory import peak
 
 RUNS: tuple[tuple[str, dict[str, object]], ...] = (
     ("kaminpar", {}),
@@ -34,7 +34,7 @@ RUNS: tuple[tuple[str, dict[str, object]], ...] = (
 
 def peak_gb() -> float:
     """Largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return peak() / 1e9
 
 
 def make_graph(nodes: int) -> RawGraph:

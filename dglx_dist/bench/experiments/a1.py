@@ -37,9 +37,6 @@ EXPERIMENT = Experiment(
     note=(
         "Strategy `lambda` is left out, whose workers would share the cores of their servers; so are caches, "
         "of which jobs of the bench know nothing. `scripts/bench/regret.py` measures a larger grid; the "
-        "result of 2026-11-22 is of it. The same work took up to 1.9 x as long in one job as in another "
-        "(push_pull with group_size=1 at width 8, which no bandwidth and no cut changes: 0.39 to 0.75 s), so "
-        "that regrets of mini-batches from one repetition are those of the machine as well. With three "
-        "repetitions mini-batches at 1 and 10 Gbit/s came to 1.30 in the median of 12 cells, 1.91 at worst."
+        "result of 2026-11-22 is of it, with three repetitions."
     ),
 )

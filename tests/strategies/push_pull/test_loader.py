@@ -19,6 +19,7 @@ from dglx_dist.graph import DistGraph
 from dglx_dist.graph.reverse import reverse_edge_ids
 from dglx_dist.layers.columns import deal_out_columns
 from dglx_dist.sampling import DataLoader
+from dglx_dist.sampling.buffers import BufferPool
 from dglx_dist.strategies.push_pull.group import make_group
 from tests.helpers.ranks import run_ranks
 from tests.sampling import bonds
@@ -339,7 +340,9 @@ def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
         assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
 
 
-def test_rows_lie_where_batches_before_had_theirs_and_never_where_one_is_held(graph: DistGraph) -> None:
+def test_rows_lie_where_batches_before_had_theirs_and_never_where_one_is_held(
+    graph: DistGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader = nodes_of(graph, batch_size=2, num_threads=0)
     loader.set_epoch(0)
     batches = list(loader)
@@ -347,9 +350,16 @@ def test_rows_lie_where_batches_before_had_theirs_and_never_where_one_is_held(gr
     for nodes, _, blocks in batches:
         assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
     del batches, nodes, blocks
-    passed = {blocks[0].srcdata["feat"].data_ptr() for _, _, blocks in loader}
+    borrow, lent = BufferPool.borrow, []
+
+    def noted(pool: BufferPool) -> Any:
+        lent.append(len(array := borrow(pool)))
+        return array
+
+    monkeypatch.setattr(BufferPool, "borrow", noted)
+    passed = sum(len(nodes) > 0 for nodes, _, _ in loader)
     # Of the first batches memory may be too short for a later one.
-    assert len(passed) <= 5
+    assert sum(rows > 0 for rows in lent) >= passed - 5 > 5
 
 
 def test_an_error_of_a_batch_is_told_as_it_is(graph: DistGraph) -> None:
