@@ -13,7 +13,7 @@ from dglx_dist.planner.traffic import GRADIENTS, Traffic
 
 _FEW_CORES = 2.0
 """With fewer cores than that, a rank's loader and its training share one."""
-_HIDDEN = ((2.0, 0.9), (1.0, 0.7), (0.0, 0.35))
+_HIDDEN = ((_FEW_CORES, 0.9), (1.0, 0.7), (0.0, 0.35))
 """From so many cores of a rank on, the share of what is fetched ahead that costs no time. On a core of its
 own a rank computes while it waits for the network, though not for what it has to copy (A1: 0.5 to 0.9;
 PEER1: 0.4); where ranks share one the network waits for their turns, too (D1 and P1: some third)."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from typing import final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dtypes import tensor_view
-from dglx_dist.records import ColumnInfo
-from dglx_dist.sampling.buffers import BufferPool
-from dglx_dist.storage.columns import numpy_dtype
+from dglx_dist.graph.dtypes import column_info
+from dglx_dist.sampling.row_memory import RowMemory
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
@@ -29,14 +24,13 @@ class Precision:
 
     Args:
         dtype: What floating-point columns become; None: float16 and bfloat16 become float32, others stay.
-        num_batches: How many batches may be alive at a time: so many buffers are kept per width.
+        num_batches: How many batches may be alive at a time: so many buffers are kept for each dtype and
+            row shape.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, num_batches: int = 4) -> None:
         self._dtype = check_float(dtype)
-        self._num_batches = num_batches
-        self._pools: dict[tuple[torch.dtype, int], BufferPool] = {}
-        self._lock = threading.Lock()
+        self._memory = RowMemory(num_batches)
 
     def target(self, dtype: torch.dtype) -> torch.dtype:
         """Return what a column of ``dtype`` becomes."""
@@ -49,23 +43,7 @@ class Precision:
         dtype = self.target(rows.dtype)
         if dtype == rows.dtype:
             return rows
-        out = self._borrow(dtype, len(rows), math.prod(rows.shape[1:])).view(rows.shape)
-        return out.copy_(rows)
-
-    def _borrow(self, dtype: torch.dtype, count: int, width: int) -> Tensor:
-        """Return (count, width) values of memory that no living batch holds."""
-        info = ColumnInfo(dtype=str(dtype).removeprefix("torch."), row_shape=(width,))
-        with self._lock:
-            pool = self._pools.get((dtype, width))
-            if pool is None:
-                pool = BufferPool(width, numpy_dtype(info.dtype), self._num_batches)
-                self._pools[dtype, width] = pool
-        array = pool.borrow()
-        if len(array) < count:
-            # An eighth more, so that batches of about the same size find room in it.
-            array = np.empty((count + count // 8, width), numpy_dtype(info.dtype))
-        pool.keep(array)
-        return tensor_view(array[:count], info)
+        return self._memory.rows("", len(rows), column_info(dtype, tuple(rows.shape[1:]))).copy_(rows)
 
 
 def check_float(dtype: object) -> torch.dtype | None:
