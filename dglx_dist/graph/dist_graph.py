@@ -58,6 +58,7 @@ class DistGraph(Shared):
     Raises:
         ConfigError: no session; both or none of ``folder`` and ``part_config``; fewer parts than servers.
         StorageError: on all ranks, when the dataset cannot be opened on one of them.
+        DatasetError: on the rank that has checked it, an id is out of range; StorageError on the others.
     """
 
     def __init__(

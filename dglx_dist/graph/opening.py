@@ -33,6 +33,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
     Raises:
         StorageError: on all ranks, when it cannot be opened on one, or the ranks see different datasets.
+        DatasetError: on the rank that checks, an id is out of range; StorageError on the others.
         ConfigError: ``verify`` is not one of its three values.
     """
     first = is_first_on_machine(session)

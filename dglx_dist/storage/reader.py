@@ -21,9 +21,9 @@ _IDS = ColumnInfo(dtype="int64", row_shape=())
 def open_dataset(folder: str | Path, *, verify: Verify = "auto") -> StoredDataset:
     """Open a partitioned dataset; nothing but the manifest is read, apart from verifying.
 
-    Any process may call it alone. The first opening reads every file once to compare checksums; later
-    ones compare sizes and times of change only (:mod:`dglx_dist.storage.verify`). Let one process of
-    each machine open it before the others do, and they need not all read it.
+    Any process may call it alone. The first opening reads every file once to compare checksums, and ids with
+    their ranges; later ones compare sizes and times of change only (:mod:`dglx_dist.storage.verify`). Let one
+    process of each machine open it before the others do, and they need not all read it.
 
     Args:
         folder: What ``write_dataset`` wrote.
@@ -31,6 +31,7 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto") -> StoredDatase
 
     Raises:
         StorageError: it is missing, half-written, damaged, or of a newer format version.
+        DatasetError: an id in it is out of range.
         ConfigError: ``verify`` is none of the three.
     """
     if verify not in ("auto", "full", "never"):
@@ -39,7 +40,7 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto") -> StoredDatase
     if folder.name.endswith(PARTIAL_SUFFIX):
         raise StorageError(f"{folder} was left behind by a write that was killed; delete it")
     manifest = read_manifest(folder)
-    verify_files(folder, manifest.files, verify)
+    verify_files(folder, manifest, verify)
     return StoredDataset(folder, manifest)
 
 
