@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from dglx_dist.cli import main
+from tests.storage.graphs import put_value
 
 DGLX = (sys.executable, "-m", "dglx_dist.cli")
 GRAPH = "synthetic:nodes=1000,degree=10,classes=4,features=16,signal=0.5,seed=1"
@@ -134,6 +135,30 @@ def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> N
     ):
         assert word in shown
     assert (tmp_path / "parts.png").is_file()
+
+
+def test_ids_out_of_range_are_one_error(dataset: Path, tmp_path: Path) -> None:
+    """Compiled kernels index with them; the process would be killed by a signal."""
+    wrong, path = tmp_path / "wrong", "part1/edges/_N._E._N/indptr.arrow"
+    shutil.copytree(dataset, wrong)
+    put_value(wrong, path, 3, 2**50)
+    said = f"part 1 is wrong: in {path}, indptr[3] is {2**50}, expected numbers that never fall"
+    assert said in refused("inspect", str(wrong), "--verify", "full")
+    done = dglx(
+        "train",
+        str(wrong),
+        "--ranks",
+        "2",
+        "--epochs",
+        "1",
+        "--fanout",
+        "5,5",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    assert done.returncode > 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_inspect_shows_the_tables_where_it_cannot_draw(dataset: Path, tmp_path: Path) -> None:

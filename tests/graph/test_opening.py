@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 
 from dglx_dist.cluster.session import start_session
-from dglx_dist.errors import StorageError
+from dglx_dist.errors import DatasetError, StorageError
 from dglx_dist.graph import DistGraph
 from dglx_dist.records import NODE_TYPE, Array, Assignment, EdgeType
 from dglx_dist.storage.dgl_format import write_dgl_format
 from dglx_dist.storage.reader import StoredPart
 from tests.graph.small import NUM_NODES, build, features, part_of
 from tests.helpers.ranks import run_ranks
+from tests.storage.graphs import put_value
 
 
 def open_dgl_format(part_config: Path) -> tuple[bool, int]:
@@ -57,6 +58,27 @@ def test_a_file_damaged_for_one_rank_is_an_error_on_all(small_dataset: Path) -> 
     assert second[-1] == "indptr is damaged"
     assert first[-1].startswith("rank 1 on ")
     assert first[-1].endswith(": indptr is damaged")
+
+
+def _opened_with_a_wrong_id(folder: Path) -> tuple[str, str]:
+    with start_session():
+        try:
+            DistGraph(folder)
+        except (DatasetError, StorageError) as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_id_out_of_range_is_an_error_on_all_ranks(small_dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "wrong"
+    shutil.copytree(small_dataset, folder)
+    put_value(folder, "part0/edges/_N._E._N/indices.arrow", 2, 10**6)
+    said = f"{folder}: part 0 is wrong: in part0/edges/_N._E._N/indices.arrow, indices[2] is 1000000, "
+    first, second = run_ranks(_opened_with_a_wrong_id, 2, args=(folder,), ranks_per_server=1)
+    assert first[0] == "DatasetError"
+    assert first[1].startswith(said)
+    assert second[0] == "StorageError"
+    assert said in second[1]
 
 
 def _open_own_copy(folders: list[Path]) -> int:

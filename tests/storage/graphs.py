@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, EdgeType, RawGraph
+from dglx_dist.storage.columns import column_info, read_column, write_column
+from dglx_dist.storage.manifest import read_manifest, write_manifest
 from dglx_dist.storage.reader import StoredDataset, open_dataset
 from dglx_dist.storage.writer import write_dataset
 
@@ -81,6 +84,16 @@ def random_owners(graph: RawGraph, num_parts: int, seed: int) -> Assignment:
 def store(graph: RawGraph, assignment: Assignment, folder: Path) -> StoredDataset:
     write_dataset(graph, assignment, folder)
     return open_dataset(folder)
+
+
+def put_value(folder: Path, path: str, at: int, value: int) -> None:
+    """Change one value of a dataset's array, and the checksums with it."""
+    values = read_column(folder / path, path).copy()
+    values[at] = value
+    (folder / path).unlink()
+    written = write_column(folder / path, column_info(values, path), len(values), [values])
+    manifest = read_manifest(folder)
+    write_manifest(replace(manifest, files={**manifest.files, path: written}), folder)
 
 
 def put_together(dataset: StoredDataset, ntype: str) -> Array:
