@@ -1,19 +1,26 @@
-"""Folders that appear whole or not at all."""
+"""Folders that appear whole or not at all, and those that are compared with their checksums when read."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dglx_dist.errors import StorageError
+from dglx_dist.storage.columns import FileInfo, checksum
 from dglx_dist.storage.layout import PARTIAL_SUFFIX
+
+STAMP = "stamp.json"
+"""Has the checksums of the other files of a folder that :func:`seal` has closed."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -130,6 +137,50 @@ def replace_folder(folder: Path, target: Path) -> None:
         folder.rename(target)
     _sync(target.parent)
     shutil.rmtree(old)
+
+
+def seal(folder: Path, told: Mapping[str, Any], files: Mapping[str, FileInfo] | None = None) -> None:
+    """Stamp what is in ``folder`` as whole, for :func:`unseal`.
+
+    Args:
+        folder: Has files only.
+        told: JSON values that are kept with them.
+        files: What is known of each file by its name; None: they are read.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    known = {path.name: checksum(path) for path in folder.iterdir()} if files is None else files
+    head = {"told": told, "files": {name: [one.num_bytes, one.checksum] for name, one in known.items()}}
+    (folder / STAMP).write_text(json.dumps({"crc32": _checksum_of(head), "head": head}))
+
+
+def unseal(folder: Path) -> Any:
+    """Return what :func:`seal` was told, once every file was read and compared with its checksum.
+
+    Raises:
+        StorageError: a file, or the stamp itself, is not what was sealed.
+    """
+    try:
+        stamp = json.loads((folder / STAMP).read_bytes())
+        if not isinstance(stamp, dict) or stamp.get("crc32") != _checksum_of(stamp.get("head")):
+            raise ValueError(f"{STAMP} does not match its checksum")
+        for name, (num_bytes, crc32) in stamp["head"]["files"].items():
+            if checksum(folder / name) != FileInfo(num_bytes=num_bytes, checksum=crc32):
+                raise ValueError(f"{name} does not match its checksum")
+    except (OSError, ValueError, RecursionError) as problem:
+        raise damaged(folder, problem) from problem
+    return stamp["head"]["told"]
+
+
+def damaged(folder: Path, problem: object) -> StorageError:
+    """Return the error that what is kept in ``folder`` cannot be used."""
+    return StorageError(f"{folder} is damaged ({problem}); a run that opens it makes it anew")
+
+
+def _checksum_of(head: object) -> int:
+    # Of the values, not of the text: whoever reads the same values is not misled.
+    return zlib.crc32(json.dumps(head, sort_keys=True).encode())
 
 
 def _exchange(one: Path, other: Path) -> bool:

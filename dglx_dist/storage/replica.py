@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 from dglx_dist.storage.columns import read_column, write_column
-from dglx_dist.storage.folders import partial_folder, publish, replace_folder
+from dglx_dist.storage.folders import partial_folder, publish, replace_folder, seal, unseal
 from dglx_dist.storage.layout import CACHE, edge_type_name
 from dglx_dist.storage.reader import StoredDataset
 
 _LOG = logging.getLogger(__name__)
+_INDPTR_FILE, _INDICES_FILE = "indptr.arrow", "indices.arrow"
 _INDPTR = ColumnInfo(dtype="int64", row_shape=())
-_STAMP = "stamp.json"
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -39,9 +38,9 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     """Return the whole graph's in-edges of one type, memory-mapped.
 
     One part: the part's own arrays. More: a copy under ``<folder>/cache``, made by the first process that
-    asks and used by all later ones as long as the manifest is the same. Processes may race: each writes
-    under a name of its own and the first to finish wins. In a folder that cannot be written the copy is
-    made in memory, and that is logged.
+    asks and used by all later ones as long as the manifest is the same; its checksums are compared each time,
+    and a damaged one is logged and made anew. Processes may race: each writes under a name of its own and the
+    first to finish wins. In a folder that cannot be written the copy is made in memory, and that is logged.
 
     Raises:
         ConfigError: there is no such edge type.
@@ -54,7 +53,9 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
         part = dataset.part(0)
         return CSC(indptr=part.indptr(etype), indices=part.indices(etype))
     target = dataset.folder / CACHE / f"structure-{manifest.checksum}" / edge_type_name(etype)
-    if not _is_whole(target):
+    if damage := _damage(target):
+        if target.exists():
+            _LOG.warning("%s", damage)
         try:
             _build(dataset, etype, target)
         except OSError as problem:
@@ -63,23 +64,18 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
                 return _in_memory(dataset, etype)
             raise StorageError(f"{target} cannot be written ({problem}); make room for it") from problem
     return CSC(
-        indptr=read_column(target / "indptr.arrow", "indptr", _INDPTR, manifest.num_nodes(etype[2]) + 1),
-        indices=read_column(target / "indices.arrow", "indices", None, manifest.num_edges(etype)),
+        indptr=read_column(target / _INDPTR_FILE, "indptr", _INDPTR, manifest.num_nodes(etype[2]) + 1),
+        indices=read_column(target / _INDICES_FILE, "indices", None, manifest.num_edges(etype)),
     )
 
 
-def _is_whole(target: Path) -> bool:
-    """Whether the copy is as it was when it was made, by size and time of change."""
+def _damage(target: Path) -> str:
+    """Return what is wrong with the copy, "" if nothing."""
     try:
-        stamp = json.loads((target / _STAMP).read_bytes())
-        return bool(stamp == _stamp(target))
-    except (OSError, ValueError):
-        return False
-
-
-def _stamp(folder: Path) -> dict[str, list[int]]:
-    status = {name: (folder / name).stat() for name in ("indptr.arrow", "indices.arrow")}
-    return {name: [found.st_size, found.st_mtime_ns] for name, found in status.items()}
+        unseal(target)
+    except StorageError as problem:
+        return str(problem)
+    return ""
 
 
 def _build(dataset: StoredDataset, etype: EdgeType, target: Path) -> None:
@@ -89,12 +85,8 @@ def _build(dataset: StoredDataset, etype: EdgeType, target: Path) -> None:
         partial_folder(target) as partial,
         progress("Putting the structure together", num_edges, enabled=num_edges > 1 << 24) as advance,
     ):
-        write_column(
-            partial / "indptr.arrow",
-            _INDPTR,
-            manifest.num_nodes(etype[2]) + 1,
-            _indptr_pieces(dataset, etype),
-        )
+        num_rows = manifest.num_nodes(etype[2]) + 1
+        indptr = write_column(partial / _INDPTR_FILE, _INDPTR, num_rows, _indptr_pieces(dataset, etype))
         info = ColumnInfo(dtype=dataset.part(0).indices(etype).dtype.name, row_shape=())
 
         def pieces() -> Iterator[Array]:
@@ -103,9 +95,9 @@ def _build(dataset: StoredDataset, etype: EdgeType, target: Path) -> None:
                 yield indices
                 advance(len(indices))
 
-        write_column(partial / "indices.arrow", info, num_edges, pieces())
-        (partial / _STAMP).write_text(json.dumps(_stamp(partial)))
-        if not publish(partial, target) and not _is_whole(target):
+        indices = write_column(partial / _INDICES_FILE, info, num_edges, pieces())
+        seal(partial, {}, {_INDPTR_FILE: indptr, _INDICES_FILE: indices})
+        if not publish(partial, target) and _damage(target):
             # Somebody else's damaged copy is in the way.
             replace_folder(partial, target)
 

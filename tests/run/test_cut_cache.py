@@ -12,8 +12,10 @@ from dglx_dist.run import cut_cache
 from dglx_dist.run.cut_cache import cut_once
 from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.storage.folders import partial_folder
-from dglx_dist.storage.layout import MANIFEST
+from dglx_dist.storage.layout import CACHE, MANIFEST
+from dglx_dist.storage.reader import open_dataset
 from tests.run.graphs import two_triangles
+from tests.storage.graphs import flip
 
 PLAN = PartitionPlan(num_parts=2, method="hash")
 
@@ -33,6 +35,28 @@ def test_what_is_there_is_not_cut_again(tmp_path: Path, instead: Callable[..., N
     instead(refuse)
     assert cut_once(two_triangles(), PLAN, tmp_path) == folder
     assert (folder / MANIFEST).is_file()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files_of(folder)}
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != CACHE)
+
+
+def test_a_cut_with_a_flipped_bit_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = cut_once(two_triangles(), PLAN, tmp_path)
+    whole = contents(folder)
+    for path in files_of(folder):
+        # Once as the user of an earlier run left it: found whole.
+        open_dataset(folder)
+        flip(path, path.stat().st_size // 2)
+        caplog.clear()
+        assert cut_once(two_triangles(), PLAN, tmp_path) == folder
+        assert contents(folder) == whole
+        assert caplog.text.count("is cut again") == 1
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_whoever_finishes_first_counts(tmp_path: Path, instead: Callable[..., None]) -> None:

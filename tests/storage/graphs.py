@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +96,23 @@ def put_value(folder: Path, path: str, at: int, value: int) -> None:
     written = write_column(folder / path, column_info(values, path), len(values), [values])
     manifest = read_manifest(folder)
     write_manifest(replace(manifest, files={**manifest.files, path: written}), folder)
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Flip one bit of a byte, which leaves the time of change as it is: what a disk does, nobody writes."""
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    # Into the same file, as those that have mapped it see it.
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def flipped_bits(path: Path, every: int = 1) -> Iterator[int]:
+    """Flip a bit of each ``every``-th byte in turn, in what the file then is; yield its place."""
+    for at in range(0, path.stat().st_size, every):
+        flip(path, at, at % 8)
+        yield at
 
 
 def put_together(dataset: StoredDataset, ntype: str) -> Array:

@@ -57,7 +57,7 @@ class PlanCache:
         try:
             read_plan(target)
         except StorageError as problem:
-            _LOG.warning("%s; it is made anew", problem)
+            _LOG.warning("%s", problem)
             return False
         return True
 

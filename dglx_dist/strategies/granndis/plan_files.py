@@ -6,8 +6,6 @@ under another name and renamed; see :mod:`dglx_dist.storage.folders`.
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from itertools import pairwise
@@ -16,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from dglx_dist.errors import StorageError
 from dglx_dist.records import Array
+from dglx_dist.storage.folders import damaged, seal, unseal
 from dglx_dist.strategies.granndis.plan import HaloLayer, RankPlan
 
-VERSION = 2
-NUMBERS, HEAD = "numbers.npy", "plan.json"
+VERSION = 3
+NUMBERS = "numbers.npy"
 
 _ARRAYS = ("indptr", "indices", "edge_ids", "halo_nodes")
 _COUNTS = ("own_rows", "targets")
@@ -41,9 +39,7 @@ def write_plan(folder: Path, plan: RankPlan) -> None:
     flat = np.concatenate(arrays)
     np.save(folder / NUMBERS, flat, allow_pickle=False)
     head = {
-        "version": VERSION,
         "lengths": [len(array) for array in arrays],
-        "checksum": zlib.crc32(flat.data),
         "scalars": {name: getattr(plan, name) for name in _scalars()},
         "layers": [
             {name: getattr(layer, name) for name in _COUNTS}
@@ -52,49 +48,30 @@ def write_plan(folder: Path, plan: RankPlan) -> None:
         ],
         "same_as_before": [bool(n) and layer is plan.layers[n - 1] for n, layer in enumerate(plan.layers)],
     }
-    (folder / HEAD).write_text(json.dumps(head))
+    seal(folder, head)
 
 
 def read_plan(folder: Path) -> RankPlan:
     """Return the plan in ``folder``, with arrays that are mapped; what is written to them stays in memory.
 
-    Reads the numbers once, to compare their checksum.
+    Reads them once, to compare their checksum.
 
     Raises:
-        StorageError: there is none, or it is damaged or of another version.
+        StorageError: there is none, or it is damaged.
     """
-    head = _read_head(folder)
+    head = unseal(folder)
     try:
         flat = np.load(folder / NUMBERS, mmap_mode="c", allow_pickle=False)
-        if flat.dtype != np.int64 or flat.shape != (sum(head["lengths"]),):
-            raise ValueError(f"it has {flat.shape} numbers of {flat.dtype}")
-        if zlib.crc32(np.asarray(flat).data) != head["checksum"]:
-            raise ValueError("its checksum differs")
-        ends = np.cumsum([0, *head["lengths"]])
-        pieces = iter([np.asarray(flat[first:last]) for first, last in pairwise(ends)])
-        nodes = next(pieces)
-        distinct = iter([_layer(told, pieces) for told in head["layers"]])
-        layers: list[HaloLayer] = []
-        for is_same in head["same_as_before"]:
-            layers.append(layers[-1] if is_same else next(distinct))
-        return RankPlan(nodes=nodes, layers=tuple(layers), **head["scalars"])
-    except (OSError, EOFError, ValueError, LookupError, TypeError, StopIteration) as problem:
-        raise StorageError(f"{folder} is damaged ({problem}); remove it, and it is made anew") from problem
-
-
-def _read_head(folder: Path) -> Any:
-    try:
-        head = json.loads((folder / HEAD).read_text())
-        version = head["version"]
-    except FileNotFoundError:
-        raise StorageError(f"{folder} has no {HEAD}: no plan was written there") from None
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise StorageError(f"{folder} is damaged ({problem}); remove it, and it is made anew") from problem
-    if version != VERSION:
-        raise StorageError(
-            f"{folder} has version {version}, this package reads {VERSION}; remove it, and it is made anew"
-        )
-    return head
+    except (OSError, ValueError) as problem:
+        raise damaged(folder, problem) from problem
+    ends = np.cumsum([0, *head["lengths"]])
+    pieces = iter([np.asarray(flat[first:last]) for first, last in pairwise(ends)])
+    nodes = next(pieces)
+    distinct = iter([_layer(told, pieces) for told in head["layers"]])
+    layers: list[HaloLayer] = []
+    for is_same in head["same_as_before"]:
+        layers.append(layers[-1] if is_same else next(distinct))
+    return RankPlan(nodes=nodes, layers=tuple(layers), **head["scalars"])
 
 
 def _scalars() -> tuple[str, ...]:

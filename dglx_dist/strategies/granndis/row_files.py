@@ -9,22 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import zlib
 from pathlib import Path
 from typing import final
 
 import numpy as np
 from torch import Tensor
 
+from dglx_dist.errors import StorageError
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.dtypes import numpy_view, tensor_view
 from dglx_dist.records import Array
-from dglx_dist.storage.columns import numpy_dtype
+from dglx_dist.storage.folders import seal, unseal
 from dglx_dist.strategies.granndis.kept_folders import keep_folder
 
 _LOG = logging.getLogger(__name__)
-_VERSION = 1
-ROWS, HEAD = "rows.npy", "rows.json"
+ROWS = "rows.npy"
 
 
 @final
@@ -63,15 +62,10 @@ class RowFiles:
         if not target.exists():
             return None
         try:
-            head = json.loads((target / HEAD).read_text())
+            unseal(target)
             rows = np.load(target / ROWS, mmap_mode="c", allow_pickle=False)
-            shape = (len(ids), *column.info.row_shape)
-            if rows.dtype != numpy_dtype(column.info.dtype) or rows.shape != shape:
-                raise ValueError(f"it has rows {rows.shape} of {rows.dtype}")
-            if head != {"version": _VERSION, "checksum": zlib.crc32(np.asarray(rows).data)}:
-                raise ValueError("its checksum or its version differs")
-        except (OSError, EOFError, ValueError) as problem:
-            _LOG.warning("%s is damaged (%s); its rows are fetched anew", target, problem)
+        except (StorageError, OSError, ValueError) as problem:
+            _LOG.warning("%s", problem)
             return None
         return tensor_view(np.asarray(rows), column.info)
 
@@ -87,8 +81,7 @@ class RowFiles:
 
         def fill(partial: Path) -> None:
             np.save(partial / ROWS, values, allow_pickle=False)
-            head = {"version": _VERSION, "checksum": zlib.crc32(values.data)}
-            (partial / HEAD).write_text(json.dumps(head))
+            seal(partial, {})
 
         what = f"what was fetched of {column.name!r}"
         self._has_room = self._has_room and keep_folder(self._of(column, ids), fill, what)

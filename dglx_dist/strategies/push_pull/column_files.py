@@ -1,23 +1,20 @@
 """One part's columns of a feature in a file beside the dataset: written in one pass, checked, memory-mapped.
 
 ``<dataset>/cache/columns-<checksum>/<node type>/<feature>/<first>-<last>/`` has ``values.npy``, which NumPy
-can read by itself, and ``stamp.json`` with its size and checksum. A folder appears whole or not at all.
+can read by itself, and ``stamp.json``, see :func:`seal`. A folder appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import json
 import logging
 import os
-import secrets
 import shutil
 import zlib
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -25,29 +22,17 @@ from dglx_dist.errors import StorageError
 from dglx_dist.layers.columns import Columns, deal_out_columns
 from dglx_dist.progress import progress
 from dglx_dist.records import LABEL, Array, ColumnInfo
-from dglx_dist.storage.columns import checksum, numpy_dtype
-from dglx_dist.storage.folders import partial_folder, publish, replace_folder
+from dglx_dist.storage.columns import FileInfo, numpy_dtype
+from dglx_dist.storage.folders import damaged, partial_folder, publish, replace_folder, seal, unseal
 from dglx_dist.storage.layout import CACHE, safe_name
 from dglx_dist.storage.reader import StoredDataset
 from dglx_dist.storage.writer import CHUNK_BYTES
 
-VALUES, STAMP = "values.npy", "stamp.json"
+VALUES = "values.npy"
 WORTH_SHOWING = 1 << 28
 """Bytes that take long enough for somebody to wonder."""
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stamp:
-    """What a whole file looks like."""
-
-    dtype: str
-    shape: tuple[int, int]
-    num_bytes: int
-    checksum: str
-    time_ns: int
-    """Of change: as long as it and the size are the same, the file is not read to be checked."""
 
 
 def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> Path:
@@ -59,28 +44,32 @@ def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns
 def read_slice(folder: Path, info: ColumnInfo, num_rows: int) -> Array | None:
     """Map the (N, F_p) values of one folder, read-only; bfloat16 as its bits in uint16.
 
-    A file whose size or time of change is not as it was is read once, to compare its checksum.
+    The file is read once, to compare its checksum.
 
     Returns:
         None when there are none, or they are damaged or of something else, which is logged.
     """
+    if not folder.exists():
+        return None
     try:
-        read = json.loads((folder / STAMP).read_bytes())
-        stamp = _Stamp(**{**read, "shape": tuple(read["shape"])})
-        if (stamp.dtype, stamp.shape) != (info.dtype, (num_rows, *info.row_shape)):
-            raise ValueError(f"it is {stamp.dtype} of shape {stamp.shape}")
-        _check(folder / VALUES, stamp)
-        values = np.load(folder / VALUES, mmap_mode="r", allow_pickle=False)
-        if values.shape != stamp.shape or values.dtype != numpy_dtype(info.dtype):
-            raise ValueError(f"it holds {values.dtype} of shape {values.shape}")
-    except (FileNotFoundError, NotADirectoryError):
+        return _mapped(folder, info, num_rows)
+    except StorageError as problem:
+        _LOG.warning("%s", problem)
         return None
-    except (OSError, ValueError, TypeError, KeyError) as problem:
-        _LOG.warning("%s is damaged (%s) and is made anew", folder, problem)
-        return None
-    if (folder / VALUES).stat().st_mtime_ns != stamp.time_ns:
-        _restamp(folder, stamp)
-    return np.asarray(values)
+
+
+def _mapped(folder: Path, info: ColumnInfo, num_rows: int) -> Array:
+    told = _told(info, num_rows)
+    if (found := unseal(folder)) != told:
+        raise damaged(folder, f"it is {found} instead of {told}")
+    try:
+        return np.asarray(np.load(folder / VALUES, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError) as problem:
+        raise damaged(folder, problem) from problem
+
+
+def _told(info: ColumnInfo, num_rows: int) -> dict[str, object]:
+    return {"dtype": info.dtype, "shape": [num_rows, *info.row_shape]}
 
 
 @final
@@ -141,15 +130,8 @@ class SliceWriter:
             OSError: the disk refuses.
         """
         os.fsync(self._file.fileno())
-        status = os.fstat(self._file.fileno())
-        stamp = _Stamp(
-            dtype=self._info.dtype,
-            shape=(self._num_rows, self._info.row_shape[0]),
-            num_bytes=status.st_size,
-            checksum=f"{self._checksum:08x}",
-            time_ns=status.st_mtime_ns,
-        )
-        (self._folder / STAMP).write_text(json.dumps(asdict(stamp)))
+        known = FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
+        seal(self._folder, _told(self._info, self._num_rows), {VALUES: known})
 
     def close(self) -> None:
         """Let go of the file. May be called twice."""
@@ -169,7 +151,11 @@ def put_in_place(partial: Path, target: Path, info: ColumnInfo, num_rows: int) -
     Raises:
         OSError: it cannot be renamed.
     """
-    if not publish(partial, target) and read_slice(target, info, num_rows) is None:
+    if publish(partial, target):
+        return
+    try:
+        _mapped(target, info, num_rows)
+    except StorageError:
         replace_folder(partial, target)
 
 
@@ -223,24 +209,3 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, info: ColumnIn
         for writer, folder, target, cut in zip(writers, folders, targets, infos, strict=True):
             writer.finish()
             put_in_place(folder, target, cut, num_rows)
-
-
-def _check(path: Path, stamp: _Stamp) -> None:
-    status = path.stat()
-    if status.st_size != stamp.num_bytes:
-        raise ValueError(f"{path.name} has {status.st_size} bytes instead of {stamp.num_bytes}")
-    if status.st_mtime_ns != stamp.time_ns:
-        found = checksum(path).checksum
-        if found != stamp.checksum:
-            raise ValueError(f"{path.name} has the checksum {found} instead of {stamp.checksum}")
-
-
-def _restamp(folder: Path, stamp: _Stamp) -> None:
-    """Remember that a copied file was read and found whole; where that cannot be written it is read again."""
-    told: dict[str, Any] = asdict(stamp) | {"time_ns": (folder / VALUES).stat().st_mtime_ns}
-    partial = folder / f"{STAMP}.{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        partial.write_text(json.dumps(told))
-        partial.replace(folder / STAMP)
-    except OSError as problem:
-        _LOG.info("%s cannot be written (%s); %s is read at every opening", folder, problem, VALUES)

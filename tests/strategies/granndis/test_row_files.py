@@ -15,9 +15,11 @@ from dglx_dist.graph.column import Column
 from dglx_dist.graph.dtypes import column_info
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 from dglx_dist.sampling.attach import Columns
+from dglx_dist.storage.folders import STAMP
 from dglx_dist.strategies.granndis import row_files
 from dglx_dist.strategies.granndis.preload import ColumnReader
 from dglx_dist.strategies.granndis.row_files import ROWS, RowFiles
+from tests.storage.graphs import flip, flipped_bits
 from tests.strategies.granndis.test_plan_files import a_plan
 
 IDS = np.array([5, 2, 40])
@@ -76,9 +78,21 @@ def test_a_damaged_file_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogC
     for damaged in (bytes(content), bytes(content[:-8]), b""):
         kept.write_bytes(damaged)
         assert files.read(column(), IDS) is None
-        assert "fetched anew" in caplog.text
+        assert "damaged" in caplog.text
         caplog.clear()
     assert files.write(column(), IDS, torch.ones(3, 2))
+    assert files.read(column(), IDS) is not None
+
+
+@pytest.mark.parametrize("name", [ROWS, STAMP])
+def test_a_flipped_bit_is_told(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    files = RowFiles(tmp_path, 0)
+    files.write(column(), IDS, torch.ones(3, 2))
+    (kept,) = tmp_path.glob(f"*/{name}")
+    for times, at in enumerate(flipped_bits(kept, every=3), 1):
+        assert files.read(column(), IDS) is None
+        assert caplog.text.count("damaged") == times
+        flip(kept, at, at % 8)
     assert files.read(column(), IDS) is not None
 
 

@@ -16,8 +16,9 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.columns import Columns
 from dglx_dist.records import NODE_TYPE, ColumnInfo
 from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.storage.folders import STAMP
 from dglx_dist.strategies.push_pull import column_loading
-from dglx_dist.strategies.push_pull.column_files import STAMP, VALUES, slice_folder
+from dglx_dist.strategies.push_pull.column_files import VALUES, slice_folder
 from dglx_dist.strategies.push_pull.column_loading import PHASE, Wanted, obtain
 from dglx_dist.strategies.push_pull.columns import ATTACHED, ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.group import make_group
