@@ -99,12 +99,10 @@ def put_value(folder: Path, path: str, at: int, value: int) -> None:
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:
-    """Flip one bit of a byte, which leaves the time of change as it is: what a disk does, nobody writes."""
+    """Flip one bit of a byte and keep the time of change, as a disk that fails does."""
     status, content = path.stat(), bytearray(path.read_bytes())
     content[at] ^= 1 << bit
-    # Into the same file, as those that have mapped it see it.
-    with path.open("r+b") as file:
-        file.write(content)
+    path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 

@@ -8,8 +8,19 @@ from typing import Any
 
 import pytest
 
+from dglx_dist.errors import StorageError
 from dglx_dist.storage import folders
-from dglx_dist.storage.folders import partial_folder, publish, remove_abandoned, replace_folder
+from dglx_dist.storage.columns import FileInfo
+from dglx_dist.storage.folders import (
+    STAMP,
+    partial_folder,
+    publish,
+    remove_abandoned,
+    replace_folder,
+    seal,
+    unseal,
+)
+from tests.storage.graphs import flip, flipped_bits
 
 
 def filled(folder: Path, text: str) -> Path:
@@ -121,3 +132,34 @@ def test_what_others_remove_meanwhile_is_not_missed(tmp_path: Path, monkeypatch:
     remove_abandoned(tmp_path)
     assert not left.exists()
     assert not (tmp_path / "gone").exists()
+
+
+TOLD = {"dtype": "float32", "shape": [10, 3], "layers": [{"send": [1]}], "none": None}
+
+
+@pytest.mark.parametrize("files", [None, {"x": FileInfo(num_bytes=3, checksum="352441c2")}])
+def test_what_was_sealed_is_told_as_long_as_no_bit_differs(
+    tmp_path: Path, files: dict[str, FileInfo] | None
+) -> None:
+    folder = filled(tmp_path / "d", "abc")
+    seal(folder, TOLD, files)
+    assert unseal(folder) == TOLD
+    for name in ("x", STAMP):
+        for at in flipped_bits(folder / name):
+            with pytest.raises(StorageError, match=f"{folder} is damaged .*makes it anew"):
+                unseal(folder)
+            flip(folder / name, at, at % 8)
+    assert unseal(folder) == TOLD
+    (folder / "x").write_text("abcd")
+    with pytest.raises(StorageError, match="x does not match"):
+        unseal(folder)
+    (folder / "x").unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        unseal(folder)
+
+
+@pytest.mark.parametrize("stamp", ["", "[]", "{}", "1", '{"crc32": 1, "head": {}}', "[" * 100_000])
+def test_a_stamp_of_something_else_is_damage(tmp_path: Path, stamp: str) -> None:
+    (tmp_path / STAMP).write_text(stamp)
+    with pytest.raises(StorageError, match="damaged"):
+        unseal(tmp_path)
