@@ -149,7 +149,7 @@ def read_strings(path: Path, name: str, num_rows: int) -> Array:
 
 def checksum(path: Path) -> FileInfo:
     """Read one file and return its size and checksum."""
-    value, num_bytes, block = 0, 0, bytearray(1 << 22)
+    value, num_bytes, block = 0, 0, bytearray(1 << 15)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             value = zlib.crc32(memoryview(block)[:count], value)

@@ -23,6 +23,7 @@ from tests.storage.graphs import (
     ODD_ONES_OUT,
     RATES,
     TWO_TRIANGLES,
+    flipped_bits,
     put_value,
     random_heterogeneous,
     random_owners,
@@ -118,6 +119,10 @@ def test_a_damaged_stamp_only_costs_time(tmp_path: Path, read_files: list[str]) 
     (tmp_path / "d/cache/verified.json").write_text("[")
     open_dataset(tmp_path / "d")
     assert len(read_files) == 2 * len(manifest.files)
+    for _ in flipped_bits(tmp_path / "d/cache/verified.json", every=29):
+        read_files.clear()
+        open_dataset(tmp_path / "d")
+        assert read_files
 
 
 def test_a_folder_that_cannot_be_written_is_read_each_time(
