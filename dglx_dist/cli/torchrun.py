@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch.distributed import TCPStore, run
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (

@@ -33,14 +33,13 @@ from dglx_dist.cluster.serve import ServeConfig
 from dglx_dist.cluster.store import JobStore, open_store
 from dglx_dist.cluster.timeline import Timeline
 from dglx_dist.cluster.topology import (
-    LOOPBACK,
     Settings,
     Topology,
+    bind_alike,
     launched_by_torchrun,
     read_rendezvous,
     read_settings,
     read_topology,
-    tell_interface,
     with_nodes,
 )
 from dglx_dist.cluster.trace import TraceWriter, open_trace
@@ -318,8 +317,7 @@ def _joined(
     if not launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
     rendezvous = read_rendezvous()
-    if rendezvous.interface == LOOPBACK:
-        tell_interface(LOOPBACK)
+    bind_alike(rendezvous)
     raw = open_store(rendezvous, topology.rank, topology.world_size, config.timeout_s)
     store = JobStore(raw, topology.rank, topology.world_size, config.timeout_s)
     public, secret = make_credentials_keys() if settings.curve else (None, None)

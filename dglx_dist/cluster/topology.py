@@ -16,8 +16,7 @@ _OF_DGL_PROCESSES = (
     *("DGL_SERVER_ID", "DGL_GROUP_ID", "DGL_GRAPH_FORMAT", "DGL_KEEP_ALIVE", "DGL_DIST_MAX_TRY_TIMES"),
 )
 
-LOOPBACK = "lo"
-"""The network interface of a machine to itself."""
+_LOOPBACK = "lo"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -184,7 +183,7 @@ def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
         num_nodes=_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=-(-world_size // per_node)),
         node=_integer(variables, "GROUP_RANK", minimum=0, default=rank // per_node),
         local_rank=_integer(variables, "LOCAL_RANK", minimum=0, default=rank % per_node),
-        interface=interface or (LOOPBACK if variables.get("GROUP_WORLD_SIZE") == "1" else None),
+        interface=interface or (_LOOPBACK if variables.get("GROUP_WORLD_SIZE") == "1" else None),
     )
 
 
@@ -233,13 +232,14 @@ def tell_settings(strategy: str, options: Mapping[str, object]) -> None:
     os.environ.update({"DGLX_STRATEGY": strategy, "DGLX_OPTIONS": json.dumps(dict(options))})
 
 
-def tell_interface(name: str) -> None:
-    """Set where gloo and NCCL of this process bind, which is else every machine's outer interface.
+def bind_alike(rendezvous: Rendezvous) -> None:
+    """Have gloo and NCCL of this process bind to loopback, too, where ``rendezvous`` says so.
 
-    What the user has set stays.
+    Each takes an outer interface else. What the user has set stays.
     """
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, name)
+    if rendezvous.interface == _LOOPBACK:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, _LOOPBACK)
 
 
 def silence_profiler() -> None:
