@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from dglx_dist.cli import main
@@ -334,6 +335,31 @@ def test_a_killed_rank_ends_the_other_and_is_named(dataset: Path, tmp_path: Path
     assert "rank 1" in said
     assert "SIGKILL" in said
     assert parent_of(ranks[0]) == -1
+
+
+def test_a_job_of_one_machine_listens_on_loopback_only(dataset: Path, tmp_path: Path) -> None:
+    arguments = ("train", str(dataset), "--ranks", "2", "--servers", "2", "--epochs", "100000")
+    # A rank left to itself takes the interface of the machine's name.
+    environment = {name: value for name, value in ENVIRONMENT.items() if "SOCKET_IFNAME" not in name}
+    process = subprocess.Popen(
+        [*DGLX, *arguments, "--out", str(tmp_path)], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stderr is not None
+    try:
+        assert "training" in process.stderr.readline()
+        job = {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+        assert set(rank_processes(process.pid).values()) < job
+        listening = [
+            (one.pid, one.laddr.ip)
+            for one in psutil.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN and one.pid in job
+        ]
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+    # The launcher's store, and of each rank what serves its rows and gloo.
+    assert {pid for pid, _ in listening} == job
+    assert {address for _, address in listening} == {"127.0.0.1"}
 
 
 def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -> None:

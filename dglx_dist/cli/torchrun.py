@@ -1,17 +1,22 @@
 """torchrun in a process of its own, ending with the one message that matters.
 
 ``dglx train --ranks N`` starts ``python -m dglx_dist.cli.torchrun <torchrun's arguments>``. It is
-torchrun, except that a failed run ends with the message of the rank that failed first, in place of a
-traceback of the launcher. With ``--failure-file FILE`` before torchrun's arguments the message goes to that
+torchrun, with two differences. A failed run ends with the message of the rank that failed first, in place of
+a traceback of the launcher. With ``--failure-file FILE`` before torchrun's arguments the message goes to that
 file, as JSON: the lab starts one launcher per server and tells the first failure of all.
+
+And the store where ranks meet listens at one address, with ``--standalone`` on loopback. torchrun's own
+listens on every interface, and its rendezvous for ``--standalone`` unpickles what anybody writes to it.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import logging
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,11 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 _PR_SET_PDEATHSIG = 1
+_AT_ONE_ADDRESS = "dglx-static"
+"""The rendezvous of type static, with :class:`_StoreAtOneAddress`."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         beside = None if file is None else file.parent
         with tempfile.TemporaryDirectory(prefix="dglx-torchrun-", dir=beside) as logs:
             parsed = run.parse_args(["--log-dir", logs, *arguments])  # type: ignore[no-untyped-call]
+            _meet_at_one_address(parsed)
             run.run(parsed)  # type: ignore[no-untyped-call]  # torch leaves them bare
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
@@ -50,6 +66,48 @@ def main(arguments: Sequence[str]) -> int:
         )
         return exit_code(failure)
     return 0
+
+
+class _StoreAtOneAddress(StaticTCPRendezvous):
+    """Torch's rendezvous of fixed machines, whose own store listens on every interface."""
+
+    def get_backend(self) -> str:
+        """Return the name that it is registered by."""
+        return _AT_ONE_ADDRESS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return where the ranks of the next attempt meet; on one machine that is a store of their own."""
+        alone = self.world_size == 1
+        if self.rank == 0 and (alone or self._store is None):
+            listener = socket.create_server((self.master_addr, 0 if alone else self.master_port))
+            self.master_port = listener.getsockname()[1]
+            self._store = TCPStore(
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=True,
+                timeout=self.timeout,
+                master_listen_fd=listener.detach(),
+            )
+        return super().next_rendezvous()
+
+
+def _meet_at_one_address(parsed: argparse.Namespace) -> None:
+    """Have torchrun take :class:`_StoreAtOneAddress` where it would take its own, or c10d on one machine."""
+    if parsed.standalone:
+        parsed.standalone, parsed.nnodes, parsed.node_rank = False, "1", 0
+        parsed.rdzv_backend, parsed.rdzv_endpoint = "static", "127.0.0.1:0"
+    if parsed.rdzv_backend != "static":
+        return
+    parsed.rdzv_backend = _AT_ONE_ADDRESS
+    parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or 29500}"
+
+    def make(found: RendezvousParameters) -> StaticTCPRendezvous:
+        host, port = parse_rendezvous_endpoint(found.endpoint, default_port=29500)
+        limit_s = int(found.get("timeout", 600))
+        return _StoreAtOneAddress(host, port, parsed.node_rank, found.max_nodes, found.run_id, limit_s)
+
+    rendezvous_handler_registry.register(_AT_ONE_ADDRESS, make)
 
 
 def end_with_parent() -> None:

@@ -67,5 +67,5 @@ def torchrun_command(
         raise ConfigError(
             f"{ranks} ranks cannot be cut into {servers} servers; make the ranks a multiple of the servers"
         )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     return [*command, *script_args], rank_environment(ranks, ranks_per_server=per_server)

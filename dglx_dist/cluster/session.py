@@ -35,6 +35,7 @@ from dglx_dist.cluster.timeline import Timeline
 from dglx_dist.cluster.topology import (
     Settings,
     Topology,
+    bind_alike,
     launched_by_torchrun,
     read_rendezvous,
     read_settings,
@@ -316,6 +317,7 @@ def _joined(
     if not launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
     rendezvous = read_rendezvous()
+    bind_alike(rendezvous)
     raw = open_store(rendezvous, topology.rank, topology.world_size, config.timeout_s)
     store = JobStore(raw, topology.rank, topology.world_size, config.timeout_s)
     public, secret = make_credentials_keys() if settings.curve else (None, None)

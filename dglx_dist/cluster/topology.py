@@ -16,6 +16,7 @@ _OF_DGL_PROCESSES = (
     *("DGL_SERVER_ID", "DGL_GROUP_ID", "DGL_GRAPH_FORMAT", "DGL_KEEP_ALIVE", "DGL_DIST_MAX_TRY_TIMES"),
 )
 
+_LOOPBACK = "lo"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -83,7 +84,8 @@ class Rendezvous:
     local_rank: int
     """Position of this rank on its machine: which accelerator it takes."""
     interface: str | None
-    """Network interface to bind to; None: the one that reaches ``host``."""
+    """Network interface to bind to, loopback where the launcher says that there is one machine; None: the one
+    that reaches ``host``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +183,21 @@ def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
         num_nodes=_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=-(-world_size // per_node)),
         node=_integer(variables, "GROUP_RANK", minimum=0, default=rank // per_node),
         local_rank=_integer(variables, "LOCAL_RANK", minimum=0, default=rank % per_node),
-        interface=interface or None,
+        interface=interface or (_LOOPBACK if variables.get("GROUP_WORLD_SIZE") == "1" else None),
     )
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Return a name of this start of torchrun and how often it restarted the ranks; ("", 0) without it.
+
+    Raises:
+        ConfigError: the number is none.
+    """
+    variables = os.environ if environment is None else environment
+    # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
+    parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    attempt = _integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
+    return (parents[2].name, attempt) if len(parents) > 2 else ("", 0)
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -215,6 +230,16 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 def tell_settings(strategy: str, options: Mapping[str, object]) -> None:
     """Set DGLX_STRATEGY and DGLX_OPTIONS of this process, for a program that it will run."""
     os.environ.update({"DGLX_STRATEGY": strategy, "DGLX_OPTIONS": json.dumps(dict(options))})
+
+
+def bind_alike(rendezvous: Rendezvous) -> None:
+    """Have gloo and NCCL of this process bind to loopback, too, where ``rendezvous`` says so.
+
+    Each takes an outer interface else. What the user has set stays.
+    """
+    if rendezvous.interface == _LOOPBACK:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, _LOOPBACK)
 
 
 def silence_profiler() -> None:

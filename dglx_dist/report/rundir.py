@@ -103,6 +103,15 @@ def write_run(
         raise _unwritable(target, error) from error
 
 
+def launch_of(folder: Path) -> str:
+    """Return ``launch`` of the configuration of a run, "" where there is none.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    return str(_read_object(folder / CONFIG).get("launch", "")) if (folder / CONFIG).is_file() else ""
+
+
 def read_plan(folder: Path) -> dict[str, Any] | None:
     """Read what ``auto`` chose among; None: the run was told its strategy.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,13 +13,16 @@ import dgl
 import torch
 
 import dglx_dist
+from dglx_dist.cluster.collectives import broadcast_json
 from dglx_dist.cluster.session import Session
+from dglx_dist.cluster.topology import read_launch
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph import DistGraph
+from dglx_dist.graph.opening import together
 from dglx_dist.planner.graph_stats import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
 from dglx_dist.report.picture import draw
-from dglx_dist.report.rundir import PICTURE, append_epoch, read_epochs, start_run, write_run
+from dglx_dist.report.rundir import PICTURE, append_epoch, launch_of, read_epochs, start_run, write_run
 from dglx_dist.report.summary import run_title, summarise
 from dglx_dist.run.auto_outcome import described, outcome_of
 from dglx_dist.run.auto_plan import CHECKPOINTS, settle_strategy
@@ -35,6 +39,8 @@ from dglx_dist.training.evaluate import labelled_type
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.kinds import RELATIONAL_KINDS
 from dglx_dist.training.tracing import check_trace, without_keys
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,7 @@ def train_dataset(plan: TrainPlan) -> Trained:
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
+        plan = _going_on_after_restart(plan, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         plan, choice = _settled_strategy(plan, g)
         plan = settled(plan)
@@ -71,10 +78,10 @@ def train_dataset(plan: TrainPlan) -> Trained:
         config = resolved(plan, g, session)
         before = read_epochs(folder) if plan.resume else ()
         if writes:
-            start_run(folder, config, keep_metrics=plan.resume, plan=choice)
             if not plan.resume:
-                # A later --resume would go on from those of the run that is replaced.
+                # A later --resume, or a restart, would go on from those of the run that is replaced.
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            start_run(folder, config, keep_metrics=plan.resume, plan=choice)
         built = build(plan, g, ntype, g.num_classes(ntype))
         wrapped, result = _fit(
             plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None
@@ -94,6 +101,24 @@ def train_dataset(plan: TrainPlan) -> Trained:
             _draw(epochs, folder, run_title(summary, config))
         write_outputs(plan, wrapped, built, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
+
+
+def _going_on_after_restart(plan: TrainPlan, session: Session) -> TrainPlan:
+    """Return ``plan`` with ``resume`` where the launcher has restarted this run; collective."""
+    (launch, restarts), folder, leads = read_launch(), Path(plan.out), session.topology.rank == 0
+    if restarts == 0 or plan.resume or plan.checkpoint_every == 0:
+        return plan
+    # An attempt may have ended before it replaced an earlier run, whose checkpoints lie there then.
+    mine = together(session, lambda: launch_of(folder) if leads else "", StorageError)
+    if broadcast_json(mine == launch, session) is not True:
+        return plan
+    if leads:
+        log.warning(
+            "restart %d by the launcher: the run goes on from the newest checkpoint in %s, if there is one",
+            restarts,
+            folder / CHECKPOINTS,
+        )
+    return replace(plan, resume=True)
 
 
 def _settled_strategy(plan: TrainPlan, g: DistGraph) -> tuple[TrainPlan, dict[str, Any] | None]:
@@ -171,6 +196,7 @@ def resolved(plan: TrainPlan, g: DistGraph, session: Session) -> dict[str, objec
         "timeout_s": session.timeout_s,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
+        "launch": read_launch()[0],
         "graph": g.name,
         "nodes": g.num_nodes(),
         "edges": g.num_edges(),

@@ -102,6 +102,9 @@ def test_settings() -> None:
     found = read_settings({"DGLX_TIMEOUT": "2.5", "DGLX_STRATEGY": "x", "DGLX_CURVE": "yes"})
     assert (found.timeout_s, found.strategy, found.curve) == (2.5, "x", True)
     assert read_rendezvous(launched(GLOO_SOCKET_IFNAME="eth0,eth1")).interface == "eth0"
+    assert read_rendezvous(launched(GROUP_WORLD_SIZE=1)).interface == "lo"
+    # Without torchrun's word, other ranks may be on other machines.
+    assert read_rendezvous(launched()).interface is None
 
 
 def test_what_a_launcher_says_for_a_script() -> None:
