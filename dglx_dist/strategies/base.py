@@ -95,8 +95,8 @@ class WrappedModel(nn.Module, ABC):
     """The user's model, taught by a strategy to train together with the other ranks.
 
     Call it like the user's module. Backward is collective, and so is forward under strategies that exchange
-    activations, on the thread of the training loop. Names and shapes in ``state_dict`` are those of the user's
-    module, uncut, under every strategy, so that a checkpoint of one loads under another.
+    activations, on the thread of the training loop. Names and shapes in ``state_dict`` are those of the
+    user's module, uncut, under every strategy, so that a checkpoint of one loads under another.
     """
 
     module: nn.Module
