@@ -36,7 +36,7 @@ class Nearness:
         """The figures."""
         return (
             f"predicted seconds of {self.variants} ways are {100 * self.error:.0f} % off in the median; of "
-            f"{self.counted} whose bytes were foretold to the byte, {self.differ} moved others"
+            f"{self.counted} whose bytes were predicted exactly, {self.differ} moved others"
         )
 
 

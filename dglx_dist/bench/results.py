@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -83,23 +85,34 @@ def read(folder: Path) -> tuple[Outcome, ...]:
     """
     if not folder.is_dir():
         raise StorageError(f"there is no folder {folder}; results are what `dglx bench --out FOLDER` writes")
-    found = (read_one(path) for path in sorted(folder.glob("*.json")) if not path.name.startswith("."))
+    paths = sorted((*folder.glob("*.json"), *folder.glob("*.json.gz")))
+    found = (read_one(path) for path in paths if not path.name.startswith("."))
     return tuple(sorted((one for one in found if one is not None), key=lambda one: one.experiment))
 
 
 def read_one(path: Path) -> Outcome | None:
-    """Return the outcome in ``path``; None: it is whole, but no result of the bench.
+    """Return the outcome in ``path``, gzipped where it ends in ``.gz``; None: another kind of JSON file.
 
     Raises:
         StorageError: it is damaged, or of another version.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        value = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             return None
         if value["version"] == VERSION:
             return _outcome(value)
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise StorageError(
             f"{path} is damaged ({type(error).__name__}: {error}); remove it, or measure again"
         ) from error

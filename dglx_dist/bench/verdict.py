@@ -93,7 +93,7 @@ def judge_experiment(experiment: Experiment, outcome: Outcome | None) -> Verdict
         return Verdict(word=outcome.status, why=outcome.reason)
     verdicts = [(figures.ratio.name, judge(figures)) for figures in ratio_figures(outcome)]
     near = nearness(outcome)
-    return _together([*verdicts, *([] if near is None else [("what was foretold", _of_nearness(near))])])
+    return _together([*verdicts, *([] if near is None else [("predictions", _of_nearness(near))])])
 
 
 def _of_nearness(near: Nearness) -> Verdict:

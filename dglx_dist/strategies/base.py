@@ -94,8 +94,9 @@ class EpochTrainer(ABC):
 class WrappedModel(nn.Module, ABC):
     """The user's model, taught by a strategy to train together with the other ranks.
 
-    Call it like the user's module. Names and shapes in ``state_dict`` are those of the user's
-    module, uncut, under every strategy, so that a checkpoint of one loads under another.
+    Call it like the user's module. Backward is collective, and so is forward under strategies that exchange
+    activations, on the thread of the training loop. Names and shapes in ``state_dict`` are those of the
+    user's module, uncut, under every strategy, so that a checkpoint of one loads under another.
     """
 
     module: nn.Module
@@ -180,6 +181,8 @@ class WrappedModel(nn.Module, ABC):
 
 class Strategy(ABC):
     """One placement of a model's stages over the ranks.
+
+    An instance is made whenever one is needed: state belongs in what it returns, or in ``session.attached``.
 
     Args:
         session: The run it works in.
