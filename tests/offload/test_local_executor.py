@@ -24,7 +24,7 @@ from dglx_dist.offload.tasks import Direction, Task, TaskKey
 from dglx_dist.offload.user_stages import code_of, stages_of
 
 from .programs import gcn
-from .servers import Bench, keys_of, served
+from .servers import Bench, keys_of, other_core, served
 
 ROOT = Path(__file__).parents[2]
 FORWARD = TaskKey(0, 1, 0, Direction.FORWARD)
@@ -180,6 +180,54 @@ def test_workers_end_with_their_graph_server_however_it_ends(tmp_path: Path) -> 
             until(lambda: not is_alive(worker), "ended")
         finally:
             os.kill(forked, signal.SIGKILL)
+
+
+OTHER_KERNELS = """
+from dglx_dist.offload.executors.base import ExecutorContext
+from dglx_dist.offload.executors.local import LocalExecutor
+from dglx_dist.offload.work import kernels
+from tests.offload.programs import sage
+from tests.offload.servers import Bench, keys_of, served
+
+bench = Bench(sage(), [50])
+keys = keys_of(bench.program)
+with served(bench), LocalExecutor(ExecutorContext(), {}) as executor:
+    for key in keys:
+        executor.invoke(bench.task(key).to_event())
+    bench.wait_for(executor, keys)
+told = [name for what, name in bench.calls if what == "program"]
+assert told == [kernels()], (told, kernels())
+for key in keys:
+    bench.check(key)
+print(kernels())
+"""
+
+
+def test_workers_compute_with_the_kernels_that_their_graph_server_is_told() -> None:
+    core = other_core()
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_KERNELS],
+        cwd=ROOT,
+        env={**os.environ, "OPENBLAS_CORETYPE": core},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert core.upper() in done.stdout.upper()
+
+
+def test_no_other_variable_reaches_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    for name in ("AWS_SECRET_ACCESS_KEY", "OPENBLAS_PASSWORD", "MKL_TOKEN"):
+        monkeypatch.setenv(name, "a secret")
+    bench = Bench(gcn(), [4])
+    with served(bench), LocalExecutor(ExecutorContext(), {}) as executor:
+        executor.invoke(bench.task(FORWARD).to_event())
+        bench.wait_for(executor, [FORWARD])
+        seen = Path(f"/proc/{workers()[0]}/environ").read_bytes().split(b"\0")
+    assert b"OPENBLAS_CORETYPE=Haswell" in seen
+    assert not [one for one in seen if b"secret" in one]
 
 
 def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
