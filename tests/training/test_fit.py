@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import dglx_dist as dx
 from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.bounded.trainer import LambdaTrainer
 from dglx_dist.training.fit import FitConfig, epoch_line, train
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
@@ -104,6 +106,35 @@ def test_records_are_sums_over_ranks(folder: Path, tmp_path: Path) -> None:
         of_the_loop = record["wait_s"] + record["compute_s"] + record["exchange_s"]
         assert of_the_loop == pytest.approx(record["seconds"], rel=1e-9)
     assert set(results[0]["accuracy"]) == {"train_mask", "val_mask", "test_mask"}
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph", "cooperative", "lambda"])
+def test_what_an_evaluation_lacks_is_told_before_training(
+    strategy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After training, and without a checkpoint, all of it would be lost."""
+    options = {"executor": "inline"} if strategy == "lambda" else {}
+    trained: list[bool] = []
+    monkeypatch.setattr(LambdaTrainer, "run", lambda *_: pytest.fail("trained"))
+
+    class Silent(equality.PlainModel):
+        def forward(self, blocks: list[Any], h: torch.Tensor) -> torch.Tensor:
+            trained.append(True)
+            return super().forward(blocks, h)
+
+    with dx.init(strategy, timeout=30, **options):
+        g = dx.DistGraph(folder)
+        config = FitConfig(epochs=1, eval_every=0, show_progress=False)
+        for changed, message in (
+            ({}, r"method inference_layers\(\)"),
+            ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+            ({"num_layers": 2, "eval_batch_size": 0}, "batch_size=0 must be at least 1"),
+        ):
+            model = Silent("gcn").double()
+            with pytest.raises(ConfigError, match=message):
+                dx.fit(model, g, config=replace(config, **changed))
+    # Strategy lambda runs the model on a small graph of its own, to see its steps.
+    assert strategy == "lambda" or not trained
 
 
 def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:
