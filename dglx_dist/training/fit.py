@@ -158,8 +158,7 @@ def train(
         config = replace(config, ntype=labelled_type(g, config.label))
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
     run.resume()
-    if run.goes_on:
-        run.check_evaluation()
+    run.check_evaluation()
     steps = len(loader) * (config.epochs - run.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
     bar = progress(_intention(run.first_epoch, config.epochs), steps, enabled=enabled)
@@ -232,7 +231,7 @@ class _Run:
 
     def check_evaluation(self) -> None:
         """Raise ConfigError, before anything is trained, where the evaluation after it could not be done."""
-        if self._config.evaluate is None and self._config.task is None:
+        if self.goes_on and self._config.evaluate is None and self._config.task is None:
             check_evaluable(self._step.model, self._g, **self._evaluated)
 
     @property
@@ -314,14 +313,9 @@ class _Run:
     @property
     def _evaluated(self) -> dict[str, Any]:
         config = self._config
-        return {
-            "feature": config.feature,
-            "label": config.label,
-            "batch_size": config.eval_batch_size,
-            "num_layers": config.num_layers,
-            "ntype": config.ntype,
-            "inputs": None if config.inputs is None else config.inputs.tensors,
-        }
+        same = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
+        inputs = None if config.inputs is None else config.inputs.tensors
+        return {**same, "batch_size": config.eval_batch_size, "inputs": inputs}
 
     def _without_patience(self) -> bool:
         patience = self._config.patience
@@ -382,11 +376,9 @@ def _closing(trainer: EpochTrainer | None) -> Iterator[None]:
 
 
 def _trace_of(config: FitConfig) -> TraceConfig | None:
-    return (
-        None
-        if config.trace is None
-        else TraceConfig(path=Path(config.trace).absolute(), num_steps=config.trace_steps)
-    )
+    if config.trace is None:
+        return None
+    return TraceConfig(path=Path(config.trace).absolute(), num_steps=config.trace_steps)
 
 
 def _trained_with(session: Session) -> dict[str, object]:

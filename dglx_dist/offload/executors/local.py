@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, final
 
+from dglx_dist.cluster.topology import inherited_environment
 from dglx_dist.errors import PeerError
 from dglx_dist.offload.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.offload.executors.cpu_group import CpuGroup, hold, sweep
@@ -53,7 +53,7 @@ _LAST_WORDS, _LAST_BREATH_S = 2000, 0.5
 
 def arithmetic_variables() -> dict[str, str]:
     """Return the variables of this process's environment that decide the bits of a result."""
-    return {name: os.environ[name] for name in _DECIDES_BITS if name in os.environ}
+    return {name: value for name, value in inherited_environment().items() if name in _DECIDES_BITS}
 
 
 @final
