@@ -44,7 +44,12 @@ class GinStages(Staged):
         # Not registered a second time: state_dict has it under apply_func.
         self._first = (first,)
         self._mean = conv._aggregator_type == "mean"
-        self.eps, self.activation = conv.eps, conv.activation
+        self.activation = conv.activation
+        if isinstance(conv.eps, nn.Parameter):
+            self.eps = conv.eps
+        else:
+            # A buffer, as in DGL's own layer: so that checkpoints of either have it.
+            self.register_buffer("eps", conv.eps)
 
     def transform(self, given: StageInput) -> Tensor:
         """Project the source rows by the first Linear, without its bias."""

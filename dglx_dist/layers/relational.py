@@ -72,6 +72,8 @@ class RelationalStages(Staged):
             weight = torch.einsum("rb,bio->rio", linear.coeff, linear.W)
         sources, targets = given.block.edges()
         out = rows.new_zeros((given.block.num_dst_nodes(), weight.shape[-1]))
+        if "etypes" not in given.edges:
+            raise ConfigError("RelGraphConv needs the relation of each edge; pass etypes, (E,) whole numbers")
         if not rows.numel() or not len(sources):
             return out + 0 * weight.sum() + 0 * rows.sum()
         messages = gather_mm(rows[sources.long()], weight, idx_b=given.edges["etypes"])

@@ -6,8 +6,11 @@ of both are added: so that streaming, fusion and rematerialisation change no bit
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -26,6 +29,29 @@ from dglx_dist.offload.stages.loss import cross_entropy
 from dglx_dist.offload.steps import Vertex
 from dglx_dist.offload.tasks import Direction
 from dglx_dist.records import Array
+
+_OPENBLAS = [f"{prefix}openblas_get_config{end}" for prefix in ("scipy_", "") for end in ("64_", "")]
+"""What OpenBLAS calls the function that describes it, as the wheels of NumPy and others build it."""
+
+
+@functools.cache
+def kernels() -> str:
+    """Return what the arithmetic of this process runs on: NumPy, its BLAS with the kernels, its SIMD loops.
+
+    Processes that return different texts may compute different bits. Kernels are known of an OpenBLAS; of
+    another BLAS its name and version are told.
+    """
+    built: Any = np.show_config(mode="dicts")
+    # A look-up by the handle of a library searches that library and what it depends on: so this is the BLAS
+    # of NumPy, and none that torch or SciPy have in the same process.
+    library = ctypes.CDLL(importlib.import_module("numpy.linalg._umath_linalg").__file__)
+    described = next((getattr(library, name) for name in _OPENBLAS if hasattr(library, name)), None)
+    if described is None:
+        blas = " ".join(str(built["Build Dependencies"]["blas"].get(key)) for key in ("name", "version"))
+    else:
+        described.restype = ctypes.c_char_p
+        blas = " ".join(described().decode(errors="replace").split())
+    return f"NumPy {np.__version__}; {blas}; {' '.join(built['SIMD Extensions'].get('found', ()))}"
 
 
 class Computed(NamedTuple):

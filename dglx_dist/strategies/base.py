@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -91,6 +92,38 @@ class EpochTrainer(ABC):
         """Let go of what was opened; every rank must call it. After it ``failed``, it waits for nobody."""
 
 
+_PREFETCH = (
+    "have the sampler bring it, as in NeighborSampler(..., prefetch_edge_feats=[{name}]), or name it in "
+    "dx.local_graph(g, edge_columns=[{name}])"
+)
+
+
+@contextmanager
+def edge_data_named(advice: str = _PREFETCH) -> Iterator[None]:
+    """Say of edge data that a block lacks what to pass; DGL raises a KeyError with nothing but the name.
+
+    Args:
+        advice: What to do; ``{name}`` is replaced.
+
+    Raises:
+        ConfigError: in place of that KeyError. Others pass.
+    """
+    try:
+        yield
+    except KeyError as error:
+        from dgl.view import HeteroEdgeDataView
+
+        places = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        data = next((place for place in places if isinstance(place, HeteroEdgeDataView)), None)
+        if data is None:
+            raise
+        known = ", ".join(map(repr, data)) or "none"
+        raise ConfigError(
+            f"the model reads edge data {error} of its block, which has none of that name (known: {known}); "
+            f"{advice.format(name=error)}"
+        ) from error
+
+
 class WrappedModel(nn.Module, ABC):
     """The user's model, taught by a strategy to train together with the other ranks.
 
@@ -101,6 +134,11 @@ class WrappedModel(nn.Module, ABC):
 
     module: nn.Module
     """The user's module. Calling it directly, past the wrapper, leaves its gradients on this rank."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's module; edge data that a block lacks is named, with what to pass."""
+        with edge_data_named():
+            return super().__call__(*args, **kwargs)
 
     @property
     @abstractmethod

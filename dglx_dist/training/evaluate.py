@@ -13,7 +13,16 @@ from dglx_dist.cluster.collectives import sum_over_ranks
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE, LABEL, SPLITS
-from dglx_dist.training.inference import Inputs, layerwise_inference, local_share, minibatch_inference
+from dglx_dist.training.inference import (
+    Inputs,
+    batches,
+    first_rows,
+    layerwise_inference,
+    local_share,
+    minibatch_inference,
+    whole_of,
+)
+from dglx_dist.training.layers_of import layers_of
 from dglx_dist.training.nested import flatten
 
 if TYPE_CHECKING:
@@ -57,17 +66,7 @@ def evaluate(  # noqa: PLR0913 - what a first call needs none of
             ``label`` or mask of that name; or it is unclear which type or output is meant.
     """
     ntype = labelled_type(g, label) if ntype is None else ntype
-    data = g.nodes[ntype].data
-    names = list(masks) if masks is not None else [name for name in SPLITS if name in data]
-    for name in (label, *names):
-        if name not in data:
-            known = ", ".join(map(repr, data)) or "none"
-            raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
-    if data[label].ndim != 1 or data[label].dtype.is_floating_point:
-        raise ConfigError(
-            f"{label!r} is {data[label].dtype} of shape {data[label].shape}, and accuracy needs one whole "
-            "number for each node; give such a column as label="
-        )
+    names = _names(g, masks, label, ntype)
     options: dict[str, Any] = {
         "feature": feature,
         "inputs": inputs,
@@ -84,6 +83,48 @@ def evaluate(  # noqa: PLR0913 - what a first call needs none of
     finally:
         for rows in computed.values():
             rows.delete()
+
+
+def check_evaluable(
+    model: nn.Module,
+    g: DistGraph,
+    *,
+    feature: str = FEATURE,
+    label: str = LABEL,
+    batch_size: int = 4096,
+    num_layers: int | None = None,
+    ntype: str | None = None,
+    inputs: Inputs | None = None,
+) -> None:
+    """Raise what :func:`evaluate` would raise before it computes anything; every rank must call it.
+
+    Args, raises: as :func:`evaluate`.
+    """
+    ntype = labelled_type(g, label) if ntype is None else ntype
+    _names(g, None, label, ntype)
+    first_rows(g, feature, inputs)
+    next(batches((0, 0), batch_size), None)
+    module = whole_of(model)
+    if num_layers is None:
+        layers_of(module, None, None)
+    elif num_layers < 1:
+        raise ConfigError(f"num_layers={num_layers} must be at least 1")
+
+
+def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str) -> list[str]:
+    """Return the names of the masks; raise ConfigError unless they and the labels are there."""
+    data = g.nodes[ntype].data
+    names = list(masks) if masks is not None else [name for name in SPLITS if name in data]
+    for name in (label, *names):
+        if name not in data:
+            known = ", ".join(map(repr, data)) or "none"
+            raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
+    if data[label].ndim != 1 or data[label].dtype.is_floating_point:
+        raise ConfigError(
+            f"{label!r} is {data[label].dtype} of shape {data[label].shape}, and accuracy needs one whole "
+            "number for each node; give such a column as label="
+        )
+    return names
 
 
 def labelled_type(g: DistGraph, label: str = LABEL) -> str:

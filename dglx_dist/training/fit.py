@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -23,7 +23,7 @@ from dglx_dist.strategies.registry import AUTO
 from dglx_dist.training import checkpoint
 from dglx_dist.training.entity_inputs import EntityInputs
 from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
-from dglx_dist.training.evaluate import evaluate, labelled_type
+from dglx_dist.training.evaluate import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.sparse_state import Sparse, optimizers_of
 from dglx_dist.training.task import LossFunction, NodeClassification, Task
 from dglx_dist.training.tracing import TraceConfig, recording, without_keys
@@ -148,7 +148,8 @@ def train(
         sparse: Optimiser of the embeddings, which steps and is saved with ``optimizer``; or several.
 
     Raises:
-        ConfigError: the loader attaches no features or labels, or the model cannot be evaluated exactly.
+        ConfigError: the loader attaches no features or labels, or the model cannot be evaluated exactly,
+            which is found out before training.
         CheckpointError: the checkpoint to resume from does not match.
         StorageError: the trace cannot be written, found out before training where possible.
     """
@@ -157,6 +158,7 @@ def train(
         config = replace(config, ntype=labelled_type(g, config.label))
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
     run.resume()
+    run.check_evaluation()
     steps = len(loader) * (config.epochs - run.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
     bar = progress(_intention(run.first_epoch, config.epochs), steps, enabled=enabled)
@@ -227,6 +229,11 @@ class _Run:
         accuracy = resumed.extra.get("accuracy", {})
         self._accuracy = {str(name): float(value) for name, value in accuracy.items()}
 
+    def check_evaluation(self) -> None:
+        """Raise ConfigError, before anything is trained, where the evaluation after it could not be done."""
+        if self.goes_on and self._config.evaluate is None and self._config.task is None:
+            check_evaluable(self._step.model, self._g, **self._evaluated)
+
     @property
     def goes_on(self) -> bool:
         """Whether there are epochs to train."""
@@ -292,16 +299,7 @@ class _Run:
         if config.evaluate is not None:
             self._accuracy = dict(config.evaluate(self._step.model))
         elif config.task is None:
-            self._accuracy = evaluate(
-                self._step.model,
-                self._g,
-                feature=config.feature,
-                label=config.label,
-                batch_size=config.eval_batch_size,
-                num_layers=config.num_layers,
-                ntype=config.ntype,
-                inputs=None if config.inputs is None else config.inputs.tensors,
-            )
+            self._accuracy = evaluate(self._step.model, self._g, **self._evaluated)
         validation = self._accuracy.get(_VALIDATION)
         if validation is None:
             return record
@@ -311,6 +309,13 @@ class _Run:
             self._evaluations_since_best += 1
             self.stopped_early = self._without_patience()
         return replace(record, val_accuracy=validation)
+
+    @property
+    def _evaluated(self) -> dict[str, Any]:
+        config = self._config
+        same = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
+        inputs = None if config.inputs is None else config.inputs.tensors
+        return {**same, "batch_size": config.eval_batch_size, "inputs": inputs}
 
     def _without_patience(self) -> bool:
         patience = self._config.patience
@@ -371,11 +376,9 @@ def _closing(trainer: EpochTrainer | None) -> Iterator[None]:
 
 
 def _trace_of(config: FitConfig) -> TraceConfig | None:
-    return (
-        None
-        if config.trace is None
-        else TraceConfig(path=Path(config.trace).absolute(), num_steps=config.trace_steps)
-    )
+    if config.trace is None:
+        return None
+    return TraceConfig(path=Path(config.trace).absolute(), num_steps=config.trace_steps)
 
 
 def _trained_with(session: Session) -> dict[str, object]:

@@ -18,7 +18,7 @@ from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.records import FEATURE, Array
-from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.strategies.base import WrappedModel, edge_data_named
 from dglx_dist.training.full_blocks import FullBlocks
 from dglx_dist.training.layers_of import layers_of
 from dglx_dist.training.models import InferenceLayer
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 Inputs: TypeAlias = DistTensor | Mapping[str, DistTensor]
 """Rows of all nodes: of the only node type, or by node type."""
+
+_NO_EDGE_DATA = (
+    "blocks of an exact evaluation have no columns of edges; evaluate the model yourself, as with "
+    "FitConfig(evaluate=...)"
+)
 
 _Rows: TypeAlias = dict[Path, DistTensor]
 _Compute: TypeAlias = Callable[[str, Array], dict[Path, Tensor]]
@@ -234,7 +239,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
             yield
     finally:
         for module, training in modes.items():

@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from dglx_dist.offload.executors.local import arithmetic_variables
+
 API = "/2018-06-01/runtime"
 RUNTIME_MODULES = ("awslambdaric", "runtime_client", "snapshot_restore_py", "simplejson")
 LAYER_MODULES = ("numpy", "zmq")
@@ -131,6 +133,7 @@ class Container:
             "_HANDLER": self._configuration["Handler"],
             "PYTHONPATH": ":".join(map(str, places)),
             "OPENBLAS_NUM_THREADS": "1",
+            **arithmetic_variables(),
         }
         # -S: no site-packages, so what is not in the zip is not there.
         command = [sys.executable, "-S", "-m", "awslambdaric", self._configuration["Handler"]]

@@ -226,6 +226,13 @@ def test_what_rows_do_not_help_is_refused(module: nn.Module, message: str) -> No
     assert "sync=" not in str(caught.value)
 
 
+def test_relations_that_are_not_passed_are_named() -> None:
+    block, x, _ = block_and_rows(3)
+    _, staged = made("rel", 3)
+    with pytest.raises(ConfigError, match="pass etypes"):
+        staged(block, x)
+
+
 def test_rows_of_sources_are_what_parts_send() -> None:
     """(L0, width) of each, where a layer that splits sends (D1, H)."""
     block, x, _ = block_and_rows(7)

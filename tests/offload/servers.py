@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from dglx_dist.cluster.auth import Credentials, make_credentials_keys
 from dglx_dist.cluster.ledger import Ledger
@@ -30,11 +32,19 @@ from dglx_dist.offload.tasks import (
     parse_attempt,
     parse_half,
 )
-from dglx_dist.offload.work import Work
+from dglx_dist.offload.work import Work, kernels
 from dglx_dist.offload.worker import exchange as ops
 from dglx_dist.records import Array
 
 PATIENCE_S = 30.0
+CORES = {"x86_64": ("Nehalem", "Haswell"), "aarch64": ("ARMV8", "NEOVERSEN1")}
+
+
+def other_core() -> str:
+    """A core type of OpenBLAS, for OPENBLAS_CORETYPE, whose kernels this process does not compute with."""
+    if "OpenBLAS" not in kernels() or platform.machine() not in CORES:
+        pytest.skip("NumPy has no OpenBLAS that is told its kernels")
+    return next(core for core in CORES[platform.machine()] if core.upper() not in kernels().upper())
 
 
 def keys_of(program: Program, interval: int = 0, epoch: int = 0) -> list[TaskKey]:

@@ -24,7 +24,7 @@ from dglx_dist.offload.tasks import Direction, Task, TaskKey
 from dglx_dist.offload.user_stages import code_of, stages_of
 
 from .programs import gcn
-from .servers import Bench, keys_of, served
+from .servers import Bench, keys_of, other_core, served
 
 ROOT = Path(__file__).parents[2]
 FORWARD = TaskKey(0, 1, 0, Direction.FORWARD)
@@ -99,7 +99,14 @@ def waiting_bench() -> Bench:
     return bench
 
 
-def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(tmp_path: Path) -> None:
+def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in local._DECIDES_BITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "")
+    for name in ("AWS_SECRET_ACCESS_KEY", "OPENBLAS_PASSWORD", "MKL_TOKEN"):
+        monkeypatch.setenv(name, "sesame")
     bench = waiting_bench()
     with served(bench), LocalExecutor(ExecutorContext(folder=tmp_path), {}) as executor:
         executor.invoke(bench.task(FORWARD).to_event())
@@ -109,7 +116,8 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(tmp_path: Path) 
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"sesame" not in variables + command
         names = {entry.partition(b"=")[0] for entry in variables.split(b"\0")}
-        assert names <= {b"", b"OMP_NUM_THREADS", b"OPENBLAS_NUM_THREADS", b"MKL_NUM_THREADS", b"LANG"}
+        threads = {b"OMP_NUM_THREADS", b"OPENBLAS_NUM_THREADS", b"MKL_NUM_THREADS"}
+        assert names == {b"", b"LANG", b"NPY_DISABLE_CPU_FEATURES"} | threads
         assert os.readlink(f"/proc/{pid}/cwd") == "/"
         (tree,) = tmp_path.iterdir()
         inside = {path.name for path in tree.iterdir()}
@@ -180,6 +188,41 @@ def test_workers_end_with_their_graph_server_however_it_ends(tmp_path: Path) -> 
             until(lambda: not is_alive(worker), "ended")
         finally:
             os.kill(forked, signal.SIGKILL)
+
+
+OTHER_KERNELS = """
+from dglx_dist.offload.executors.base import ExecutorContext
+from dglx_dist.offload.executors.local import LocalExecutor
+from dglx_dist.offload.work import kernels
+from tests.offload.programs import sage
+from tests.offload.servers import Bench, keys_of, served
+
+bench = Bench(sage(), [50])
+keys = keys_of(bench.program)
+with served(bench), LocalExecutor(ExecutorContext(), {}) as executor:
+    for key in keys:
+        executor.invoke(bench.task(key).to_event())
+    bench.wait_for(executor, keys)
+told = [name for what, name in bench.calls if what == "program"]
+assert told == [kernels()], (told, kernels())
+for key in keys:
+    bench.check(key)
+print(kernels())
+"""
+
+
+def test_workers_compute_with_the_kernels_that_their_graph_server_is_told() -> None:
+    core = other_core()
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_KERNELS],
+        cwd=ROOT,
+        env={**os.environ, "OPENBLAS_CORETYPE": core},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert core.upper() in done.stdout.upper()
 
 
 def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:

@@ -13,6 +13,7 @@ import pytest
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.offload.program import Program
 from dglx_dist.offload.tasks import Direction, TaskKey
+from dglx_dist.offload.work import kernels
 from dglx_dist.offload.worker import caller as caller_module
 from dglx_dist.offload.worker import function
 from dglx_dist.offload.worker.answer import WorkerAnswer
@@ -52,7 +53,7 @@ def test_every_task_by_sockets_is_the_direct_call(name: str, rematerialise: bool
             found = worker.handle(bench.task(key, streaming=streaming).to_event())
             assert found["accepted"] is True
             bench.check(key)
-        assert bench.calls.count(("program", "")) == 1
+        assert [name for what, name in bench.calls if what == "program"] == [kernels()]
     steps = {index for index in bench.program.vertex_steps if bench.program.weights_of(index)}
     assert {key.step for key in bench.pushed} == steps
     assert all(key.direction is not Direction.FORWARD for key in bench.pushed)
@@ -186,7 +187,7 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
         monkeypatch.setattr(caller_module, "_IDLE_S", -1.0)
         worker.handle(bench.task(keys[2]).to_event())
         assert caller._job is not job
-    assert bench.calls.count(("program", "")) == 1
+    assert [name for what, name in bench.calls if what == "program"] == [kernels()]
 
 
 def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
@@ -200,6 +201,14 @@ def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
         for key in keys[:3]:
             bench.check(key)
         function._WORKER._caller.close()
+
+
+def test_each_run_hears_which_kernels_a_worker_computes_with() -> None:
+    bench, (key, *_) = Bench(gcn(), ROWS), keys_of(gcn())
+    worker = Worker(DirectCaller(bench.handlers()))
+    for task in (bench.task(key), bench.task(replace(key, run=1)), bench.task(replace(key, run=1, epoch=1))):
+        worker.handle(task.to_event())
+    assert [name for what, name in bench.calls if what == "program"] == [kernels(), kernels()]
 
 
 def test_another_run_brings_another_program() -> None:

@@ -13,12 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import dglx_dist as dx
 from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import edge_data_named
+from dglx_dist.strategies.bounded.trainer import LambdaTrainer
+from dglx_dist.training.evaluate import evaluate
 from dglx_dist.training.fit import FitConfig, epoch_line, train
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
@@ -104,6 +108,65 @@ def test_records_are_sums_over_ranks(folder: Path, tmp_path: Path) -> None:
         of_the_loop = record["wait_s"] + record["compute_s"] + record["exchange_s"]
         assert of_the_loop == pytest.approx(record["seconds"], rel=1e-9)
     assert set(results[0]["accuracy"]) == {"train_mask", "val_mask", "test_mask"}
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph", "cooperative", "lambda"])
+def test_what_an_evaluation_lacks_is_told_before_training(
+    strategy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After training, and without a checkpoint, all of it would be lost."""
+    options = {"executor": "inline"} if strategy == "lambda" else {}
+    trained: list[bool] = []
+    monkeypatch.setattr(LambdaTrainer, "run", lambda *_: pytest.fail("trained"))
+
+    class Silent(equality.PlainModel):
+        def forward(self, blocks: list[Any], h: torch.Tensor) -> torch.Tensor:
+            trained.append(True)
+            return super().forward(blocks, h)
+
+    with dx.init(strategy, timeout=30, **options):
+        g = dx.DistGraph(folder)
+        config = FitConfig(epochs=1, eval_every=0, show_progress=False)
+        for changed, message in (
+            ({}, r"method inference_layers\(\)"),
+            ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+            ({"num_layers": 2, "eval_batch_size": 0}, "batch_size=0 must be at least 1"),
+        ):
+            model = Silent("gcn").double()
+            with pytest.raises(ConfigError, match=message):
+                dx.fit(model, g, config=replace(config, **changed))
+    # Strategy lambda runs the model on a small graph of its own, to see its steps.
+    assert strategy == "lambda" or not trained
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "full_graph", "cooperative"])
+def test_edge_data_that_a_layer_lacks_is_told_with_what_to_pass(strategy: str, folder: Path) -> None:
+    class WithEdges(equality.PlainModel):
+        def __init__(self) -> None:
+            super().__init__("gcn")
+            self.convs[0] = dgl.nn.GINEConv(torch.nn.Linear(equality.WIDTH, equality.HIDDEN))
+
+        def forward(self, blocks: list[Any], h: torch.Tensor) -> torch.Tensor:
+            return self.convs[1](blocks[1], self.first(blocks[0], h))
+
+        def first(self, block: Any, h: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.convs[0](block, h, block.edata["edge_feat"])
+            return out
+
+        def inference_layers(self) -> list[Any]:
+            return [self.first, self.convs[1]]
+
+    with dx.init(strategy, timeout=30):
+        g, model = dx.DistGraph(folder), WithEdges().double()
+        with pytest.raises(ConfigError, match=r"'edge_feat'.*prefetch_edge_feats=\['edge_feat'\]"):
+            dx.fit(model, g, config=FitConfig(epochs=1, show_progress=False))
+        with pytest.raises(ConfigError, match=r"'edge_feat'.*FitConfig\(evaluate=\.\.\.\)"):
+            evaluate(model, g)
+
+
+def test_a_key_error_of_the_users_own_stays() -> None:
+    with pytest.raises(KeyError, match="mine"), edge_data_named():
+        dict[str, int]()["mine"]
 
 
 def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:

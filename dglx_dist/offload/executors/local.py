@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, final
 
+from dglx_dist.cluster.topology import inherited_environment
 from dglx_dist.errors import PeerError
 from dglx_dist.offload.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.offload.executors.cpu_group import CpuGroup, hold, sweep
@@ -40,14 +41,27 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "LANG": "C.UTF-8",
 }
+_DECIDES_BITS = (
+    *("OPENBLAS_CORETYPE", "OPENBLAS_BLOCK_FACTOR", "OPENBLAS_L2_SIZE", "GOTO_BLOCK_FACTOR"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
+    *("BLIS_ARCH_TYPE", "BLIS_MODEL_TYPE", "AOCL_ENABLE_INSTRUCTIONS", "NVPL_BLAS_DEBUG_CPU_TYPE"),
+    *("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
+)
+"""By these a BLAS, NumPy and the C library choose kernels. No other goes along: it may be a secret."""
 _LAST_WORDS, _LAST_BREATH_S = 2000, 0.5
+
+
+def arithmetic_variables() -> dict[str, str]:
+    """Return the variables of this process's environment that decide the bits of a result."""
+    return {name: value for name, value in inherited_environment().items() if name in _DECIDES_BITS}
 
 
 @final
 class LocalExecutor(Executor):
     """Starts processes when they are first needed and keeps them warm; they end with this one.
 
-    A process sees an empty environment, and imports from a folder that holds the package of a worker only.
+    A process sees no environment but :func:`arithmetic_variables`, and imports from a folder that holds the
+    package of a worker only.
 
     Options:
         memory_mb: For the bill; 192 by default, as in the paper.
@@ -166,7 +180,7 @@ class _Process(Hand):
                 stdout=subprocess.PIPE,
                 stderr=self._output,
                 cwd="/",
-                env=_ENVIRONMENT,
+                env={**arithmetic_variables(), **_ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C is the graph server's, with whom it ends
             )
         _write(self._process, write_json(self._hold(self._process).as_json()) + b"\n")

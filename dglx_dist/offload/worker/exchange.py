@@ -11,6 +11,7 @@ import numpy as np
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.offload.program import MAX_PROGRAM_BYTES
 from dglx_dist.offload.tasks import Task, attempt_name, half_name
+from dglx_dist.offload.work import kernels
 from dglx_dist.offload.worker.caller import Answer, Caller
 from dglx_dist.records import Array
 
@@ -37,12 +38,12 @@ class Exchange:
         self._halves: list[Answer | None] = [None, None]
 
     def program(self) -> bytes:
-        """Fetch the program's JSON.
+        """Fetch the program's JSON, and say which kernels this worker computes with.
 
         Raises:
             ConfigError: something else came.
         """
-        arrays = self._from_graph_server(PROGRAM, "").wait(self._task.timeout_s)
+        arrays = self._from_graph_server(PROGRAM, kernels()).wait(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
             raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
         return arrays[0].tobytes()

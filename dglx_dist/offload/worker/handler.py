@@ -10,7 +10,7 @@ from dglx_dist.errors import ConfigError, DglxError, RemoteError
 from dglx_dist.offload.fields import Json
 from dglx_dist.offload.payload import half_rows
 from dglx_dist.offload.program import Program
-from dglx_dist.offload.tasks import Direction, Task
+from dglx_dist.offload.tasks import Direction, Secrets, Task
 from dglx_dist.offload.work import Computed, Work, add_gradients
 from dglx_dist.offload.worker.answer import WorkerAnswer
 from dglx_dist.offload.worker.caller import Caller
@@ -110,15 +110,16 @@ class Worker:
         return computed
 
     def _work(self, task: Task, exchange: Exchange) -> Work:
-        kept = self._kept
-        if kept is None or kept.program.digest != task.program:
+        kept, run = self._kept, (task.secrets, task.key.run)
+        # Anew for each run, though programs may be equal: with this call a worker introduces itself.
+        if kept is None or kept.program.digest != task.program or kept.run != run:
             program = Program.from_json(exchange.program())
             if program.digest != task.program:
                 raise ConfigError(
                     f"rank {task.graph_server.rank} on {task.graph_server.host} gave program "
                     f"{program.digest[:12]}, not {task.program[:12]}: it is of another run"
                 )
-            kept = self._kept = _Kept(program)
+            kept = self._kept = _Kept(program, run)
         return kept.work(task)
 
 
@@ -128,6 +129,7 @@ class _Kept:
     """A program, and the kinds of task that were asked for so far."""
 
     program: Program
+    run: tuple[Secrets, int]
     _works: dict[tuple[int, Direction, bool], Work] = field(default_factory=dict)
 
     def work(self, task: Task) -> Work:

@@ -126,6 +126,11 @@ class Engine:
         """Moves that wait for a thread."""
         return self._schedule.queue_length
 
+    @property
+    def kernels(self) -> list[str]:
+        """What this graph server and its workers compute with; see :func:`dglx_dist.offload.work.kernels`."""
+        return sorted(self._desk.kernels)
+
     def snapshot(self) -> Snapshot:
         """Return what this graph server does now; any thread."""
         return self._schedule.snapshot()

@@ -11,7 +11,9 @@ from dglx_dist.cluster.ledger import WORKER
 from dglx_dist.cluster.rpc import Rpc
 from dglx_dist.cluster.serve import Handler
 from dglx_dist.cluster.wire import payload_bytes
+from dglx_dist.offload.fields import printable
 from dglx_dist.offload.tasks import TaskKey, parse_attempt, parse_half
+from dglx_dist.offload.work import kernels
 from dglx_dist.offload.worker.exchange import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.records import Array
 from dglx_dist.strategies.bounded.desk import Gift
@@ -20,6 +22,8 @@ from dglx_dist.strategies.bounded.hands import Parameters
 
 PROGRAM_PHASE, DOWN, UP = "lambda_program", "lambda_down", "lambda_up"
 """Phases of the ledger; a worker has none, so the graph server counts."""
+
+_MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 
 
 @final
@@ -44,6 +48,8 @@ class Desk:
         self._program = np.frombuffer(server.program.to_json(), np.uint8)
         self._handlers: dict[str, Handler] = {PROGRAM: self._tell, PULL: self._pull, GIVE: self._give}
         phases = {PROGRAM: PROGRAM_PHASE, PULL: DOWN, GIVE: UP}
+        self.kernels = {kernels()}
+        """Of this process, and those that workers said theirs are."""
         for op, handler in self._handlers.items():
             rpc.register(op, self._counted(op, phases[op], handler), for_visitors=True)
 
@@ -76,7 +82,9 @@ class Desk:
 
         return answer
 
-    def _tell(self, _name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
+    def _tell(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
+        if name and len(self.kernels) < _MOST_KERNELS:
+            self.kernels.add(printable(name, _LONGEST_KERNELS).replace("\n", " "))
         return [self._program]
 
     def _pull(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import cast, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,6 +26,8 @@ from dglx_dist.strategies.bounded.running import Running, Start
 from dglx_dist.strategies.bounded.settings import LambdaSettings
 from dglx_dist.strategies.bounded.torch_update import update_of
 from dglx_dist.strategies.bounded.weights import bring_back, fingerprint, weights_of
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -75,7 +78,7 @@ class LambdaTrainer(EpochTrainer):
         self._running: Running | None = None
         self._left = ""
         self._synchronous_from: int | None = None
-        self._past, self._simulated = NOTHING, True
+        self._past, self._simulated, self._warned = NOTHING, True, False
 
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
         """See :class:`EpochTrainer`."""
@@ -90,6 +93,7 @@ class LambdaTrainer(EpochTrainer):
         self._loader.advance(number)
         if self._synchronous_from is None:
             self._synchronous_from = running.engine.synchronous_from
+        self._compare_kernels(running.engine.kernels)
         return self._records(totals, self._session.ledger.since(counted))
 
     def close(self, *, failed: bool = False) -> None:
@@ -143,6 +147,18 @@ class LambdaTrainer(EpochTrainer):
                     f"rank {rank} has other weights or another optimizer than rank "
                     f"{self._session.topology.rank}; make them alike, and change them on all ranks"
                 )
+
+    def _compare_kernels(self, mine: Sequence[str]) -> None:
+        """Warn once, on rank 0, where not all graph servers and workers compute with the same."""
+        told = cast("list[list[str]]", gather_json(list(mine), self._session))
+        kinds = {kind for rank in told for kind in rank}
+        if len(kinds) > 1 and not self._warned and self._session.topology.rank == 0:
+            log.warning(
+                "graph servers and workers compute with different kernels, so another run may have other "
+                "last bits; see 'Equal bits' in docs/strategies/lambda.md. Seen: %s",
+                " | ".join(sorted(kinds)),
+            )
+        self._warned = self._warned or len(kinds) > 1
 
     def _records(self, totals: Sequence[EpochTotals], moved: Sequence[LedgerRow]) -> list[EpochRecord]:
         """Epochs that overlap share what moved evenly: in the end all have moved the same."""

@@ -15,10 +15,12 @@ from dglx_dist.cluster.session import current_session
 from dglx_dist.errors import DglxError
 from dglx_dist.offload.executors.faults import Faults
 from dglx_dist.offload.tasks import Direction, TaskKey
+from dglx_dist.offload.work import kernels
 from dglx_dist.offload.worker.places import Place
 from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import FitConfig, FitResult
 from tests.helpers.ranks import start_ranks
+from tests.offload.servers import other_core
 from tests.strategies import equality
 
 EPOCHS, INTERVALS = 3, 3
@@ -85,6 +87,23 @@ def test_a_fifth_of_the_calls_may_go_wrong(executor: str, folder: Path, faultles
     assert account["relaunched"] >= killed
     # All tasks of the run, each attempt counted.
     assert account["invocations"] == len(first_attempts()) + account["relaunched"]
+
+
+def test_a_run_of_unlike_kernels_says_so_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings(executor: str) -> list[str]:
+        caplog.clear()
+        trained(folder, FitConfig(epochs=2, eval_every=1, show_progress=False), executor=executor)
+        return [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
+
+    core = other_core()
+    # NumPy of this process is loaded, and has its kernels; workers take those that the variable says.
+    monkeypatch.setenv("OPENBLAS_CORETYPE", core)
+    assert warnings("inline") == []
+    (said,) = warnings("local")
+    assert kernels() in said
+    assert core.upper() in said.upper()
 
 
 def saving(saved: Path, **more: Any) -> FitConfig:
