@@ -1,4 +1,4 @@
-"""One job in a process of its own, with one thread and in no lab: ``python -m dglx_dist.bench.alone``."""
+"""One job in a process of its own, with one thread and in no lab: ``python -m scripts.bench.alone``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.bench import messages
-from dglx_dist.bench.jobs.context import JobContext, Place
-from dglx_dist.bench.jobs.registry import find_job
-from dglx_dist.bench.records import Job
 from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.errors import JobError
-from dglx_dist.lab.alive import scratch_folder
+from scripts.bench import messages
+from scripts.bench.jobs.context import JobContext, Place
+from scripts.bench.jobs.registry import find_job
+from scripts.bench.records import Job
+from scripts.netlab.alive import scratch_folder
 
 _LAST_LINES = 5
 _PR_SET_PDEATHSIG = 1
@@ -31,7 +31,7 @@ def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
     """
     with scratch_folder() as folder:
         messages.write_job(folder, 0, job, timeout_s)
-        command = [sys.executable, "-m", "dglx_dist.bench.alone", str(folder), str(os.getpid())]
+        command = [sys.executable, "-m", "scripts.bench.alone", str(folder), str(os.getpid())]
         try:
             subprocess.run(
                 command,

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.bench import data
-from dglx_dist.bench.phase_table import PREDICTED_BYTES
-from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
 from dglx_dist.planner.bounded_bytes import BoundedSetting, bounded_bytes
 from dglx_dist.run.prepare import PartitionPlan
 from dglx_dist.storage.reader import open_dataset
+from scripts.bench import data
+from scripts.bench.phase_table import PREDICTED_BYTES
+from scripts.bench.records import BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant
 
 SERVERS = 2
 SETTING = (

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dglx_dist.bench.figures import variant_figures
-from dglx_dist.bench.records import Outcome
 from dglx_dist.report.units import readable_bytes
+from scripts.bench.figures import variant_figures
+from scripts.bench.records import Outcome
 
 _MOST_NAMES = 60
 _OF_ONE_LAB = ("name", "external", "phi", "calibration")

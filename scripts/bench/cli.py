@@ -1,4 +1,4 @@
-"""``dglx bench``."""
+"""``python scripts/bench``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dglx_dist.cli.report_command import show, warn
 from dglx_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dglx_dist.bench.records import BenchPlan, Experiment, Outcome
-    from dglx_dist.bench.steps import Step
+    from scripts.bench.records import BenchPlan, Experiment, Outcome
+    from scripts.bench.steps import Step
 
 
 def bench(
@@ -54,11 +54,11 @@ def bench(
 ) -> None:
     """Measure what papers claim, side by side on emulated servers of this machine, and say what holds.
 
-    `dglx bench --list`
+    `python scripts/bench --list`
 
-    `dglx bench --suite quick --out results`
+    `python scripts/bench --suite quick --out results`
 
-    `dglx bench --only D1 --out results`
+    `python scripts/bench --only D1 --out results`
 
     What is compared runs in turn (A B A B) on servers that are all up at once. Without root, ip and tc the
     servers share plain loopback, and no claim about a network is judged. Exit code 1: an experiment failed.
@@ -72,7 +72,7 @@ def bench(
         return
     if out is None:
         raise ConfigError("say with --out DIR where results go, or use --list to see what can be measured")
-    from dglx_dist.bench.records import BenchPlan
+    from scripts.bench.records import BenchPlan
 
     if repetitions < 1 or seed < 0:
         raise ConfigError(f"--repetitions {repetitions} must be at least 1, --seed {seed} at least 0")
@@ -88,9 +88,7 @@ def bench(
     try:
         outcomes = measure(chosen, plan)
     except KeyboardInterrupt:
-        warn(
-            f"interrupted; what was measured is in {out}, and `dglx bench --report {out}` makes a page of it"
-        )
+        warn(f"interrupted; what was measured is in {out}, and `{PROGRAM} --report {out}` makes a page of it")
         raise typer.Exit(INTERRUPTED) from None
     write_pages(out)
     show(outcome_table(chosen, outcomes))
@@ -104,7 +102,7 @@ def choose(suite: str, only: Sequence[str]) -> list[Experiment]:
     Raises:
         UnknownNameError: there is no such suite or experiment.
     """
-    from dglx_dist.bench import suites
+    from scripts.bench import suites
 
     of_suite = suites.suite(suite)
     asked = [name for words in only for name in names(words)]
@@ -114,8 +112,8 @@ def choose(suite: str, only: Sequence[str]) -> list[Experiment]:
 
 def measure(experiments: Sequence[Experiment], plan: BenchPlan) -> list[Outcome]:
     """Run one after the other and tell what happens; one that fails does not stop the next."""
-    from dglx_dist.bench import driver
-    from dglx_dist.lab.host import what_is_missing
+    from scripts.bench import driver
+    from scripts.netlab.host import what_is_missing
 
     missing = what_is_missing()
     if missing:
@@ -133,7 +131,7 @@ def measure(experiments: Sequence[Experiment], plan: BenchPlan) -> list[Outcome]
 
 def write_pages(folder: Path) -> None:
     """Draw the pictures of the results in ``folder`` and write its README.md."""
-    from dglx_dist.bench import markdown, plots
+    from scripts.bench import markdown, plots
 
     plots.draw(folder)
     page = markdown.write(folder)
@@ -189,7 +187,7 @@ def readable_minutes(seconds: float) -> str:
 
 def list_table() -> Table:
     """Return all experiments: suites, claim, prediction and whether they can run here."""
-    from dglx_dist.bench import suites
+    from scripts.bench import suites
 
     table = Table("id", "suites", "claim", "prediction", "can run", show_lines=True)
     for one in suites.everything():
@@ -209,8 +207,8 @@ def outcome_table(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]
 
 
 def _rows(outcome: Outcome) -> Sequence[tuple[str, ...]]:
-    from dglx_dist.bench.figures import ratio_figures, variant_figures
-    from dglx_dist.bench.verdict import judge
+    from scripts.bench.figures import ratio_figures, variant_figures
+    from scripts.bench.verdict import judge
 
     if outcome.status != "measured":
         return [("", "", "", "", f"{outcome.status}: {outcome.reason.splitlines()[0]}")]

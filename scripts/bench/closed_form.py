@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.figures import variant_figures
-from dglx_dist.bench.phase_table import measured_bytes
-from dglx_dist.bench.records import MatchedPhi, Outcome
 from dglx_dist.planner.closed_form import predicted_time
 from dglx_dist.report.table import markdown_table
+from scripts.bench.figures import variant_figures
+from scripts.bench.phase_table import measured_bytes
+from scripts.bench.records import MatchedPhi, Outcome
 
 KAPPA = "kappa: work of the server with most, by the baseline's"
 """The fact of an experiment that has the computing of each variant by that of the baseline of its rate."""

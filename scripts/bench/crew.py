@@ -9,12 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, final
 
-from dglx_dist.bench import messages
-from dglx_dist.bench.messages import Failure
-from dglx_dist.bench.records import Job
 from dglx_dist.errors import JobError
-from dglx_dist.lab import alive
-from dglx_dist.lab.base import Lab
+from scripts.bench import messages
+from scripts.bench.messages import Failure
+from scripts.bench.records import Job
+from scripts.netlab import alive
+from scripts.netlab.base import Lab
 
 POLL_S = 0.02
 LOOK_S = 0.25
@@ -61,7 +61,7 @@ class Crew:
         folder.mkdir(parents=True, exist_ok=True)
         messages.write_json(folder / messages.CREW, {"places": places, "ranks_per_server": ranks_per_server})
         self._held: int | None = alive.hold(folder / messages.DRIVER)
-        command = ["-m", "dglx_dist.bench.worker", str(folder)]
+        command = ["-m", "scripts.bench.worker", str(folder)]
         self._started = (start or start_under_torchrun)(lab, command, ranks_per_server, folder / "launch")
 
     def do(self, job: Job, timeout_s: float) -> list[dict[str, Any]]:
@@ -187,7 +187,7 @@ class Crew:
 
 def start_under_torchrun(lab: Lab, command: list[str], ranks_per_server: int, logs: Path) -> Started:
     """Start ``command`` on every server of ``lab``, see ``lab.launch``."""
-    from dglx_dist.lab.launch import start
+    from scripts.netlab.launch import start
 
     return start(lab, command, ranks_per_server=ranks_per_server, log_folder=logs, show=False)
 

@@ -8,8 +8,10 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import Any, final
 
-from dglx_dist.bench import machine, results, suites
-from dglx_dist.bench.records import (
+from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.planner.records import Rate
+from scripts.bench import machine, results, suites
+from scripts.bench.records import (
     BenchPlan,
     Experiment,
     ExperimentPlan,
@@ -19,12 +21,10 @@ from dglx_dist.bench.records import (
     Outcome,
     Variant,
 )
-from dglx_dist.bench.reports import read_measured, read_measurement
-from dglx_dist.bench.stage import OpenStage, Stage, open_stage
-from dglx_dist.bench.steps import Steps, Tell
-from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.lab.phi import Calibration, Measured, find_rate
-from dglx_dist.lab.rates import Rate
+from scripts.bench.reports import read_measured, read_measurement
+from scripts.bench.stage import OpenStage, Stage, open_stage
+from scripts.bench.steps import Steps, Tell
+from scripts.netlab.phi import Calibration, Measured, find_rate
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +268,9 @@ def _outcome(experiment: Experiment, bench: BenchPlan, **fields: Any) -> Outcome
 def repeats(experiment: Experiment, bench: BenchPlan) -> str:
     """Return the command that does the same again."""
     told = ["--suite", bench.suite, "--only", experiment.id, "--repetitions", str(bench.repetitions)]
-    return " ".join(["dglx bench", *told, *(["--seed", str(bench.seed)] if bench.seed else []), "--out DIR"])
+    return " ".join(
+        ["python scripts/bench", *told, *(["--seed", str(bench.seed)] if bench.seed else []), "--out DIR"]
+    )
 
 
 def _written(plan: BenchPlan, outcome: Outcome) -> Outcome:

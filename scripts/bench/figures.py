@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dglx_dist.bench.links import Link, link_of
-from dglx_dist.bench.records import Measurement, Outcome, Ratio, Variant
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EpochRecord
+from scripts.bench.links import Link, link_of
+from scripts.bench.records import Measurement, Outcome, Ratio, Variant
 
 PHASES = ("wait_s", "compute_s", "exchange_s")
 """Of the training loop, one after another."""

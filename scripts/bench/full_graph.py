@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dglx_dist.bench import data
-from dglx_dist.bench.closed_form import KAPPA, PREDICTED_ONCE
-from dglx_dist.bench.phase_table import PREDICTED_BYTES
-from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.lab.rates import Rate
 from dglx_dist.planner.closed_form import predicted_time
 from dglx_dist.planner.full_graph_counts import Counted, count
 from dglx_dist.planner.halo_bytes import Widths
+from dglx_dist.planner.records import Rate
 from dglx_dist.run.prepare import PartitionPlan
+from scripts.bench import data
+from scripts.bench.closed_form import KAPPA, PREDICTED_ONCE
+from scripts.bench.phase_table import PREDICTED_BYTES
+from scripts.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
 
 SERVERS, RANKS_PER_SERVER = 2, 2
 GIGABIT = Rate.parse("1gbit")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.full_graph import (
+from scripts.bench.full_graph import (
     BASE,
     EVERY,
     RANKS_PER_SERVER,
@@ -12,9 +12,9 @@ from dglx_dist.bench.full_graph import (
     cut_of,
     graph_of,
 )
-from dglx_dist.bench.peers.launch import KIND
-from dglx_dist.bench.records import BenchPlan, Job, MatchedPhi, Shape, Variant
-from dglx_dist.bench.stock_launch import stock_launch
+from scripts.bench.peers.launch import KIND
+from scripts.bench.records import BenchPlan, Job, MatchedPhi, Shape, Variant
+from scripts.bench.stock_launch import stock_launch
 
 STOCK = "stock DistDGL, mini-batches"
 _BATCH_SIZE, _FANOUTS = 128, (15, 10)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dglx_dist.bench.records import MatchedPhi, Outcome, Variant
+from scripts.bench.records import MatchedPhi, Outcome, Variant
 
 
 @dataclass(frozen=True, kw_only=True)

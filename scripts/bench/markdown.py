@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dglx_dist.bench import results
-from dglx_dist.bench.plots import WHAT
-from dglx_dist.bench.records import Experiment, Outcome
-from dglx_dist.bench.sections import OVERVIEW_HEAD, not_reproduced, overview_row, section
-from dglx_dist.bench.suites import EXPERIMENTS, find
 from dglx_dist.report.table import markdown_table
+from scripts.bench import results
+from scripts.bench.plots import WHAT
+from scripts.bench.records import Experiment, Outcome
+from scripts.bench.sections import OVERVIEW_HEAD, not_reproduced, overview_row, section
+from scripts.bench.suites import EXPERIMENTS, find
 
 Pairs = Sequence[tuple[Experiment, Outcome]]
 

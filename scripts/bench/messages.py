@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.bench.records import Job
+from scripts.bench.records import Job
 
 CREW, DRIVER = "crew.json", "driver.alive"
 END = "end"

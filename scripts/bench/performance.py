@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
-from dglx_dist.bench.circumstances import flat
-from dglx_dist.bench.markdown import pictures_of, read_pairs
-from dglx_dist.bench.records import Experiment, Outcome
-from dglx_dist.bench.sections import OVERVIEW_HEAD, not_reproduced, overview_row, section
-from dglx_dist.bench.suites import everything
 from dglx_dist.errors import StorageError
 from dglx_dist.report.table import markdown_table
+from scripts.bench.circumstances import flat
+from scripts.bench.markdown import pictures_of, read_pairs
+from scripts.bench.records import Experiment, Outcome
+from scripts.bench.results import write_text
+from scripts.bench.sections import OVERVIEW_HEAD, not_reproduced, overview_row, section
+from scripts.bench.suites import everything
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 Pairs = Sequence[tuple[Experiment, Outcome | None]]
 
@@ -98,3 +103,24 @@ def _machines(outcomes: Sequence[Outcome]) -> str:
         when = f" ({dates[0]})" if len(dates) == 1 else f" ({dates[0]} to {dates[-1]})" if dates else ""
         lines.append(f"- {', '.join(outcome.experiment for outcome in of)}{when}: {machine}.")
     return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Put docs/performance.md together from docs/results: results of experiments, and notes.
+
+    python scripts/bench performance
+    python scripts/bench performance --check     # only say whether it is up to date
+    """
+    parser = argparse.ArgumentParser(
+        description=inspect.cleandoc(main.__doc__ or ""), formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=DOCS / "results", help="folder of <ID>.json")
+    parser.add_argument("--notes", type=Path, default=DOCS / "results" / "notes", help="folder of *.md")
+    parser.add_argument("--to", type=Path, default=DOCS / "performance.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the page is out of date")
+    options = parser.parse_args(argv)
+    page = render(options.results, options.notes)
+    if not options.check:
+        print(write_text(options.to, page))
+        return 0
+    return 0 if options.to.is_file() and options.to.read_text(encoding="utf-8") == page else 1

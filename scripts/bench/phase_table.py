@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from dglx_dist.bench.records import Measurement, Outcome
 from dglx_dist.cluster.collectives import CONTROL
 from dglx_dist.report.table import markdown_table
+from scripts.bench.records import Measurement, Outcome
 
 PREDICTED_BYTES = "predicted bytes of an epoch"
 """The fact of an experiment that has bytes between servers by variant and phase of the ledger."""

@@ -11,11 +11,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dglx_dist.bench import results
-from dglx_dist.bench.figures import VariantFigures, variant_figures
-from dglx_dist.bench.records import Experiment, Outcome
-from dglx_dist.bench.suites import find
 from dglx_dist.report.picture import HIDDEN, INSIDE, OUTSIDE, PHASES
+from scripts.bench import results
+from scripts.bench.figures import VariantFigures, variant_figures
+from scripts.bench.records import Experiment, Outcome
+from scripts.bench.suites import find
 
 WHAT = ("phases", "bytes", "accuracy", "scaling")
 """Pictures that an experiment may have: ``<ID>-<what>.png``."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dglx_dist.bench.alone import do_alone
-from dglx_dist.bench.records import Job
-from dglx_dist.bench.simulate import ComputeCost
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
 from dglx_dist.planner.survey import Survey
+from scripts.bench.alone import do_alone
+from scripts.bench.records import Job
+from scripts.bench.simulate import ComputeCost
 
 
 def survey(jobs: Mapping[str, Mapping[str, Any]], servers: Mapping[str, int] | int) -> dict[str, Survey]:

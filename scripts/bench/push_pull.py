@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.bench import data
-from dglx_dist.bench.phase_table import PREDICTED_BYTES
-from dglx_dist.bench.predict import survey
-from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.lab.rates import Rate
 from dglx_dist.planner.mini_batch_bytes import break_even_width, column_bytes, row_bytes, total
+from dglx_dist.planner.records import Rate
 from dglx_dist.planner.survey import Survey
 from dglx_dist.run.prepare import PartitionPlan
+from scripts.bench import data
+from scripts.bench.phase_table import PREDICTED_BYTES
+from scripts.bench.predict import survey
+from scripts.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
 
 PHI = 0.8
 """Of hashed data parallelism: the share of its time that P3's baseline spent on the network."""

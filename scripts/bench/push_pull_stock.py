@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.peers.launch import KIND
-from dglx_dist.bench.push_pull import SERVERS, Case, Size, cut_of, graph_of
-from dglx_dist.bench.records import BenchPlan, Job, MatchedPhi, Shape, Variant
-from dglx_dist.bench.stock_launch import stock_launch
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.bench.peers.launch import KIND
+from scripts.bench.push_pull import SERVERS, Case, Size, cut_of, graph_of
+from scripts.bench.records import BenchPlan, Job, MatchedPhi, Shape, Variant
+from scripts.bench.stock_launch import stock_launch
 
 STOCK = "stock DistDGL, hash, 16"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
 from dglx_dist.records import EpochRecord
 
 Suite = Literal["quick", "papers", "peers"]

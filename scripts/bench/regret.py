@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dglx_dist.bench import data
-from dglx_dist.bench.alone import do_alone
-from dglx_dist.bench.records import BenchPlan, Cell, ExperimentPlan, Job, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
 from dglx_dist.run.prepare import PartitionPlan
+from scripts.bench import data
+from scripts.bench.alone import do_alone
+from scripts.bench.records import BenchPlan, Cell, ExperimentPlan, Job, Ratio, Shape, Variant
 
 SHAPE = Shape(servers=2, ranks_per_server=1)
 PREDICTED_SECONDS = "predicted seconds of an epoch"

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dglx_dist.bench.figures import medians
-from dglx_dist.bench.records import Cell, Outcome
-from dglx_dist.bench.regret import COUNTED_BYTES, ERROR, PREDICTED_SECONDS
 from dglx_dist.report.table import markdown_table
+from scripts.bench.figures import medians
+from scripts.bench.records import Cell, Outcome
+from scripts.bench.regret import COUNTED_BYTES, ERROR, PREDICTED_SECONDS
 
 _CELLS = ("cell", "chosen", "s predicted", "s measured", "faster", "regret")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dglx_dist.bench.records import Measurement, Variant
-from dglx_dist.bench.results import read_epoch
 from dglx_dist.errors import JobError
-from dglx_dist.lab.phi import Measured
+from scripts.bench.records import Measurement, Variant
+from scripts.bench.results import read_epoch
+from scripts.netlab.phi import Measured
 
 KEYS = ("epochs", "bytes_outside_wire", "peak_bytes", "accuracy", "extra")
 """Of a report, as in :class:`Measurement`. All but ``peak_bytes`` are over all ranks, and rank 0's count."""

@@ -12,7 +12,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.bench.records import (
+from dglx_dist.errors import StorageError
+from dglx_dist.planner.records import Rate
+from dglx_dist.records import EpochRecord
+from scripts.bench.records import (
     Cell,
     ExperimentPlan,
     Job,
@@ -23,9 +26,6 @@ from dglx_dist.bench.records import (
     Shape,
     Variant,
 )
-from dglx_dist.errors import StorageError
-from dglx_dist.lab.rates import Rate
-from dglx_dist.records import EpochRecord
 
 FORMAT, VERSION = "dglx bench result", 1
 
@@ -82,7 +82,9 @@ def read(folder: Path) -> tuple[Outcome, ...]:
         StorageError: no such folder, or a result in it, which is named, is damaged or of another version.
     """
     if not folder.is_dir():
-        raise StorageError(f"there is no folder {folder}; results are what `dglx bench --out FOLDER` writes")
+        raise StorageError(
+            f"there is no folder {folder}; results are what `python scripts/bench --out FOLDER` writes"
+        )
     found = (read_one(path) for path in sorted(folder.glob("*.json")) if not path.name.startswith("."))
     return tuple(sorted((one for one in found if one is not None), key=lambda one: one.experiment))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dglx_dist.bench.circumstances import circumstances, facts_in_lines
-from dglx_dist.bench.closed_form import PREDICTED_ONCE, closed_form_table, once_table
-from dglx_dist.bench.figures import (
+from dglx_dist.report.table import markdown_table
+from dglx_dist.report.units import plural, readable_bytes, readable_percent, readable_seconds
+from scripts.bench.circumstances import circumstances, facts_in_lines
+from scripts.bench.closed_form import PREDICTED_ONCE, closed_form_table, once_table
+from scripts.bench.figures import (
     HIDDEN,
     PHASES,
     RatioFigures,
@@ -17,13 +19,11 @@ from dglx_dist.bench.figures import (
     time_to_accuracy,
     variant_figures,
 )
-from dglx_dist.bench.phase_table import PREDICTED_BYTES, phase_table
-from dglx_dist.bench.records import Experiment, Outcome, Ratio
-from dglx_dist.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS
-from dglx_dist.bench.regret_table import cells_of, regret_tables
-from dglx_dist.bench.verdict import bounds_in_words, judge, judge_experiment
-from dglx_dist.report.table import markdown_table
-from dglx_dist.report.units import plural, readable_bytes, readable_percent, readable_seconds
+from scripts.bench.phase_table import PREDICTED_BYTES, phase_table
+from scripts.bench.records import Experiment, Outcome, Ratio
+from scripts.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS
+from scripts.bench.regret_table import cells_of, regret_tables
+from scripts.bench.verdict import bounds_in_words, judge, judge_experiment
 
 _VARIANT_HEAD = (
     "variant", "link between servers", "s per epoch (IQR)", "wait", "compute", "exchange",

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from dglx_dist.bench.crew import Crew
-from dglx_dist.bench.peers import launch
-from dglx_dist.bench.records import Job, Shape
-from dglx_dist.lab.alive import scratch_folder
-from dglx_dist.lab.base import Lab, LabSpec
-from dglx_dist.lab.opening import open_lab
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.bench.crew import Crew
+from scripts.bench.peers import launch
+from scripts.bench.records import Job, Shape
+from scripts.netlab.alive import scratch_folder
+from scripts.netlab.base import Lab, LabSpec
+from scripts.netlab.opening import open_lab
 
 JOB_TIMEOUT_S = 900.0
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.bench import data
-from dglx_dist.bench.peers.data import dgl_copy
-from dglx_dist.bench.peers.launch import Launch
-from dglx_dist.bench.peers.workload import Workload
 from dglx_dist.datasets.synthetic import SyntheticConfig
 from dglx_dist.run.prepare import PartitionPlan
+from scripts.bench import data
+from scripts.bench.peers.data import dgl_copy
+from scripts.bench.peers.launch import Launch
+from scripts.bench.peers.workload import Workload
 
 
 def stock_launch(

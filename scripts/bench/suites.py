@@ -8,39 +8,39 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import get_args
 
-from dglx_dist.bench.records import Experiment, Suite
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.registry import did_you_mean
 from dglx_dist.strategies.registry import STRATEGIES
+from scripts.bench.records import Experiment, Suite
 
 EXPERIMENTS: Mapping[str, str] = MappingProxyType(
     {
-        "D1": "dglx_dist.bench.experiments.d1:EXPERIMENT",
-        "D2": "dglx_dist.bench.experiments.d2:EXPERIMENT",
-        "D3": "dglx_dist.bench.experiments.d3:EXPERIMENT",
-        "P1": "dglx_dist.bench.experiments.p1:EXPERIMENT",
-        "P2": "dglx_dist.bench.experiments.p2:EXPERIMENT",
-        "P4": "dglx_dist.bench.experiments.p4:EXPERIMENT",
-        "P5": "dglx_dist.bench.experiments.p5:EXPERIMENT",
-        "P6": "dglx_dist.bench.experiments.p6:EXPERIMENT",
-        "P7": "dglx_dist.bench.experiments.p7:EXPERIMENT",
-        "P8": "dglx_dist.bench.experiments.p8:EXPERIMENT",
-        "P9": "dglx_dist.bench.experiments.p9:EXPERIMENT",
-        "G1": "dglx_dist.bench.experiments.g1:EXPERIMENT",
-        "G2": "dglx_dist.bench.experiments.g2:EXPERIMENT",
-        "G3": "dglx_dist.bench.experiments.g3:EXPERIMENT",
-        "G4": "dglx_dist.bench.experiments.g4:EXPERIMENT",
-        "G5": "dglx_dist.bench.experiments.g5:EXPERIMENT",
-        "Y1": "dglx_dist.bench.experiments.y1:EXPERIMENT",
-        "Y2": "dglx_dist.bench.experiments.y2:EXPERIMENT",
-        "Y3": "dglx_dist.bench.experiments.y3:EXPERIMENT",
-        "Y4": "dglx_dist.bench.experiments.y4:EXPERIMENT",
-        "Y5": "dglx_dist.bench.experiments.y5:EXPERIMENT",
-        "A1": "dglx_dist.bench.experiments.a1:EXPERIMENT",
-        "PEER1": "dglx_dist.bench.experiments.peer_small:EXPERIMENT",
-        "PEER2": "dglx_dist.bench.experiments.peer_large:EXPERIMENT",
-        "PEER3": "dglx_dist.bench.experiments.peer_embedding:EXPERIMENT",
-        "PEER4": "dglx_dist.bench.experiments.peer_pyg:EXPERIMENT",
+        "D1": "scripts.bench.experiments.d1:EXPERIMENT",
+        "D2": "scripts.bench.experiments.d2:EXPERIMENT",
+        "D3": "scripts.bench.experiments.d3:EXPERIMENT",
+        "P1": "scripts.bench.experiments.p1:EXPERIMENT",
+        "P2": "scripts.bench.experiments.p2:EXPERIMENT",
+        "P4": "scripts.bench.experiments.p4:EXPERIMENT",
+        "P5": "scripts.bench.experiments.p5:EXPERIMENT",
+        "P6": "scripts.bench.experiments.p6:EXPERIMENT",
+        "P7": "scripts.bench.experiments.p7:EXPERIMENT",
+        "P8": "scripts.bench.experiments.p8:EXPERIMENT",
+        "P9": "scripts.bench.experiments.p9:EXPERIMENT",
+        "G1": "scripts.bench.experiments.g1:EXPERIMENT",
+        "G2": "scripts.bench.experiments.g2:EXPERIMENT",
+        "G3": "scripts.bench.experiments.g3:EXPERIMENT",
+        "G4": "scripts.bench.experiments.g4:EXPERIMENT",
+        "G5": "scripts.bench.experiments.g5:EXPERIMENT",
+        "Y1": "scripts.bench.experiments.y1:EXPERIMENT",
+        "Y2": "scripts.bench.experiments.y2:EXPERIMENT",
+        "Y3": "scripts.bench.experiments.y3:EXPERIMENT",
+        "Y4": "scripts.bench.experiments.y4:EXPERIMENT",
+        "Y5": "scripts.bench.experiments.y5:EXPERIMENT",
+        "A1": "scripts.bench.experiments.a1:EXPERIMENT",
+        "PEER1": "scripts.bench.experiments.peer_small:EXPERIMENT",
+        "PEER2": "scripts.bench.experiments.peer_large:EXPERIMENT",
+        "PEER3": "scripts.bench.experiments.peer_embedding:EXPERIMENT",
+        "PEER4": "scripts.bench.experiments.peer_pyg:EXPERIMENT",
     }
 )
 """Id to "module:name", in the order in which they run and are listed."""
@@ -75,7 +75,7 @@ def find(name: str) -> Experiment:
     if name.lower() not in ids:
         hint = did_you_mean(name.upper(), EXPERIMENTS)
         raise UnknownNameError(
-            f"there is no experiment {name!r}{hint}; `dglx bench --list` shows all {len(EXPERIMENTS)}"
+            f"there is no experiment {name!r}{hint}; `python scripts/bench --list` shows all {len(EXPERIMENTS)}"
         )
     return _load(ids[name.lower()])
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dglx_dist.bench.figures import RatioFigures, ratio_figures
-from dglx_dist.bench.records import Experiment, Outcome, Ratio
-from dglx_dist.bench.regret import ERROR
-from dglx_dist.bench.regret_table import Nearness, nearness
-from dglx_dist.bench.suites import why_absent
+from scripts.bench.figures import RatioFigures, ratio_figures
+from scripts.bench.records import Experiment, Outcome, Ratio
+from scripts.bench.regret import ERROR
+from scripts.bench.regret_table import Nearness, nearness
+from scripts.bench.suites import why_absent
 
 Word = Literal[
     "reproduced", "not reproduced", "partly reproduced", "no bound", "links not limited", "phi not matched",

@@ -1,4 +1,4 @@
-"""A rank that stays and does one job after another: ``python -m dglx_dist.bench.worker FOLDER``.
+"""A rank that stays and does one job after another: ``python -m scripts.bench.worker FOLDER``.
 
 torchrun starts it on all servers of a lab. As the processes stay, what is compared shares imports, compiled
 kernels, caches of files and the luck of the launch. Every job opens and closes its own session.
@@ -15,15 +15,15 @@ import time
 import traceback
 from pathlib import Path
 
-from dglx_dist.bench import messages
-from dglx_dist.bench.jobs.context import JobContext, Place
-from dglx_dist.bench.jobs.registry import find_job
-from dglx_dist.bench.messages import Failure
-from dglx_dist.bench.records import Job
 from dglx_dist.cluster.session import current_session
 from dglx_dist.cluster.topology import read_topology
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.lab import alive
+from scripts.bench import messages
+from scripts.bench.jobs.context import JobContext, Place
+from scripts.bench.jobs.registry import find_job
+from scripts.bench.messages import Failure
+from scripts.bench.records import Job
+from scripts.netlab import alive
 
 POLL_S, IDLE_POLL_S = 0.01, 0.1
 """How often a rank looks for its next job, and how often after it has waited for LOOK_S: the ranks of another
@@ -121,7 +121,7 @@ def _context(folder: Path, rank: int, number: int, timeout_s: float) -> JobConte
     crew = messages.read_json(folder / messages.CREW)
     if crew is None:
         raise ConfigError(
-            f"{folder} is no folder of a crew: it has no {messages.CREW}; `dglx bench` makes one"
+            f"{folder} is no folder of a crew: it has no {messages.CREW}; `python scripts/bench` makes one"
         )
     places = tuple(Place(**place) for place in crew["places"])
     return JobContext(

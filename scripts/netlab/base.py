@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
 
 MOST_SERVERS = 250
 LEAST_CPUS = 0.01

@@ -10,11 +10,11 @@ from statistics import median
 from typing import final
 
 from dglx_dist.errors import CommandError, ConfigError, LabError
-from dglx_dist.lab.base import Lab
-from dglx_dist.lab.launch import run
-from dglx_dist.lab.phi import Calibration, Measured
-from dglx_dist.lab.rates import Rate
-from dglx_dist.lab.traces import Trace, read
+from dglx_dist.planner.records import Rate
+from scripts.netlab.base import Lab
+from scripts.netlab.launch import run
+from scripts.netlab.phi import Calibration, Measured
+from scripts.netlab.traces import Trace, read
 
 FILE = "calibration.json"
 _SHOWN_LINES = 20
@@ -32,7 +32,7 @@ class CalibrationPlan:
 
 @final
 class CommandMeasure:
-    """Measures a command's epochs at a rate; what :func:`dglx_dist.lab.phi.find_rate` calls.
+    """Measures a command's epochs at a rate; what :func:`scripts.netlab.phi.find_rate` calls.
 
     Args:
         lab: Up, idle, of namespaces.

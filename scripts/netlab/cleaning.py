@@ -7,10 +7,10 @@ from pathlib import Path
 
 from dglx_dist.cluster import cgroups
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import state
-from dglx_dist.lab.holder import wait_until_ended
-from dglx_dist.lab.server import cgroup_name
-from dglx_dist.lab.state import LabState
+from scripts.netlab import state
+from scripts.netlab.holder import wait_until_ended
+from scripts.netlab.server import cgroup_name
+from scripts.netlab.state import LabState
 
 
 def clean_stale() -> list[str]:
@@ -39,7 +39,7 @@ def down(name: str) -> None:
     """
     state.check_name(name)
     if name in state.names() and not os.access(state.folder(), os.W_OK):
-        raise LabError(f"the lab {name!r} is root's: sudo dglx lab down {name}")
+        raise LabError(f"the lab {name!r} is root's: sudo python scripts/netlab down {name}")
     try:
         found = state.read(name)
     except LabError:

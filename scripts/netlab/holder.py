@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import IO
 
 from dglx_dist.errors import LabError
-from dglx_dist.lab import hold
-from dglx_dist.lab.pids import Process, find
+from scripts.netlab import hold
+from scripts.netlab.pids import Process, find
 
 _START_S = 30.0
 _END_S = 10.0

@@ -13,12 +13,12 @@ from types import TracebackType
 from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.cluster.topology import inherited_environment
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.lab.alive import scratch_folder
-from dglx_dist.lab.base import Card, Lab, Server
-from dglx_dist.lab.command import torchrun_arguments
-from dglx_dist.lab.output import Screen
-from dglx_dist.lab.ports import Port, claim_port, nobody_listens
-from dglx_dist.lab.process import Failure, Launcher
+from scripts.netlab.alive import scratch_folder
+from scripts.netlab.base import Card, Lab, Server
+from scripts.netlab.command import torchrun_arguments
+from scripts.netlab.output import Screen
+from scripts.netlab.ports import Port, claim_port, nobody_listens
+from scripts.netlab.process import Failure, Launcher
 
 _SETTLE_S = 2.0
 _POLL_S = 0.05
@@ -150,7 +150,7 @@ def start(
 
     Args:
         lab: Must stay open until the command has ended.
-        command: As :func:`dglx_dist.lab.command.torchrun_arguments` reads it.
+        command: As :func:`scripts.netlab.command.torchrun_arguments` reads it.
         ranks_per_server: At least 1.
         environment: Variables beside this process's own, which they override; None unsets one.
         trace: Folder for what each session writes when it closes; made if need be.

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dglx_dist.errors import LabError
-from dglx_dist.lab.base import Card
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.netlab.base import Card
 
 CARD = "eth0"
 LOOPBACK = "lo"
 BRIDGE = "bridge"
 _TIMEOUT_S = 30.0
+_LATENCY = "50ms"
 
 
 def address_of(server: int) -> str:
@@ -63,8 +64,15 @@ def connect(server: int, *, init: int, switch: int) -> None:
 
 
 def limit(device: str, rate: Rate | None) -> list[str]:
-    """Return the command that holds what ``device`` sends to ``rate``, from now on; None: no limit."""
-    held = ["noqueue"] if rate is None else rate.tbf(may_tear=device != LOOPBACK)
+    """Return the command that holds what ``device`` sends to ``rate``, from now on; None: no limit.
+
+    A token bucket: up to ``burst`` bytes leave at once after a pause, all others at the rate; a packet that
+    would wait longer than 50 ms is dropped, as a switch does.
+    """
+    held = ["noqueue"]
+    if rate is not None:
+        burst = rate.burst_bytes(may_tear=device != LOOPBACK)
+        held = ["tbf", "rate", f"{rate.bits_per_s}bit", "burst", str(burst), "latency", _LATENCY]
     return ["tc", "qdisc", "replace", "dev", device, "root", *held]
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Literal, final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.base import Card, Lab, LabSpec, Server, label
-from dglx_dist.lab.budget import CpuShare, HeldBy, deal_out, held_by, usable_cores
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.netlab.base import Card, Lab, LabSpec, Server, label
+from scripts.netlab.budget import CpuShare, HeldBy, deal_out, held_by, usable_cores
 
 
 @final

@@ -10,14 +10,14 @@ from typing import Literal, final
 
 from dglx_dist.cluster import cgroups
 from dglx_dist.errors import LabError
-from dglx_dist.lab import cleaning, links, state
-from dglx_dist.lab.base import Card, Lab, LabSpec, label
-from dglx_dist.lab.budget import CpuShare, deal_out, held_by, usable_cores
-from dglx_dist.lab.holder import Holder
-from dglx_dist.lab.pids import find
-from dglx_dist.lab.rates import Rate
-from dglx_dist.lab.server import NAMESPACES, SETUP, NamespaceServer, ServerFacts, call_it, cgroup_name
-from dglx_dist.lab.state import LabState
+from dglx_dist.planner.records import Rate
+from scripts.netlab import cleaning, links, state
+from scripts.netlab.base import Card, Lab, LabSpec, label
+from scripts.netlab.budget import CpuShare, deal_out, held_by, usable_cores
+from scripts.netlab.holder import Holder
+from scripts.netlab.pids import find
+from scripts.netlab.server import NAMESPACES, SETUP, NamespaceServer, ServerFacts, call_it, cgroup_name
+from scripts.netlab.state import LabState
 
 
 @final

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import state
-from dglx_dist.lab.base import Lab, LabSpec
-from dglx_dist.lab.cleaning import clean_stale
-from dglx_dist.lab.host import what_is_missing
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.namespaces import NamespaceLab, make
+from scripts.netlab import state
+from scripts.netlab.base import Lab, LabSpec
+from scripts.netlab.cleaning import clean_stale
+from scripts.netlab.host import what_is_missing
+from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.namespaces import NamespaceLab, make
 
 
 def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = False) -> Lab:
@@ -18,7 +18,7 @@ def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = F
 
     Args:
         spec: What is asked for.
-        name: Found by it in ``dglx lab status``; None: a random one.
+        name: Found by it in ``python scripts/netlab status``; None: a random one.
         force_loopback: Emulate nothing.
 
     Returns:
@@ -61,6 +61,6 @@ def attach(name: str) -> NamespaceLab:
     noted = state.read(name)
     if not noted.complete or not all(process.alive() for process in noted.processes):
         raise ConfigError(
-            f"the lab {name!r} is not up any more, or not yet; remove it with `dglx lab down {name}`"
+            f"the lab {name!r} is not up any more, or not yet; remove it with `python scripts/netlab down {name}`"
         )
     return NamespaceLab(noted)

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 
 from dglx_dist.errors import StorageError
-from dglx_dist.lab.base import Lab, label
-from dglx_dist.lab.launch import LabRun
-from dglx_dist.lab.traces import Trace, read
-from dglx_dist.lab.witness import Witness, compare
+from scripts.netlab.base import Lab, label
+from scripts.netlab.launch import LabRun
+from scripts.netlab.traces import Trace, read
+from scripts.netlab.witness import Witness, compare
 
 FILE = "lab.json"
 

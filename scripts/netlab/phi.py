@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
 
 LEAST_RATE, MOST_RATE = Rate(100_000), Rate(100_000_000_000)
 _LEAST_BYTES = 1_000

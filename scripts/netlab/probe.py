@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import final
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.lab import stream
-from dglx_dist.lab.base import Lab, Server
+from scripts.netlab import stream
+from scripts.netlab.base import Lab, Server
 
 _HEADERS = 66
 """Bytes of a frame beside its payload: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12."""

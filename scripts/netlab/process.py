@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dglx_dist.lab import guard
-from dglx_dist.lab.base import Server
-from dglx_dist.lab.holder import wait_until_ended
-from dglx_dist.lab.output import LogFile, Relay, Screen
-from dglx_dist.lab.pids import Process, find
+from scripts.netlab import guard
+from scripts.netlab.base import Server
+from scripts.netlab.holder import wait_until_ended
+from scripts.netlab.output import LogFile, Relay, Screen
+from scripts.netlab.pids import Process, find
 
 GRACE_S = 8.0
 """What a launcher has for ending its ranks before all of them are killed."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import final
 
 from dglx_dist.errors import LabError
-from dglx_dist.lab.base import Card, Server
-from dglx_dist.lab.budget import HeldBy
-from dglx_dist.lab.links import CARD, read_card
-from dglx_dist.lab.pids import Process
+from scripts.netlab.base import Card, Server
+from scripts.netlab.budget import HeldBy
+from scripts.netlab.links import CARD, read_card
+from scripts.netlab.pids import Process
 
 NAMESPACES = ("--net", "--mount", "--ipc", "--uts")
 SETUP = (

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import hold
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.pids import Process, command_line
-from dglx_dist.lab.rates import Rate
-from dglx_dist.lab.server import ServerFacts
+from dglx_dist.planner.records import Rate
+from scripts.netlab import hold
+from scripts.netlab.base import LabSpec
+from scripts.netlab.pids import Process, command_line
+from scripts.netlab.server import ServerFacts
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")
 _FOLDER = "dglx-lab"
@@ -129,7 +129,7 @@ def reserve(state: LabState) -> None:
         os.link(fresh, _path(state.name))
     except FileExistsError:
         raise ConfigError(
-            f"a lab called {state.name!r} exists; take it down with `dglx lab down {state.name}`, "
+            f"a lab called {state.name!r} exists; take it down with `python scripts/netlab down {state.name}`, "
             "or choose another name"
         ) from None
     finally:
@@ -162,7 +162,7 @@ def read(name: str) -> LabState:
         raise ConfigError(f"there is no lab called {name!r}; up are: {there}") from None
     except _DAMAGE as error:
         raise LabError(
-            f"{path} is damaged ({error}); `dglx lab down {name}` or `dglx lab down --all` removes it"
+            f"{path} is damaged ({error}); `python scripts/netlab down {name}` or `python scripts/netlab down --all` removes it"
         ) from error
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.base import Card
-from dglx_dist.lab.traces import Trace
+from scripts.netlab.base import Card
+from scripts.netlab.traces import Trace
 
 TOLERANCE = 0.08
 LEAST_BYTES = 4_000_000

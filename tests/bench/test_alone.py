@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench.alone import do_alone
-from dglx_dist.bench.records import Job
 from dglx_dist.errors import JobError
+from scripts.bench.alone import do_alone
+from scripts.bench.records import Job
 from tests.bench.test_stage import processes_that_name
 
 PROGRAM = """
-from dglx_dist.bench.alone import do_alone
-from dglx_dist.bench.records import Job
+from scripts.bench.alone import do_alone
+from scripts.bench.records import Job
 
 do_alone(Job(kind="echo", params={"silent_on": 0}))
 """

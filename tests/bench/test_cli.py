@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dglx_dist.bench import driver, results, suites
-from dglx_dist.bench.records import BenchPlan, Experiment, Outcome
-from dglx_dist.bench.steps import Step
 from dglx_dist.cli.app import app
-from dglx_dist.cli.bench_command import Telling, choose, outcome_table, readable_minutes
 from dglx_dist.cli.report_command import show
 from dglx_dist.errors import ConfigError, UnknownNameError
+from scripts.bench import driver, results, suites
+from scripts.bench.cli import Telling, choose, outcome_table, readable_minutes
+from scripts.bench.records import BenchPlan, Experiment, Outcome
+from scripts.bench.steps import Step
 from tests.bench.outcomes import epoch, plan_of
 
 
@@ -72,7 +72,7 @@ def test_an_interrupt_says_where_the_results_so_far_are(
     monkeypatch.setattr(driver, "run", run)
     shown = bench("--only", "D1,D2", "--out", str(tmp_path))
     assert shown.exit_code == 130
-    assert f"dglx bench --report {tmp_path}" in shown.stderr
+    assert f"python scripts/bench --report {tmp_path}" in shown.stderr
 
 
 def test_earlier_results_are_reported_anew(tmp_path: Path) -> None:

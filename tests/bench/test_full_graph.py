@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.bench import full_graph, suites
-from dglx_dist.bench.closed_form import PREDICTED_ONCE
-from dglx_dist.bench.driver import check_plan
-from dglx_dist.bench.experiments import g1, g2, g3, g4, g5
-from dglx_dist.bench.full_graph import (
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.halo_bytes import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
+from dglx_dist.records import EDGE_TYPE
+from dglx_dist.storage.reader import open_dataset
+from dglx_dist.storage.replica import open_structure
+from scripts.bench import full_graph, suites
+from scripts.bench.closed_form import PREDICTED_ONCE
+from scripts.bench.driver import check_plan
+from scripts.bench.experiments import g1, g2, g3, g4, g5
+from scripts.bench.full_graph import (
     BASE,
     BASE_PP,
     COOPERATIVE,
@@ -25,16 +30,11 @@ from dglx_dist.bench.full_graph import (
     SERVERS,
     Size,
 )
-from dglx_dist.bench.full_graph_stock import STOCK
-from dglx_dist.bench.jobs import train
-from dglx_dist.bench.jobs.train_params import read_params
-from dglx_dist.bench.phase_table import PREDICTED_BYTES
-from dglx_dist.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
-from dglx_dist.errors import ConfigError
-from dglx_dist.planner.halo_bytes import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
-from dglx_dist.records import EDGE_TYPE
-from dglx_dist.storage.reader import open_dataset
-from dglx_dist.storage.replica import open_structure
+from scripts.bench.full_graph_stock import STOCK
+from scripts.bench.jobs import train
+from scripts.bench.jobs.train_params import read_params
+from scripts.bench.phase_table import PREDICTED_BYTES
+from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
 from tests.bench.graphs import context
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

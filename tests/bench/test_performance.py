@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench import results
-from dglx_dist.bench.performance import read_notes, render
-from dglx_dist.bench.suites import EXPERIMENTS
 from dglx_dist.errors import StorageError
+from scripts.bench import results
+from scripts.bench.performance import read_notes, render
+from scripts.bench.suites import EXPERIMENTS
 from tests.bench.measured import outcome
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,7 +63,9 @@ def test_a_result_fills_its_row_and_gets_a_section(folders: tuple[Path, Path]) -
     results.write(found, replace(outcome(), experiment="P1"))
     (found / "P1-bytes.png").write_bytes(b"")
     page = render(found, notes)
-    assert "speed-up: 2.00 (2.00 to 2.00) | reproduced | `dglx bench --suite papers" in row(page, "P1")
+    assert "speed-up: 2.00 (2.00 to 2.00) | reproduced | `python scripts/bench --suite papers" in row(
+        page, "P1"
+    )
     assert "## P1: " in page
     assert "![P1](results/P1-bytes.png)" in page
     assert "- P1 (2026-11-21): cpu A processor; cores 2; versions (torch 2.13.0)." in page

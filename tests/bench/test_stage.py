@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench.records import Job, Shape
-from dglx_dist.bench.stage import open_stage
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.bench.records import Job, Shape
+from scripts.bench.stage import open_stage
 
 ECHO = Job(kind="echo")
 PROGRAM = """
 import signal
-from dglx_dist.bench.records import Job, Shape
-from dglx_dist.bench.stage import open_stage
-from dglx_dist.cli.bench_command import _interrupt
+from scripts.bench.records import Job, Shape
+from scripts.bench.stage import open_stage
+from scripts.bench.cli import _interrupt
 
 signal.signal(signal.SIGTERM, _interrupt)
 shape = Shape(servers=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.cluster import cgroups
-from dglx_dist.lab import state
+from scripts.netlab import state
 
 
 @pytest.fixture

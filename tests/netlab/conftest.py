@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.lab import cleaning, state
-from dglx_dist.lab.host import what_is_missing
-from dglx_dist.lab.namespaces import NamespaceLab
-from dglx_dist.lab.rates import Rate
-from tests.lab.servers import lab_of
+from dglx_dist.planner.records import Rate
+from scripts.netlab import cleaning, state
+from scripts.netlab.host import what_is_missing
+from scripts.netlab.namespaces import NamespaceLab
+from tests.netlab.servers import lab_of
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from dglx_dist.lab import state
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.pids import Process, find
-from dglx_dist.lab.state import LabState
+from scripts.netlab import state
+from scripts.netlab.base import LabSpec
+from scripts.netlab.pids import Process, find
+from scripts.netlab.state import LabState
 
 NOBODY = Process(pid=2**22 - 1, started=1)
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from dglx_dist.cluster.ledger import Ledger
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.cluster.trace import TraceWriter
-from dglx_dist.lab.base import Card, Lab, LabSpec, Server
-from dglx_dist.lab.launch import LabRun
-from dglx_dist.lab.rates import Rate
-from tests.lab.traces import epoch
+from dglx_dist.planner.records import Rate
+from scripts.netlab.base import Card, Lab, LabSpec, Server
+from scripts.netlab.launch import LabRun
+from tests.netlab.traces import epoch
 
 COMPUTE_S, BYTES = 2.0, 10_000_000
 

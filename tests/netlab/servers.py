@@ -6,10 +6,10 @@ import subprocess
 import sys
 from typing import Any
 
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.namespaces import NamespaceLab
-from dglx_dist.lab.opening import open_lab
-from dglx_dist.lab.server import NamespaceServer
+from scripts.netlab.base import LabSpec
+from scripts.netlab.namespaces import NamespaceLab
+from scripts.netlab.opening import open_lab
+from scripts.netlab.server import NamespaceServer
 
 LIMIT_S = 60
 

@@ -3,7 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dglx_dist.lab import alive
+from scripts.netlab import alive
 
 
 def test_who_never_came_has_not_ended(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_who_holds_lives_and_who_lets_go_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_has_ended(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from dglx_dist.lab import alive; "
+    program = "import sys; from pathlib import Path; from scripts.netlab import alive; "
     program += "alive.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "sign")],

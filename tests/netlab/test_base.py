@@ -1,8 +1,8 @@
 import pytest
 
-from dglx_dist.lab.base import Card, Lab, LabSpec, label
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.netlab.base import Card, Lab, LabSpec, label
+from scripts.netlab.loopback import LoopbackLab
 
 
 class Emulated(Lab):

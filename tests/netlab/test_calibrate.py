@@ -9,16 +9,16 @@ import pytest
 
 from dglx_dist.cluster.trace import Pass
 from dglx_dist.errors import CommandError, ConfigError, LabError
-from dglx_dist.lab import calibrate
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.calibrate import CalibrationPlan, CommandMeasure, measured_of, write
-from dglx_dist.lab.launch import LabRun
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.phi import find_rate
-from dglx_dist.lab.rates import Rate
-from dglx_dist.lab.traces import Trace
-from tests.lab.paper import BYTES, COMPUTE_S, PaperLab, ended, ranks_that_train
-from tests.lab.traces import rank_trace, row
+from dglx_dist.planner.records import Rate
+from scripts.netlab import calibrate
+from scripts.netlab.base import LabSpec
+from scripts.netlab.calibrate import CalibrationPlan, CommandMeasure, measured_of, write
+from scripts.netlab.launch import LabRun
+from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.phi import find_rate
+from scripts.netlab.traces import Trace
+from tests.netlab.paper import BYTES, COMPUTE_S, PaperLab, ended, ranks_that_train
+from tests.netlab.traces import rank_trace, row
 
 PLAN = CalibrationPlan(command=["train.py"])
 

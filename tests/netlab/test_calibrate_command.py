@@ -1,4 +1,4 @@
-"""`dglx lab calibrate` as a user types it, on a lab that is only written down."""
+"""`python scripts/netlab calibrate` as a user types it, on a lab that is only written down."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from dglx_dist.cli import lab_calibrate_command
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import calibrate, host
-from tests.lab.paper import PaperLab, ranks_that_train
+from scripts.netlab import calibrate, host
+from scripts.netlab import calibrate_command as lab_calibrate_command
+from tests.netlab.paper import PaperLab, ranks_that_train
 
 
 @pytest.fixture

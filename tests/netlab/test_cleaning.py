@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import cleaning, hold, state
-from dglx_dist.lab.pids import find
-from tests.lab.notes import NOBODY, noted
+from scripts.netlab import cleaning, hold, state
+from scripts.netlab.pids import find
+from tests.netlab.notes import NOBODY, noted
 
 
 def test_a_lab_lives_with_its_owner(own_notes: Path) -> None:
@@ -88,6 +88,6 @@ def test_there_is_nothing_to_take_down(own_notes: Path) -> None:
 def test_a_lab_of_root_is_left_to_root(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state.reserve(noted("a", owner=NOBODY))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(LabError, match="sudo dglx lab down a"):
+    with pytest.raises(LabError, match="sudo python scripts/netlab down a"):
         cleaning.down_all()
     assert state.names() == ["a"]

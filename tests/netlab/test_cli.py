@@ -1,4 +1,4 @@
-"""`dglx lab run` as a user starts it, on emulated servers and on plain loopback."""
+"""`python scripts/netlab run` as a user starts it, on emulated servers and on plain loopback."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import pytest
 from dglx_dist.cli.app import app
 from dglx_dist.cluster.trace import UNFINISHED
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.host import what_is_missing
-from tests.lab.commands import FAILS, WAITS, script, wait_until_gone
+from scripts.netlab.host import what_is_missing
+from tests.netlab.commands import FAILS, WAITS, script, wait_until_gone
 
 DGLX = (sys.executable, "-m", "dglx_dist.cli")
 GRAPH = "synthetic:nodes=2000,degree=10,classes=4,features=400,seed=1"

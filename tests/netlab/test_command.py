@@ -5,7 +5,7 @@ import pytest
 
 from dglx_dist.cli.failure import LAUNCHED
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.command import torchrun_arguments
+from scripts.netlab.command import torchrun_arguments
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dglx_dist.lab import guard
+from scripts.netlab import guard
 
 FOREVER = "1000"
 

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from dglx_dist.errors import LabError
-from dglx_dist.lab import hold, holder
-from dglx_dist.lab.holder import Holder, wait_until_ended
-from dglx_dist.lab.pids import find
+from scripts.netlab import hold, holder
+from scripts.netlab.holder import Holder, wait_until_ended
+from scripts.netlab.pids import find
 
 pytestmark = pytest.mark.usefixtures("needs_lab")
 

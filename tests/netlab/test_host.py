@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.lab import host
+from scripts.netlab import host
 
 
 def test_names_tools_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:

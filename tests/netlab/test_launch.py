@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.lab.base import Lab, LabSpec
-from dglx_dist.lab.launch import Started, run, server_environment, start, with_changes
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.process import Launcher
-from tests.lab.commands import FAILS, WAITS, WHO, script, wait_until_gone
+from scripts.netlab.base import Lab, LabSpec
+from scripts.netlab.launch import Started, run, server_environment, start, with_changes
+from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.process import Launcher
+from tests.netlab.commands import FAILS, WAITS, WHO, script, wait_until_gone
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import LabError
-from dglx_dist.lab import links
-from dglx_dist.lab.pids import find
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.netlab import links
+from scripts.netlab.pids import find
 
 
 def test_addresses_are_one_after_another() -> None:

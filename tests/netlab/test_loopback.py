@@ -3,10 +3,10 @@ import json
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.base import LabSpec, label
-from dglx_dist.lab.budget import usable_cores
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.netlab.base import LabSpec, label
+from scripts.netlab.budget import usable_cores
+from scripts.netlab.loopback import LoopbackLab
 
 RATE = Rate.parse("100mbit")
 

@@ -15,15 +15,15 @@ import pytest
 
 from dglx_dist.cluster import cgroups
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import cleaning, links, namespaces, state
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.holder import wait_until_ended
-from dglx_dist.lab.links import CARD
-from dglx_dist.lab.namespaces import NamespaceLab
-from dglx_dist.lab.opening import attach, open_lab, up
-from dglx_dist.lab.rates import Rate
-from dglx_dist.lab.server import NamespaceServer, cgroup_name
-from tests.lab.servers import LIMIT_S, lab_of, output, python, reaches
+from dglx_dist.planner.records import Rate
+from scripts.netlab import cleaning, links, namespaces, state
+from scripts.netlab.base import LabSpec
+from scripts.netlab.holder import wait_until_ended
+from scripts.netlab.links import CARD
+from scripts.netlab.namespaces import NamespaceLab
+from scripts.netlab.opening import attach, open_lab, up
+from scripts.netlab.server import NamespaceServer, cgroup_name
+from tests.netlab.servers import LIMIT_S, lab_of, output, python, reaches
 
 SLOW, FAST = Rate.parse("20mbit"), Rate.parse("300mbit")
 
@@ -162,7 +162,7 @@ def test_nothing_stays_when_a_setup_command_fails(lab_name: str, monkeypatch: py
 
 def test_a_name_that_exists_is_refused(lab_name: str) -> None:
     with open_lab(LabSpec(servers=1), name=lab_name) as lab:
-        with pytest.raises(ConfigError, match=f"dglx lab down {lab_name}"):
+        with pytest.raises(ConfigError, match=f"python scripts/netlab down {lab_name}"):
             open_lab(LabSpec(servers=1), name=lab_name)
         assert lab.cards()[0].received >= 0
 
@@ -171,8 +171,8 @@ _OWNER = """
 import sys
 from multiprocessing import get_context
 from time import sleep
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.opening import open_lab
+from scripts.netlab.base import LabSpec
+from scripts.netlab.opening import open_lab
 if __name__ == "__main__":
     lab = open_lab(LabSpec(servers=2, cpus=0.3), name=sys.argv[1])
     # A forked child that outlives its parent must not keep the lab up.
@@ -209,7 +209,7 @@ def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) 
 
 def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str) -> None:
     code = (
-        "import sys\nfrom dglx_dist.lab.base import LabSpec\nfrom dglx_dist.lab.opening import up\n"
+        "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.opening import up\n"
         "up(LabSpec(servers=2, cpus=0.3), sys.argv[1])"
     )
     subprocess.run([sys.executable, "-c", code, lab_name], check=True, timeout=LIMIT_S)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import namespaces, opening, state
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.budget import usable_cores
+from scripts.netlab import namespaces, opening, state
+from scripts.netlab.base import LabSpec
+from scripts.netlab.budget import usable_cores
 
 ONE = LabSpec(servers=1)
 

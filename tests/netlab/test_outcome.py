@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.lab.base import Card, LabSpec
-from dglx_dist.lab.launch import LabRun
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.outcome import FILE, find_outcome, write
-from dglx_dist.lab.traces import Trace
-from tests.lab.traces import epoch, rank_trace
+from scripts.netlab.base import Card, LabSpec
+from scripts.netlab.launch import LabRun
+from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.outcome import FILE, find_outcome, write
+from scripts.netlab.traces import Trace
+from tests.netlab.traces import epoch, rank_trace
 
 
 def ended(folder: Path | None, cards: tuple[Card, ...] = (), after: tuple[Card, ...] = ()) -> LabRun:

@@ -3,7 +3,7 @@ import os
 import threading
 from pathlib import Path
 
-from dglx_dist.lab.output import LogFile, Relay, Screen
+from scripts.netlab.output import LogFile, Relay, Screen
 
 
 class Closed(io.StringIO):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.phi import LEAST_RATE, Measured, find_rate
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.netlab.phi import LEAST_RATE, Measured, find_rate
 
 COMPUTE_S, BYTES = 2.0, 50e6
 PHIS = [0.2, 0.5, 0.65, 0.8, 0.94]

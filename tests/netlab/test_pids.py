@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from dglx_dist.lab.pids import find
+from scripts.netlab.pids import find
 
 
 def test_a_process_lives_until_it_ends() -> None:

@@ -3,8 +3,8 @@ import socket
 import pytest
 
 from dglx_dist.errors import LabError
-from dglx_dist.lab import ports
-from dglx_dist.lab.ports import claim_port, nobody_listens
+from scripts.netlab import ports
+from scripts.netlab.ports import claim_port, nobody_listens
 
 
 def test_a_claimed_port_is_nobody_elses_until_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.lab import probe
-from dglx_dist.lab.base import Lab, LabSpec
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.opening import open_lab
-from dglx_dist.lab.probe import ProbeResult
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.netlab import probe
+from scripts.netlab.base import Lab, LabSpec
+from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.opening import open_lab
+from scripts.netlab.probe import ProbeResult
 
 MBIT = 1e6
 TOLERANCE = 0.08

@@ -11,12 +11,12 @@ from typing import TextIO
 
 import pytest
 
-from dglx_dist.lab import guard, process
-from dglx_dist.lab.base import LabSpec, Server
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.output import Screen
-from dglx_dist.lab.process import Failure, Launcher
-from tests.lab.commands import processes_with, wait_until_gone
+from scripts.netlab import guard, process
+from scripts.netlab.base import LabSpec, Server
+from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.output import Screen
+from scripts.netlab.process import Failure, Launcher
+from tests.netlab.commands import processes_with, wait_until_gone
 
 ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin"}
 

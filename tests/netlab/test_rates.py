@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""Where ``dglx lab run`` writes to, and what it leaves there."""
+"""Where ``python scripts/netlab run`` writes to, and what it leaves there."""
 
 import signal
 from pathlib import Path
 
 import pytest
+from scripts.netlab.run_command import prepare
 
 from dglx_dist.cli.app import app
-from dglx_dist.cli.lab_run_command import prepare
 from dglx_dist.errors import StorageError
 from tests.cli.test_lab import ENVIRONMENT, dglx, running
-from tests.lab.commands import WAITS, script, wait_until_gone
+from tests.netlab.commands import WAITS, script, wait_until_gone
 
 
 def test_traces_of_an_earlier_command_are_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_server_is_made(
 ) -> None:
     for name in ("lab_run_command", "lab_calibrate_command"):
         monkeypatch.setattr(f"dglx_dist.cli.{name}.open_lab", lambda *_, **__: pytest.fail("a lab was made"))
-    monkeypatch.setattr("dglx_dist.lab.host.what_is_missing", lambda: None)
+    monkeypatch.setattr("scripts.netlab.host.what_is_missing", lambda: None)
     monkeypatch.chdir(tmp_path)
     Path("file").write_bytes(b"")
     path = script(tmp_path, "pass")

@@ -13,11 +13,11 @@ import pytest
 
 from dglx_dist.cluster import cgroups
 from dglx_dist.errors import LabError
-from dglx_dist.lab.links import CARD
-from dglx_dist.lab.namespaces import NamespaceLab
-from dglx_dist.lab.pids import Process
-from dglx_dist.lab.server import NamespaceServer, cgroup_name
-from tests.lab.servers import lab_of, output, python
+from scripts.netlab.links import CARD
+from scripts.netlab.namespaces import NamespaceLab
+from scripts.netlab.pids import Process
+from scripts.netlab.server import NamespaceServer, cgroup_name
+from tests.netlab.servers import lab_of, output, python
 
 pytestmark = pytest.mark.usefixtures("needs_lab")
 
@@ -74,7 +74,7 @@ def test_processes_are_held_to_their_cores_and_quota() -> None:
 
 def test_a_rank_reads_its_own_card(pair: NamespaceLab) -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}\n"
-    code += f"from dglx_dist.lab.links import read_card; print(read_card('{CARD}').sent)"
+    code += f"from scripts.netlab.links import read_card; print(read_card('{CARD}').sent)"
     sent = int(python(pair.servers[0], code))
     assert sent <= pair.cards()[0].sent < sent + 10_000
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import state
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.pids import find
-from dglx_dist.lab.rates import Rate
-from dglx_dist.lab.server import ServerFacts
-from tests.lab.notes import NOBODY, noted
+from dglx_dist.planner.records import Rate
+from scripts.netlab import state
+from scripts.netlab.base import LabSpec
+from scripts.netlab.pids import find
+from scripts.netlab.server import ServerFacts
+from tests.netlab.notes import NOBODY, noted
 
 SERVER = ServerFacts(
     number=0,
@@ -44,7 +44,7 @@ def test_is_read_as_it_was_written(own_notes: Path) -> None:
 
 def test_a_name_is_given_once(own_notes: Path) -> None:
     state.reserve(noted("a"))
-    with pytest.raises(ConfigError, match=r"'a' exists.*dglx lab down a"):
+    with pytest.raises(ConfigError, match=r"'a' exists.*python scripts/netlab down a"):
         state.reserve(noted("a"))
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
 

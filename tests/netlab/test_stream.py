@@ -8,7 +8,7 @@ from typing import IO
 
 import pytest
 
-from dglx_dist.lab import stream
+from scripts.netlab import stream
 
 END_S = 20.0
 

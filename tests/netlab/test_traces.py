@@ -13,8 +13,8 @@ from dglx_dist.cluster.ledger import WORKER, Ledger
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.cluster.trace import Pass, TraceWriter
 from dglx_dist.errors import StorageError
-from dglx_dist.lab.traces import Trace, read
-from tests.lab.traces import epoch, rank_trace, row, trace_of
+from scripts.netlab.traces import Trace, read
+from tests.netlab.traces import epoch, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
 

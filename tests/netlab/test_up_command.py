@@ -1,4 +1,4 @@
-"""`dglx lab up`, `down` and `status` as a user types them."""
+"""`python scripts/netlab up`, `down` and `status` as a user types them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.lab import host, opening, state
+from scripts.netlab import host, opening, state
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_up_status_down(own_notes: Path) -> None:
     try:
         assert made.exit_code == 0, made.output
         assert "slow: 2 servers, 10.77.0.1 to 10.77.0.2, 0.25 cores each" in made.output
-        assert "dglx lab run --name slow" in made.output
+        assert "python scripts/netlab run --name slow" in made.output
         listed = lab("status").output
         for word in ("slow", "100mbit", "unlimited", "0.25", "up"):
             assert word in listed

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.base import Card
-from dglx_dist.lab.traces import Trace
-from dglx_dist.lab.witness import compare
-from tests.lab.traces import row, trace_of
+from scripts.netlab.base import Card
+from scripts.netlab.traces import Trace
+from scripts.netlab.witness import compare
+from tests.netlab.traces import row, trace_of
 
 MB = 1_000_000
 BEFORE = (Card(sent=500, received=700), Card(sent=0, received=90))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from dglx_dist.cluster.ledger import LedgerRow
 from dglx_dist.cluster.trace import Pass
-from dglx_dist.lab.traces import RankTrace, Trace
 from dglx_dist.records import EpochRecord
+from scripts.netlab.traces import RankTrace, Trace
 
 
 def epoch(number: int, seconds: float) -> EpochRecord:

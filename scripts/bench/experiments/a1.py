@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
-from dglx_dist.bench.regret import SIZES, grid_of, plan_of
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
+from scripts.bench.regret import SIZES, grid_of, plan_of
 
 
 def build(plan: BenchPlan) -> ExperimentPlan:

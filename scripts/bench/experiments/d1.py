@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dglx_dist.bench import data
-from dglx_dist.bench.jobs.train_params import graphsage
-from dglx_dist.bench.predict import survey
-from dglx_dist.bench.records import (
+from dglx_dist.datasets.synthetic import SyntheticConfig
+from dglx_dist.planner.closed_form import speedup_added, speedup_hidden
+from dglx_dist.planner.records import Rate
+from dglx_dist.run.prepare import PartitionPlan
+from scripts.bench import data
+from scripts.bench.jobs.train_params import graphsage
+from scripts.bench.predict import survey
+from scripts.bench.records import (
     BenchPlan,
     Claim,
     Experiment,
@@ -20,10 +24,6 @@ from dglx_dist.bench.records import (
     Shape,
     Variant,
 )
-from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.lab.rates import Rate
-from dglx_dist.planner.closed_form import speedup_added, speedup_hidden
-from dglx_dist.run.prepare import PartitionPlan
 
 _SERVERS = 4
 _PHI = 0.65

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dglx_dist.bench import data
-from dglx_dist.bench.jobs.train_params import graphsage
-from dglx_dist.bench.predict import survey
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Job, Ratio, Shape, Variant
 from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.lab.rates import Rate
 from dglx_dist.partition import PartitionOptions
+from dglx_dist.planner.records import Rate
 from dglx_dist.planner.survey import Survey
 from dglx_dist.run.prepare import PartitionPlan
+from scripts.bench import data
+from scripts.bench.jobs.train_params import graphsage
+from scripts.bench.predict import survey
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Job, Ratio, Shape, Variant
 
 _SERVERS = 4
 _RATE = Rate.parse("1gbit")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.full_graph import (
+from scripts.bench.full_graph import (
     BASE,
     BASE_PP,
     COOPERATIVE,
@@ -17,7 +17,7 @@ from dglx_dist.bench.full_graph import (
     plan_of,
     size_of,
 )
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
 
 _SETTING = Setting(phi=0.94, features=602, scale=0.5, degree=50.0)
 _BOUNDS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dglx_dist.bench.full_graph import (
+from scripts.bench.full_graph import (
     BASE,
     BASE_PP,
     COOPERATIVE,
@@ -19,8 +19,8 @@ from dglx_dist.bench.full_graph import (
     plan_of,
     size_of,
 )
-from dglx_dist.bench.full_graph_stock import STOCK, stock
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
+from scripts.bench.full_graph_stock import STOCK, stock
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
 _SETTING = Setting(phi=0.87, features=100)
 _BOUNDS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.full_graph import (
+from scripts.bench.full_graph import (
     BASE,
     BASE_PP,
     COOPERATIVE,
@@ -18,7 +18,7 @@ from dglx_dist.bench.full_graph import (
     plan_of,
     size_of,
 )
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
 
 _SHALLOW = 3
 _PHI = 0.8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.bench.push_pull import (
+from scripts.bench.push_pull import (
     GIGABIT,
     HOW,
     NOTE,
@@ -17,8 +17,8 @@ from dglx_dist.bench.push_pull import (
     push_pull,
     size_of,
 )
-from dglx_dist.bench.push_pull_stock import STOCK, stock
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
+from scripts.bench.push_pull_stock import STOCK, stock
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
 _WIDTHS = (16, 32, 64, 100)
 _BOUNDS = {16: (2.4, None), 32: (1.8, None), 64: (1.2, None), 100: (None, 1.0)}

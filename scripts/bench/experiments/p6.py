@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.push_pull import HOW, NOTE, Case, Compared, Size, matched, plan_of, push_pull, size_of
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
+from scripts.bench.push_pull import HOW, NOTE, Case, Compared, Size, matched, plan_of, push_pull, size_of
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
 
 _WIDTHS = (16, 32)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dglx_dist.bench.push_pull import HOW, NOTE, Case, Compared, Size, plan_of, size_of, trio
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
+from scripts.bench.push_pull import HOW, NOTE, Case, Compared, Size, plan_of, size_of, trio
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan
 
 _FANOUTS = {2: (10, 25), 3: (10, 5, 5), 4: (10, 5, 3, 2)}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dglx_dist.bench.peers.data import prepare
-from dglx_dist.bench.peers.variants import GIGABIT, HOW, facts, launch_of, variant
-from dglx_dist.bench.peers.workload import Workload
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
+from scripts.bench.peers.data import prepare
+from scripts.bench.peers.variants import GIGABIT, HOW, facts, launch_of, variant
+from scripts.bench.peers.workload import Workload
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
 WORKLOAD = Workload(nodes=200_000, features=4, embedding=64, hidden=64, fanouts=(10, 5))
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.bench import data
-from dglx_dist.bench.bounded import SERVERS, SETTING, Case, Size, graph_of, size_of, variant_of
-from dglx_dist.bench.coauthors import FILE, cut_coauthors
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio, Shape
 from dglx_dist.run.prepare import PartitionPlan
+from scripts.bench import data
+from scripts.bench.bounded import SERVERS, SETTING, Case, Size, graph_of, size_of, variant_of
+from scripts.bench.coauthors import FILE, cut_coauthors
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio, Shape
 
 _PIPE = "pipe"
 _MODES: dict[str, dict[str, Any]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_workers
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
+from scripts.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_workers
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
 _LIGHT: dict[str, Any] = {"nodes": 8000, "features": 64, "latency_s": 0.06}
 """So that pauses, which vary, take most of an epoch, and computing on shared cores little."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_workers
-from dglx_dist.bench.phase_table import PREDICTED_BYTES
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
+from scripts.bench.bounded import HOW, Case, Size, plan_of, size_of, slow_workers
+from scripts.bench.phase_table import PREDICTED_BYTES
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
 ON = "all on"
 _OFF: dict[str, dict[str, Any]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dglx_dist.bench.bounded import EMULATED, HOW, Case, Size, plan_of, size_of, slow_workers
-from dglx_dist.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 from dglx_dist.offload.prices import prices
+from scripts.bench.bounded import EMULATED, HOW, Case, Size, plan_of, size_of, slow_workers
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
 ALONE = "servers alone"
 _SIMULATED = EMULATED + "; dollars are those of a price table, nothing was paid"

@@ -15,8 +15,6 @@ import dgl
 import torch
 import torch.nn.functional as F
 
-from dglx_dist.bench.jobs.bounded_params import BoundedParams, read_bounded
-from dglx_dist.bench.jobs.context import JobContext
 from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.ledger import LedgerRow
 from dglx_dist.cluster.session import Session
@@ -28,6 +26,8 @@ from dglx_dist.run.session import DataLoader, init, wrap
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
 from dglx_dist.training.evaluate import evaluate
 from dglx_dist.training.models import build_model
+from scripts.bench.jobs.bounded_params import BoundedParams, read_bounded
+from scripts.bench.jobs.context import JobContext
 
 _LONGEST_WAIT_S = 300.0
 _COUNTED = ("invocations", "relaunched", "gb_s", "server_seconds", "dollars", "dollars_functions")

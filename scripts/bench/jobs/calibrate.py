@@ -7,13 +7,13 @@ from typing import Any
 
 import dgl
 
-from dglx_dist.bench.jobs.context import JobContext
-from dglx_dist.bench.jobs.train_params import read_params
-from dglx_dist.bench.simulate import calibrate
 from dglx_dist.graph import DistGraph, node_split
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE
 from dglx_dist.run.session import DataLoader, init
 from dglx_dist.training.models import build_model
+from scripts.bench.jobs.context import JobContext
+from scripts.bench.jobs.train_params import read_params
+from scripts.bench.simulate import calibrate
 
 _PARTS_OF_A_BATCH = (1, 2, 4)
 """Sizes measured: the whole batch, a half and a quarter."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dglx_dist.bench.jobs.context import JobContext
 from dglx_dist.errors import ConfigError
+from scripts.bench.jobs.context import JobContext
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.bench.jobs.context import JobContext
-from dglx_dist.lab.rates import Rate
 from dglx_dist.planner.choose import choose
-from dglx_dist.planner.records import Candidate, Choice
+from dglx_dist.planner.records import Candidate, Choice, Rate
 from dglx_dist.run.planning import PlanPlan, cluster_of, measured
+from scripts.bench.jobs.context import JobContext
 
 
 def run(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from dglx_dist.bench.jobs.context import JobContext
 from dglx_dist.errors import UnknownNameError
 from dglx_dist.registry import did_you_mean
+from scripts.bench.jobs.context import JobContext
 
 JobFunction: TypeAlias = Callable[[Mapping[str, Any], JobContext], Mapping[str, Any]]
 """(params, context) -> report of this rank, JSON values. Every rank of the crew calls it at once; it opens
@@ -17,12 +17,12 @@ and closes its own session, and raises what went wrong."""
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {
-        "calibrate": "dglx_dist.bench.jobs.calibrate:run",
-        "bounded": "dglx_dist.bench.jobs.bounded:run",
-        "echo": "dglx_dist.bench.jobs.echo:run",
-        "plan": "dglx_dist.bench.jobs.plan:run",
-        "survey": "dglx_dist.bench.jobs.survey:run",
-        "train": "dglx_dist.bench.jobs.train:run",
+        "calibrate": "scripts.bench.jobs.calibrate:run",
+        "bounded": "scripts.bench.jobs.bounded:run",
+        "echo": "scripts.bench.jobs.echo:run",
+        "plan": "scripts.bench.jobs.plan:run",
+        "survey": "scripts.bench.jobs.survey:run",
+        "train": "scripts.bench.jobs.train:run",
     }
 )
 """Kind to "module:function"."""

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from dglx_dist.bench.jobs.context import JobContext
-from dglx_dist.bench.jobs.train_params import TrainParams, read_params
 from dglx_dist.cluster.topology import Topology
 from dglx_dist.graph import DistGraph
 from dglx_dist.graph.placement import Placement
@@ -18,6 +16,8 @@ from dglx_dist.planner.survey import Draws, Survey, count_rank, summed
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE
 from dglx_dist.run.session import init
 from dglx_dist.training.models import build_model
+from scripts.bench.jobs.context import JobContext
+from scripts.bench.jobs.train_params import TrainParams, read_params
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:

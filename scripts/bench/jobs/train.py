@@ -16,9 +16,6 @@ import dgl
 import torch
 from torch import Tensor
 
-from dglx_dist.bench.jobs.context import JobContext
-from dglx_dist.bench.jobs.train_params import TrainParams, read_params
-from dglx_dist.bench.simulate import SleepingModel
 from dglx_dist.cluster.collectives import gather_int64, gather_json
 from dglx_dist.cluster.ledger import LedgerRow, Snapshot
 from dglx_dist.cluster.session import Session
@@ -30,6 +27,9 @@ from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
 from dglx_dist.training.evaluate import evaluate
 from dglx_dist.training.models import build_model
 from dglx_dist.training.task import NodeClassification
+from scripts.bench.jobs.context import JobContext
+from scripts.bench.jobs.train_params import TrainParams, read_params
+from scripts.bench.simulate import SleepingModel
 
 _VALIDATION = "val_mask"
 _LONGEST_WAIT_S = 300.0

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from dglx_dist.bench.simulate import ComputeCost
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
 from dglx_dist.training.kinds import MODEL_KINDS, check_kind
+from scripts.bench.simulate import ComputeCost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What a cache of remote rows saves: policies and budgets on one graph, as a Markdown table.
 
-    OMP_NUM_THREADS=1 python scripts/bench/cache.py --servers 2 --json cache.json
+    OMP_NUM_THREADS=1 python scripts/bench cache --servers 2 --json cache.json
 
 The built-in graph cut by metis, one rank per server, GraphSAGE's sampling (fan-out 25,10, 1000 seeds per
 rank) and feature pulls, without a model. "hits" is the share of remote input rows that lay in the cache,
@@ -12,18 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from typing import Any
 
 import torch
 from dgl.dataloading import NeighborSampler
-from starter import graph_parser, on_graph
 
 from dglx_dist.cluster.collectives import barrier, gather_json
 from dglx_dist.cluster.session import start_session
 from dglx_dist.graph import DistGraph, node_split
 from dglx_dist.sampling import DataLoader
+from scripts.bench.micro.starter import graph_parser, on_graph
 
 FANOUTS, BATCH = [25, 10], 1000
 ALPHAS = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -90,14 +89,10 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Start the ranks of this script, or be one of them."""
     parser = graph_parser(__doc__)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3, help="counted ones, for each row of the table")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     return on_graph(lambda: measure(options), options.servers, options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

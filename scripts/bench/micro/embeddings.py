@@ -1,6 +1,6 @@
 """Seconds per step of trainable rows: DistEmbedding against DDP over a dense ``nn.Embedding``, interleaved.
 
-    python scripts/bench/embeddings.py [--rows 1000000] [--dim 64] [--touched 100000] [--rounds 7]
+    python scripts/bench embeddings [--rows 1000000] [--dim 64] [--touched 100000] [--rounds 7]
 
 Starts 2 ranks, as one server and as two, on loopback, one thread each. Both sides look up the same ids, take
 the mean of the squares and step: SparseAdam and torch's Adam (a dense gradient has no sparse optimiser).
@@ -30,7 +30,7 @@ from tests.helpers.ranks import run_ranks
 WARM_UP = 2
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="seconds of lookup, backward and step, and no DDP"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "rows"
         write_rows_only(args.rows, folder)
@@ -130,7 +130,3 @@ def describe(times: dict[str, list[float]]) -> str:
     medians = {name: statistics.median(values) for name, values in times.items()}
     shown = ", ".join(f"{name} {1000 * median:.0f} ms" for name, median in medians.items())
     return shown + (f"; {medians['DistEmbedding'] / medians['DDP']:.3f}x" if "DDP" in medians else "")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What preloading costs on real graphs and on the built-in one: expansion and work by hop, for two cuts.
 
-    python scripts/bench/expansion.py --data ../shared/data --out docs/strategies
+    python scripts/bench expansion --data ../shared/data --out docs/strategies
 
 Cuts every graph into so many servers by METIS and at random, follows the in-edges of what each server owns,
 and prints a Markdown table: nodes held by nodes owned (mean over servers), and work by that of full_graph
@@ -62,14 +62,14 @@ def draw(curves: dict[str, Sequence[float]], servers: int, path: Path, title: st
     figure.savefig(path, dpi=100)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Print the table and draw the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
     parser.add_argument("--out", type=Path, default=Path("docs/strategies"), help="where pictures go")
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--hops", type=int, default=6)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(argv)
     sources = {name: str(chosen.data / f"{name}.npz") for name in REAL} | BUILT_IN
     graphs = {name: load_dataset(source) for name, source in sources.items()}
     headings = [f"{hop} hop{'s' * (hop > 1)}" for hop in range(1, chosen.hops + 1)]
@@ -83,7 +83,3 @@ def main() -> None:
             print(row(name, method, found), flush=True)
         way = "by METIS" if method == "metis" else "at random"
         draw(curves, chosen.servers, chosen.out / f"granndis_{method}.png", f"{chosen.servers} parts {way}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Backward with our gradient exchange beside DistributedDataParallel's, on ranks of this machine.
 
-Run: torchrun --nproc-per-node 2 scripts/bench/gradients.py
+Run: torchrun --nproc-per-node 2 scripts/bench gradients
 Prints the median and the best milliseconds per step (forward, backward, exchange) of each, interleaved, for
 five dense layers and 1000 rows a step; no graph is involved.
 """
@@ -35,7 +35,7 @@ def milliseconds(model: nn.Module, x: torch.Tensor) -> float:
     return (time.perf_counter() - start) / STEPS * 1e3
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
     with start_session() as session:
         world_size = session.topology.world_size
@@ -54,6 +54,3 @@ def main() -> None:
         if session.topology.rank == 0:
             for name, values in times.items():
                 print(f"{name:18} {statistics.median(values):8.2f} ms/step   (min {min(values):.2f})")
-
-
-main()

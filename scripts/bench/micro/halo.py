@@ -1,6 +1,6 @@
 """How much of a link's rate the halo exchange uses, in both directions at once, beside gloo's ways.
 
-    dglx lab run --servers 2 --external 1gbit -- python scripts/bench/halo.py --rate 1gbit
+    python scripts/netlab run --servers 2 --external 1gbit -- python scripts/bench halo --rate 1gbit
 
 Every rank sends rows of 64 float32, picked at random, to every rank of the other servers and gets as many;
 a size is what leaves one server in one exchange. Timed from when all ranks begin to when the last one has
@@ -14,20 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from starter import parser
 
 from dglx_dist.cluster.collectives import gather_json
 from dglx_dist.cluster.session import Session, start_session
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.granndis.exchange import HaloExchange
 from dglx_dist.strategies.granndis.plan import HaloLayer
+from scripts.bench.micro.starter import parser
 
 WIDTH = 64
 
@@ -140,7 +139,7 @@ def table(rows: list[dict[str, float]]) -> str:
     )
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """What each rank does; rank 0 prints the shares."""
     arguments = parser(__doc__)
     arguments.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 4.0, 8.0, 16.0, 32.0, 64.0])
@@ -148,18 +147,16 @@ def main() -> int:
     arguments.add_argument(
         "--rate", type=Rate.parse, default=Rate.parse("1gbit"), help="what the lab was given"
     )
-    options: argparse.Namespace = arguments.parse_args()
+    options: argparse.Namespace = arguments.parse_args(argv)
     torch.set_num_threads(1)
     with start_session() as session:
         if session.topology.num_servers == 1:
-            arguments.error("one server has no link to another; run it in `dglx lab run --servers 2`")
+            arguments.error(
+                "one server has no link to another; run it in `python scripts/netlab run --servers 2`"
+            )
         rows = [shares_of(session, size, options.rounds, options.rate) for size in options.megabytes]
         if session.topology.rank == 0:
             print(table(rows), flush=True)
             if options.json:
                 options.json.write_text(json.dumps({"rate": str(options.rate), "shares": rows}, indent=1))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

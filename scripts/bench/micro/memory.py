@@ -1,7 +1,7 @@
 """Peak memory of full-graph training and of co-batches, beside what was foretold; then both under a limit.
 
-    python scripts/bench/memory.py
-    python scripts/bench/memory.py --nodes 1000000 --grants 8GB,4GB,2GB --limit 3GB --ranks 2
+    python scripts/bench memory
+    python scripts/bench memory --nodes 1000000 --grants 8GB,4GB,2GB --limit 3GB --ranks 2
 
 A ring whose nodes read the four on either side, GraphSAGE, Adam, two epochs, one server. Every line is
 measured in processes of its own, after a small graph has had everything loaded and compiled: the growth of
@@ -27,7 +27,6 @@ import dgl
 import numpy as np
 import torch
 import torch.nn.functional as F
-from starter import parser
 
 from dglx_dist.cluster.allocator import return_memory
 from dglx_dist.cluster.collectives import gather_int64
@@ -40,6 +39,7 @@ from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.push_pull.options import read_size
 from dglx_dist.training.models import build_model
+from scripts.bench.micro.starter import parser
 
 CLASSES, SMALL = 10, 2000
 _ARENA_MAX = -8
@@ -137,7 +137,7 @@ def run(folder: Path, case: dict[str, Any], ranks: int) -> dict[str, Any] | str:
     """Return what the ranks of one case found, or how they failed."""
     to = folder / "found.json"
     to.unlink(missing_ok=True)
-    arguments = [__file__, "--folder", str(folder), "--case", json.dumps(case), "--to", str(to)]
+    arguments = [*sys.argv[:2], "--folder", str(folder), "--case", json.dumps(case), "--to", str(to)]
     command, environment = torchrun_command(arguments, ranks, 1)
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     if to.exists():
@@ -156,7 +156,7 @@ def line_of(name: str, granted: str, limit: str, found: dict[str, Any] | str) ->
     return f"| {name} | {granted} | {limit} | {found['steps']} | {foretold} | {peak} | {seconds} |"
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Measure, or be a rank that does."""
     made = parser(__doc__)
     made.add_argument("--nodes", type=int, default=100_000)
@@ -169,7 +169,7 @@ def main() -> int:
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     made.add_argument("--case", help=argparse.SUPPRESS)
     made.add_argument("--to", type=Path, help=argparse.SUPPRESS)
-    options = made.parse_args()
+    options = made.parse_args(argv)
     if options.case is not None and launched_by_torchrun():
         measure(options)
         return 0
@@ -206,7 +206,3 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What a partition is worth: random, metis, and metis with balance constraints, on a skewed graph.
 
-    python scripts/bench/partition_ablation.py --nodes 100000 --parts 4
+    python scripts/bench partition_ablation --nodes 100000 --parts 4
 
 Generates a graph whose training nodes lie in a tenth of its communities, cuts it three times, and trains the
 same GraphSAGE on each: one rank per part, every rank a server of its own on this machine, epochs of the three
@@ -168,7 +168,7 @@ def prepare(options: argparse.Namespace) -> None:
         print(f"{method} {','.join(balance)}: {quality.edge_cut:.3f} cut{missed}", file=sys.stderr)
 
 
-def read_options() -> argparse.Namespace:
+def read_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--nodes", type=int, default=100_000)
     parser.add_argument("--degree", type=float, default=20.0)
@@ -182,21 +182,17 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seeds", choices=("own", "even"), default="own")
     parser.add_argument("--structure", choices=("partitioned", "replicated"), default="partitioned")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    options = read_options()
+def main(argv: list[str]) -> None:
+    options = read_options(argv)
     if options.work is not None:
         worker(options)
         return
     with tempfile.TemporaryDirectory() as folder:
         options.work = Path(folder)
         prepare(options)
-        arguments = [__file__, *sys.argv[1:], "--work", folder]
+        arguments = [*sys.argv, "--work", folder]
         command, environment = torchrun_command(arguments, options.parts, options.parts)
         subprocess.run(command, env=environment, check=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Seconds, memory and edge cut of the partitioners on the built-in graph.
 
-    OMP_NUM_THREADS=1 python scripts/bench/partitioners.py --nodes 1000000 --parts 4
+    OMP_NUM_THREADS=1 python scripts/bench partitioners --nodes 1000000 --parts 4
 
 Each method runs in a process of its own, one after the other; memory is what the process needs above the
 loaded graph. The first row is the generator itself.
@@ -56,12 +56,12 @@ def partition_once(run: int, nodes: int, parts: int) -> None:
     print(json.dumps(row))
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--parts", type=int, default=4)
     parser.add_argument("--run", type=int, help="one row only, as JSON")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(argv)
     if chosen.run is not None:
         partition_once(chosen.run, chosen.nodes, chosen.parts)
         return
@@ -75,13 +75,12 @@ def main() -> None:
     for run, (method, options) in enumerate(RUNS):
         size = ("--nodes", str(chosen.nodes), "--parts", str(chosen.parts))
         done = subprocess.run(
-            [sys.executable, __file__, "--run", str(run), *size], capture_output=True, text=True, check=True
+            [sys.executable, *sys.argv[:2], "--run", str(run), *size],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         row = json.loads(done.stdout.splitlines()[-1])
         told = " ".join(f"{name}={value}" for name, value in options.items())
         heaviest = " / ".join(f"{row['balance'][name]:.3f}" for name in ("nodes", "degree", "train"))
         print(f"| {method} {told} | {row['seconds']:.1f} | {row['gb']:.2f} | {row['cut']:.3f} | {heaviest} |")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How fast feature rows arrive: from own memory, from a cache, from another server; two servers of one rank.
 
-    OMP_NUM_THREADS=1 python scripts/bench/pull.py --json pull.json
+    OMP_NUM_THREADS=1 python scripts/bench pull --json pull.json
 
 The built-in graph (200,000 nodes, 5 M edges, 100 float32 features) in two parts. "rows" pulls random distinct
 rows of one kind only, into a kept buffer and into a fresh one; "batches" pulls what the batches of a loader
@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 
 import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
-from starter import graph_parser, median_seconds, on_graph
 
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import start_session
@@ -27,6 +25,7 @@ from dglx_dist.graph.row_cache import RowCache
 from dglx_dist.graph.slot_table import SlotTable, fill_table, table_sizes
 from dglx_dist.records import Array
 from dglx_dist.sampling import DataLoader
+from scripts.bench.micro.starter import graph_parser, median_seconds, on_graph
 
 FANOUTS, BATCH = [25, 10], 1000
 
@@ -122,15 +121,11 @@ def table(rows: list[dict[str, float]]) -> str:
     )
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Start two ranks of this script, or be one of them."""
     parser = graph_parser(__doc__)
     parser.add_argument("--rows", type=int, default=60_000, help="of one pull of one kind")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=24, help="batches of each kind, at least")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     return on_graph(lambda: measure(options), 2, options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """How fast rows are written: overwritten and added, own and another server's, beside a copy and a bare call.
 
-    OMP_NUM_THREADS=1 python scripts/bench/push.py --json push.json
+    OMP_NUM_THREADS=1 python scripts/bench push --json push.json
 
 Two servers of one rank, a float32 tensor in memory. Rank 0 pushes random rows, distinct or each about three
 times, while rank 1 serves. "copy" is one NumPy copy of as many bytes, "call" a one-sided call that carries
@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from starter import median_seconds, on_ranks, parser
 
 from dglx_dist.cluster.collectives import barrier
 from dglx_dist.cluster.session import Session, start_session
@@ -26,6 +25,7 @@ from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.rows import MAX_MESSAGE_BYTES
 from dglx_dist.graph.shared_rows import shared_rows
 from dglx_dist.records import Array, ColumnInfo
+from scripts.bench.micro.starter import median_seconds, on_ranks, parser
 
 ROWS_PER_SERVER = 400_000
 
@@ -99,15 +99,11 @@ def measure(options: argparse.Namespace) -> None:
         store.close()
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Start two ranks of this script, or be one of them."""
     options_of = parser(__doc__)
     options_of.add_argument("--rows", type=int, default=100_000, help="of one push")
     options_of.add_argument("--columns", type=int, default=64)
     options_of.add_argument("--rounds", type=int, default=9)
-    options = options_of.parse_args()
+    options = options_of.parse_args(argv)
     return on_ranks(lambda: measure(options), 2, sys.argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Accuracy on real graphs: the same model on one process and on two ranks of a metis partition.
 
-    python scripts/bench/real_data.py --data ../shared/data --out runs/real_data
-    python scripts/bench/real_data.py --data ../shared/data --out runs/real_data --push-pull
-    python scripts/bench/real_data.py --data ../shared/data --out runs/real_data --full-graph
+    python scripts/bench real_data --data ../shared/data --out runs/real_data
+    python scripts/bench real_data --data ../shared/data --out runs/real_data --push-pull
+    python scripts/bench real_data --data ../shared/data --out runs/real_data --full-graph
 
 For every graph the plain figure is one process on one part; beside it two ranks (as one server and as two)
 on 2 and on 4 metis parts. The batch of one process is the sum of the batches of all ranks, so that both take
@@ -115,7 +115,7 @@ def test_accuracy(source: str, name: str, setting: Setting, seed: int, out: Path
     return 100 * float(json.loads((run / "summary.json").read_text())["test_accuracy"])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Print the table, and end with 1 if a graph misses the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--push-pull", action="store_true", help="compare strategies")
     parser.add_argument("--full-graph", action="store_true", help="compare ways without mini-batches")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(argv)
     settings, graphs, bound = SETTINGS, GRAPHS, BOUND_POINTS
     if chosen.push_pull:
         settings, graphs, bound = PUSH_PULL_SETTINGS, PUSH_PULL_GRAPHS, PUSH_PULL_BOUND_POINTS
@@ -146,7 +146,3 @@ def main() -> None:
             cells.append(f"{mean:.2f} ({', '.join(f'{value:.1f}' for value in values)})")
         print(f"| {graph} | " + " | ".join(cells) + " |", flush=True)
     sys.exit(1 if missed else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """Relational real data on one process and on two ranks: what the same model reaches on both.
 
-    torchrun --nproc-per-node 2 scripts/bench/real_relational.py aifb --choose --data ../shared/data
-    torchrun --nproc-per-node 2 scripts/bench/real_relational.py aifb --data ../shared/data
-    torchrun --nproc-per-node 2 scripts/bench/real_relational.py physics --data ../shared/data
-    torchrun --nproc-per-node 2 scripts/bench/real_relational.py wn18rr --data ../shared/data
+    torchrun --nproc-per-node 2 scripts/bench real_relational aifb --choose --data ../shared/data
+    torchrun --nproc-per-node 2 scripts/bench real_relational aifb --data ../shared/data
+    torchrun --nproc-per-node 2 scripts/bench real_relational physics --data ../shared/data
+    torchrun --nproc-per-node 2 scripts/bench real_relational wn18rr --data ../shared/data
 
 `python` in place of `torchrun --nproc-per-node 2` gives the figure of one process; the batch of a step is the
 same, cut over the ranks. The first run partitions into `--out`.
@@ -341,7 +341,7 @@ def say(session: Any, text: str) -> None:
         print(text, flush=True)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run one of the three."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("graph", choices=("aifb", "wn18rr", "physics"))
@@ -356,10 +356,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.003, help="of wn18rr's relations")
     parser.add_argument("--first", type=float, default=0.1, help="bound of wn18rr's first rows")
     parser.add_argument("--sparse-lr", type=float, default=0.1, help="of wn18rr's entities")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(argv)
     with dx.init(seed=0) as session:
         {"aifb": aifb, "wn18rr": wn18rr, "physics": physics}[chosen.graph](chosen, session)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Throughput and latency of one-sided calls beside bare pyzmq, on this machine, in one run.
 
-    python scripts/bench/rpc.py [--json] [--rounds 15]
+    python scripts/bench rpc [--json] [--rounds 15]
 
 Two processes, TCP over loopback. Bare pyzmq is a ROUTER that answers each request with a buffer it holds
 (copy=False) and a DEALER that takes it (copy=False): no head, no secret, no dtype. Ours is the same call
@@ -15,7 +15,6 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -132,14 +131,14 @@ def row(size: int, depth: int, bare: list[float], ours: list[float]) -> dict[str
     }
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--chunk-bytes", type=int, default=ServeConfig().chunk_bytes)
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     rows = measure(options.rounds, options.chunk_bytes)
     if options.json:
         print(json.dumps({"chunk_bytes": options.chunk_bytes, "rows": rows}))
@@ -155,7 +154,3 @@ def main() -> int:
     asked = [one for one in rows if one["bytes"] >= SIZES[0] and one["calls_under_way"] == 1]
     slow = [one for one in asked if one["ratio"] < REQUIRED]
     return 1 if slow else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

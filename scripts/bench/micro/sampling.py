@@ -1,6 +1,6 @@
 """Neighbour sampling beside stock DGL, and slicing beside NumPy: one thread, interleaved, medians.
 
-    OMP_NUM_THREADS=1 python scripts/bench/sampling.py --json sampling.json
+    OMP_NUM_THREADS=1 python scripts/bench sampling --json sampling.json
 
 Both loaders see the built-in graph (200,000 nodes, 5 M edges), batches of 1000 and the same seeds in turn,
 and both figures include building the blocks. DGL is used as it comes: int64, its fused sampler. Ours runs in
@@ -203,13 +203,13 @@ def table(rows: list[Row], target: float) -> str:
     )
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--degree", type=float, default=25.0)
     parser.add_argument("--steps", type=int, default=60, help="batches of each contestant and fan-out")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*CPU affinity.*")
     with tempfile.TemporaryDirectory() as folder, start_session():
@@ -232,7 +232,3 @@ def main() -> None:
         options.json.write_text(
             json.dumps({"sampling": sampling, "relational": relational, "slicing": slicing}, indent=1)
         )
-
-
-if __name__ == "__main__":
-    main()

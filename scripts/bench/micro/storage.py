@@ -1,6 +1,6 @@
 """Seconds to write, open and map a partitioned dataset of the built-in graph.
 
-OMP_NUM_THREADS=1 python scripts/bench/storage.py --nodes 1000000 --parts 4
+OMP_NUM_THREADS=1 python scripts/bench storage --nodes 1000000 --parts 4
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def timed(what: str, work: Callable[[], T]) -> T:
     return result
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--nodes", type=int, default=1_000_000)
     parser.add_argument("--parts", type=int, default=4)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(argv)
     hashed = PARTITIONERS.get("hash")(PartitionOptions())
     with tempfile.TemporaryDirectory() as scratch:
         small, folder = generate(SyntheticConfig(nodes=2000)), Path(scratch) / "graph"
@@ -52,7 +52,3 @@ def main() -> None:
         timed("structure of the whole graph, later", lambda: open_structure(dataset, EDGE_TYPE))
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         print(f"\n{size / 1e9:.2f} GB on disk, the structure of the whole graph included")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dglx_dist.bench import data
-from dglx_dist.bench.peers.workload import Workload
 from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.partition import PartitionOptions
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.run.prepare import PartitionPlan
 from dglx_dist.storage.reader import StoredDataset, open_dataset
+from scripts.bench import data
+from scripts.bench.peers.workload import Workload
 
 _ARRAYS = ("edge_index", FEATURE, LABEL, "train_mask")
 

@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from dglx_dist.bench.peers import phases
-from dglx_dist.bench.peers.memory import MemoryWatch
-from dglx_dist.bench.peers.versions import versions
-from dglx_dist.bench.peers.workload import Workload
-from dglx_dist.bench.records import Job
 from dglx_dist.cluster.launch_env import rank_environment
 from dglx_dist.cluster.topology import inherited_environment
 from dglx_dist.errors import ConfigError, JobError, UnknownNameError
-from dglx_dist.lab.base import Lab
-from dglx_dist.lab.launch import server_environment, start, with_changes
-from dglx_dist.lab.process import Launcher
 from dglx_dist.registry import did_you_mean
+from scripts.bench.peers import phases
+from scripts.bench.peers.memory import MemoryWatch
+from scripts.bench.peers.versions import versions
+from scripts.bench.peers.workload import Workload
+from scripts.bench.records import Job
+from scripts.netlab.base import Lab
+from scripts.netlab.launch import server_environment, start, with_changes
+from scripts.netlab.process import Launcher
 
 KIND = "program"
 """Kind of the jobs that are done by :class:`Launches` in place of a crew."""

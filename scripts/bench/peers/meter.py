@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.bench.peers.workload import Workload
-from dglx_dist.lab.links import read_card
 from dglx_dist.storage.process_memory import peak
+from scripts.bench.peers.workload import Workload
+from scripts.netlab.links import read_card
 
 
 def read_arguments() -> argparse.Namespace:

@@ -9,8 +9,8 @@ import dgl
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.bench.peers.meter import Clock
-from dglx_dist.bench.peers.workload import Workload
+from scripts.bench.peers.meter import Clock
+from scripts.bench.peers.workload import Workload
 
 
 class Sage(nn.Module):

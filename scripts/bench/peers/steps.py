@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dglx_dist.bench.peers.meter import Clock
+from scripts.bench.peers.meter import Clock
 
 
 def loss_of(scores: Tensor, labels: Tensor) -> Tensor:

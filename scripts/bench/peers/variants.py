@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dglx_dist.bench import data
-from dglx_dist.bench.peers import phases
-from dglx_dist.bench.peers.data import Written
-from dglx_dist.bench.peers.launch import KIND, Launch
-from dglx_dist.bench.peers.versions import versions
-from dglx_dist.bench.peers.workload import Workload
-from dglx_dist.bench.records import Job, Shape, Variant
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.bench import data
+from scripts.bench.peers import phases
+from scripts.bench.peers.data import Written
+from scripts.bench.peers.launch import KIND, Launch
+from scripts.bench.peers.versions import versions
+from scripts.bench.peers.workload import Workload
+from scripts.bench.records import Job, Shape, Variant
 
 TWO_SERVERS = Shape(servers=2, cpus=1.0)
 GIGABIT = Rate.parse("1gbit")

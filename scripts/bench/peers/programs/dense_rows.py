@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from dglx_dist.bench.peers.meter import Clock, Report, read_arguments
-from dglx_dist.bench.peers.model import Sage, note_blocks
-from dglx_dist.bench.peers.steps import backward, loss_of, note_batch
-from dglx_dist.bench.peers.workload import Workload
+from scripts.bench.peers.meter import Clock, Report, read_arguments
+from scripts.bench.peers.model import Sage, note_blocks
+from scripts.bench.peers.steps import backward, loss_of, note_batch
+from scripts.bench.peers.workload import Workload
 
 
 class Table(nn.Module):

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.bench.peers.meter import Clock, Report, read_arguments
-from dglx_dist.bench.peers.steps import backward, loss_of, note_batch
-from dglx_dist.bench.peers.workload import Workload
+from scripts.bench.peers.meter import Clock, Report, read_arguments
+from scripts.bench.peers.steps import backward, loss_of, note_batch
+from scripts.bench.peers.workload import Workload
 
 # Not installed everywhere, so checkers of types do not know it.
 pyg_data = import_module("torch_geometric.data")
