@@ -1,4 +1,4 @@
-"""One job in a process of its own, with one thread and in no lab: ``python -m scripts.bench.alone``."""
+"""One job in a process of its own, with one thread and in no lab: ``scripts/bench alone FOLDER PARENT``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
     """
     with scratch_folder() as folder:
         messages.write_job(folder, 0, job, timeout_s)
-        command = [sys.executable, "-m", "scripts.bench.alone", str(folder), str(os.getpid())]
+        command = [sys.executable, str(Path(__file__).parent), "alone", str(folder), str(os.getpid())]
         try:
             subprocess.run(
                 command,
@@ -79,6 +79,7 @@ def _end_with(parent: int) -> None:
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    _end_with(int(sys.argv[2]))
-    sys.exit(main(Path(sys.argv[1])))
+def start(argv: list[str]) -> int:
+    """Be the process that does the job: FOLDER, and the id of the process that waits for it."""
+    _end_with(int(argv[1]))
+    return main(Path(argv[0]))

@@ -1,4 +1,4 @@
-"""``python scripts/bench``."""
+"""The command line of the experiments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from dglx_dist.cli import run_command_line
 from dglx_dist.cli.launch import INTERRUPTED
 from dglx_dist.cli.options import names
 from dglx_dist.cli.report_command import show, warn
@@ -22,7 +23,23 @@ if TYPE_CHECKING:
     from scripts.bench.steps import Step
 
 
-def bench(
+PROGRAM = "python scripts/bench"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.command(no_args_is_help=True)
+def bench(  # noqa: PLR0913  # one argument per option
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="The same as --only.", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Results go here: `ID.json` each, `README.md`, pictures."),
@@ -58,13 +75,16 @@ def bench(
 
     `python scripts/bench --suite quick --out results`
 
-    `python scripts/bench --only D1 --out results`
+    `python scripts/bench D1 --out results`
+
+    `python scripts/bench NAME --help`: programs that measure one part each; `--list` has their names.
 
     What is compared runs in turn (A B A B) on servers that are all up at once. Without root, ip and tc the
     servers share plain loopback, and no claim about a network is judged. Exit code 1: an experiment failed.
     """
     if list_:
         show(list_table())
+        show(program_table())
         return
     if report:
         for folder in report:
@@ -76,7 +96,7 @@ def bench(
 
     if repetitions < 1 or seed < 0:
         raise ConfigError(f"--repetitions {repetitions} must be at least 1, --seed {seed} at least 0")
-    chosen = choose(suite, only or [])
+    chosen = choose(suite, [*(ids or []), *(only or [])])
     plan = BenchPlan(
         suite=suite,  # type: ignore[arg-type]  # choose() knows it
         out=out.absolute(),
@@ -197,6 +217,17 @@ def list_table() -> Table:
     return table
 
 
+def program_table() -> Table:
+    """Return all programs beside the experiments: name and what they measure."""
+    from scripts.bench import suites
+
+    table = Table("program", "what it measures")
+    for name, (_, what) in suites.PROGRAMS.items():
+        if what:
+            table.add_row(name, what)
+    return table
+
+
 def outcome_table(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]) -> Table:
     """Return one row per ratio of each outcome: what was claimed, predicted and measured."""
     table = Table("id", "claim", "ratio", "predicted", "measured", "outside, MB", "verdict", show_lines=True)
@@ -227,3 +258,8 @@ def _rows(outcome: Outcome) -> Sequence[tuple[str, ...]]:
 def _interrupt(*_: object) -> NoReturn:
     # As Ctrl-C does: what was started is ended on the way out.
     raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Run the command that the arguments of this process ask for, and end the process."""
+    run_command_line(app, PROGRAM)

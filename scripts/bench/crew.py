@@ -61,7 +61,7 @@ class Crew:
         folder.mkdir(parents=True, exist_ok=True)
         messages.write_json(folder / messages.CREW, {"places": places, "ranks_per_server": ranks_per_server})
         self._held: int | None = alive.hold(folder / messages.DRIVER)
-        command = ["-m", "scripts.bench.worker", str(folder)]
+        command = [str(Path(__file__).parent), "worker", str(folder)]
         self._started = (start or start_under_torchrun)(lab, command, ranks_per_server, folder / "launch")
 
     def do(self, job: Job, timeout_s: float) -> list[dict[str, Any]]:

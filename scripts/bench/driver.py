@@ -268,9 +268,8 @@ def _outcome(experiment: Experiment, bench: BenchPlan, **fields: Any) -> Outcome
 def repeats(experiment: Experiment, bench: BenchPlan) -> str:
     """Return the command that does the same again."""
     told = ["--suite", bench.suite, "--only", experiment.id, "--repetitions", str(bench.repetitions)]
-    return " ".join(
-        ["python scripts/bench", *told, *(["--seed", str(bench.seed)] if bench.seed else []), "--out DIR"]
-    )
+    told += ["--seed", str(bench.seed)] if bench.seed else []
+    return " ".join(["python scripts/bench", *told, "--out DIR"])
 
 
 def _written(plan: BenchPlan, outcome: Outcome) -> Outcome:

@@ -1,12 +1,12 @@
-"""All experiments by id, imported when asked for; a new one is a file in ``experiments`` and a line here."""
+"""All experiments by id, and all programs by name, imported when asked for; a new one has a line here."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import get_args
+from typing import cast, get_args
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.registry import did_you_mean
@@ -45,6 +45,37 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
 )
 """Id to "module:name", in the order in which they run and are listed."""
 
+PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "p3": ("papers:p3", "P1 to P9 with the tables of push-pull: bytes by phase, break-even width"),
+        "granndis": ("papers:granndis", "G1 to G5 with the tables of full-graph training"),
+        "dorylus": ("papers:dorylus", "Y1 to Y5 with the tables of training in intervals"),
+        "regret": ("papers:regret", "A1 on a larger grid: the automatic choice beside the best of all"),
+        "performance": ("performance:main", "puts docs/performance.md together from docs/results"),
+        "cache": ("micro.cache:main", "what a cache of remote rows saves"),
+        "embeddings": ("micro.embeddings:main", "trainable rows beside a dense nn.Embedding under DDP"),
+        "expansion": ("micro.expansion:main", "what preloading neighbourhoods costs, by hop and cut"),
+        "gradients": ("micro.gradients:main", "our gradient exchange beside DDP's; under torchrun"),
+        "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
+        "memory": ("micro.memory:main", "peak memory of full-graph training and of co-batches"),
+        "partition_ablation": (
+            "micro.partition_ablation:main",
+            "what a partition is worth on a skewed graph",
+        ),
+        "partitioners": ("micro.partitioners:main", "seconds, memory and edge cut of the partitioners"),
+        "pull": ("micro.pull:main", "pulls of rows between two ranks"),
+        "push": ("micro.push:main", "pushes of rows between two ranks"),
+        "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
+        "real_relational": ("micro.real_relational:main", "the same on relational graphs; under torchrun"),
+        "rpc": ("micro.rpc:main", "one-sided calls beside bare pyzmq"),
+        "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
+        "storage": ("micro.storage:main", "seconds to write, open and map a dataset"),
+        "alone": ("alone:start", ""),
+        "worker": ("worker:start", ""),
+    }
+)
+"""Name to "module:function" in this folder and what it is; without that, only the bench itself starts it."""
+
 
 def everything() -> list[Experiment]:
     """Return all experiments."""
@@ -75,9 +106,17 @@ def find(name: str) -> Experiment:
     if name.lower() not in ids:
         hint = did_you_mean(name.upper(), EXPERIMENTS)
         raise UnknownNameError(
-            f"there is no experiment {name!r}{hint}; `python scripts/bench --list` shows all {len(EXPERIMENTS)}"
+            f"there is no experiment {name!r}{hint}; "
+            f"`python scripts/bench --list` shows all {len(EXPERIMENTS)}"
         )
     return _load(ids[name.lower()])
+
+
+def program(name: str) -> Callable[[list[str]], int | None]:
+    """Return the program of that name: called with its arguments, it returns its exit code."""
+    module, _, function = PROGRAMS[name][0].partition(":")
+    found = getattr(importlib.import_module(f"scripts.bench.{module}"), function)
+    return cast("Callable[[list[str]], int | None]", found)
 
 
 def why_absent(experiment: Experiment) -> str:

@@ -1,4 +1,4 @@
-"""A rank that stays and does one job after another: ``python -m scripts.bench.worker FOLDER``.
+"""A rank that stays and does one job after another: ``python scripts/bench worker FOLDER``.
 
 torchrun starts it on all servers of a lab. As the processes stay, what is compared shares imports, compiled
 kernels, caches of files and the luck of the launch. Every job opens and closes its own session.
@@ -144,5 +144,6 @@ def _write_to(log: Path) -> None:
     os.close(descriptor)
 
 
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+def start(argv: list[str]) -> int:
+    """Be a rank that does the jobs in FOLDER, the one argument."""
+    return main(Path(argv[0]))

@@ -120,7 +120,7 @@ def run(  # noqa: PLR0913  # one argument per option
         typer.Option(
             "--name",
             rich_help_panel=EMULATED,
-            help="Use the lab of this name that `python scripts/netlab up` made, as it is, and leave it up.",
+            help="Use the lab of this name that `up` made, as it is, and leave it up.",
         ),
     ] = None,
     loopback: Annotated[
@@ -152,7 +152,7 @@ def run(  # noqa: PLR0913  # one argument per option
 
     Any script that torchrun can start, four servers of half a core each:
 
-        python scripts/netlab run --servers 4 --external 1gbit --cpus 0.5 -- python train.py --strategy data_parallel
+        python scripts/netlab run --servers 4 --external 1gbit --cpus 0.5 -- python train.py
 
     A command that fails ends on all servers; the rank that failed first is told last, and its exit code is
     that of this command. Ctrl-C ends everything. Servers live in network namespaces, which need Linux, root
@@ -283,9 +283,7 @@ def _both(card: Card) -> tuple[str, str]:
 def calibrate(  # noqa: PLR0913  # one argument per option
     command: Annotated[
         list[str],
-        typer.Argument(
-            metavar="COMMAND", help="As for `python scripts/netlab run`; it must train two epochs or more."
-        ),
+        typer.Argument(metavar="COMMAND", help="As for `run`; it must train two epochs or more."),
     ],
     phi: Annotated[
         float,
@@ -317,10 +315,9 @@ def calibrate(  # noqa: PLR0913  # one argument per option
     seconds of an epoch without limits / seconds at the rate. COMMAND is run once without limits, then at one
     rate after another; the first epoch of each run does not count.
 
-        python scripts/netlab calibrate --servers 2 --phi 0.65 -- dglx train data/demo --epochs 4 --eval-every 0
+        python scripts/netlab calibrate --phi 0.65 -- dglx train data/demo --epochs 4 --eval-every 0
 
-    The rate it ends with is what `--external` of `python scripts/netlab run` takes. Needs emulated servers: Linux, root,
-    ip and tc.
+    The rate it ends with is what `--external` of `run` takes. Needs emulated servers: Linux, root, ip and tc.
     """
     check_command(command, ranks_per_server, timeout)
     check_arguments(phi, tolerance, tries)
@@ -384,9 +381,7 @@ def up(
     first, last = made.servers[0], made.servers[-1]
     share = f"{first.cpu_share:.3g} cores each, held by {first.cpu_held_by}"
     _say(f"{name}: {servers} servers, {first.address} to {last.address}, {share}")
-    _say(
-        f"run on it: python scripts/netlab run --name {name} -- COMMAND; take it down: python scripts/netlab down {name}"
-    )
+    _say(f"run on it: {PROGRAM} run --name {name} -- COMMAND; take it down: {PROGRAM} down {name}")
 
 
 @app.command()
@@ -399,7 +394,7 @@ def down(
 ) -> None:
     """Take a lab down: end all that runs on its servers, and remove what the kernel kept for it.
 
-    Example: `python scripts/netlab down slow`, or `python scripts/netlab down --all`, which also removes what killed labs left.
+    Example: `python scripts/netlab down slow`; `down --all` also removes what killed labs left.
     """
     if (name is None) is not everything:
         raise ConfigError("name one lab, or give --all; `python scripts/netlab status` lists them")

@@ -33,7 +33,7 @@ def torchrun_arguments(command: Sequence[str]) -> list[str]:
         return _dglx(rest)
     if re.fullmatch(r"python(\d(\.\d+)?)?", program):
         return _python(command, rest)
-    if first == "-m" or first.endswith(".py"):
+    if first == "-m" or first.endswith(".py") or _is_program(first):
         return _python(command, list(command))
     if program in ("torchrun", "accelerate", "mpirun", "sh", "bash"):
         raise ConfigError(
@@ -60,12 +60,17 @@ def _python(command: Sequence[str], arguments: list[str]) -> list[str]:
             f"{' '.join(command)!r}: torchrun starts a script or a module, without options of Python; "
             + _FORMS
         )
-    if not Path(arguments[0]).is_file():
+    if not Path(arguments[0]).is_file() and not _is_program(arguments[0]):
         raise ConfigError(
             f"the script {arguments[0]!r} does not exist in {Path.cwd()}; give its path from "
             "here, or a whole one"
         )
     return arguments
+
+
+def _is_program(path: str) -> bool:
+    """Return whether ``path`` is a folder that Python runs, such as scripts/bench."""
+    return Path(path, "__main__.py").is_file()
 
 
 def _without_ranks(arguments: list[str]) -> list[str]:

@@ -61,6 +61,7 @@ def attach(name: str) -> NamespaceLab:
     noted = state.read(name)
     if not noted.complete or not all(process.alive() for process in noted.processes):
         raise ConfigError(
-            f"the lab {name!r} is not up any more, or not yet; remove it with `python scripts/netlab down {name}`"
+            f"the lab {name!r} is not up any more, or not yet; "
+            f"remove it with `python scripts/netlab down {name}`"
         )
     return NamespaceLab(noted)

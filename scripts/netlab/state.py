@@ -129,8 +129,8 @@ def reserve(state: LabState) -> None:
         os.link(fresh, _path(state.name))
     except FileExistsError:
         raise ConfigError(
-            f"a lab called {state.name!r} exists; take it down with `python scripts/netlab down {state.name}`, "
-            "or choose another name"
+            f"a lab called {state.name!r} exists; take it down with "
+            f"`python scripts/netlab down {state.name}`, or choose another name"
         ) from None
     finally:
         fresh.unlink()
@@ -162,7 +162,7 @@ def read(name: str) -> LabState:
         raise ConfigError(f"there is no lab called {name!r}; up are: {there}") from None
     except _DAMAGE as error:
         raise LabError(
-            f"{path} is damaged ({error}); `python scripts/netlab down {name}` or `python scripts/netlab down --all` removes it"
+            f"{path} is damaged ({error}); `python scripts/netlab down {name}` or `down --all` removes it"
         ) from error
 
 

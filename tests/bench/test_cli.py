@@ -5,18 +5,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dglx_dist.cli.app import app
 from dglx_dist.cli.report_command import show
 from dglx_dist.errors import ConfigError, UnknownNameError
 from scripts.bench import driver, results, suites
-from scripts.bench.cli import Telling, choose, outcome_table, readable_minutes
+from scripts.bench.cli import Telling, app, choose, outcome_table, readable_minutes
 from scripts.bench.records import BenchPlan, Experiment, Outcome
 from scripts.bench.steps import Step
 from tests.bench.outcomes import epoch, plan_of
 
 
 def bench(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
 
 def ends_with(status: Any, reason: str = "") -> Callable[..., Outcome]:

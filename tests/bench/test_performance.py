@@ -37,7 +37,7 @@ def row(page: str, experiment: str) -> str:
 def test_the_page_is_what_its_sources_give() -> None:
     page = (DOCS / "performance.md").read_text(encoding="utf-8")
     made = render(DOCS / "results", DOCS / "results" / "notes")
-    assert page == made, "do not edit docs/performance.md; run: python scripts/bench/performance.py"
+    assert page == made, "do not edit docs/performance.md; run: python scripts/bench performance"
 
 
 @pytest.mark.parametrize("experiment", OF_THE_PAPERS)
@@ -63,9 +63,7 @@ def test_a_result_fills_its_row_and_gets_a_section(folders: tuple[Path, Path]) -
     results.write(found, replace(outcome(), experiment="P1"))
     (found / "P1-bytes.png").write_bytes(b"")
     page = render(found, notes)
-    assert "speed-up: 2.00 (2.00 to 2.00) | reproduced | `python scripts/bench --suite papers" in row(
-        page, "P1"
-    )
+    assert "speed-up: 2.00 (2.00 to 2.00) | reproduced | `python scripts/bench" in row(page, "P1")
     assert "## P1: " in page
     assert "![P1](results/P1-bytes.png)" in page
     assert "- P1 (2026-11-21): cpu A processor; cores 2; versions (torch 2.13.0)." in page

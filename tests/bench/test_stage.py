@@ -15,6 +15,7 @@ from scripts.bench.records import Job, Shape
 from scripts.bench.stage import open_stage
 
 ECHO = Job(kind="echo")
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import signal
 from scripts.bench.records import Job, Shape
@@ -61,7 +62,7 @@ def test_nothing_outlives_a_bench_that_is_ended(
 ) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"

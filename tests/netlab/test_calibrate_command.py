@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError, LabError
-from scripts.netlab import calibrate, host
-from scripts.netlab import calibrate_command as lab_calibrate_command
+from scripts.netlab import calibrate, cli, host
 from tests.netlab.paper import PaperLab, ranks_that_train
 
 
@@ -19,7 +17,7 @@ from tests.netlab.paper import PaperLab, ranks_that_train
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A command; what runs it leaves what ranks would that compute 2 s and send 10 MB per epoch."""
     monkeypatch.setattr(host, "what_is_missing", lambda: None)
-    monkeypatch.setattr(lab_calibrate_command, "open_lab", PaperLab)
+    monkeypatch.setattr(cli, "open_lab", PaperLab)
     monkeypatch.setattr(calibrate, "run", ranks_that_train(3))
     path = tmp_path / "train.py"
     path.write_text("")
@@ -27,7 +25,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _calibrate(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["lab", "calibrate", *arguments], env={"COLUMNS": "150"})
+    return CliRunner().invoke(cli.app, ["calibrate", *arguments], env={"COLUMNS": "150"})
 
 
 def test_it_shows_the_tries_and_writes_the_rate(script: str, tmp_path: Path) -> None:
@@ -57,7 +55,7 @@ def test_without_out_nothing_is_left(script: str, tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_told_before_anything_runs(
     script: str, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], message: str
 ) -> None:
-    monkeypatch.setattr(lab_calibrate_command, "open_lab", lambda _spec: pytest.fail("a lab was made"))
+    monkeypatch.setattr(cli, "open_lab", lambda _spec: pytest.fail("a lab was made"))
     refused = _calibrate(*arguments, "--", script).exception
     assert isinstance(refused, ConfigError)
     assert message in str(refused)

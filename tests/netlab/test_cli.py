@@ -11,20 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cli.app import app
+from dglx_dist.cli.app import app as dglx
 from dglx_dist.cluster.trace import UNFINISHED
 from dglx_dist.errors import ConfigError
+from scripts.netlab.cli import app
 from scripts.netlab.host import what_is_missing
 from tests.netlab.commands import FAILS, WAITS, script, wait_until_gone
 
-DGLX = (sys.executable, "-m", "dglx_dist.cli")
+NETLAB = (sys.executable, str(Path(__file__).parents[2] / "scripts" / "netlab"))
 GRAPH = "synthetic:nodes=2000,degree=10,classes=4,features=400,seed=1"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("DGLX_")}
 
 
-def dglx(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def netlab(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [*DGLX, *arguments],
+        [*NETLAB, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -37,7 +38,7 @@ def dglx(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[st
 def running(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Start a command whose ranks say "waits" and wait until as many as there are servers have."""
     process = subprocess.Popen(
-        [*DGLX, "lab", "run", *arguments],
+        [*NETLAB, "run", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -66,9 +67,9 @@ def emulated() -> None:
 @pytest.mark.usefixtures("emulated")
 def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
-    app(["partition", GRAPH, "--parts", "2", "--out", str(data)], standalone_mode=False)
-    done = dglx(
-        *("lab", "run", "--servers", "2", "--external", "200mbit", "--out", str(out), "--"),
+    dglx(["partition", GRAPH, "--parts", "2", "--out", str(data)], standalone_mode=False)
+    done = netlab(
+        *("run", "--servers", "2", "--external", "200mbit", "--out", str(out), "--"),
         *("dglx", "train", str(data), "--epochs", "4", "--eval-every", "0", "--out", str(tmp_path / "run")),
     )
     assert done.returncode == 0, done.stderr
@@ -110,7 +111,7 @@ def test_a_killed_command_leaves_nothing(kind: str, request: pytest.FixtureReque
 
 def test_the_rank_that_failed_is_told_last_and_its_code_is_the_commands(tmp_path: Path) -> None:
     path = script(tmp_path, FAILS)
-    done = dglx("lab", "run", "--loopback", "--external", "1gbit", "--", path, "7", "--debug", "--timeout")
+    done = netlab("run", "--loopback", "--external", "1gbit", "--", path, "7", "--debug", "--timeout")
     assert done.returncode == 7
     last = done.stderr.splitlines()[-1]
     assert last.startswith("server 1: rank 1 (process ")
@@ -125,7 +126,7 @@ def test_counts_that_are_missing_are_told_of_a_command_that_ended_well(
 ) -> None:
     unfinished = f"open(os.environ['DGLX_TRACE'] + '/rank-0.json{UNFINISHED}', 'w').close()"
     path = script(tmp_path, f"import os, sys\n{unfinished}\nsys.exit({code})\n")
-    done = dglx("lab", "run", "--loopback", "--servers", "1", "--", path)
+    done = netlab("run", "--loopback", "--servers", "1", "--", path)
     assert done.returncode == code
     assert ("rank-0.json was never written" in done.stderr) is told
 
@@ -147,7 +148,7 @@ def test_counts_that_are_missing_are_told_of_a_command_that_ended_well(
 )
 def test_mistakes_are_found_before_any_server_is_made(arguments: Sequence[str], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        app(["lab", "run", *arguments], standalone_mode=False)
+        app(["run", *arguments], standalone_mode=False)
     assert says in str(refused.value)
 
 
@@ -160,7 +161,7 @@ def test_what_is_missing_is_told_and_the_command_runs_on_loopback(tmp_path: Path
         if found:
             (programs / name).symlink_to(Path(found[0], name))
     (tmp_path / "who.py").write_text("import os; print('rank', os.environ['RANK'])")
-    done = dglx("lab", "run", "--external", "1gbit", "--", str(tmp_path / "who.py"), PATH=str(programs))
+    done = netlab("run", "--external", "1gbit", "--", str(tmp_path / "who.py"), PATH=str(programs))
     assert done.returncode == 0, done.stderr
     assert "warning: nothing is emulated" in done.stderr
     assert "apt-get install iproute2" in done.stderr

@@ -22,8 +22,26 @@ def test_addresses_are_one_after_another() -> None:
 def test_a_limit_replaces_another_and_can_be_none() -> None:
     common = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
     assert links.limit("eth0", None) == [*common, "noqueue"]
-    assert links.limit("lo", Rate(10**6))[6:] == Rate(10**6).tbf(may_tear=False)
-    assert links.limit("eth0", Rate(10**6)) == [*common, *Rate(10**6).tbf(may_tear=True)]
+    assert links.limit("eth0", Rate(10**6))[:7] == [*common, "tbf"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst"),
+    [
+        ("10gbit", 2_500_000),  # 2 ms
+        ("1gbit", 262_144),
+        ("60mbit", 150_000),  # 20 ms
+        ("49mbit", 30_625),  # 5 ms, bundles are torn
+        ("1mbit", 16_384),
+    ],
+)
+def test_a_bucket_lasts_20_milliseconds_and_less_where_bundles_are_torn(rate: str, burst: int) -> None:
+    words = ["tbf", "rate", f"{Rate.parse(rate).bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
+    assert links.limit("eth0", Rate.parse(rate))[6:] == words
+
+
+def test_a_packet_of_64_kib_fits_where_it_cannot_be_torn() -> None:
+    assert "73728" in links.limit("lo", Rate.parse("1mbit"))
 
 
 def test_a_failure_is_told_with_command_and_answer() -> None:

@@ -167,6 +167,7 @@ def test_a_name_that_exists_is_refused(lab_name: str) -> None:
         assert lab.cards()[0].received >= 0
 
 
+ROOT = Path(__file__).parents[2]
 _OWNER = """
 import sys
 from multiprocessing import get_context
@@ -186,7 +187,7 @@ if __name__ == "__main__":
 
 def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _OWNER, lab_name], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _OWNER, lab_name], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
         timer = threading.Timer(LIMIT_S, owner.kill)
@@ -212,7 +213,7 @@ def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str
         "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.opening import up\n"
         "up(LabSpec(servers=2, cpus=0.3), sys.argv[1])"
     )
-    subprocess.run([sys.executable, "-c", code, lab_name], check=True, timeout=LIMIT_S)
+    subprocess.run([sys.executable, "-c", code, lab_name], cwd=ROOT, check=True, timeout=LIMIT_S)
     with attach(lab_name) as lab:
         assert reaches(lab.servers[0], lab.servers[1].address)
         lab.set_rates(SLOW, None)

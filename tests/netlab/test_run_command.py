@@ -4,12 +4,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from scripts.netlab.run_command import prepare
 
-from dglx_dist.cli.app import app
 from dglx_dist.errors import StorageError
-from tests.cli.test_lab import ENVIRONMENT, dglx, running
+from scripts.netlab.cli import app, prepare
 from tests.netlab.commands import WAITS, script, wait_until_gone
+from tests.netlab.test_cli import ENVIRONMENT, netlab, running
 
 
 def test_traces_of_an_earlier_command_are_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -26,14 +25,13 @@ def test_traces_of_an_earlier_command_are_removed_and_nothing_else(tmp_path: Pat
 def test_a_folder_that_cannot_be_written_is_told_before_any_server_is_made(
     command: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("lab_run_command", "lab_calibrate_command"):
-        monkeypatch.setattr(f"dglx_dist.cli.{name}.open_lab", lambda *_, **__: pytest.fail("a lab was made"))
+    monkeypatch.setattr("scripts.netlab.cli.open_lab", lambda *_, **__: pytest.fail("a lab was made"))
     monkeypatch.setattr("scripts.netlab.host.what_is_missing", lambda: None)
     monkeypatch.chdir(tmp_path)
     Path("file").write_bytes(b"")
     path = script(tmp_path, "pass")
     with pytest.raises(StorageError, match=rf"cannot write to {place}: .*--out"):
-        app(["lab", command, "--out", place, "--", str(path)], standalone_mode=False)
+        app([command, "--out", place, "--", str(path)], standalone_mode=False)
 
 
 def test_what_a_killed_command_left_is_removed_by_the_next(
@@ -48,6 +46,6 @@ def test_what_a_killed_command_left_is_removed_by_the_next(
         process.wait(timeout=60)
     wait_until_gone(path)
     assert list(place.iterdir())
-    done = dglx("lab", "run", "--loopback", "--", script(tmp_path, "pass"))
+    done = netlab("run", "--loopback", "--", script(tmp_path, "pass"))
     assert done.returncode == 0, done.stderr
     assert list(place.iterdir()) == []

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError, LabError
 from scripts.netlab import host, opening, state
+from scripts.netlab.cli import app
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def own_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lab(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["lab", *arguments], env={"COLUMNS": "150"})
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "150"})
 
 
 def test_up_status_down(own_notes: Path) -> None:

@@ -7,6 +7,7 @@ five dense layers and 1000 rows a step; no graph is involved.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from itertools import pairwise
@@ -36,6 +37,9 @@ def milliseconds(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def main(argv: list[str]) -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args(
+        argv
+    )
     torch.set_num_threads(1)
     with start_session() as session:
         world_size = session.topology.world_size

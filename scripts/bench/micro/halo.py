@@ -151,9 +151,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     with start_session() as session:
         if session.topology.num_servers == 1:
-            arguments.error(
-                "one server has no link to another; run it in `python scripts/netlab run --servers 2`"
-            )
+            arguments.error("one server has no link to another: python scripts/netlab run --servers 2 -- ...")
         rows = [shares_of(session, size, options.rounds, options.rate) for size in options.megabytes]
         if session.topology.rank == 0:
             print(table(rows), flush=True)

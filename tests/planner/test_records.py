@@ -1,4 +1,4 @@
-"""Rates as users write them and as tc gets them."""
+"""Rates of links as users write them."""
 
 from __future__ import annotations
 
@@ -37,22 +37,3 @@ def test_is_written_as_it_was_read(text: str) -> None:
 def test_refuses_others_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="100mbit"):
         Rate.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("rate", "burst"),
-    [
-        ("10gbit", 2_500_000),  # 2 ms
-        ("1gbit", 262_144),
-        ("60mbit", 150_000),  # 20 ms
-        ("49mbit", 30_625),  # 5 ms, bundles are torn
-        ("1mbit", 16_384),
-    ],
-)
-def test_a_bucket_lasts_20_milliseconds_and_less_where_bundles_are_torn(rate: str, burst: int) -> None:
-    words = ["tbf", "rate", f"{Rate.parse(rate).bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
-    assert Rate.parse(rate).tbf(may_tear=True) == words
-
-
-def test_a_packet_of_64_kib_fits_where_it_cannot_be_torn() -> None:
-    assert "73728" in Rate.parse("1mbit").tbf(may_tear=False)
