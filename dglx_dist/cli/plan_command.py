@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
-from scripts.netlab.options import say
 
 from dglx_dist.cli.options import whole_numbers
-from dglx_dist.cli.report_command import draw_or_warn, show
+from dglx_dist.cli.report_command import draw_or_warn, say, show
 from dglx_dist.cli.stdout import libraries_on_stderr
 from dglx_dist.cluster.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from dglx_dist.cli import run_command_line
 from dglx_dist.cli.launch import INTERRUPTED
-from dglx_dist.cli.report_command import show, warn
+from dglx_dist.cli.report_command import say, show, warn
 from dglx_dist.errors import ConfigError, LabError, StorageError
 from dglx_dist.planner.records import Rate
 from dglx_dist.report.units import plural, readable_bytes, readable_seconds
@@ -462,11 +462,6 @@ def check_command(command: Sequence[str], ranks_per_server: int, timeout: float 
         raise ConfigError(f"--ranks-per-server {ranks_per_server} must be at least 1")
     if timeout is not None and not 0 < timeout < float("inf"):
         raise ConfigError(f"--timeout {timeout:g} must be a number of seconds above 0")
-
-
-def say(text: str, style: str = "") -> None:
-    """Write a line to standard error; what goes to standard output is COMMAND's."""
-    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
 
 
 def end(number: int, frame: FrameType | None) -> NoReturn:
