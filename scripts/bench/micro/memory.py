@@ -35,9 +35,9 @@ from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.cluster.topology import launched_by_torchrun
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.storage.sizes import read_size
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.push_pull.options import read_size
 from dglx_dist.training.models import build_model
 from scripts.bench.micro.starter import parser
 
