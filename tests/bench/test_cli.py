@@ -90,7 +90,8 @@ def test_the_plan_is_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(driver, "run", run)
     bench("--only", "D1", "--out", str(tmp_path), "--repetitions", "7", "--seed", "3")
-    bench("--only", "D1", "--out", str(tmp_path), "--work", str(tmp_path / "w"))
+    bench("d1", "--out", str(tmp_path), "--work", str(tmp_path / "w"))
+    assert (tmp_path / "D1.json").is_file()
     assert [plan.work for plan in plans] == [tmp_path / "work", tmp_path / "w"]
     assert [plan.repetitions for plan in plans] == [7, 5]
     assert [plan.seed for plan in plans] == [3, 0]

@@ -11,6 +11,9 @@ from scripts.netlab.command import torchrun_arguments
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text("")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__main__.py").write_text("")
+    (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -25,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([sys.executable, "./train.py"], ["./train.py"]),
         (["python3", "-m", "package.train", "-v"], ["-m", "package.train", "-v"]),
         (["train.py", "a"], ["train.py", "a"]),
+        (["python", "tools", "halo"], ["tools", "halo"]),
         (["-m", "package", "--", "b"], ["-m", "package", "--", "b"]),
     ],
 )  # fmt: skip
@@ -47,6 +51,7 @@ def test_every_form_becomes_what_torchrun_takes(command: list[str], arguments: l
         (["python", "-c", "print()"], "without options of Python"),
         (["python", "-u", "train.py"], "without options of Python"),
         (["python", "-m"], "starts a script or a module"),
+        (["python", "data"], "'data' does not exist in"),
         (["other.py"], "'other.py' does not exist in"),
     ],
 )
