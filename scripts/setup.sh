@@ -38,7 +38,7 @@ hint_at_lab() {
     local tool
     for tool in ip tc unshare nsenter taskset; do
         if ! command -v "$tool" >/dev/null && [ "$(uname -s)" = Linux ]; then
-            echo "setup.sh: no $tool here; only emulated servers (dglx lab) need it; install iproute2 and util-linux" \
+            echo "setup.sh: no $tool here; only emulated servers (python scripts/netlab) need it; install iproute2 and util-linux" \
                 "(Debian, Ubuntu: apt-get install iproute2 util-linux)" >&2
             return
         fi

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.helpers.sources import Source, source_of, sources
+from tests.helpers.sources import Source, scripts, source_of, sources
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = ("dgl.distributed", "dgl.graphbolt", "dgl.sparse", "pickle", "marshal", "shelve")
@@ -37,7 +37,7 @@ def lazy_imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
-            and re.fullmatch(r"dglx_dist(\.\w+)+:\w+", node.value)
+            and re.fullmatch(r"(dglx_dist|scripts)(\.\w+)+:\w+", node.value)
         ):
             yield node.lineno, node.value
 
@@ -63,7 +63,7 @@ def wrongly_imported(source: Source, rooms: list[str]) -> Iterator[str]:
 def forbidden(source: Source) -> Iterator[str]:
     """Yield what nobody may import, with its line."""
     # Programs of peers are stock DGL, run by path in processes of their own to be measured beside.
-    allowed = {"dgl.distributed"} if source.name.startswith("bench/peers/programs/") else set()
+    allowed = {"dgl.distributed"} if source.name.startswith("scripts/bench/peers/programs/") else set()
     for line, name in imports_of(source.nodes):
         if any(name == bad or name.startswith(f"{bad}.") for bad in FORBIDDEN if bad not in allowed):
             yield f"{source.name}:{line} imports {name}"
@@ -79,13 +79,35 @@ def test_imports_point_upwards() -> None:
 
 
 def test_nothing_forbidden_is_imported() -> None:
-    assert [wrong for source in sources() for wrong in forbidden(source)] == []
+    assert [wrong for source in [*sources(), *scripts()] for wrong in forbidden(source)] == []
+
+
+def of_scripts(source: Source) -> list[str]:
+    """Return what ``source`` imports of the scripts, by whatever path, with its line."""
+    found = [*imports_of(source.nodes), *lazy_imports_of(source.nodes)]
+    return [
+        f"{source.name}:{line} imports {name}"
+        for line, name in found
+        if re.split(r"[.:]", name)[0] in ("scripts", "bench", "netlab")
+    ]
+
+
+def test_the_package_knows_nothing_of_the_scripts() -> None:
+    assert [wrong for source in sources() for wrong in of_scripts(source)] == []
+    seen = source_of(
+        "x.py", "def f():\n    from scripts.netlab import host\nname = 'scripts.bench.a:b'\nimport bench"
+    )
+    assert sorted(of_scripts(seen)) == [
+        "x.py:2 imports scripts.netlab.host",
+        "x.py:3 imports scripts.bench.a:b",
+        "x.py:4 imports bench",
+    ]
 
 
 def test_the_order_is_read_from_the_page() -> None:
     rooms = order()
     assert rooms[:3] == ["errors", "records", "registry"]
-    assert rooms[-2:] == ["bench", "cli"]
+    assert rooms[-1] == "cli"
 
 
 def test_a_downward_import_would_be_seen() -> None:
@@ -103,5 +125,5 @@ def test_a_forbidden_import_would_be_seen() -> None:
         "graph/x.py:1 imports dgl.distributed.rpc",
         "graph/x.py:2 imports pickle",
     ]
-    peer = source_of("bench/peers/programs/x.py", "import dgl.distributed\nfrom pickle import load")
-    assert list(forbidden(peer)) == ["bench/peers/programs/x.py:2 imports pickle.load"]
+    peer = source_of("scripts/bench/peers/programs/x.py", "import dgl.distributed\nfrom pickle import load")
+    assert list(forbidden(peer)) == ["scripts/bench/peers/programs/x.py:2 imports pickle.load"]

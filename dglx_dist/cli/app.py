@@ -6,10 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dglx_dist.cli.bench_command import bench
 from dglx_dist.cli.ingest_command import ingest
 from dglx_dist.cli.inspect_command import inspect
-from dglx_dist.cli.lab_command import lab_app
 from dglx_dist.cli.lambda_command import lambda_app
 from dglx_dist.cli.partition_command import partition
 from dglx_dist.cli.plan_command import plan
@@ -55,6 +53,4 @@ app.command(no_args_is_help=True)(inspect)
 app.command(no_args_is_help=True)(plan)
 app.command(no_args_is_help=True)(train)
 app.command(no_args_is_help=True)(report)
-app.add_typer(lab_app)
 app.add_typer(lambda_app)
-app.command(no_args_is_help=True)(bench)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from rich.console import Console
 
-from dglx_dist.cli.lab_options import say
 from dglx_dist.cli.options import whole_numbers
-from dglx_dist.cli.report_command import draw_or_warn, show
+from dglx_dist.cli.report_command import draw_or_warn, say, show
 from dglx_dist.cli.stdout import libraries_on_stderr
 from dglx_dist.cluster.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
@@ -173,8 +172,8 @@ def plan(  # noqa: PLR0913  # one argument per option
     Nothing is trained: batches and plans of all ranks are counted by one process, and the model is timed on a
     few of them. `dglx train --strategy auto` does this and trains.
     """
-    from dglx_dist.lab.rates import Rate
     from dglx_dist.planner.graph_stats import Figures
+    from dglx_dist.planner.records import Rate
     from dglx_dist.report.plan_table import plan_head, plan_lines, plan_table
     from dglx_dist.run.planning import PlanPlan, make_map, make_plan
     from dglx_dist.storage.sizes import read_size

@@ -120,8 +120,12 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, 
 
 def warn(text: str) -> None:
     """Show a warning on standard error."""
-    console = Console(stderr=True, soft_wrap=True)
-    console.print(f"warning: {text}", style="yellow", highlight=False, markup=False)
+    say(f"warning: {text}", "yellow")
+
+
+def say(text: str, style: str = "") -> None:
+    """Write a line to standard error."""
+    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
 
 
 def show(table: Table) -> None:

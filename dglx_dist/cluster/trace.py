@@ -2,7 +2,7 @@
 
 With DGLX_TRACE=FOLDER in the environment every session writes ``FOLDER/rank-<r>.json`` when it ends, also
 when it failed; a second session of the same rank ``rank-<r>.1.json``, and so on: nothing is overwritten.
-Without it no session has a :class:`TraceWriter`. ``dglx_dist.lab.traces`` reads the folder.
+Without it no session has a :class:`TraceWriter`. ``scripts/netlab/traces.py`` reads the folder.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import torch
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph
 from dglx_dist.graph.split import marked_ids
-from dglx_dist.lab.rates import Rate
 from dglx_dist.partition import PARTITIONERS
 from dglx_dist.planner import expected
 from dglx_dist.planner.candidates import CACHE_SIZES, Frame, enumerate_candidates, ways_of
@@ -28,7 +27,7 @@ from dglx_dist.planner.measured import Measured
 from dglx_dist.planner.memory import PROGRAM_BYTES, MemoryModel
 from dglx_dist.planner.model_shape import shape_of_kind, shape_of_module
 from dglx_dist.planner.rates import assumed
-from dglx_dist.planner.records import Candidate, Choice, Cluster
+from dglx_dist.planner.records import Candidate, Choice, Cluster, Rate
 from dglx_dist.planner.regions import Regions, find_regions
 from dglx_dist.planner.survey import Draws
 from dglx_dist.records import FEATURE, NODE_TYPE
@@ -322,7 +321,7 @@ def cluster_of(plan: PlanPlan) -> Cluster:
         latency_s=(_LATENCY_MS if plan.latency_ms is None else plan.latency_ms) / 1e3,
         cores=cores,
         memory_bytes=memory,
-        burst_bytes=rate.burst_bytes if plan.here else 0,
+        burst_bytes=rate.burst_bytes() if plan.here else 0,
         assumptions=tuple(assumptions),
     )
 

@@ -1,3 +1,3 @@
 """What tests of the bench share."""
 
-from tests.lab.conftest import needs_lab as needs_lab
+from tests.netlab.conftest import needs_lab as needs_lab

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from dglx_dist.bench.jobs.context import JobContext, Place
 from dglx_dist.cluster.topology import read_topology
 from dglx_dist.datasets.synthetic import SyntheticConfig
 from dglx_dist.run.prepare import PartitionPlan
+from scripts.bench.jobs.context import JobContext, Place
 
 SMALL = SyntheticConfig(nodes=600, degree=8, classes=4, features=12, communities=8, train_rate=0.2, seed=3)
 HALVES = PartitionPlan(num_parts=2, method="random")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dglx_dist.bench.records import (
+from dglx_dist.records import EpochRecord
+from scripts.bench.records import (
     Claim,
     Experiment,
     ExperimentPlan,
@@ -15,7 +16,6 @@ from dglx_dist.bench.records import (
     Shape,
     Variant,
 )
-from dglx_dist.records import EpochRecord
 
 EXPERIMENT = Experiment(
     id="D1",
@@ -100,7 +100,7 @@ def outcome(
             *measurements("metis", fast, outside=10_000_000, wire=11_000_000),
         ),
         machine={"cpu": "A processor", "cores": 2, "versions": {"torch": "2.13.0"}},
-        command="dglx bench --suite papers --only D1 --out results",
+        command="python scripts/bench --suite papers --only D1 --out results",
         date="2026-11-21T10:00:00Z",
     )
 

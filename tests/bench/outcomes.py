@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dglx_dist.bench.records import (
+from dglx_dist.planner.records import Rate
+from dglx_dist.records import EpochRecord
+from scripts.bench.records import (
     Claim,
     Experiment,
     ExperimentPlan,
@@ -16,8 +18,6 @@ from dglx_dist.bench.records import (
     Shape,
     Variant,
 )
-from dglx_dist.lab.rates import Rate
-from dglx_dist.records import EpochRecord
 
 TWO = Shape(servers=2)
 CLAIM = Claim(paper="A paper (2020)", says="B is twice as fast as A", setting="4 machines")
@@ -95,6 +95,6 @@ def outcome_of(plan: ExperimentPlan) -> Outcome:
         measurements=(measured,),
         machine={"cpu": "x"},
         label="quick look",
-        command="dglx bench --only T1 --out DIR",
+        command="python scripts/bench --only T1 --out DIR",
         date="2026-01-02T03:04:05+00:00",
     )

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench.alone import do_alone
-from dglx_dist.bench.records import Job
 from dglx_dist.errors import JobError
+from scripts.bench.alone import do_alone
+from scripts.bench.records import Job
 from tests.bench.test_stage import processes_that_name
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
-from dglx_dist.bench.alone import do_alone
-from dglx_dist.bench.records import Job
+from scripts.bench.alone import do_alone
+from scripts.bench.records import Job
 
 do_alone(Job(kind="echo", params={"silent_on": 0}))
 """
@@ -36,7 +37,7 @@ def test_what_goes_wrong_in_it_is_told() -> None:
 
 def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment) as parent:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment) as parent:
         deadline = time.monotonic() + 60
         while not processes_that_name(str(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.bench import bounded
-from dglx_dist.bench.bounded import Case, Size
-from dglx_dist.bench.coauthors import projected
-from dglx_dist.bench.driver import check_plan
-from dglx_dist.bench.experiments import y1, y2, y3, y4, y5
-from dglx_dist.bench.jobs import bounded as job
-from dglx_dist.bench.jobs.bounded_params import read_bounded
-from dglx_dist.bench.phase_table import PREDICTED_BYTES
-from dglx_dist.bench.records import BenchPlan, ExperimentPlan
 from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.bounded_bytes import BoundedSetting, bounded_bytes
 from dglx_dist.records import NODE_TYPE, EpochRecord
 from dglx_dist.strategies.bounded.settings import read_settings
+from scripts.bench import bounded
+from scripts.bench.bounded import Case, Size
+from scripts.bench.coauthors import projected
+from scripts.bench.driver import check_plan
+from scripts.bench.experiments import y1, y2, y3, y4, y5
+from scripts.bench.jobs import bounded as job
+from scripts.bench.jobs.bounded_params import read_bounded
+from scripts.bench.phase_table import PREDICTED_BYTES
+from scripts.bench.records import BenchPlan, ExperimentPlan
 from tests.bench.graphs import context
 from tests.helpers.ranks import run_ranks
 

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from dglx_dist.bench.circumstances import circumstances, facts_in_lines, flat
+from scripts.bench.circumstances import circumstances, facts_in_lines, flat
 from tests.bench.measured import outcome
 
 
@@ -31,7 +31,7 @@ def test_servers_that_are_alike_are_described_once() -> None:
     assert [line for line in lines.splitlines() if "Servers" in line] == [
         "- Servers (random, metis): kind namespaces."
     ]
-    assert command.startswith("    dglx bench")
+    assert command.startswith("    python scripts/bench")
 
 
 def test_a_calibration_is_told_once_and_says_what_it_missed() -> None:

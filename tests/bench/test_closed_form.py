@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from dglx_dist.bench.closed_form import (
+from dglx_dist.planner.closed_form import predicted_time
+from scripts.bench.closed_form import (
     KAPPA,
     PREDICTED_ONCE,
     closed_form_table,
     once_table,
 )
-from dglx_dist.bench.records import Measurement, Outcome
-from dglx_dist.planner.closed_form import predicted_time
+from scripts.bench.records import Measurement, Outcome
 from tests.bench.measured import epoch
 from tests.bench.outcomes import plan_of
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.bench import messages
-from dglx_dist.bench.crew import Crew
-from dglx_dist.bench.messages import Failure
-from dglx_dist.bench.records import Job
 from dglx_dist.errors import JobError
-from dglx_dist.lab import alive
-from dglx_dist.lab.base import Lab, LabSpec
-from dglx_dist.lab.opening import open_lab
+from scripts.bench import messages
+from scripts.bench.crew import Crew
+from scripts.bench.messages import Failure
+from scripts.bench.records import Job
+from scripts.netlab import alive
+from scripts.netlab.base import Lab, LabSpec
+from scripts.netlab.opening import open_lab
 
 ECHO = Job(kind="echo", params={"word": "hello"})
 
@@ -139,7 +139,7 @@ def test_a_launcher_that_ended_is_told_with_what_it_said(lab: Lab, tmp_path: Pat
 def test_closing_asks_the_ranks_to_leave_and_stops_those_that_do_not(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dglx_dist.bench.crew.LEAVE_S", 0.1)
+    monkeypatch.setattr("scripts.bench.crew.LEAVE_S", 0.1)
     crew, absent = crew_without_ranks(lab, tmp_path)
     crew.close()
     crew.close()

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.bench import driver, results
-from dglx_dist.bench.records import BenchPlan, ExperimentPlan, Job, Outcome, Ratio, Shape, Variant
-from dglx_dist.bench.stage import Stage
-from dglx_dist.bench.steps import Step
 from dglx_dist.errors import ConfigError, JobError
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.bench import driver, results
+from scripts.bench.records import BenchPlan, ExperimentPlan, Job, Outcome, Ratio, Shape, Variant
+from scripts.bench.stage import Stage
+from scripts.bench.steps import Step
 from tests.bench.outcomes import TWO, epoch, experiment_of, plan_of
 
 MEGABIT = 10**6
@@ -85,7 +85,7 @@ def test_what_is_returned_is_what_is_written(tmp_path: Path) -> None:
     outcome = run(plan_of("a", "b"), Played(), tmp_path)
     assert results.read(tmp_path) == (outcome,)
     assert outcome.label == ""
-    assert outcome.command == "dglx bench --suite quick --only T1 --repetitions 5 --out DIR"
+    assert outcome.command == "python scripts/bench --suite quick --only T1 --repetitions 5 --out DIR"
 
 
 def test_no_path_of_the_user_is_kept(tmp_path: Path) -> None:

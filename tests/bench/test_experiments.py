@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.bench import predict, suites
-from dglx_dist.bench.driver import check_plan
-from dglx_dist.bench.experiments import d1, d2, d3
-from dglx_dist.bench.jobs.registry import KINDS
-from dglx_dist.bench.jobs.train_params import read_params
-from dglx_dist.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
-from dglx_dist.bench.simulate import ComputeCost, Line
 from dglx_dist.errors import ConfigError
-from dglx_dist.lab.rates import Rate
 from dglx_dist.planner import closed_form
+from dglx_dist.planner.records import Rate
 from dglx_dist.planner.survey import Survey
+from scripts.bench import predict, suites
+from scripts.bench.driver import check_plan
+from scripts.bench.experiments import d1, d2, d3
+from scripts.bench.jobs.registry import KINDS
+from scripts.bench.jobs.train_params import read_params
+from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
+from scripts.bench.simulate import ComputeCost, Line
 
 COST = ComputeCost(forward=Line(base_s=0.0, per_edge_s=1e-6), backward=Line(base_s=0.0, per_edge_s=1e-6))
 

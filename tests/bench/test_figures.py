@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from dglx_dist.bench.figures import Spread, ratio_figures, spread, time_to_accuracy, variant_figures
-from dglx_dist.bench.records import Ratio
 from dglx_dist.errors import ConfigError
+from scripts.bench.figures import Spread, ratio_figures, spread, time_to_accuracy, variant_figures
+from scripts.bench.records import Ratio
 from tests.bench.measured import measurements, outcome, with_curves
 
 

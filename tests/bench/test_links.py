@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from dglx_dist.bench.links import link_of
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.bench.links import link_of
 from tests.bench.measured import outcome, variant
 
 

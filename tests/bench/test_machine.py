@@ -4,7 +4,7 @@ import socket
 from importlib.metadata import version
 from pathlib import Path
 
-from dglx_dist.bench import machine
+from scripts.bench import machine
 
 
 def test_what_is_told_of_this_machine() -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench import results
-from dglx_dist.bench.figures import variant_figures
-from dglx_dist.bench.markdown import render, write
-from dglx_dist.bench.records import Outcome
-from dglx_dist.bench.suites import find
 from dglx_dist.errors import DglxError, StorageError
+from scripts.bench import results
+from scripts.bench.figures import variant_figures
+from scripts.bench.markdown import render, write
+from scripts.bench.records import Outcome
+from scripts.bench.suites import find
 from tests.bench.measured import EXPERIMENT, outcome, scaling, with_curves
 
 
@@ -122,7 +122,7 @@ def test_circumstances_command_facts_and_curves_are_there() -> None:
     }  # fmt: skip
     network = {name: {**values, "calibration": note} for name, values in given.network.items()}
     page = render([(EXPERIMENT, replace(given, network=network))], {"D1": ["D1-phases.png"]})
-    assert "    dglx bench --suite papers --only D1 --out results" in page
+    assert "    python scripts/bench --suite papers --only D1 --out results" in page
     assert "cpu A processor; cores 2; versions (torch 2.13.0)" in page
     assert "- edge cut: random 0.75, metis 0.125\n" in page
     assert "at 96mbit the network costs random 0.58 of its time" in page

@@ -1,8 +1,8 @@
 from pathlib import Path
 
-from dglx_dist.bench import messages
-from dglx_dist.bench.messages import Failure
-from dglx_dist.bench.records import Job
+from scripts.bench import messages
+from scripts.bench.messages import Failure
+from scripts.bench.records import Job
 
 
 def test_a_job_arrives_as_it_was_given(tmp_path: Path) -> None:

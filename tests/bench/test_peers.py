@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench import driver, suites
-from dglx_dist.bench.experiments import peer_embedding, peer_large, peer_pyg, peer_small
-from dglx_dist.bench.peers import phases
-from dglx_dist.bench.peers.data import Written, assignment_of, prepare
-from dglx_dist.bench.peers.launch import KIND, Launch, Launches, run_once
-from dglx_dist.bench.peers.variants import launch_of, variant
-from dglx_dist.bench.peers.workload import Workload
-from dglx_dist.bench.records import BenchPlan, Job
 from dglx_dist.errors import ConfigError, JobError, UnknownNameError
-from dglx_dist.lab.base import LabSpec
-from dglx_dist.lab.loopback import LoopbackLab
-from dglx_dist.lab.opening import open_lab
 from dglx_dist.storage.reader import open_dataset
+from scripts.bench import driver, suites
+from scripts.bench.experiments import peer_embedding, peer_large, peer_pyg, peer_small
+from scripts.bench.peers import phases
+from scripts.bench.peers.data import Written, assignment_of, prepare
+from scripts.bench.peers.launch import KIND, Launch, Launches, run_once
+from scripts.bench.peers.variants import launch_of, variant
+from scripts.bench.peers.workload import Workload
+from scripts.bench.records import BenchPlan, Job
+from scripts.netlab.base import LabSpec
+from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.opening import open_lab
 
 TINY = Workload(nodes=4000, degree=10, features=8, classes=5, batch_size=100, fanouts=(5, 5))
 

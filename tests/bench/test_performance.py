@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench import results
-from dglx_dist.bench.performance import dump_figures, figures_of, main, read_notes, render
-from dglx_dist.bench.suites import EXPERIMENTS, find
 from dglx_dist.errors import StorageError
+from scripts.bench import results
+from scripts.bench.performance import dump_figures, figures_of, main, read_notes, render
+from scripts.bench.suites import EXPERIMENTS, find
 from tests.bench.measured import outcome
 
 DOCS = Path(__file__).parents[2] / "docs"

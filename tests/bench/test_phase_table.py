@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.bench.phase_table import PREDICTED_BYTES, crossing, different_blocks, phase_table
-from dglx_dist.bench.records import ExperimentPlan, Job, Measurement, Outcome
-from dglx_dist.bench.sections import section
+from scripts.bench.phase_table import PREDICTED_BYTES, crossing, different_blocks, phase_table
+from scripts.bench.records import ExperimentPlan, Job, Measurement, Outcome
+from scripts.bench.sections import section
 from tests.bench.measured import EXPERIMENT, epoch, variant
 
 PARAMS = {"data": "d", "fanouts": [3, 2]}

@@ -5,9 +5,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from dglx_dist.bench import plots, results
-from dglx_dist.bench.figures import variant_figures
-from dglx_dist.bench.records import Experiment, Outcome
+from scripts.bench import plots, results
+from scripts.bench.figures import variant_figures
+from scripts.bench.records import Experiment, Outcome
 from tests.bench.measured import EXPERIMENT, outcome, scaling, with_curves
 
 

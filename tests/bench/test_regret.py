@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench import results
-from dglx_dist.bench.driver import check_plan, differing
-from dglx_dist.bench.figures import ratio_figures
-from dglx_dist.bench.jobs.train_params import read_params
-from dglx_dist.bench.records import BenchPlan, Cell, Outcome, Ratio
-from dglx_dist.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS, Size, grid_of, plan_of
-from dglx_dist.bench.regret_table import nearness, regret_tables
-from dglx_dist.bench.sections import section
-from dglx_dist.bench.verdict import judge, judge_experiment
 from dglx_dist.errors import ConfigError
+from scripts.bench import results
+from scripts.bench.driver import check_plan, differing
+from scripts.bench.figures import ratio_figures
+from scripts.bench.jobs.train_params import read_params
+from scripts.bench.records import BenchPlan, Cell, Outcome, Ratio
+from scripts.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS, Size, grid_of, plan_of
+from scripts.bench.regret_table import nearness, regret_tables
+from scripts.bench.sections import section
+from scripts.bench.verdict import judge, judge_experiment
 from tests.bench.measured import EXPERIMENT, measurements, outcome, variant
 
 CELLS = (

@@ -2,9 +2,9 @@ from dataclasses import asdict
 
 import pytest
 
-from dglx_dist.bench.reports import read_measured, read_measurement
 from dglx_dist.errors import JobError
-from dglx_dist.lab.phi import Measured
+from scripts.bench.reports import read_measured, read_measurement
+from scripts.netlab.phi import Measured
 from tests.bench.outcomes import epoch, plan_of
 
 (A, _) = plan_of("a", "b").variants

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench import results
-from dglx_dist.bench.records import Measurement, Outcome
 from dglx_dist.errors import StorageError
+from scripts.bench import results
+from scripts.bench.records import Measurement, Outcome
 from tests.bench.outcomes import epoch, outcome_of, plan_of
 
 OUTCOME = outcome_of(plan_of("a", "b"))

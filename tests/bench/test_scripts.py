@@ -1,31 +1,64 @@
-"""The small benches of single parts are run by hand only, so what they import must not move unseen."""
+"""The programs that measure single parts are run by hand only, so what they import must not move unseen."""
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
+from scripts.bench import suites
+from scripts.bench.__main__ import main
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+MICRO = sorted((BENCH / "micro").glob("*.py"))
 
 
 def imported(path: Path) -> list[tuple[str, str]]:
-    """Return (module, name) of all that a script imports from the package or from its own folder."""
+    """Return (module, name) of all that a script imports from the package or from the scripts."""
     return [
         (node.module, alias.name)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
-        if node.module.startswith("dglx_dist") or (SCRIPTS / f"{node.module}.py").is_file()
+        if node.module.startswith(("dglx_dist", "scripts"))
     ]
 
 
-@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
-def test_every_script_finds_what_it_imports(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+@pytest.mark.parametrize("path", MICRO, ids=lambda path: path.stem)
+def test_every_script_finds_what_it_imports(path: Path) -> None:
     for module, name in imported(path):
         assert name in vars(importlib.import_module(module)) or importlib.import_module(f"{module}.{name}")
 
 
 def test_the_scripts_are_seen() -> None:
-    assert ("starter", "on_ranks") in imported(SCRIPTS / "push.py")
+    assert ("scripts.bench.micro.starter", "on_ranks") in imported(BENCH / "micro" / "push.py")
+
+
+@pytest.mark.parametrize("name", suites.PROGRAMS)
+def test_every_program_is_there_and_none_is_called_as_an_experiment(name: str) -> None:
+    assert callable(suites.program(name))
+    assert name.upper() not in suites.EXPERIMENTS
+
+
+def test_every_script_has_a_name() -> None:
+    named = {place.partition(":")[0] for place, _ in suites.PROGRAMS.values()}
+    assert {f"micro.{path.stem}" for path in MICRO} - named == {"micro.starter", "micro.__init__"}
+
+
+def test_a_program_gets_its_own_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/bench", "pull", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert "--rounds" in capsys.readouterr().out
+
+
+def test_it_runs_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH), "--only", "D11", "--out", "x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean 'D1'" in done.stderr

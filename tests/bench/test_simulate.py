@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dglx_dist.bench.simulate import ComputeCost, Line, SleepingModel, calibrate
 from dglx_dist.errors import ConfigError
+from scripts.bench.simulate import ComputeCost, Line, SleepingModel, calibrate
 
 COST = ComputeCost(forward=Line(base_s=0.5, per_edge_s=0.01), backward=Line(base_s=0.25, per_edge_s=0.02))
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench.records import Job, Shape
-from dglx_dist.bench.stage import open_stage
-from dglx_dist.lab.rates import Rate
+from dglx_dist.planner.records import Rate
+from scripts.bench.records import Job, Shape
+from scripts.bench.stage import open_stage
 
 ECHO = Job(kind="echo")
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import signal
-from dglx_dist.bench.records import Job, Shape
-from dglx_dist.bench.stage import open_stage
-from dglx_dist.cli.bench_command import _interrupt
+from scripts.bench.records import Job, Shape
+from scripts.bench.stage import open_stage
+from scripts.bench.cli import _interrupt
 
 signal.signal(signal.SIGTERM, _interrupt)
 shape = Shape(servers=1)
@@ -61,7 +62,7 @@ def test_nothing_outlives_a_bench_that_is_ended(
 ) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"

@@ -1,6 +1,6 @@
 import pytest
 
-from dglx_dist.bench.steps import Step, Steps
+from scripts.bench.steps import Step, Steps
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("dglx_dist.bench.steps.time", clock)
+    monkeypatch.setattr("scripts.bench.steps.time", clock)
     return clock
 
 

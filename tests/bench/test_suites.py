@@ -1,7 +1,7 @@
 import pytest
 
-from dglx_dist.bench import suites
 from dglx_dist.errors import UnknownNameError
+from scripts.bench import suites
 from tests.bench.outcomes import experiment_of, plan_of
 
 PLAN = plan_of("a", "b")

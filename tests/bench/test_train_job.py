@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.bench import data
-from dglx_dist.bench.jobs import survey, train
-from dglx_dist.bench.jobs.train_params import read_params
-from dglx_dist.bench.records import Job, Shape, Variant
-from dglx_dist.bench.reports import KEYS, read_measurement
 from dglx_dist.errors import ConfigError, UnknownNameError
+from scripts.bench import data
+from scripts.bench.jobs import survey, train
+from scripts.bench.jobs.train_params import read_params
+from scripts.bench.records import Job, Shape, Variant
+from scripts.bench.reports import KEYS, read_measurement
 from tests.bench.graphs import HALVES, SMALL, context, params_of
 from tests.helpers.ranks import run_ranks
 

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from dglx_dist.bench.figures import ratio_figures
-from dglx_dist.bench.records import ExperimentPlan, Outcome, Ratio
-from dglx_dist.bench.verdict import Verdict, bounds_in_words, judge, judge_experiment
+from scripts.bench.figures import ratio_figures
+from scripts.bench.records import ExperimentPlan, Outcome, Ratio
+from scripts.bench.verdict import Verdict, bounds_in_words, judge, judge_experiment
 from tests.bench.measured import EXPERIMENT, measurements, outcome, scaling
 
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.bench import messages, worker
-from dglx_dist.bench.jobs.context import JobContext, Place
-from dglx_dist.bench.messages import Failure
-from dglx_dist.bench.records import Job
-from dglx_dist.bench.worker import wait_for_job
-from dglx_dist.lab import alive
+from scripts.bench import messages, worker
+from scripts.bench.jobs.context import JobContext, Place
+from scripts.bench.messages import Failure
+from scripts.bench.records import Job
+from scripts.bench.worker import wait_for_job
+from scripts.netlab import alive
 
 
 def test_a_rank_takes_the_job_that_is_there(tmp_path: Path) -> None:

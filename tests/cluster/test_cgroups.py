@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from dglx_dist.cluster import cgroups
-from dglx_dist.lab import state
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def group() -> Path:
     """A group of half a core."""
     if os.geteuid() != 0:
         pytest.skip("control groups need root")
-    made = cgroups.make(f"dglx-lab-{state.random_name()}-0", 0.5)
+    made = cgroups.make(f"dglx-lab-test-{secrets.token_hex(5)}-0", 0.5)
     if made is None:
         pytest.skip("this machine lets no control group be made")
     return made

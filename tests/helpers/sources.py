@@ -1,4 +1,4 @@
-"""The package's source files, each read and parsed once for all tests that look at them."""
+"""The source files of the package and of its scripts, each read and parsed once for all tests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "dglx_dist"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dglx_dist"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the package."""
+    """One file."""
 
     name: str
-    """Path inside the package, e.g. ``cluster/topology.py``."""
+    """Path inside the package, e.g. ``cluster/topology.py``; of a script its path from the root."""
     text: str
     nodes: tuple[ast.AST, ...]
     """Of its syntax tree, all of them."""
@@ -23,9 +24,16 @@ class Source:
 
 @functools.cache
 def sources() -> list[Source]:
-    """Return every source file, by name."""
+    """Return every source file of the package, by name."""
     texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     return [source_of(name, text) for name, text in texts.items()]
+
+
+@functools.cache
+def scripts() -> list[Source]:
+    """Return every Python file of ``scripts``, by name."""
+    paths = sorted((ROOT / "scripts").rglob("*.py"))
+    return [source_of(str(path.relative_to(ROOT)), path.read_text()) for path in paths]
 
 
 def source_of(name: str, text: str) -> Source:

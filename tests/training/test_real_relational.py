@@ -16,8 +16,9 @@ DATA = ROOT.parent / "shared" / "data"
 
 
 def shown_by(out: Path, *arguments: str) -> str:
-    script = ROOT / "scripts" / "bench" / "real_relational.py"
-    return run_script(script, out, *arguments, "--data", str(DATA), "--out", str(out), timeout_s=800)
+    script = ROOT / "scripts" / "bench" / "__main__.py"
+    given = ("real_relational", *arguments, "--data", str(DATA), "--out", str(out))
+    return run_script(script, out, *given, timeout_s=800)
 
 
 @pytest.mark.real_data

@@ -1,7 +1,7 @@
 """Moves bytes between this rank and its peers in all directions at once, and waits until all are there.
 
 One thread serves all connections, as soon as each can send or has something: gloo's collectives and messages
-leave a slow link idle between requests (scripts/bench/halo.py measures them beside this).
+leave a slow link idle between requests (``scripts/bench/micro/halo.py`` measures them).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What stands beside the package: the bench, emulated servers, and scripts for the shell."""

@@ -1,0 +1,92 @@
+"""The bench's datasets: made once by recipe under the work folder, and found again by its key."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import dglx_dist
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import StorageError
+from dglx_dist.progress import progress
+from dglx_dist.records import RawGraph
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.storage.layout import MANIFEST
+from dglx_dist.storage.reader import open_dataset
+from scripts.bench.messages import read_json, write_json
+
+log = logging.getLogger(__name__)
+
+
+def prepare(graph: SyntheticConfig, cuts: Mapping[str, PartitionPlan], work: Path) -> dict[str, Path]:
+    """Return the folder of ``graph`` cut in each way, making those that are not there; one process calls it.
+
+    A folder appears whole or not at all, so what a killed run left is never taken for a dataset. Several
+    processes may prepare the same ones at once: the first to finish wins.
+
+    Args:
+        graph: The built-in graph; the same settings give the same bytes.
+        cuts: Name to how it is cut; names are for the caller and for progress only.
+        work: Where datasets lie, named by :func:`recipe_key`.
+
+    Raises:
+        ConfigError: graph and cut do not fit.
+        StorageError: ``work`` cannot be written, or what lies there is damaged.
+    """
+    folders = {name: work / f"synthetic-{recipe_key(graph, cut)}" for name, cut in cuts.items()}
+    missing = [name for name, folder in folders.items() if not (folder / MANIFEST).is_file()]
+    if missing:
+        with progress(f"making datasets {', '.join(missing)}", 1 + len(missing)) as advance:
+            raw = generate(graph)
+            advance(1)
+            for name in missing:
+                _cut(raw, folders[name], cuts[name])
+                advance(1)
+    for folder in folders.values():
+        # Reads the manifest and the sizes of all files: a dataset that somebody cut short is told here.
+        open_dataset(folder)
+    return folders
+
+
+def recipe_key(graph: SyntheticConfig, cut: PartitionPlan) -> str:
+    """Return 16 hexadecimal digits that name the content by what gives it: recipe, version of the package."""
+    told = (dglx_dist.__version__, graph, cut.partitioner, cut)
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def facts(folder: Path) -> dict[str, object]:
+    """Return what a report shows of a dataset, JSON values, and what making it took when it was made here.
+
+    Raises:
+        StorageError: there is no dataset, or it is damaged.
+    """
+    manifest = open_dataset(folder).manifest
+    quality = dict(manifest.quality)
+    kept = ("edge_cut", "balance", "missed", "replication_factor")
+    return {
+        "nodes": sum(manifest.num_nodes(ntype) for ntype in manifest.node_types),
+        "edges": sum(manifest.num_edges(etype) for etype in manifest.edge_types),
+        "parts": manifest.num_parts,
+        "partitioned_by": manifest.method,
+        **{name: quality[name] for name in kept if name in quality},
+        **(read_json(_cost_path(folder)) or {}),
+    }
+
+
+def _cost_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.cost.json")
+
+
+def _cut(raw: RawGraph, folder: Path, cut: PartitionPlan) -> None:
+    begin = time.perf_counter()
+    try:
+        partition_to_disk(raw, folder, cut)
+        write_json(_cost_path(folder), {"seconds_to_cut_and_write": time.perf_counter() - begin})
+    except StorageError:
+        # Another process that made the same one was quicker.
+        if not (folder / MANIFEST).is_file():
+            raise
+        log.info("%s was made by another process meanwhile", folder)

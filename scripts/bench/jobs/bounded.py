@@ -1,0 +1,160 @@
+"""The job ``bounded``: whole epochs under strategy ``lambda``, with bytes, dollars and epochs to a target.
+
+Reports are what ``bench.reports`` reads; those of the ranks agree but for ``peak_bytes``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import dgl
+import torch
+import torch.nn.functional as F
+
+from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.cluster.ledger import LedgerRow
+from dglx_dist.cluster.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph import DistGraph, node_split
+from dglx_dist.offload.parameters.ops import READ
+from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
+from dglx_dist.run.session import DataLoader, init, wrap
+from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
+from dglx_dist.training.evaluate import evaluate
+from dglx_dist.training.models import build_model
+from scripts.bench.jobs.bounded_params import BoundedParams, read_bounded
+from scripts.bench.jobs.context import JobContext
+
+_LONGEST_WAIT_S = 300.0
+_COUNTED = ("invocations", "relaunched", "gb_s", "server_seconds", "dollars", "dollars_functions")
+"""Of an account; sums since the beginning."""
+
+
+def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
+    """Train as ``params`` (fields of :class:`BoundedParams`) say; every rank of the crew calls it at once.
+
+    Args:
+        params: JSON values.
+        context: Of the rank.
+
+    Raises:
+        ConfigError: a parameter is unknown or out of range, or the strategy has a training loop.
+        StorageError: the dataset is missing or damaged.
+        PeerError: another rank died or fell silent.
+    """
+    told = read_bounded(params)
+    timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
+    with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
+        g = DistGraph(told.data, structure="partitioned", session=session)
+        report = _trained(g, told) | {"peak_bytes": context.peak_bytes()}
+        g.close()
+        return report
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What the measured epochs left."""
+
+    records: Sequence[EpochRecord]
+    moved: Sequence[LedgerRow]
+    account: Mapping[str, Any]
+    """What of the account is of them."""
+    label: str
+    """How to read its dollars."""
+
+
+def _trained(g: DistGraph, told: BoundedParams) -> dict[str, Any]:
+    session = g.session
+    torch.manual_seed(told.seed)
+    classes = int(g.num_classes(NODE_TYPE) or 0)
+    model = build_model(
+        told.model, g.ndata[FEATURE].shape[1], told.hidden, classes, told.layers, 0.0, graph=g
+    )
+    nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=True)
+    loader = DataLoader(g, nodes, dgl.dataloading.MultiLayerFullNeighborSampler(told.layers))
+    wrapped = wrap(model, g)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=told.lr)
+    trainer = wrapped.trainer(loader, optimizer, Objective(loss=F.cross_entropy))
+    if trainer is None:
+        raise ConfigError(f"strategy {told.strategy!r} trains in a loop; use the job 'train' for it")
+    with _closed(trainer):
+        measured = _measured(trainer, told, session)
+    return {
+        "epochs": [asdict(record) for record in measured.records],
+        "bytes_outside_wire": None,
+        "extra": {
+            "bytes_outside_by_phase": by_phase(measured.moved, session),
+            "epochs_to_target": epochs_to(measured.records, told.target),
+            "losses": [record.loss for record in measured.records],
+            "train_accuracy": [record.train_accuracy for record in measured.records],
+            **_accuracy(wrapped, g, told),
+            **_money(measured),
+        },
+    }
+
+
+@contextmanager
+def _closed(trainer: EpochTrainer) -> Iterator[None]:
+    """Close ``trainer`` afterwards; after an error without waiting for the other ranks."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        trainer.close(failed=failed)
+
+
+def _measured(trainer: EpochTrainer, told: BoundedParams, session: Session) -> _Measured:
+    """Warm up and train; collective."""
+    if told.warmup:
+        trainer.run(0, told.warmup)
+    before = trainer.account()
+    counted = session.ledger.snapshot()
+    records = trainer.run(told.warmup, told.epochs)
+    moved = session.ledger.since(counted)
+    after: Mapping[str, Any] = trainer.account()
+    spent = {name: after[name] - before[name] for name in _COUNTED if name in before}
+    return _Measured(records=records, moved=moved, account=spent, label=str(after["label"]))
+
+
+def epochs_to(records: Sequence[EpochRecord], target: float | None) -> int | None:
+    """Return after how many of these epochs the training accuracy was ``target``; None: it never was."""
+    if target is None:
+        return None
+    reached = (number for number, one in enumerate(records, start=1) if one.train_accuracy >= target)
+    return next(reached, None)
+
+
+def by_phase(moved: Sequence[LedgerRow], session: Session) -> dict[str, int]:
+    """Return payload bytes between servers, and to and from workers, by phase; of all ranks, collective.
+
+    Without what brings the weights to the user's model, once at the end.
+    """
+    mine = Counter[str]()
+    for row in moved:
+        if not row.inside and row.phase != READ:
+            mine[row.phase] += row.num_bytes
+    total = Counter[str]()
+    for one in gather_json(dict(mine), session):
+        assert isinstance(one, dict)
+        total.update(one)
+    return dict(sorted(total.items()))
+
+
+def _accuracy(model: WrappedModel, g: DistGraph, told: BoundedParams) -> dict[str, float]:
+    if not told.accuracy:
+        return {}
+    return {"test_accuracy": evaluate(model, g, ["test_mask"])["test_mask"]}
+
+
+def _money(measured: _Measured) -> dict[str, Any]:
+    """Return what an epoch took, and its value: 1 / (seconds x dollars)."""
+    number = len(measured.records)
+    each = {name: total / number for name, total in measured.account.items()}
+    seconds = sum(record.seconds for record in measured.records) / number
+    worth = each["dollars"] * seconds
+    return {**each, "value": 1 / worth if worth > 0 else None, "dollars_are": measured.label}

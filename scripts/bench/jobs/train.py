@@ -1,0 +1,300 @@
+"""The job ``train``: what a user's script does, under any strategy, with everything measured.
+
+Reports are what ``bench.reports`` reads; those of the ranks agree but for ``peak_bytes``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
+
+import dgl
+import torch
+from torch import Tensor
+
+from dglx_dist.cluster.collectives import gather_int64, gather_json
+from dglx_dist.cluster.ledger import LedgerRow, Snapshot
+from dglx_dist.cluster.session import Session
+from dglx_dist.graph import DistGraph, node_split
+from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
+from dglx_dist.run.session import DataLoader, init, wrap
+from dglx_dist.sampling.loader import LoaderTimes
+from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
+from dglx_dist.training.evaluate import evaluate
+from dglx_dist.training.models import build_model
+from dglx_dist.training.task import NodeClassification
+from scripts.bench.jobs.context import JobContext
+from scripts.bench.jobs.train_params import TrainParams, read_params
+from scripts.bench.simulate import SleepingModel
+
+_VALIDATION = "val_mask"
+_LONGEST_WAIT_S = 300.0
+
+
+def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
+    """Train as ``params`` (fields of :class:`TrainParams`) say; every rank of the crew calls it at once.
+
+    The same seed gives the same weights at the start and the same sampled blocks, whatever the strategy.
+
+    Args:
+        params: JSON values.
+        context: Of the rank.
+
+    Raises:
+        ConfigError: a parameter is unknown or out of range, or the strategy cannot honour it.
+        StorageError: the dataset is missing or damaged.
+        PeerError: another rank died or fell silent.
+    """
+    told = read_params(params)
+    timeout_s, began = min(_LONGEST_WAIT_S, context.timeout_s), time.perf_counter()
+    with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
+        g = DistGraph(told.data, structure=told.structure, session=session)
+        report = _measured(_make(told, g), told, context, began)
+        g.close()
+        return report
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """What is trained."""
+
+    g: DistGraph
+    loader: CountingLoader
+    step: Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Before:
+    """Where the counters stood before the measured epochs."""
+
+    card: int | None
+    ledger: Snapshot
+    payload: list[LedgerRow]
+    """Of all that was before."""
+    seconds: float
+    """Since the job began, without the epochs that warmed up: what is done once."""
+
+
+def _make(told: TrainParams, g: DistGraph) -> _Training:
+    """Do what a user's script does before its loop; collective."""
+    classes = int(g.num_classes(NODE_TYPE) or 0)
+    nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=told.seeds == "even")
+    nodes = nodes[: told.max_seeds]
+    sampler = dgl.dataloading.NeighborSampler(
+        list(told.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
+    )
+    loader = DataLoader(g, nodes, sampler, batch_size=told.batch_size, shuffle=True, **dict(told.loader))
+    width = g.ndata[FEATURE].shape[1]
+    graph = g if told.norm == "graph" else None
+    model: torch.nn.Module = build_model(
+        told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
+    )
+    if told.cost is not None:
+        model = SleepingModel(model, told.cost, classes)
+    wrapped = wrap(model, g)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=told.lr)
+    bounds = g.get_node_partition_policy(NODE_TYPE).bounds
+    first, last = bounds[g.session.topology.server :][:2]
+    return _Training(
+        g=g,
+        loader=CountingLoader(loader, int(first), int(last)),
+        step=Step(model=wrapped, optimizer=optimizer, task=NodeClassification()),
+    )
+
+
+def _measured(training: _Training, told: TrainParams, context: JobContext, began: float) -> dict[str, Any]:
+    """Warm up, train the measured epochs and gather what they cost; collective."""
+    session, g = training.g.session, training.g
+    curve = _Curve(training, told)
+    trained_s = 0.0
+    for epoch in range(told.warmup):
+        record = _epoch(training, told, epoch)
+        trained_s += record.seconds
+        curve.follow(record)
+    training.loader.reset()
+    g.barrier()
+    before = _Before(
+        card=context.card_sent(),
+        ledger=session.ledger.snapshot(),
+        payload=session.ledger.rows(),
+        seconds=time.perf_counter() - began - trained_s,
+    )
+    g.barrier()
+    wire: int | None = 0
+    records = []
+    for epoch in range(told.warmup, told.warmup + told.epochs):
+        records.append(_epoch(training, told, epoch))
+        if told.accuracy:
+            # What evaluation sends is not of the epochs.
+            wire = None
+            curve.follow(records[-1])
+    g.barrier()
+    sent = session.ledger.since(before.ledger)
+    wire = None if wire is None else _sent_by_cards(before.card, context, session)
+    return {
+        "epochs": [_json(record) for record in records],
+        "bytes_outside_wire": wire,
+        "peak_bytes": context.peak_bytes(),
+        "accuracy": curve.points,
+        "extra": {
+            **_facts(training, session),
+            "bytes_outside_by_phase": _by_phase(sent, session),
+            "seconds_before": int(gather_int64([int(1e6 * before.seconds)], session).max()) / 1e6,
+            "bytes_outside_before": _by_phase(before.payload, session),
+        },
+    }
+
+
+def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
+    # So that a rank that was late does not lengthen what the others measure.
+    training.g.barrier()
+    record = train_epoch(training.step, training.loader, training.g.session, epoch, _nothing)
+    if told.simulated is None:
+        return record
+    return replace(record, loss=math.nan, train_accuracy=math.nan)
+
+
+def _json(record: EpochRecord) -> dict[str, Any]:
+    """Return JSON values; what is no number, as the loss of simulated compute, becomes null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(record).items()
+    }
+
+
+@final
+class _Curve:
+    """(Seconds of training so far, validation accuracy), of the epochs for which it is asked.
+
+    Args:
+        training: Whose model.
+        told: Whether, and after which epochs.
+    """
+
+    def __init__(self, training: _Training, told: TrainParams) -> None:
+        self._training, self._told = training, told
+        self._seconds, self._epochs = 0.0, 0
+        self.points: list[tuple[float, float]] = []
+
+    def follow(self, record: EpochRecord) -> None:
+        """Take an epoch into account; collective."""
+        told, g = self._told, self._training.g
+        self._seconds += record.seconds
+        self._epochs += 1
+        is_due = self._epochs % told.accuracy_every == 0 or self._epochs == told.warmup + told.epochs
+        if not told.accuracy or not is_due:
+            return
+        # Each rank's nodes at once: what several batches of them need is then pulled once, not by each.
+        found = evaluate(self._training.step.model, g, [_VALIDATION], batch_size=g.num_nodes())
+        self.points.append((self._seconds, found[_VALIDATION]))
+
+
+def _sent_by_cards(before: int | None, context: JobContext, session: Session) -> int | None:
+    """Return what the cards of all servers have sent since; None where there are none. Collective."""
+    now = context.card_sent()
+    mine = -1 if now is None or before is None else now - before
+    return sum_by_server(gather_int64([context.server, mine], session).tolist())
+
+
+def sum_by_server(rows: Iterable[tuple[int, int]]) -> int | None:
+    """Return the sum of (server, bytes) over servers; None when one is below 0, which is not known.
+
+    Ranks of one server read the same card, so one of them counts.
+    """
+    by_server = dict(rows)
+    return None if min(by_server.values()) < 0 else sum(by_server.values())
+
+
+def _facts(training: _Training, session: Session) -> dict[str, Any]:
+    """Return what was trained on, over all ranks and measured epochs; collective."""
+    loader, topology = training.loader, session.topology
+    counts = [loader.rows, loader.remote, loader.edges, loader.num_targets, loader.input_ids]
+    rows = gather_int64(counts, session)
+    seeds = Counter[int]()
+    for rank, count in enumerate(rows[:, 3].tolist()):
+        seeds[topology.server_of_rank[rank]] += count
+    per_server = [seeds[server] for server in range(topology.num_servers)]
+    mean = sum(per_server) / len(per_server)
+    total, remote, edges, _, input_ids = (int(rows[:, column].sum()) for column in range(len(counts)))
+    return {
+        "steps": len(loader),
+        "input_rows": total,
+        "remote_rows": remote,
+        "remote_share": remote / total if total else 0.0,
+        "edges": edges,
+        "input_ids": input_ids,
+        "seeds_per_server": per_server,
+        "seeds_max_over_mean": max(per_server) / mean if mean else 1.0,
+    }
+
+
+def _by_phase(sent: list[LedgerRow], session: Session) -> dict[str, int]:
+    """Return payload bytes between servers by phase, over all ranks; collective."""
+    mine = Counter[str]()
+    for row in sent:
+        if not row.inside:
+            mine[row.phase] += row.num_bytes
+    total = Counter[str]()
+    for one in gather_json(dict(mine), session):
+        assert isinstance(one, dict)
+        total.update(one)
+    return dict(sorted(total.items()))
+
+
+@final
+class CountingLoader:
+    """A loader around another that counts what passes; a millisecond per million rows.
+
+    Args:
+        inner: Yields ``(input_nodes, output_nodes, blocks)``.
+        first: First node of this server.
+        last: The one after its last.
+    """
+
+    def __init__(self, inner: TrainingLoader, first: int, last: int) -> None:
+        self._inner, self._first, self._last = inner, first, last
+        self.reset()
+
+    def reset(self) -> None:
+        """Count anew."""
+        self.rows, self.remote, self.edges = 0, 0, 0
+        self.input_ids = 0
+        """Sum of the ids of all input rows, which tells one draw from another."""
+        self.num_targets = 0
+        """Of all epochs counted."""
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._inner:
+            nodes, targets, blocks = batch
+            self._count(nodes, len(targets), sum(block.num_edges() for block in blocks))
+            yield batch
+
+    def times(self, *, reset: bool = False) -> LoaderTimes:
+        """See the inner loader."""
+        return self._inner.times(reset=reset)
+
+    def state_dict(self) -> Any:
+        """See the inner loader."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """See the inner loader."""
+        self._inner.load_state_dict(state)
+
+    def _count(self, nodes: Tensor, num_targets: int, edges: int) -> None:
+        self.rows += len(nodes)
+        self.input_ids += int(nodes.sum())
+        self.remote += int(((nodes < self._first) | (nodes >= self._last)).sum())
+        self.edges += edges
+        self.num_targets += num_targets
+
+
+def _nothing() -> None:
+    """Show no progress: ranks of a crew have no terminal."""

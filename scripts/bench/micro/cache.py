@@ -1,0 +1,98 @@
+"""What a cache of remote rows saves: policies and budgets on one graph, as a Markdown table.
+
+    OMP_NUM_THREADS=1 python scripts/bench cache --servers 2 --json cache.json
+
+The built-in graph cut by metis, one rank per server, GraphSAGE's sampling (fan-out 25,10, 1000 seeds per
+rank) and feature pulls, without a model. "hits" is the share of remote input rows that lay in the cache,
+"foretold" what policy vip expects of it; bytes and seconds are per epoch, of all ranks and of the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from dgl.dataloading import NeighborSampler
+
+from dglx_dist.cluster.collectives import barrier, gather_json
+from dglx_dist.cluster.session import start_session
+from dglx_dist.graph import DistGraph, node_split
+from dglx_dist.sampling import DataLoader
+from scripts.bench.micro.starter import graph_parser, on_graph
+
+FANOUTS, BATCH = [25, 10], 1000
+ALPHAS = (0.05, 0.1, 0.2, 0.5, 1.0)
+HEAD = ("policy", "alpha", "MB cached", "hits", "foretold", "MB sent", "epoch s")
+
+Row = dict[str, Any]
+
+
+def epochs(g: DistGraph, loader: Any, policy: str, alpha: float, count: int) -> Row:
+    """Fill the cache, run ``count`` epochs after one to warm up; figures of all ranks."""
+    key = g.ndata["feat"].kvstore_key
+    how: dict[str, Any] = {"fanouts": FANOUTS, "batch_size": BATCH} if policy == "vip" else {}
+    plan = g.cache_rows("feat", alpha=alpha, policy=policy, **how)
+    mine, seconds = [], []
+    for epoch in range(count + 1):
+        barrier(g.session, f"{policy} {alpha} epoch {epoch}")
+        counts, sent = g.kvstore.cache_counts(key), g.session.ledger.total(phase="features")
+        begin = time.perf_counter()
+        for _ in loader:
+            pass
+        seconds.append(time.perf_counter() - begin)
+        counts = g.kvstore.cache_counts(key) - counts
+        mine.append([counts.hits, counts.misses, g.session.ledger.total(phase="features") - sent])
+    told: list[Any] = gather_json([mine[1:], seconds[1:], plan.bytes, plan.expected_hit_rate], g.session)
+    hits, misses, sent = (sum(epoch[i] for rank in told for epoch in rank[0]) for i in range(3))
+    expected = [rank[3] for rank in told if rank[3] is not None]
+    return {
+        "policy": policy if alpha else "none",
+        "alpha": alpha,
+        "cached_bytes": sum(rank[2] for rank in told) if alpha else 0,
+        "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
+        "expected": statistics.fmean(expected) if expected and alpha else None,
+        "bytes_sent": sent / count,
+        "epoch_s": statistics.median(max(times) for times in zip(*(rank[1] for rank in told), strict=True)),
+    }
+
+
+def measure(options: argparse.Namespace) -> None:
+    """What each rank does; rank 0 prints the table."""
+    torch.set_num_threads(1)
+    with start_session() as session:
+        g = DistGraph(options.folder, structure="replicated")
+        sampler = NeighborSampler(FANOUTS, prefetch_node_feats=["feat"], prefetch_labels=["label"])
+        loader = DataLoader(g, node_split(g.ndata["train_mask"]), sampler, batch_size=BATCH, shuffle=True)
+        rows = [epochs(g, loader, "halo", 0.0, options.epochs)]
+        for policy in ("degree", "halo", "vip"):
+            rows += [epochs(g, loader, policy, alpha, options.epochs) for alpha in ALPHAS]
+        if session.topology.rank == 0:
+            print(markdown(rows))
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1))
+        g.close()
+
+
+def markdown(rows: list[Row]) -> str:
+    """Rows as a Markdown table."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for row in rows:
+        expected = "" if row["expected"] is None else f"{row['expected']:.1%}"
+        lines.append(
+            f"| {row['policy']} | {row['alpha']:g} | {row['cached_bytes'] / 1e6:.1f} | {row['hit_rate']:.1%} "
+            f"| {expected} | {row['bytes_sent'] / 1e6:.1f} | {row['epoch_s']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Start the ranks of this script, or be one of them."""
+    parser = graph_parser(__doc__)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=3, help="counted ones, for each row of the table")
+    options = parser.parse_args(argv)
+    return on_graph(lambda: measure(options), options.servers, options)

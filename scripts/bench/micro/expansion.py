@@ -1,0 +1,85 @@
+"""What preloading costs on real graphs and on the built-in one: expansion and work by hop, for two cuts.
+
+    python scripts/bench expansion --data ../shared/data --out docs/strategies
+
+Cuts every graph into so many servers by METIS and at random, follows the in-edges of what each server owns,
+and prints a Markdown table: nodes held by nodes owned (mean over servers), and work by that of full_graph
+(largest server). Draws granndis_metis.png and granndis_random.png, a line for each graph. Some two minutes.
+``dglx inspect DIR --closure`` says the same of one partitioned dataset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from dglx_dist.datasets.load import load_dataset
+from dglx_dist.graph.expansion import Expansion, measure_expansion
+from dglx_dist.records import RawGraph
+from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.storage.reader import open_dataset
+
+REAL = ("cora", "dblp_full", "coauthor_physics")
+BUILT_IN = {
+    "built-in": "synthetic:nodes=20000,degree=25",
+    "100 communities": "synthetic:nodes=20000,degree=6,communities=100,homophily=0.99,locality=0.99",
+}
+METHODS = ("metis", "random")
+
+
+def expansion_of(graph: RawGraph, method: str, servers: int, hops: int) -> Expansion:
+    """Cut ``graph`` into a part for each server, in a folder that goes again, and follow its in-edges."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "parts"
+        partition_to_disk(graph, target, PartitionPlan(num_parts=servers, method=method))
+        return measure_expansion(open_dataset(target, verify="never"), servers, hops)
+
+
+def row(name: str, method: str, found: Expansion) -> str:
+    """Return a line of the table: ``expansion (work)`` for each hop from 1 on."""
+    factors, work = found.factors.mean(axis=1), found.work.max(axis=1)
+    cells = [f"{factors[hop]:.2f} ({work[hop]:.2f})" for hop in range(1, found.hops + 1)]
+    return " | ".join([f"| {name}", method, *cells]) + " |"
+
+
+def draw(curves: dict[str, Sequence[float]], servers: int, path: Path, title: str) -> None:
+    """Draw the expansion by hop, a line for each graph."""
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for (name, factors), marker in zip(curves.items(), "osD^v", strict=False):
+        axes.plot(range(len(factors)), factors, marker=marker, markersize=5, label=name)
+    axes.axhline(servers, color="#444444", linestyle="--", linewidth=1, label="the whole graph")
+    axes.set(title=title, xlabel="hops", ylabel="nodes held / own nodes", ylim=(0, servers + 0.3))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def main(argv: list[str]) -> None:
+    """Print the table and draw the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
+    parser.add_argument("--out", type=Path, default=Path("docs/strategies"), help="where pictures go")
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--hops", type=int, default=6)
+    chosen = parser.parse_args(argv)
+    sources = {name: str(chosen.data / f"{name}.npz") for name in REAL} | BUILT_IN
+    graphs = {name: load_dataset(source) for name, source in sources.items()}
+    headings = [f"{hop} hop{'s' * (hop > 1)}" for hop in range(1, chosen.hops + 1)]
+    print(" | ".join(["| graph", "cut", *headings]) + " |")
+    print("|---" * (len(headings) + 2) + "|")
+    for method in METHODS:
+        curves: dict[str, Sequence[float]] = {}
+        for name, graph in graphs.items():
+            found = expansion_of(graph, method, chosen.servers, chosen.hops)
+            curves[name] = found.factors.mean(axis=1).tolist()
+            print(row(name, method, found), flush=True)
+        way = "by METIS" if method == "metis" else "at random"
+        draw(curves, chosen.servers, chosen.out / f"granndis_{method}.png", f"{chosen.servers} parts {way}")

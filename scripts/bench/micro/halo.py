@@ -1,0 +1,160 @@
+"""How much of a link's rate the halo exchange uses, in both directions at once, beside gloo's ways.
+
+    python scripts/netlab run --servers 2 --external 1gbit -- python scripts/bench halo --rate 1gbit
+
+Every rank sends rows of 64 float32, picked at random, to every rank of the other servers and gets as many;
+a size is what leaves one server in one exchange. Timed from when all ranks begin to when the last one has
+its rows, copies and sums included. "forward" and "backward" are HaloExchange's; "all to all" and "messages"
+do the same as forward by torch.distributed. "one after the other" is the mean over forward and backward
+without a common start. Shares are payload over the rate that is set, headers not counted; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dglx_dist.cluster.collectives import gather_json
+from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.planner.records import Rate
+from dglx_dist.strategies.granndis.exchange import HaloExchange
+from dglx_dist.strategies.granndis.plan import HaloLayer
+from scripts.bench.micro.starter import parser
+
+WIDTH = 64
+
+
+def make_layer(session: Session, server_bytes: int) -> HaloLayer:
+    """Rows to and from every rank of the other servers, ``server_bytes`` out of each server in all."""
+    topology = session.topology
+    others = [rank for rank in range(topology.world_size) if topology.server_of_rank[rank] != topology.server]
+    per_server = len(topology.ranks_of_server(topology.server))
+    count = max(server_bytes // (per_server * len(others) * WIDTH * 4), 1)
+    random = np.random.default_rng(topology.rank)
+    own_rows = 2 * count
+    return HaloLayer(
+        own_rows=own_rows,
+        targets=0,
+        indptr=np.zeros(1, dtype=np.int64),
+        indices=np.zeros(0, dtype=np.int64),
+        edge_ids=np.zeros(0, dtype=np.int64),
+        halo_nodes=np.arange(count * len(others)),
+        receive=tuple((rank, count) for rank in others),
+        send=tuple((rank, random.permutation(own_rows)[:count]) for rank in others),
+    )
+
+
+class Gloo:
+    """The forward exchange by torch.distributed, into kept buffers."""
+
+    def __init__(self, session: Session, layer: HaloLayer) -> None:
+        world_size = session.topology.world_size
+        self.rows = torch.from_numpy(np.concatenate([rows for _, rows in layer.send]))
+        sent, came = {rank: len(rows) for rank, rows in layer.send}, dict(layer.receive)
+        self.sent = [sent.get(rank, 0) for rank in range(world_size)]
+        self.came = [came.get(rank, 0) for rank in range(world_size)]
+        self.room = torch.empty(len(self.rows), WIDTH)
+        self.own_rows, self.num_sources = layer.own_rows, layer.num_sources
+        self.session = session
+
+    def all_to_all(self, h: torch.Tensor) -> torch.Tensor:
+        out = self._begin(h)
+        dist.all_to_all_single(out[self.own_rows :], self.room, self.came, self.sent)
+        return out
+
+    def messages(self, h: torch.Tensor) -> torch.Tensor:
+        out = self._begin(h)
+        halo = out[self.own_rows :].split(self.came)
+        works = [dist.irecv(room, rank) for rank, room in enumerate(halo) if len(room)]
+        works += [dist.isend(part, rank) for rank, part in enumerate(self.room.split(self.sent)) if len(part)]
+        for work in works:
+            work.wait()
+        return out
+
+    def _begin(self, h: torch.Tensor) -> torch.Tensor:
+        torch.index_select(h, 0, self.rows, out=self.room)
+        out = torch.empty(self.num_sources, WIDTH)
+        out[: self.own_rows] = h
+        # So that the lab's count of bytes on the cards can be compared.
+        for rank, count in enumerate(self.sent):
+            self.session.ledger.add("gloo", 1, self.session.topology.rank, rank, count * WIDTH * 4)
+        return out
+
+
+def seconds_of(session: Session, action: Callable[[], object], rounds: int) -> list[float]:
+    """Seconds of each round on the slowest rank."""
+    found = []
+    for _ in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        action()
+        found.append(time.perf_counter() - start)
+    told = gather_json(found, session)
+    assert all(isinstance(one, list) for one in told)
+    return [max(times) for times in zip(*told, strict=True)][1:]
+
+
+def shares_of(session: Session, megabytes: float, rounds: int, rate: Rate) -> dict[str, float]:
+    """Share of the rate that each way reaches at one size."""
+    layer = make_layer(session, round(megabytes * 1e6))
+    halo, gloo = HaloExchange(session, layer, 1), Gloo(session, layer)
+    h = torch.randn(layer.own_rows, WIDTH)
+    gradient = torch.randn(layer.num_sources, WIDTH)
+    assert torch.equal(gloo.messages(h), halo.exchange(h))
+
+    def both() -> None:
+        for _ in range(rounds):
+            halo.append(h, None)
+            halo.give_back(gradient)
+
+    ways: dict[str, Callable[[], object]] = {
+        "forward": lambda: halo.append(h, None),
+        "backward": lambda: halo.give_back(gradient),
+        "all to all": lambda: gloo.all_to_all(h),
+        "messages": lambda: gloo.messages(h),
+    }
+    took = {name: statistics.median(seconds_of(session, action, rounds + 1)) for name, action in ways.items()}
+    took["one after the other"] = statistics.median(seconds_of(session, both, 2)) / (2 * rounds)
+    ranks = len(session.topology.ranks_of_server(0))
+    server_bytes = ranks * sum(len(rows) for _, rows in layer.send) * WIDTH * 4
+    return {"MB": server_bytes / 1e6} | {
+        name: server_bytes * 8 / seconds / rate.bits_per_s for name, seconds in took.items()
+    }
+
+
+def table(rows: list[dict[str, float]]) -> str:
+    """Sizes in MB, shares in per cent."""
+    lines = [list(rows[0])]
+    lines += [[f"{row['MB']:.1f}", *(f"{share:.1%}" for share in list(row.values())[1:])] for row in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
+
+
+def main(argv: list[str]) -> int:
+    """What each rank does; rank 0 prints the shares."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument(
+        "--rate", type=Rate.parse, default=Rate.parse("1gbit"), help="what the lab was given"
+    )
+    options: argparse.Namespace = arguments.parse_args(argv)
+    torch.set_num_threads(1)
+    with start_session() as session:
+        if session.topology.num_servers == 1:
+            arguments.error("one server has no link to another: python scripts/netlab run --servers 2 -- ...")
+        rows = [shares_of(session, size, options.rounds, options.rate) for size in options.megabytes]
+        if session.topology.rank == 0:
+            print(table(rows), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({"rate": str(options.rate), "shares": rows}, indent=1))
+    return 0

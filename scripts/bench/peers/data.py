@@ -1,0 +1,119 @@
+"""The graph of a workload, cut once and written in the format of each system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.partition import PartitionOptions
+from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.storage.reader import StoredDataset, open_dataset
+from scripts.bench import data
+from scripts.bench.peers.workload import Workload
+
+_ARRAYS = ("edge_index", FEATURE, LABEL, "train_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Where one partition lies."""
+
+    ours: Path
+    dgl: Path | None = None
+    """DGL's JSON file; None: not asked for."""
+    arrays: Path | None = None
+    """Folder of whole NumPy arrays, see :func:`write_arrays`; None: not asked for."""
+
+
+def prepare(
+    workload: Workload, parts: int, work: Path, *, dgl: bool = False, arrays: bool = False
+) -> Written:
+    """Write the graph of ``workload`` cut into ``parts``, in our format and others; what is there is taken.
+
+    Args:
+        workload: Whose graph.
+        parts: One per server.
+        work: Where datasets lie.
+        dgl: Whether to write DGL's format, with the very same parts and new ids.
+        arrays: Whether to write whole arrays, uncut.
+
+    Raises:
+        ConfigError: graph and parts do not fit.
+        StorageError: ``work`` cannot be written.
+    """
+    config = SyntheticConfig(
+        nodes=workload.nodes,
+        degree=workload.degree,
+        features=workload.features,
+        classes=workload.classes,
+        train_rate=workload.train_rate,
+        seed=workload.seed,
+    )
+    cut = PartitionPlan(num_parts=parts, seed=workload.seed, options=PartitionOptions(balance=("train",)))
+    ours = data.prepare(config, {"peers": cut}, work)["peers"]
+    array_folder = work / f"arrays-{data.recipe_key(config, cut)}"
+    if arrays and not array_folder.is_dir():
+        write_arrays(generate(config), array_folder)
+    return Written(
+        ours=ours,
+        dgl=dgl_copy(config, cut, ours, work) if dgl else None,
+        arrays=array_folder if arrays else None,
+    )
+
+
+def dgl_copy(config: SyntheticConfig, cut: PartitionPlan, ours: Path, work: Path) -> Path:
+    """Return DGL's JSON file of the dataset ``ours``, with its parts and new ids; written if it is not there.
+
+    Args:
+        config: The graph.
+        cut: How ``ours`` was made of it.
+        ours: What ``data.prepare`` returned for both.
+        work: Where datasets lie.
+
+    Raises:
+        StorageError: ``work`` cannot be written.
+    """
+    folder = work / f"dgl-{data.recipe_key(config, cut)}"
+    if not folder.is_dir():
+        _write_dgl(generate(config), open_dataset(ours), folder)
+    return next(folder.glob("*.json"))
+
+
+def assignment_of(dataset: StoredDataset) -> Assignment:
+    """Return the owner of every node of a homogeneous ``dataset``, by the ids of its source."""
+    manifest = dataset.manifest
+    part_of = np.empty(manifest.num_nodes(NODE_TYPE), dtype=np.int32)
+    for part in range(manifest.num_parts):
+        part_of[dataset.part(part).original_node_ids(NODE_TYPE)] = part
+    return Assignment(
+        num_parts=manifest.num_parts, part_of={NODE_TYPE: part_of}, method=manifest.method, seed=manifest.seed
+    )
+
+
+def write_arrays(graph: RawGraph, folder: Path) -> None:
+    """Write edge_index (2, E) int64, feat (N, F), label (N,) int64 and train_mask (N,) bool as ``.npy``."""
+    ((source, destination),) = graph.edges.values()
+    columns = graph.node_data[NODE_TYPE]
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        np.save(partial / "edge_index.npy", np.stack([source, destination]).astype(np.int64))
+        for name in _ARRAYS[1:]:
+            np.save(partial / f"{name}.npy", np.asarray(columns[name]))
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_dgl(graph: RawGraph, dataset: StoredDataset, folder: Path) -> None:
+    # Only here: writing DGL's files needs DGL.
+    from dglx_dist.storage.dgl_format import write_dgl_format
+
+    write_dgl_format(graph, assignment_of(dataset), folder)

@@ -1,0 +1,329 @@
+"""One launch of one system on the servers of a lab: start it, wait, read what its ranks reported."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from dglx_dist.cluster.launch_env import rank_environment
+from dglx_dist.cluster.topology import inherited_environment
+from dglx_dist.errors import ConfigError, JobError, UnknownNameError
+from dglx_dist.registry import did_you_mean
+from scripts.bench.peers import phases
+from scripts.bench.peers.memory import MemoryWatch
+from scripts.bench.peers.versions import versions
+from scripts.bench.peers.workload import Workload
+from scripts.bench.records import Job
+from scripts.netlab.base import Lab
+from scripts.netlab.launch import server_environment, start, with_changes
+from scripts.netlab.process import Launcher
+
+KIND = "program"
+"""Kind of the jobs that are done by :class:`Launches` in place of a crew."""
+
+PROGRAMS = Path(__file__).parent / "programs"
+_TRAINERS = {
+    "stock": "stock_trainer.py",
+    "ours": "ours.py",
+    "dense": "dense_rows.py",
+    "pyg": "pyg_trainer.py",
+}
+_SERVER_PORT = 30050
+_POLL_S, _LOG_LINES = 0.1, 15
+# Settings of the person who runs the bench that would change one of the systems.
+_PEER_VARIABLES = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "DGL", "OMP_", "MKL_")
+
+ALLOCATORS = ("unset", "glibc", "tuned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What one launch is told; the params of a job of the kind "program"."""
+
+    system: str
+    """stock, ours, dense or pyg."""
+    workload: Workload
+    data: str
+    """The partition in the system's own format."""
+    epochs: int = 2
+    """Measured ones."""
+    warmup: int = 1
+    """Epochs before those."""
+    allocator: str = "unset"
+    """unset: as a user of torchrun finds it (ours then keeps freed memory by itself); glibc: the C library's
+    defaults for both; tuned: the settings of ``dglx train`` for both."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """For the system's program alone, JSON values."""
+
+    def __post_init__(self) -> None:
+        if self.system not in _TRAINERS:
+            hint = did_you_mean(self.system, _TRAINERS)
+            raise UnknownNameError(
+                f"there is no system {self.system!r}{hint} (known: {', '.join(_TRAINERS)})"
+            )
+        if self.allocator not in ALLOCATORS:
+            raise ConfigError(f"allocator={self.allocator!r} must be one of {', '.join(ALLOCATORS)}")
+        if self.epochs < 1 or self.warmup < 0:
+            raise ConfigError(f"epochs={self.epochs}, warmup={self.warmup}: measure at least one epoch")
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Launch:
+        """Return what :meth:`params` told.
+
+        Raises:
+            ConfigError: a value makes no sense.
+        """
+        return cls(**{**params, "workload": Workload.from_json(params["workload"])})
+
+    def params(self) -> dict[str, Any]:
+        """Return JSON values for a Job."""
+        return {**asdict(self), "workload": self.workload.to_json(), "options": dict(self.options)}
+
+
+@final
+class Launches:
+    """Takes jobs as a crew does, and launches the program of each anew.
+
+    Args:
+        lab: Where they run.
+        ranks_per_server: Trainers on each server.
+        folder: For reports and logs, on a disk that all servers share.
+    """
+
+    def __init__(self, lab: Lab, ranks_per_server: int, folder: Path) -> None:
+        self._lab, self._ranks, self._folder = lab, ranks_per_server, folder
+        self._number = 0
+
+    def do(self, job: Job, timeout_s: float) -> list[dict[str, Any]]:
+        """Launch, wait, and return what the ranks report, see :func:`run_once`."""
+        folder = self._folder / f"launch-{self._number:03d}"
+        self._number += 1
+        launch = Launch.from_params(job.params)
+        return run_once(self._lab, launch, folder, ranks_per_server=self._ranks, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Do nothing: each launch ended all that it started."""
+
+
+def run_once(
+    lab: Lab, launch: Launch, folder: Path, *, ranks_per_server: int = 1, timeout_s: float = 900.0
+) -> list[dict[str, Any]]:
+    """Run the system once, with processes of its own, and return its measured epochs.
+
+    Args:
+        lab: Its servers; stock DistDGL needs emulated ones.
+        launch: What to run.
+        folder: For reports and logs; made here.
+        ranks_per_server: Trainers on each server.
+        timeout_s: Seconds after which all of it is ended.
+
+    Returns:
+        (W,) reports by rank, as the job "train" makes them. "peak_bytes" is a rank's share of the memory of
+        its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
+        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the mapping
+        of parts to phases, the versions, the sum of each rank's seeds in the first measured epoch.
+
+    Raises:
+        ConfigError: the lab cannot host the system, or its data is not there.
+        JobError: it failed or took too long; the message has the end of its output.
+    """
+    if launch.system == "stock" and lab.kind != "namespaces":
+        raise ConfigError(
+            "stock DistDGL needs servers with a network and a /dev/shm of their own, and this lab is plain "
+            f"loopback: {lab.missing or 'asked for'}"
+        )
+    if not Path(launch.data).exists():
+        raise ConfigError(f"{launch.data} does not exist; make it with bench.peers.data.prepare")
+    folder.mkdir(parents=True)
+    world_size = len(lab.servers) * ranks_per_server
+    watch = MemoryWatch()
+    with ExitStack() as stack:
+        graph_servers = _start_graph_servers(lab, launch, folder, world_size, stack)
+        shared = _environment(launch)
+        if launch.system == "stock":
+            shared |= {**_dgl_environment(lab, launch, folder, world_size), "DGL_ROLE": "client"}
+        started = stack.enter_context(
+            start(
+                lab,
+                [str(PROGRAMS / _TRAINERS[launch.system]), *_arguments(lab, launch, folder)],
+                ranks_per_server=ranks_per_server,
+                environment=shared,
+                log_folder=folder,
+                show=False,
+            )
+        )
+        deadline = time.monotonic() + timeout_s
+        while (code := started.poll()) is None:
+            dead = [each.server.number for each in graph_servers if each.poll() not in (None, 0)]
+            if dead:
+                raise JobError(f"{launch.system}: the graph server of server {dead[0]} ended{_logs(folder)}")
+            if time.monotonic() > deadline:
+                raise JobError(
+                    f"{launch.system} had not ended after {timeout_s:g} s, all of it was ended; "
+                    f"allow it more time where the machine is slow{_logs(folder)}"
+                )
+            watch.look()
+            time.sleep(_POLL_S)
+        if code:
+            raise JobError(f"{launch.system}: {started.failure or f'exit code {code}'}{_logs(folder)}")
+    return _reports(launch, folder, world_size, ranks_per_server, watch.peak_bytes)
+
+
+def _arguments(lab: Lab, launch: Launch, folder: Path) -> list[str]:
+    device = lab.servers[0].device
+    return [
+        *("--workload", json.dumps(launch.workload.to_json())),
+        *("--data", launch.data),
+        *("--epochs", str(launch.warmup + launch.epochs)),
+        *("--out", str(folder)),
+        *(("--device", device) if device else ()),
+        *("--ip-config", str(_ip_config(folder))),
+        *("--options", json.dumps(dict(launch.options))),
+    ]
+
+
+def _environment(launch: Launch) -> dict[str, str | None]:
+    """Return what is set, or with None unset, for all processes of the launch."""
+    inherited = {name: None for name in inherited_environment() if name.startswith(_PEER_VARIABLES)}
+    kept = rank_environment(1, environment={})
+    allocator = {name: value for name, value in kept.items() if name.startswith("MALLOC_")}
+    changes: Mapping[str, Mapping[str, str | None]] = {
+        "unset": dict.fromkeys(allocator),
+        # glibc's own defaults, said so that our ranks leave them alone.
+        "glibc": {**dict.fromkeys(allocator), "MALLOC_PERTURB_": "0"},
+        "tuned": allocator,
+    }
+    return {
+        **inherited,
+        **changes[launch.allocator],
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def _dgl_environment(lab: Lab, launch: Launch, folder: Path, trainers: int) -> dict[str, str]:
+    return {
+        "DGL_DIST_MODE": "distributed",
+        "DGL_IP_CONFIG": str(_ip_config(folder)),
+        "DGL_CONF_PATH": launch.data,
+        "DGL_NUM_SERVER": "1",
+        "DGL_NUM_CLIENT": str(trainers),
+        "DGL_NUM_SAMPLER": "0",
+        "DGL_GRAPH_FORMAT": "csc",
+        "DGL_KEEP_ALIVE": "0",
+    }
+
+
+def _start_graph_servers(
+    lab: Lab, launch: Launch, folder: Path, trainers: int, stack: ExitStack
+) -> list[Launcher]:
+    """Start stock DGL's server on each server; nothing for other systems."""
+    if launch.system != "stock":
+        return []
+    _ip_config(folder).write_text("".join(f"{server.address} {_SERVER_PORT}\n" for server in lab.servers))
+    command = [sys.executable, str(PROGRAMS / "stock_server.py"), "--ip-config", str(_ip_config(folder))]
+    shared = {**_environment(launch), **_dgl_environment(lab, launch, folder, trainers)}
+    launchers = []
+    for server in lab.servers:
+        own = {**shared, "DGL_ROLE": "server", "DGL_SERVER_ID": str(server.number)}
+        launcher = Launcher(
+            server,
+            command,
+            with_changes(server_environment(server, 1), own),
+            screen=None,
+            log=folder / f"graph-server-{server.number}.log",
+            failure_file=folder / f"graph-server-{server.number}.json",
+        )
+        launchers.append(launcher)
+        stack.callback(_end, launcher)
+    return launchers
+
+
+def _end(launcher: Launcher) -> None:
+    launcher.end()
+    launcher.wait_for_end()
+    launcher.close()
+
+
+def _ip_config(folder: Path) -> Path:
+    return folder / "ip_config.txt"
+
+
+def _logs(folder: Path) -> str:
+    """Return the last lines of every log, each on a line of its own."""
+    lines = []
+    for log in sorted(folder.glob("*.log")):
+        kept = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        lines += [f"\n  {log.name}: {line}" for line in kept]
+    return "".join(lines)
+
+
+def _reports(
+    launch: Launch, folder: Path, world_size: int, ranks_per_server: int, server_peak: int | None
+) -> list[dict[str, Any]]:
+    paths = [folder / f"rank-{rank}.json" for rank in range(world_size)]
+    missing = [rank for rank, path in enumerate(paths) if not path.exists()]
+    if missing:
+        raise JobError(f"{launch.system}: no report of ranks {missing}{_logs(folder)}")
+    found = [json.loads(path.read_text()) for path in paths]
+    chosen = range(launch.warmup, launch.warmup + launch.epochs)
+    rows = [[rank["epochs"][number] for rank in found] for number in chosen]
+    # Ranks of one server read the same card.
+    wire = [_total([rank["card_sent"] for rank in row[::ranks_per_server]]) for row in rows]
+    epochs = [phases.as_record(launch.system, row, sent) for row, sent in zip(rows, wire, strict=True)]
+    extra = {
+        "system": launch.system,
+        "allocator": launch.allocator,
+        "phases": phases.told(launch.system),
+        "versions": versions(),
+        "rank_peak_bytes": max(rank["peak_bytes"] for rank in found),
+        "parts_s": _means(rows, "parts", max),
+        "counts": _means(rows, "counts", sum),
+        "seed_sum_of_rank": [rank["epochs"][launch.warmup]["counts"].get("seed_sum") for rank in found],
+    }
+    return [
+        {
+            "epochs": [asdict(epoch) for epoch in epochs],
+            "bytes_outside_wire": _total(wire),
+            "peak_bytes": server_peak // ranks_per_server if server_peak else rank["peak_bytes"],
+            "accuracy": _curve([rank["epochs"] for rank in found]),
+            "extra": extra,
+        }
+        for rank in found
+    ]
+
+
+def _curve(epochs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    """Return (seconds of training so far, accuracy) where ranks, [rank][epoch], counted validation nodes."""
+    curve, seconds = [], 0.0
+    for row in zip(*epochs, strict=True):
+        seconds += max(rank["seconds"] for rank in row)
+        counts = [rank["validation"] for rank in row if "validation" in rank]
+        if counts:
+            correct, of = (sum(column) for column in zip(*counts, strict=True))
+            curve.append((seconds, correct / max(of, 1)))
+    return curve
+
+
+def _total(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _means(
+    rows: Sequence[Sequence[Mapping[str, Any]]], group: str, over: Callable[[Iterable[float]], float]
+) -> dict[str, float]:
+    """Return means over epochs of what ``over`` makes of the ranks' values; ``rows`` are [epoch][rank]."""
+    names = sorted({name for row in rows for rank in row for name in rank[group]})
+    return {
+        name: sum(over(rank[group].get(name, 0.0) for rank in row) for row in rows) / len(rows)
+        for name in names
+    }

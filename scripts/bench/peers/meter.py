@@ -1,0 +1,103 @@
+"""What the programs of all systems share: their arguments, the clock, and the report of a rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dglx_dist.storage.process_memory import peak
+from scripts.bench.peers.workload import Workload
+from scripts.netlab.links import read_card
+
+
+def read_arguments() -> argparse.Namespace:
+    """Read what the launch told this rank; ``workload`` is a Workload, ``options`` a dict."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", required=True, type=lambda text: Workload.from_json(json.loads(text)))
+    parser.add_argument(
+        "--data", required=True, help="folder or file of the partition, in the system's format"
+    )
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
+    parser.add_argument("--device", help="this server's network card; none: its bytes are not known")
+    parser.add_argument("--ip-config", help="DGL's file of servers")
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON; each program knows its own")
+    return parser.parse_args()
+
+
+class Clock:
+    """Seconds by part of the loop, and what else an epoch counts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """Add the time of the body to ``part``."""
+        begin = time.perf_counter()
+        yield
+        self.add(part, time.perf_counter() - begin)
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add ``seconds`` to ``part``."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    def count(self, name: str, value: float) -> None:
+        """Add ``value`` to ``name``."""
+        self.counts[name] = self.counts.get(name, 0.0) + value
+
+
+class Report:
+    """The epochs of one rank, written to ``<out>/rank-<r>.json`` at the end.
+
+    Args:
+        out: Folder.
+        rank: Whose.
+        barrier: Waits for all ranks.
+        device: Network card of this server, or None.
+    """
+
+    def __init__(self, out: Path, rank: int, barrier: Callable[[], object], device: str | None) -> None:
+        self._path = out / f"rank-{rank}.json"
+        self._barrier = barrier
+        self._device = device
+        self._epochs: list[dict[str, Any]] = []
+
+    @contextmanager
+    def epoch(self) -> Iterator[Clock]:
+        """Measure one epoch between two barriers of all ranks."""
+        clock = Clock()
+        self._barrier()
+        sent, begin = self._sent(), time.perf_counter()
+        yield clock
+        self._barrier()
+        seconds, after = time.perf_counter() - begin, self._sent()
+        self._epochs.append(
+            {
+                "epoch": len(self._epochs),
+                "seconds": seconds,
+                "card_sent": None if sent is None or after is None else after - sent,
+                "parts": clock.seconds,
+                "counts": clock.counts,
+            }
+        )
+
+    def note_validation(self, correct: float, of: int) -> None:
+        """Say how many of this rank's validation nodes the model hits after the last epoch."""
+        self._epochs[-1]["validation"] = (correct, of)
+
+    def write(self) -> None:
+        """Write everything; called once, at the end."""
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({"epochs": self._epochs, "peak_bytes": peak()}))
+        os.replace(partial, self._path)
+
+    def _sent(self) -> int | None:
+        return None if self._device is None else read_card(self._device).sent

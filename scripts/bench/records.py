@@ -1,0 +1,207 @@
+"""The frozen records in which experiments, their runs and their results meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dglx_dist.planner.records import Rate
+from dglx_dist.records import EpochRecord
+
+Suite = Literal["quick", "papers", "peers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What was published."""
+
+    paper: str
+    """E.g. "DistDGL (2020), section 5.3"."""
+    says: str
+    """E.g. "METIS is 2.14x faster than random"."""
+    setting: str
+    """E.g. "ogbn-products, 4 machines, 100 Gbit/s"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPlan:
+    """What the user asked of the whole bench."""
+
+    suite: Suite
+    out: Path
+    work: Path
+    """Datasets are made here once and found again."""
+    repetitions: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The servers that a variant runs on."""
+
+    servers: int
+    ranks_per_server: int = 1
+    internal: Rate | None = None
+    cpus: float | None = None
+    """Cores per server; None: this machine's cores / servers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One thing that all ranks of a crew do together."""
+
+    kind: str
+    """A name of ``bench.jobs.registry``."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values."""
+    warm: Mapping[str, Any] = field(default_factory=dict)
+    """What of ``params`` is different in the one run that only warms up, e.g. fewer epochs."""
+    turns: tuple[Mapping[str, Any], ...] = ()
+    """What of ``params`` is different in repetition 0, 1, ..., as the seed; begins anew after its end."""
+
+    def warmed(self) -> Job:
+        """Return the job that only warms up."""
+        return replace(self, params={**self.params, **self.warm})
+
+    def turn(self, repetition: int) -> Job:
+        """Return the job of this repetition."""
+        if not self.turns:
+            return self
+        return replace(self, params={**self.params, **self.turns[repetition % len(self.turns)]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchedPhi:
+    """Choose the rate at which ``baseline`` spends the share ``phi`` of its time on the network."""
+
+    phi: float
+    baseline: str
+    """Name of a variant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One column of an experiment."""
+
+    name: str
+    shape: Shape
+    job: Job
+    rate: Rate | MatchedPhi | None = None
+    """Between servers; None: not limited."""
+    simulated: str = ""
+    """What of it is simulated, in words; empty: nothing."""
+    curve: Job | None = None
+    """Run once more, on the same servers at the same rate, for ``Measurement.accuracy``; None: no curve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One place of a grid in which something was chosen: variants that do the same."""
+
+    name: str
+    chosen: str
+    """Variant; one of the ways."""
+    ways: tuple[str, ...]
+    """Variants, of which the one that turns out fastest is the measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """A quotient of medians that the experiment is about."""
+
+    name: str
+    over: str
+    """Variant above the line."""
+    under: str
+    """Variant below the line."""
+    quantity: Literal[
+        "seconds", "bytes_outside", "samples_per_second", "epochs_to_target", "dollars", "value"
+    ] = "seconds"
+    """Of an epoch; the last three as reports have them in ``extra``."""
+    predicted: float | None = None
+    low: float | None = None
+    """Least value with which the claim counts as reproduced; None: no such bound."""
+    high: float | None = None
+    cells: tuple[Cell, ...] = ()
+    """In place of ``over`` and ``under``: each cell's chosen variant over the fastest of its ways."""
+    of_cells: Literal["median", "worst"] = "median"
+    """Which of the cells' quotients counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentPlan:
+    """What an experiment wants done."""
+
+    variants: tuple[Variant, ...]
+    ratios: tuple[Ratio, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the prediction rests on, e.g. the edge cut; JSON values, shown in the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One experiment; the value EXPERIMENT of a file in ``bench/experiments``."""
+
+    id: str
+    """E.g. "D1"."""
+    title: str
+    suites: tuple[Suite, ...]
+    claim: Claim
+    prediction: str
+    """In words and numbers, written before the measurement."""
+    how: str
+    """How it is measured, in words."""
+    strategies: tuple[str, ...] = ("data_parallel",)
+    """It is absent while the package lacks one of them."""
+    build: Callable[[BenchPlan], ExperimentPlan] | None = None
+    """Makes or finds its datasets and says what to run; None: not written yet, reported as absent."""
+    note: str = ""
+    """What the result depends on, and what it does not show."""
+    needs: tuple[str, ...] = ()
+    """Importable modules besides the package's own, "a|b" for either; absent without them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One repetition of one variant."""
+
+    variant: str
+    repetition: int
+    epochs: tuple[EpochRecord, ...]
+    """The measured ones; warm-up left out."""
+    bytes_outside_wire: int | None = None
+    """By the cards, for the measured epochs; None on plain loopback."""
+    peak_bytes: int = 0
+    """Largest memory of a rank, resident."""
+    accuracy: tuple[tuple[float, float], ...] = ()
+    """(seconds of training so far, validation accuracy) after each epoch, when asked for."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of a measured epoch."""
+        return sum(epoch.seconds for epoch in self.epochs) / max(len(self.epochs), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of an experiment."""
+
+    experiment: str
+    """Its id."""
+    status: Literal["measured", "absent", "failed"]
+    reason: str = ""
+    """Why it is absent or failed."""
+    network: Mapping[str, Any] = field(default_factory=dict)
+    """``Lab.describe()`` by variant, and the rates found by calibration with their phi."""
+    plan: ExperimentPlan | None = None
+    measurements: tuple[Measurement, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    """What a reader must know beside every figure, e.g. that there were few repetitions; empty: nothing."""
+    command: str = ""
+    """Repeats it."""
+    date: str = ""
+    """ISO, UTC."""

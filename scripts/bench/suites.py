@@ -1,0 +1,145 @@
+"""All experiments by id, and all programs by name, imported when asked for; a new one has a line here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import cast, get_args
+
+from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.registry import did_you_mean
+from dglx_dist.strategies.registry import STRATEGIES
+from scripts.bench.records import Experiment, Suite
+
+EXPERIMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "D1": "scripts.bench.experiments.d1:EXPERIMENT",
+        "D2": "scripts.bench.experiments.d2:EXPERIMENT",
+        "D3": "scripts.bench.experiments.d3:EXPERIMENT",
+        "P1": "scripts.bench.experiments.p1:EXPERIMENT",
+        "P2": "scripts.bench.experiments.p2:EXPERIMENT",
+        "P4": "scripts.bench.experiments.p4:EXPERIMENT",
+        "P5": "scripts.bench.experiments.p5:EXPERIMENT",
+        "P6": "scripts.bench.experiments.p6:EXPERIMENT",
+        "P7": "scripts.bench.experiments.p7:EXPERIMENT",
+        "P8": "scripts.bench.experiments.p8:EXPERIMENT",
+        "P9": "scripts.bench.experiments.p9:EXPERIMENT",
+        "G1": "scripts.bench.experiments.g1:EXPERIMENT",
+        "G2": "scripts.bench.experiments.g2:EXPERIMENT",
+        "G3": "scripts.bench.experiments.g3:EXPERIMENT",
+        "G4": "scripts.bench.experiments.g4:EXPERIMENT",
+        "G5": "scripts.bench.experiments.g5:EXPERIMENT",
+        "Y1": "scripts.bench.experiments.y1:EXPERIMENT",
+        "Y2": "scripts.bench.experiments.y2:EXPERIMENT",
+        "Y3": "scripts.bench.experiments.y3:EXPERIMENT",
+        "Y4": "scripts.bench.experiments.y4:EXPERIMENT",
+        "Y5": "scripts.bench.experiments.y5:EXPERIMENT",
+        "A1": "scripts.bench.experiments.a1:EXPERIMENT",
+        "PEER1": "scripts.bench.experiments.peer_small:EXPERIMENT",
+        "PEER2": "scripts.bench.experiments.peer_large:EXPERIMENT",
+        "PEER3": "scripts.bench.experiments.peer_embedding:EXPERIMENT",
+        "PEER4": "scripts.bench.experiments.peer_pyg:EXPERIMENT",
+    }
+)
+"""Id to "module:name", in the order in which they run and are listed."""
+
+PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "p3": ("papers:p3", "P1 to P9 with the tables of push-pull: bytes by phase, break-even width"),
+        "granndis": ("papers:granndis", "G1 to G5 with the tables of full-graph training"),
+        "dorylus": ("papers:dorylus", "Y1 to Y5 with the tables of training in intervals"),
+        "regret": ("papers:regret", "A1 on a larger grid: the automatic choice beside the best of all"),
+        "performance": ("performance:main", "puts docs/performance.md together from docs/results"),
+        "cache": ("micro.cache:main", "what a cache of remote rows saves"),
+        "embeddings": ("micro.embeddings:main", "trainable rows beside a dense nn.Embedding under DDP"),
+        "expansion": ("micro.expansion:main", "what preloading neighbourhoods costs, by hop and cut"),
+        "gradients": ("micro.gradients:main", "our gradient exchange beside DDP's; under torchrun"),
+        "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
+        "memory": ("micro.memory:main", "peak memory of full-graph training and of co-batches"),
+        "partition_ablation": (
+            "micro.partition_ablation:main",
+            "what a partition is worth on a skewed graph",
+        ),
+        "partitioners": ("micro.partitioners:main", "seconds, memory and edge cut of the partitioners"),
+        "pull": ("micro.pull:main", "pulls of rows between two ranks"),
+        "push": ("micro.push:main", "pushes of rows between two ranks"),
+        "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
+        "real_relational": ("micro.real_relational:main", "the same on relational graphs; under torchrun"),
+        "rpc": ("micro.rpc:main", "one-sided calls beside bare pyzmq"),
+        "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
+        "storage": ("micro.storage:main", "seconds to write, open and map a dataset"),
+        "alone": ("alone:start", ""),
+        "worker": ("worker:start", ""),
+    }
+)
+"""Name to "module:function" in this folder and what it is; without that, only the bench itself starts it."""
+
+
+def everything() -> list[Experiment]:
+    """Return all experiments."""
+    return [_load(name) for name in EXPERIMENTS]
+
+
+def suite(name: str) -> list[Experiment]:
+    """Return the experiments of a suite.
+
+    Raises:
+        UnknownNameError: there is no such suite.
+    """
+    known = get_args(Suite)
+    if name not in known:
+        raise UnknownNameError(
+            f"there is no suite {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+        )
+    return [one for one in everything() if name in one.suites]
+
+
+def find(name: str) -> Experiment:
+    """Return the experiment with this id, in capitals or not.
+
+    Raises:
+        UnknownNameError: there is none; the message has the nearest id.
+    """
+    ids = {known.lower(): known for known in EXPERIMENTS}
+    if name.lower() not in ids:
+        hint = did_you_mean(name.upper(), EXPERIMENTS)
+        raise UnknownNameError(
+            f"there is no experiment {name!r}{hint}; "
+            f"`python scripts/bench --list` shows all {len(EXPERIMENTS)}"
+        )
+    return _load(ids[name.lower()])
+
+
+def program(name: str) -> Callable[[list[str]], int | None]:
+    """Return the program of that name: called with its arguments, it returns its exit code."""
+    module, _, function = PROGRAMS[name][0].partition(":")
+    found = getattr(importlib.import_module(f"scripts.bench.{module}"), function)
+    return cast("Callable[[list[str]], int | None]", found)
+
+
+def why_absent(experiment: Experiment) -> str:
+    """Return why this release, as it is installed here, cannot run ``experiment``; empty: it can."""
+    known = STRATEGIES.names()
+    lacking = [name for name in experiment.strategies if name not in known]
+    if lacking:
+        return f"this release has no strategy {' or '.join(lacking)}"
+    if experiment.build is None:
+        return "how it is measured is not written yet"
+    missing = [
+        name.replace("|", " or ") for name in experiment.needs if not any(map(find_spec, name.split("|")))
+    ]
+    if missing:
+        return f"not installed here: {', '.join(missing)}"
+    return ""
+
+
+def _load(experiment: str) -> Experiment:
+    module, _, name = EXPERIMENTS[experiment].partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not isinstance(found, Experiment) or found.id != experiment:
+        raise ConfigError(
+            f"{EXPERIMENTS[experiment]} is no Experiment with the id {experiment!r}; correct it"
+        )
+    return found

@@ -1,0 +1,474 @@
+"""``python scripts/netlab``: run commands on emulated servers with slow links, and keep such servers up."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn, TypeAlias
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dglx_dist.cli import run_command_line
+from dglx_dist.cli.launch import INTERRUPTED
+from dglx_dist.cli.report_command import say, show, warn
+from dglx_dist.errors import ConfigError, LabError, StorageError
+from dglx_dist.planner.records import Rate
+from dglx_dist.report.units import plural, readable_bytes, readable_seconds
+from scripts.netlab import calibrate as calibration
+from scripts.netlab import cleaning, host, opening, state
+from scripts.netlab.alive import scratch_folder
+from scripts.netlab.base import Card, LabSpec, label
+from scripts.netlab.calibrate import CalibrationPlan, CommandMeasure
+from scripts.netlab.command import torchrun_arguments
+from scripts.netlab.launch import run as run_on
+from scripts.netlab.opening import attach, open_lab
+from scripts.netlab.outcome import LabOutcome, find_outcome, write
+from scripts.netlab.phi import Calibration, check_arguments, find_rate
+
+PROGRAM = "python scripts/netlab"
+EMULATED = "What is emulated"
+
+External: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        rich_help_panel=EMULATED,
+        help="Most that each server sends, and most that it receives, e.g. 100mbit, 2.5gbit. Default: not "
+        "limited.",
+    ),
+]
+Internal: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        rich_help_panel=EMULATED,
+        help="The same for sockets between the ranks of one server. Default: not limited.",
+    ),
+]
+Cpus: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="CORES",
+        rich_help_panel=EMULATED,
+        help="Cores of each server, may be a fraction. Default: this machine's, divided.",
+    ),
+]
+RanksPerServer: TypeAlias = Annotated[
+    int, typer.Option(rich_help_panel=EMULATED, help="Processes that torchrun starts on each.")
+]
+_RESULTS, _SEARCH = "Results", "Search"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.callback(
+    epilog="""
+**Two servers with a slow link, in one command**
+
+    python scripts/netlab run --servers 2 --external 100mbit -- dglx train data/demo --epochs 2
+
+**The same, for several commands**
+
+    python scripts/netlab up slow --servers 2 --external 100mbit\n
+    python scripts/netlab run --name slow -- dglx train data/demo --epochs 2\n
+    python scripts/netlab down slow
+
+A server is a set of Linux namespaces: its own network, process numbers, mounts and `/dev/shm`, its share of
+the cores, and a card that is joined to a bridge. Needs root and the packages iproute2 and util-linux.
+"""
+)
+def lab() -> None:
+    """Emulate servers with slow links between them on this machine, and run commands on them."""
+
+
+# Options after the first word of COMMAND are COMMAND's, also without --.
+_OF_COMMAND = {"allow_interspersed_args": False}
+
+
+@app.command(no_args_is_help=True, context_settings=_OF_COMMAND)
+def run(  # noqa: PLR0913  # one argument per option
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND",
+            help="`dglx train ...`, `python script.py ...`, `python -m module ...`, `script.py ...` or "
+            "`-m module ...`; its options are its own.",
+        ),
+    ],
+    servers: Annotated[
+        int | None, typer.Option(rich_help_panel=EMULATED, help="Emulated servers. Default: 2.")
+    ] = None,
+    ranks_per_server: RanksPerServer = 1,
+    external: External = None,
+    internal: Internal = None,
+    cpus: Cpus = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            rich_help_panel=EMULATED,
+            help="Use the lab of this name that `up` made, as it is, and leave it up.",
+        ),
+    ] = None,
+    loopback: Annotated[
+        bool,
+        typer.Option(
+            "--loopback",
+            rich_help_panel=EMULATED,
+            help="Emulate nothing: servers are torchrun nodes of this machine. Needs no root.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=_RESULTS,
+            help="Write lab.json, the output of each server, and what each rank counted.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="S", rich_help_panel=_RESULTS, help="End COMMAND after so many seconds."),
+    ] = None,
+) -> None:
+    """Run COMMAND on emulated servers with slow links, started by torchrun on each, and count what they sent.
+
+    Train on two servers, 100 Mbit/s between them, after `dglx partition ... --parts 2 --out data/demo`:
+
+        python scripts/netlab run --servers 2 --external 100mbit -- dglx train data/demo --epochs 5
+
+    Any script that torchrun can start, four servers of half a core each:
+
+        python scripts/netlab run --servers 4 --external 1gbit --cpus 0.5 -- python train.py
+
+    A command that fails ends on all servers; the rank that failed first is told last, and its exit code is
+    that of this command. Ctrl-C ends everything. Servers live in network namespaces, which need Linux, root
+    and the programs ip and tc; where something is missing this says what, and runs on plain loopback, where
+    no link is limited and the results say so.
+    """
+    check_command(command, ranks_per_server, timeout)
+    given = {"--servers": servers, "--external": external, "--internal": internal, "--cpus": cpus}
+    _refuse_beside_name(name, {**given, "--loopback": loopback})
+    spec = read_spec(2 if servers is None else servers, external, internal, cpus)
+    if out is not None:
+        prepare(out)
+    signal.signal(signal.SIGTERM, end)
+    with ExitStack() as closing:
+        lab = closing.enter_context(open_lab(spec, force_loopback=loopback) if name is None else attach(name))
+        if lab.kind == "loopback" and not loopback:
+            warn(f"nothing is emulated, COMMAND runs on plain loopback, because of: {lab.missing}")
+        say(f"{plural(len(lab.servers), 'server')} of {plural(ranks_per_server, 'rank')}; {label(lab)}")
+        trace = closing.enter_context(_trace_folder(out))
+        try:
+            done = run_on(
+                lab,
+                command,
+                ranks_per_server=ranks_per_server,
+                trace=trace,
+                log_folder=out,
+                timeout_s=timeout,
+            )
+        except KeyboardInterrupt:
+            say("interrupted; COMMAND has ended on all servers", style="red")
+            raise typer.Exit(INTERRUPTED) from None
+        outcome = find_outcome(lab, command, ranks_per_server, done)
+    _report(outcome, out)
+    if done.failure is not None:
+        say(done.failure, style="red")
+    raise typer.Exit(done.exit_code)
+
+
+def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:
+    beside = [option for option, value in given.items() if value not in (None, False)]
+    if name is not None and beside:
+        raise ConfigError(
+            f"--name {name} uses a lab that is up as it is: leave out {', '.join(beside)}, or take it down "
+            f"with `python scripts/netlab down {name}` and make another"
+        )
+
+
+@contextmanager
+def _trace_folder(out: Path | None) -> Iterator[Path]:
+    """Yield an empty folder for what the ranks count: below ``out``, else one that is removed."""
+    if out is None:
+        with scratch_folder() as temporary:
+            yield temporary / "trace"
+        return
+    yield out / "trace"
+
+
+def prepare(out: Path) -> None:
+    """Make ``out`` and what is below it, without the traces of an earlier command.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+    try:
+        (out / "trace").mkdir(parents=True, exist_ok=True)
+        # They would be taken for further sessions of this one.
+        for earlier in out.glob("trace/rank-*"):
+            earlier.unlink()
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {out}: {error.strerror}; choose another folder with --out"
+        ) from error
+
+
+def _report(outcome: LabOutcome, out: Path | None) -> None:
+    show(outcome_table(outcome))
+    # Of a command that failed it goes without saying: ranks that were ended leave no count.
+    if outcome.trace_missing is not None and outcome.run.failure is None:
+        warn(f"the ledger of the ranks cannot be read: {outcome.trace_missing}")
+    if out is not None:
+        Console(highlight=False, soft_wrap=True, markup=False).print(f"written to {write(outcome, out)}")
+
+
+def outcome_table(outcome: LabOutcome) -> Table:
+    """Return one row per server: what its card and the ranks' ledger counted, and whether both agree."""
+    epoch = outcome.epoch_seconds
+    took = f"{readable_seconds(outcome.run.seconds)} s"
+    if epoch is not None:
+        several = len(outcome.trace.epoch_seconds()) > 1
+        which = "per epoch after the first" if several else "for the only epoch"
+        took += f", {readable_seconds(epoch)} s {which}"
+    counted = bool(outcome.trace.sessions)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"{outcome.label}: {took}",
+        title_justify="left",
+        caption=_LEGEND if counted else _NO_LEDGER,
+        caption_justify="left",
+    )
+    for column in ("server", "card sent", "card received", "ledger sent", "ledger received", "ratio", ""):
+        table.add_column(column, justify="left" if column in ("server", "") else "right", no_wrap=True)
+    for one in outcome.witnesses:
+        ratio = "" if one.ratio is None or one.verdict.startswith("too") else f"{one.ratio:.3f}"
+        server = "all" if one.server is None else str(one.server)
+        ledger = (*_both(one.ledger), ratio, one.verdict) if counted else ()
+        table.add_row(server, *_both(one.card), *ledger)
+    if not outcome.witnesses:
+        for number, (sent, received) in outcome.trace.ledger_outside_by_server().items():
+            table.add_row(str(number), "", "", *_both(Card(sent=sent, received=received)), "", "no card here")
+    return table
+
+
+_LEGEND = (
+    "bytes between servers; card: with headers, starting up and keeping in touch; ledger: what dglx_dist "
+    "counted; ratio: card / ledger"
+)
+_NO_LEDGER = "there is no ledger: COMMAND opened no session of dglx_dist, or its ranks did not end well"
+
+
+def _both(card: Card) -> tuple[str, str]:
+    return readable_bytes(card.sent), readable_bytes(card.received)
+
+
+@app.command(no_args_is_help=True, context_settings=_OF_COMMAND)
+def calibrate(  # noqa: PLR0913  # one argument per option
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="As for `run`; it must train two epochs or more."),
+    ],
+    phi: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_SEARCH, help="Wanted share of its time that the network costs COMMAND, 0 to 1."
+        ),
+    ] = 0.65,
+    tolerance: Annotated[
+        float, typer.Option(rich_help_panel=_SEARCH, help="Good enough when phi is no further off.")
+    ] = 0.03,
+    tries: Annotated[
+        int, typer.Option(rich_help_panel=_SEARCH, help="Most rates that are tried; the nearest counts.")
+    ] = 6,
+    servers: Annotated[int, typer.Option(rich_help_panel=EMULATED, help="Emulated servers.")] = 2,
+    ranks_per_server: RanksPerServer = 1,
+    internal: Internal = None,
+    cpus: Cpus = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write calibration.json, and the output of every run."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Give up when one run takes so many seconds.")
+    ] = None,
+) -> None:
+    """Find the rate between servers at which the network takes a wanted share of COMMAND's time.
+
+    Machines differ in how fast they compute, so equal rates compare nothing; equal shares do. phi = 1 -
+    seconds of an epoch without limits / seconds at the rate. COMMAND is run once without limits, then at one
+    rate after another; the first epoch of each run does not count.
+
+        python scripts/netlab calibrate --phi 0.65 -- dglx train data/demo --epochs 4 --eval-every 0
+
+    The rate it ends with is what `--external` of `run` takes. Needs emulated servers: Linux, root, ip and tc.
+    """
+    check_command(command, ranks_per_server, timeout)
+    check_arguments(phi, tolerance, tries)
+    missing = host.what_is_missing()
+    if missing:
+        raise LabError(f"a rate can only be found where links can be limited: {missing}")
+    plan = CalibrationPlan(command=command, ranks_per_server=ranks_per_server, timeout_s=timeout)
+    spec = read_spec(servers, None, internal, cpus)
+    if out is not None:
+        prepare(out)
+    signal.signal(signal.SIGTERM, end)
+    with ExitStack() as closing:
+        lab = closing.enter_context(open_lab(spec))
+        folder = out or closing.enter_context(scratch_folder())
+        try:
+            measure = CommandMeasure(lab, plan, folder, say)
+            found = find_rate(measure, phi, tolerance=tolerance, max_tries=tries)
+        except KeyboardInterrupt:
+            say("interrupted; COMMAND has ended on all servers")
+            raise typer.Exit(INTERRUPTED) from None
+        written = None if out is None else calibration.write(out, found, lab, plan)
+    show(tries_table(found))
+    if not found.within_tolerance:
+        warn(
+            f"phi {found.phi:.2f} is the nearest to {phi:g} of {len(found.tries)} tries; more epochs per run "
+            "make it less noisy, --tries allows more rates"
+        )
+    say(f"use --external {found.rate}" + ("" if written is None else f"; written to {written}"))
+
+
+def tries_table(found: Calibration) -> Table:
+    """Return one row per rate that was tried, after the one without a limit."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("rate", "seconds per epoch", "phi", ""):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table.add_row("not limited", readable_seconds(found.seconds_free), "", "")
+    for one in found.tries:
+        chosen = "use this" if one.rate == found.rate else ""
+        table.add_row(str(one.rate), readable_seconds(one.seconds), f"{one.phi:.3f}", chosen)
+    return table
+
+
+@app.command()
+def up(
+    name: Annotated[
+        str,
+        typer.Argument(help="What it is called: up to 40 letters, digits and dashes.", show_default=False),
+    ],
+    servers: Annotated[int, typer.Option(rich_help_panel=EMULATED, help="Emulated servers.")] = 2,
+    external: External = None,
+    internal: Internal = None,
+    cpus: Cpus = None,
+) -> None:
+    """Make a lab that stays up until `python scripts/netlab down NAME`.
+
+    What is left of labs that were killed is removed first. A name that exists is refused.
+
+    Example: `python scripts/netlab up slow --servers 4 --external 1gbit --internal 40gbit`
+    """
+    made = opening.up(read_spec(servers, external, internal, cpus), name)
+    first, last = made.servers[0], made.servers[-1]
+    share = f"{first.cpu_share:.3g} cores each, held by {first.cpu_held_by}"
+    _say(f"{name}: {servers} servers, {first.address} to {last.address}, {share}")
+    _say(f"run on it: {PROGRAM} run --name {name} -- COMMAND; take it down: {PROGRAM} down {name}")
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Argument(help="Which lab.", show_default=False)] = None,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="All labs of this machine, those of other users and shells included."),
+    ] = False,
+) -> None:
+    """Take a lab down: end all that runs on its servers, and remove what the kernel kept for it.
+
+    Example: `python scripts/netlab down slow`; `down --all` also removes what killed labs left.
+    """
+    if (name is None) is not everything:
+        raise ConfigError("name one lab, or give --all; `python scripts/netlab status` lists them")
+    if name is not None:
+        cleaning.down(name)
+    gone = [name] if name is not None else cleaning.down_all()
+    _say(f"down: {', '.join(gone)}" if gone else "no lab was up")
+
+
+@app.command()
+def status() -> None:
+    """List the labs of this machine: servers, rates, cores, and whether the process that made them lives.
+
+    Says first what this machine lacks for emulated servers, if anything.
+    """
+    missing = host.what_is_missing()
+    if missing:
+        warn(f"no servers can be emulated here: {missing}")
+    labs = state.list_labs()
+    if not labs:
+        _say("no lab is up")
+        return
+    table = Table("lab", "servers", "external", "internal", "cores each", "held by", "state", "created")
+    for one in labs:
+        spec, first = one.spec, next(iter(one.servers), None)
+        table.add_row(
+            one.name,
+            str(spec.servers),
+            str(spec.external or "unlimited"),
+            str(spec.internal or "unlimited"),
+            f"{first.cpu_share:.3g}" if first else "",
+            first.cpu_held_by if first else "",
+            state.describe_life(one),
+            one.created,
+        )
+    show(table)
+
+
+def _say(text: str) -> None:
+    Console(highlight=False, soft_wrap=True, markup=False).print(text)
+
+
+def read_spec(servers: int, external: str | None, internal: str | None, cpus: float | None) -> LabSpec:
+    """Return the lab that the options ask for.
+
+    Raises:
+        ConfigError: one of them makes no sense.
+    """
+    return LabSpec(
+        servers=servers,
+        external=None if external is None else Rate.parse(external),
+        internal=None if internal is None else Rate.parse(internal),
+        cpus=cpus,
+    )
+
+
+def check_command(command: Sequence[str], ranks_per_server: int, timeout: float | None) -> None:
+    """Find what is wrong with COMMAND and how it is run before any server is made.
+
+    Raises:
+        ConfigError: naming the option, or what to write in place of COMMAND.
+    """
+    torchrun_arguments(command)
+    if ranks_per_server < 1:
+        raise ConfigError(f"--ranks-per-server {ranks_per_server} must be at least 1")
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise ConfigError(f"--timeout {timeout:g} must be a number of seconds above 0")
+
+
+def end(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGTERM: whoever ends the command means all that it started, which leaving its blocks ends."""
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Run the command that the arguments of this process ask for, and end the process."""
+    run_command_line(app, PROGRAM)

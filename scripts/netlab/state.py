@@ -1,0 +1,319 @@
+"""The notes of all labs of this machine: a JSON file each, by which other processes find and remove them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.planner.records import Rate
+from scripts.netlab import hold
+from scripts.netlab.base import LabSpec
+from scripts.netlab.pids import Process, command_line
+from scripts.netlab.server import ServerFacts
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")
+_FOLDER = "dglx-lab"
+_FORMAT = 1
+_MOST_BYTES = 1 << 20
+_HOLDER = str(Path(*Path(hold.__file__).parts[-3:]))
+"""Stands in the command line of every process that holds namespaces, of whatever installation."""
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+"""What comes of reading a file that anything may have been written to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabState:
+    """What is noted of one lab."""
+
+    name: str
+    spec: LabSpec
+    """With the rates that hold now."""
+    held: Literal["process", "detached"]
+    """Whether it ends with its owner."""
+    owner: Process
+    """Who made it."""
+    boot: str
+    """Which start of this machine it belongs to; process numbers of another mean nothing."""
+    created: str
+    """ISO, UTC."""
+    complete: bool = False
+    """Whether all of it was made."""
+    switch: tuple[Process, ...] = ()
+    """Processes that hold the bridge."""
+    servers: tuple[ServerFacts, ...] = ()
+    """Those made so far."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used, or is being made."""
+        if self.boot != boot_id():
+            return False
+        if self.held == "process" or not self.complete:
+            return self.owner.alive()
+        return any(process.alive() for process in self.processes)
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """All that hold it."""
+        return (
+            *self.switch,
+            *(process for server in self.servers for process in (server.init, server.outer)),
+        )
+
+
+def folder() -> Path:
+    """Return where the notes of labs are, whether it exists or not.
+
+    Raises:
+        LabError: someone else could write there.
+    """
+    run = Path("/run")
+    place = run / _FOLDER
+    if not place.is_dir() and not (run.is_dir() and os.access(run, os.W_OK)):
+        place = Path(tempfile.gettempdir()) / _FOLDER
+    if os.path.lexists(place) and os.geteuid() == 0:
+        found = place.lstat()
+        # Processes that are named in there would be killed as root.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != 0 or found.st_mode & 0o022:
+            raise LabError(
+                f"{place} is no folder that only root can write to; remove it first: rm -r {place}"
+            )
+    return place
+
+
+def boot_id() -> str:
+    """Return a word that is new each time this machine starts."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def check_name(name: str) -> str:
+    """Return ``name``.
+
+    Raises:
+        ConfigError: no lab can be called so.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"lab name {name!r}: use up to 40 letters, digits and dashes, a dash not first")
+    return name
+
+
+def random_name() -> str:
+    """Return a name for a lab that nobody named."""
+    return f"run-{secrets.token_hex(5)}"
+
+
+def reserve(state: LabState) -> None:
+    """Write the first notes of a lab.
+
+    Raises:
+        ConfigError: one of this name exists.
+        LabError: nothing can be written there.
+    """
+    try:
+        folder().mkdir(mode=0o755, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from error
+    fresh = _write_beside(state)
+    try:
+        # A link, unlike a rename, refuses to replace: of two who ask at once, one gets the name.
+        os.link(fresh, _path(state.name))
+    except FileExistsError:
+        raise ConfigError(
+            f"a lab called {state.name!r} exists; take it down with "
+            f"`python scripts/netlab down {state.name}`, or choose another name"
+        ) from None
+    finally:
+        fresh.unlink()
+
+
+def note(state: LabState) -> None:
+    """Replace the notes of a lab, in one step.
+
+    Raises:
+        LabError: there are none, as it was taken down meanwhile, or nothing can be written there.
+    """
+    if not _path(state.name).exists():
+        raise LabError(f"the lab {state.name!r} was taken down meanwhile by another process")
+    _write_beside(state).rename(_path(state.name))
+
+
+def read(name: str) -> LabState:
+    """Read the notes of a lab.
+
+    Raises:
+        ConfigError: there is no lab of this name; the message lists those there are.
+        LabError: the notes are damaged; the message names the file.
+    """
+    path = _path(check_name(name))
+    try:
+        return _from_json(name, json.loads(_text_of(path)))
+    except FileNotFoundError:
+        there = ", ".join(names()) or "none"
+        raise ConfigError(f"there is no lab called {name!r}; up are: {there}") from None
+    except _DAMAGE as error:
+        raise LabError(
+            f"{path} is damaged ({error}); `python scripts/netlab down {name}` or `down --all` removes it"
+        ) from error
+
+
+def noted_still(noted: LabState) -> bool:
+    """Whether the notes under this name are of this lab, and not gone or another's."""
+    try:
+        return read(noted.name).switch == noted.switch
+    except (ConfigError, LabError):
+        return False
+
+
+def names() -> list[str]:
+    """Return the names of all labs that have notes, ascending."""
+    found = [path for path in folder().glob("*.json") if not path.is_dir()]
+    return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
+
+
+def forget(name: str) -> None:
+    """Remove the notes of a lab, if there are any.
+
+    Raises:
+        LabError: a folder is in their place.
+    """
+    path = _path(check_name(name))
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        raise LabError(f"{path} is a folder, which no lab makes; remove it: rm -r {path}") from None
+
+
+def list_labs() -> list[LabState]:
+    """Return the notes of all labs, dead ones included, by name.
+
+    Raises:
+        LabError: notes are damaged; the message names the file.
+    """
+    found = []
+    for name in names():
+        try:
+            found.append(read(name))
+        except ConfigError:
+            continue  # taken down since the folder was listed
+    return found
+
+
+def describe_life(found: LabState) -> str:
+    """Say in a few words whether a lab is up, and until when."""
+    if not found.alive:
+        return "dead, `down --all` removes it"
+    if not found.complete:
+        return f"being made by process {found.owner.pid}"
+    return "up" if found.held == "detached" else f"up while process {found.owner.pid} runs"
+
+
+def _path(name: str) -> Path:
+    return folder() / f"{name}.json"
+
+
+def _text_of(path: Path) -> str:
+    # A pipe in its place would be waited for, and a large file read for long.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise ValueError(f"no plain file of at most {_MOST_BYTES} bytes")
+        return os.read(descriptor, _MOST_BYTES).decode()
+    finally:
+        os.close(descriptor)
+
+
+def _write_beside(state: LabState) -> Path:
+    fresh = folder() / f".{state.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        fresh.write_text(json.dumps(_to_json(state), indent=1) + "\n")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise _unwritable(error) from error
+    return fresh
+
+
+def _unwritable(error: OSError) -> LabError:
+    return LabError(
+        f"what is known of labs cannot be written to {folder()}: {error.strerror}; make room there, or make "
+        "it writable for root"
+    )
+
+
+def _to_json(state: LabState) -> dict[str, Any]:
+    spec = state.spec
+    rates = {"external": spec.external and spec.external.bits_per_s}
+    rates["internal"] = spec.internal and spec.internal.bits_per_s
+    return {
+        "format": _FORMAT,
+        **{key: value for key, value in asdict(state).items() if key not in ("name", "spec")},
+        "spec": {"servers": spec.servers, "cpus": spec.cpus, **rates},
+    }
+
+
+def _from_json(name: str, values: Mapping[str, Any]) -> LabState:
+    if values["format"] != _FORMAT:
+        raise ValueError(f"format {values['format']!r}, not {_FORMAT}")
+    if values["held"] not in ("process", "detached") or not isinstance(values["complete"], bool):
+        raise ValueError(f"held {values['held']!r}, complete {values['complete']!r}")
+    spec = values["spec"]
+    return LabState(
+        name=name,
+        spec=LabSpec(
+            servers=int(spec["servers"]),
+            external=_rate(spec["external"]),
+            internal=_rate(spec["internal"]),
+            cpus=None if spec["cpus"] is None else float(spec["cpus"]),
+        ),
+        held=values["held"],
+        owner=_process(values["owner"]),
+        boot=str(values["boot"]),
+        created=str(values["created"]),
+        complete=values["complete"],
+        switch=tuple(_holder(one) for one in values["switch"]),
+        servers=tuple(_server(one) for one in values["servers"]),
+    )
+
+
+def _rate(bits_per_s: Any) -> Rate | None:
+    return None if bits_per_s is None else Rate(int(bits_per_s))
+
+
+def _process(values: Mapping[str, Any]) -> Process:
+    process = Process(pid=int(values["pid"]), started=int(values["started"]))
+    if process.pid < 2:
+        raise ValueError(f"process number {process.pid}")
+    return process
+
+
+def _holder(values: Mapping[str, Any]) -> Process:
+    """Read a process that holds a lab: it will be entered and killed, so it must be one if it lives."""
+    process = _process(values)
+    line = command_line(process.pid)
+    if line and _HOLDER not in line and process.alive():
+        raise ValueError(f"process {process.pid} holds no lab")
+    return process
+
+
+def _server(values: Mapping[str, Any]) -> ServerFacts:
+    return ServerFacts(
+        number=int(values["number"]),
+        address=str(values["address"]),
+        init=_holder(values["init"]),
+        outer=_holder(values["outer"]),
+        cores=tuple(int(core) for core in values["cores"]),
+        cpu_share=float(values["cpu_share"]),
+        cpu_held_by=values["cpu_held_by"],
+        cgroup=None if values["cgroup"] is None else str(values["cgroup"]),
+    )

@@ -1,0 +1,154 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dglx_dist.cli.report_command import show
+from dglx_dist.errors import ConfigError, UnknownNameError
+from scripts.bench import driver, results, suites
+from scripts.bench.cli import Telling, app, choose, outcome_table, readable_minutes
+from scripts.bench.records import BenchPlan, Experiment, Outcome
+from scripts.bench.steps import Step
+from tests.bench.outcomes import epoch, plan_of
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def ends_with(status: Any, reason: str = "") -> Callable[..., Outcome]:
+    """A driver that does nothing and says how it ended."""
+
+    def run(experiment: Experiment, plan: BenchPlan, tell: Callable[[Step], None]) -> Outcome:
+        tell(Step(experiment=experiment.id, doing="playing", done=0, total=0, seconds_left=None))
+        outcome = Outcome(experiment=experiment.id, status=status, reason=reason)
+        results.write(plan.out, outcome)
+        return outcome
+
+    return run
+
+
+@pytest.fixture
+def no_push_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an installation without that strategy."""
+    others = [name for name in suites.STRATEGIES.names() if name != "push_pull"]
+    monkeypatch.setattr(suites.STRATEGIES, "names", lambda: others)
+
+
+def test_the_list_has_every_experiment_and_says_which_cannot_run(no_push_pull: None) -> None:
+    shown = bench("--list")
+    assert shown.exit_code == 0
+    for name in suites.EXPERIMENTS:
+        assert f" {name} " in shown.output
+    assert "this release has no strategy push_pull" in " ".join(shown.output.split())
+
+
+def test_what_is_absent_is_reported_and_is_no_failure(tmp_path: Path, no_push_pull: None) -> None:
+    shown = bench("--only", "p1,P2", "--only", "P1", "--out", str(tmp_path))
+    assert shown.exit_code == 0, shown.output
+    assert "absent" in shown.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["P1.json", "P2.json", "README.md"]
+
+
+def test_a_failure_does_not_stop_the_next_and_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "run", ends_with("failed", "rank 1 died\n  a log"))
+    shown = bench("--only", "D1,D2", "--out", str(tmp_path))
+    assert shown.exit_code == 1
+    assert shown.stdout.count("failed: rank 1 died") == 2
+    assert {one.experiment for one in results.read(tmp_path)} == {"D1", "D2"}
+
+
+def test_an_interrupt_says_where_the_results_so_far_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "run", run)
+    shown = bench("--only", "D1,D2", "--out", str(tmp_path))
+    assert shown.exit_code == 130
+    assert f"python scripts/bench --report {tmp_path}" in shown.stderr
+
+
+def test_earlier_results_are_reported_anew(tmp_path: Path) -> None:
+    results.write(tmp_path, Outcome(experiment="P1", status="absent", reason="it is a test"))
+    shown = bench("--report", str(tmp_path))
+    assert shown.exit_code == 0
+    assert "it is a test" in (tmp_path / "README.md").read_text()
+
+
+def test_the_plan_is_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+
+    def run(experiment: Experiment, plan: BenchPlan, tell: Callable[[Step], None]) -> Outcome:
+        plans.append(plan)
+        return ends_with("absent")(experiment, plan, tell)
+
+    monkeypatch.setattr(driver, "run", run)
+    bench("--only", "D1", "--out", str(tmp_path), "--repetitions", "7", "--seed", "3")
+    bench("d1", "--out", str(tmp_path), "--work", str(tmp_path / "w"))
+    assert (tmp_path / "D1.json").is_file()
+    assert [plan.work for plan in plans] == [tmp_path / "work", tmp_path / "w"]
+    assert [plan.repetitions for plan in plans] == [7, 5]
+    assert [plan.seed for plan in plans] == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (["--only", "D1"], ConfigError, "--out DIR"),
+        (["--only", "D11", "--out", "x"], UnknownNameError, "did you mean 'D1'"),
+        (["--suite", "pears", "--out", "x"], UnknownNameError, "did you mean 'peers'"),
+        (["--only", "D1", "--out", "x", "--repetitions", "0"], ConfigError, "--repetitions 0 must be"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(
+    arguments: list[str], error: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = bench(*arguments)
+    assert isinstance(shown.exception, error)
+    assert said in str(shown.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_suite_is_chosen_unless_experiments_are_named() -> None:
+    assert [one.id for one in choose("quick", [])] == [one.id for one in suites.suite("quick")]
+    assert [one.id for one in choose("quick", ["d2", "D1,D2"])] == ["D2", "D1"]
+
+
+def test_the_table_has_claim_prediction_ratio_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of("a", "b")
+    measurements = tuple(
+        driver.Measurement(variant=name, repetition=number, epochs=(epoch(seconds=seconds),))
+        for number in range(2)
+        for name, seconds in (("a", 3.0), ("b", 1.0))
+    )
+    outcome = Outcome(
+        experiment="D1", status="measured", plan=plan, measurements=measurements, label="quick look"
+    )
+    show(outcome_table([suites.find("D1")], [outcome]))
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "A over B" in line]
+    for cell in ("D1", "2.00", "3.00 (3.00 to 3.00)", "2 / 2"):
+        assert cell in row
+
+
+def test_without_a_terminal_steps_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Telling() as tell:
+        tell.step(Step(experiment="D1", doing="making its datasets", done=0, total=0, seconds_left=None))
+        tell.step(Step(experiment="D1", doing="repetition 1 of 5: a", done=3, total=8, seconds_left=150))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "D1: making its datasets",
+        "D1: repetition 1 of 5: a (3 of 8 jobs, about 2 min left)",
+    ]
+
+
+def test_time_left_is_in_seconds_or_minutes() -> None:
+    assert [readable_minutes(seconds) for seconds in (42.4, 99.0, 150.0, 600.0)] == [
+        "42 s", "99 s", "2 min", "10 min",
+    ]  # fmt: skip

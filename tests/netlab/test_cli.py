@@ -1,0 +1,170 @@
+"""`python scripts/netlab run` as a user starts it, on emulated servers and on plain loopback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.cli.app import app as dglx
+from dglx_dist.cluster.trace import UNFINISHED
+from dglx_dist.errors import ConfigError
+from scripts.netlab.cli import app
+from scripts.netlab.host import what_is_missing
+from tests.netlab.commands import FAILS, WAITS, script, wait_until_gone
+
+NETLAB = (sys.executable, str(Path(__file__).parents[2] / "scripts" / "netlab"))
+GRAPH = "synthetic:nodes=2000,degree=10,classes=4,features=400,seed=1"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("DGLX_")}
+
+
+def netlab(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*NETLAB, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**ENVIRONMENT, **environment},
+        check=False,
+    )
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Start a command whose ranks say "waits" and wait until as many as there are servers have."""
+    process = subprocess.Popen(
+        [*NETLAB, "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    seen: list[str] = []
+    while sum("waits" in line for line in seen) < 2:
+        seen.append(process.stdout.readline())
+        assert seen[-1], f"ended with {process.wait()}: {seen}"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def emulated() -> None:
+    missing = what_is_missing()
+    if missing:
+        pytest.skip(f"no servers can be emulated here: {missing}")
+
+
+@pytest.mark.usefixtures("emulated")
+def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_path: Path) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    dglx(["partition", GRAPH, "--parts", "2", "--out", str(data)], standalone_mode=False)
+    done = netlab(
+        *("run", "--servers", "2", "--external", "200mbit", "--out", str(out), "--"),
+        *("dglx", "train", str(data), "--epochs", "4", "--eval-every", "0", "--out", str(tmp_path / "run")),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 servers of 1 rank; namespaces, 200mbit between servers" in done.stderr
+    assert "test_accuracy" in done.stdout
+    assert done.stdout.count("agrees") == 3
+    assert "s per epoch after the first" in done.stdout
+    said = json.loads((out / "lab.json").read_text())
+    assert (said["lab"]["kind"], said["lab"]["external"], said["exit_code"]) == ("namespaces", "200mbit", 0)
+    assert [abs(one["ratio"] - 1) < 0.08 for one in said["servers"]] == [True, True]
+    assert len(said["epoch_seconds"]) == 4
+    assert "test_accuracy" in (out / "server-0.log").read_text()
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "loopback"])
+def test_a_signal_to_the_command_leaves_nothing(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if kind == "namespaces":
+        request.getfixturevalue("emulated")
+    path = script(tmp_path, WAITS)
+    options = ["--loopback"] if kind == "loopback" else []
+    with running(*options, "--", "python", path) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert wait_until_gone(path) == []
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "loopback"])
+def test_a_killed_command_leaves_nothing(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if kind == "namespaces":
+        request.getfixturevalue("emulated")
+    path = script(tmp_path, WAITS)
+    with running(*(["--loopback"] if kind == "loopback" else []), "--", path) as process:
+        process.kill()
+        process.wait(timeout=60)
+        assert wait_until_gone(path) == []
+
+
+def test_the_rank_that_failed_is_told_last_and_its_code_is_the_commands(tmp_path: Path) -> None:
+    path = script(tmp_path, FAILS)
+    done = netlab("run", "--loopback", "--external", "1gbit", "--", path, "7", "--debug", "--timeout")
+    assert done.returncode == 7
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("server 1: rank 1 (process ")
+    assert "ended with exit code 7" in last
+    assert "loopback, links not limited: asked for" in done.stderr
+    assert wait_until_gone(path) == []
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, True), (7, False)])
+def test_counts_that_are_missing_are_told_of_a_command_that_ended_well(
+    code: int, told: bool, tmp_path: Path
+) -> None:
+    unfinished = f"open(os.environ['DGLX_TRACE'] + '/rank-0.json{UNFINISHED}', 'w').close()"
+    path = script(tmp_path, f"import os, sys\n{unfinished}\nsys.exit({code})\n")
+    done = netlab("run", "--loopback", "--servers", "1", "--", path)
+    assert done.returncode == code
+    assert ("rank-0.json was never written" in done.stderr) is told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--", "ls"], "'ls' is nothing that torchrun can start"),
+        (["--", "dglx", "train", "x", "--ranks", "2"], "leave it out"),
+        (["--external", "fast", "--", "-m", "x"], "rate 'fast' must be"),
+        (["--servers", "0", "--", "-m", "x"], "servers=0"),
+        (["--ranks-per-server", "0", "--", "-m", "x"], "--ranks-per-server 0"),
+        (
+            ["--name", "a", "--servers", "2", "--", "-m", "x"],
+            "--name a uses a lab that is up as it is: leave out",
+        ),
+        (["--timeout", "0", "--", "-m", "x"], "--timeout 0"),
+    ],
+)
+def test_mistakes_are_found_before_any_server_is_made(arguments: Sequence[str], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        app(["run", *arguments], standalone_mode=False)
+    assert says in str(refused.value)
+
+
+def test_what_is_missing_is_told_and_the_command_runs_on_loopback(tmp_path: Path) -> None:
+    # A folder of programs that has neither ip nor tc.
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "taskset", "unshare", "nsenter", "mount"):
+        found = [folder for folder in ("/usr/bin", "/bin") if Path(folder, name).exists()]
+        if found:
+            (programs / name).symlink_to(Path(found[0], name))
+    (tmp_path / "who.py").write_text("import os; print('rank', os.environ['RANK'])")
+    done = netlab("run", "--external", "1gbit", "--", str(tmp_path / "who.py"), PATH=str(programs))
+    assert done.returncode == 0, done.stderr
+    assert "warning: nothing is emulated" in done.stderr
+    assert "apt-get install iproute2" in done.stderr
+    assert "loopback, links not limited" in done.stdout
+    assert "rank 0" in done.stdout.splitlines()
+    assert "server 1 | rank 1" in done.stdout.splitlines()

@@ -1,0 +1,253 @@
+"""Emulated servers: what they see of each other, of other labs and of this machine, and what stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.cluster import cgroups
+from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.planner.records import Rate
+from scripts.netlab import cleaning, links, namespaces, state
+from scripts.netlab.base import LabSpec
+from scripts.netlab.holder import wait_until_ended
+from scripts.netlab.links import CARD
+from scripts.netlab.namespaces import NamespaceLab
+from scripts.netlab.opening import attach, open_lab, up
+from scripts.netlab.server import NamespaceServer, cgroup_name
+from tests.netlab.servers import LIMIT_S, lab_of, output, python, reaches
+
+SLOW, FAST = Rate.parse("20mbit"), Rate.parse("300mbit")
+
+pytestmark = pytest.mark.usefixtures("needs_lab")
+
+
+def rate_of(pid: int, device: str) -> int | None:
+    """Bits per second that the kernel lets ``device`` send in the namespace of ``pid``."""
+    answer = links.run_inside(pid, [["tc", "-j", "qdisc", "show", "dev", device]])
+    (root,) = [one for one in json.loads(answer) if one.get("root")]
+    return int(root["options"]["rate"]) * 8 if root["kind"] == "tbf" else None
+
+
+def switch_of(lab: NamespaceLab) -> int:
+    return state.read(lab.name).switch[0].pid
+
+
+def test_servers_reach_each_other_and_nobody_else(pair: NamespaceLab) -> None:
+    first, second = pair.servers
+    assert (first.address, second.address) == ("10.77.0.1", "10.77.0.2")
+    assert reaches(first, second.address)
+    assert reaches(second, first.address)
+    assert not reaches(first, "10.77.0.3")
+    assert output(first, "ip", "route", "show", "default") == ""
+
+
+def test_two_labs_at_once_do_not_see_each_other(pair: NamespaceLab) -> None:
+    """The other lab has our addresses and a third one, which stays out of our reach."""
+    with lab_of(3, cpus=0.1) as other:
+        assert [server.address for server in other.servers[:2]] == [server.address for server in pair.servers]
+        assert reaches(other.servers[0], "10.77.0.3")
+        assert not reaches(pair.servers[0], "10.77.0.3")
+        cards = pair.cards()
+        assert reaches(other.servers[0], "10.77.0.2")
+        assert pair.cards()[1].received - cards[1].received < 1000
+
+
+def test_both_ends_of_a_cable_are_limited(pair: NamespaceLab) -> None:
+    for server in pair.servers:
+        assert rate_of(server.facts.init.pid, CARD) == SLOW.bits_per_s
+        assert rate_of(switch_of(pair), f"server{server.number}") == SLOW.bits_per_s
+        assert rate_of(server.facts.init.pid, "lo") is None
+
+
+def test_rates_change_at_once_and_can_be_lifted() -> None:
+    with lab_of(2, external=SLOW, internal=FAST) as lab:
+        first = lab.servers[0].facts.init.pid
+        devices = [(first, CARD), (switch_of(lab), "server1"), (first, "lo")]
+        assert [rate_of(*device) for device in devices] == [SLOW.bits_per_s, SLOW.bits_per_s, FAST.bits_per_s]
+        lab.set_rates(FAST, None)
+        assert [rate_of(*device) for device in devices] == [FAST.bits_per_s, FAST.bits_per_s, None]
+        assert (lab.spec.external, lab.spec.internal) == (FAST, None)
+        assert state.read(lab.name).spec == lab.spec
+        lab.set_rates(None, SLOW)
+        assert [rate_of(*device) for device in devices] == [None, None, SLOW.bits_per_s]
+        assert lab.describe()["external"] is None
+        assert lab.describe()["label"] == "namespaces, links not limited, 20mbit within"
+        assert lab.describe()["internal"] == "20mbit"
+
+
+def test_a_rate_that_is_refused_is_not_said_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab_of(1, external=SLOW) as lab:
+        monkeypatch.setattr(links, "limit", lambda device, rate: ["false"])
+        with pytest.raises(LabError):
+            lab.set_rates(FAST, None)
+        assert lab.describe()["external"] == "20mbit"
+        assert state.read(lab.name).spec == lab.spec
+
+
+def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
+    """15 datagrams of 1000 bytes fit in the smallest bucket, each with 42 bytes of headers."""
+    first, second = pair.servers
+    assert reaches(first, second.address)
+    before = pair.cards()
+    python(
+        first,
+        "import socket\nwire = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        f"for _ in range(15): wire.sendto(bytes(1000), ('{second.address}', 9))",
+    )
+    after = pair.cards()
+    assert 15_630 <= after[0].sent - before[0].sent < 15_630 + 4000
+    assert 15_630 <= after[1].received - before[1].received < 15_630 + 4000
+    assert after[1].sent - before[1].sent < 10_000
+
+
+def _traces_of(name: str) -> list[str]:
+    """Everything that a lab could leave on this machine."""
+    left = [str(folder) for number in range(3) for folder in cgroups.find(cgroup_name(name, number))]
+    left += [str(path) for path in state.folder().glob(f"*{name}*")]
+    left += [device for device in os.listdir("/sys/class/net") if device.startswith(("server", "bridge"))]
+    return left
+
+
+def test_nothing_stays_after_closing() -> None:
+    with lab_of(2, cpus=0.3, external=SLOW) as lab:
+        assert isinstance(lab, NamespaceLab)
+        holders = state.read(lab.name).processes
+        child = subprocess.Popen(lab.servers[0].inside(["sleep", "600"]))
+        assert all(process.alive() for process in holders)
+    assert child.wait(timeout=LIMIT_S) != 0
+    wait_until_ended(holders)
+    assert _traces_of(lab.name) == []
+    lab.close()
+    with pytest.raises(LabError, match="taken down"):
+        lab.cards()
+    with pytest.raises(LabError, match="taken down"):
+        lab.set_rates(SLOW, None)
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_nothing_stays_after_a_failure_half_way(
+    server: int, lab_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cable of a server cannot be laid, once of the first and once of the last one."""
+    made: list[Any] = []
+    port_of = links.port_of
+
+    def bad_port(number: int) -> str:
+        made.extend(state.read(lab_name).processes)
+        return "a/name/that/is/refused" if number == server else port_of(number)
+
+    monkeypatch.setattr(links, "port_of", bad_port)
+    with pytest.raises(LabError, match="a/name/that/is/refused"):
+        open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)
+    assert made
+    assert not any(process.alive() for process in made)
+    assert _traces_of(lab_name) == []
+
+
+def test_nothing_stays_when_a_setup_command_fails(lab_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "SETUP", [["ip", "link", "set", "nonesuch", "up"]])
+    with pytest.raises(LabError, match=r"server 0 could not be made: .*nonesuch"):
+        open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)
+    assert _traces_of(lab_name) == []
+
+
+def test_a_name_that_exists_is_refused(lab_name: str) -> None:
+    with open_lab(LabSpec(servers=1), name=lab_name) as lab:
+        with pytest.raises(ConfigError, match=f"python scripts/netlab down {lab_name}"):
+            open_lab(LabSpec(servers=1), name=lab_name)
+        assert lab.cards()[0].received >= 0
+
+
+ROOT = Path(__file__).parents[2]
+_OWNER = """
+import sys
+from multiprocessing import get_context
+from time import sleep
+from scripts.netlab.base import LabSpec
+from scripts.netlab.opening import open_lab
+if __name__ == "__main__":
+    lab = open_lab(LabSpec(servers=2, cpus=0.3), name=sys.argv[1])
+    # A forked child that outlives its parent must not keep the lab up.
+    child = get_context("fork").Process(target=sleep, args=(20,))
+    child.start()
+    sys.stdout.write(f"{child.pid}\\n")
+    sys.stdout.flush()
+    sleep(600)
+"""
+
+
+def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _OWNER, lab_name], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        timer = threading.Timer(LIMIT_S, owner.kill)
+        timer.start()
+        forked = int(owner.stdout.readline())
+        timer.cancel()
+        noted = state.read(lab_name)
+        inside = subprocess.Popen(NamespaceServer(noted.servers[0]).inside(["sleep", "600"]))
+        owner.send_signal(signal.SIGKILL)
+    try:
+        wait_until_ended(noted.processes)
+        assert inside.wait(timeout=LIMIT_S) != 0
+        assert Path(f"/proc/{forked}").exists()
+    finally:
+        os.kill(forked, signal.SIGKILL)
+    assert _traces_of(lab_name) != []
+    with open_lab(LabSpec(servers=1)):
+        assert _traces_of(lab_name) == []
+
+
+def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str) -> None:
+    code = (
+        "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.opening import up\n"
+        "up(LabSpec(servers=2, cpus=0.3), sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, lab_name], cwd=ROOT, check=True, timeout=LIMIT_S)
+    with attach(lab_name) as lab:
+        assert reaches(lab.servers[0], lab.servers[1].address)
+        lab.set_rates(SLOW, None)
+    again = attach(lab_name)
+    assert again.spec.external == SLOW
+    assert cleaning.clean_stale() == [] or lab_name in state.names()
+    assert len(again.cards()) == 2
+    holders = state.read(lab_name).processes
+    cleaning.down(lab_name)
+    assert not any(process.alive() for process in holders)
+    assert _traces_of(lab_name) == []
+    with pytest.raises(ConfigError, match="no lab called"):
+        attach(lab_name)
+
+
+def test_down_ends_what_runs_inside(lab_name: str) -> None:
+    lab = up(LabSpec(servers=1), lab_name)
+    child = subprocess.Popen(lab.servers[0].inside(["sleep", "600"]))
+    cleaning.down(lab_name)
+    assert child.wait(timeout=LIMIT_S) != 0
+    assert _traces_of(lab_name) == []
+
+
+def test_closing_leaves_another_lab_that_got_the_name(lab_name: str) -> None:
+    first = open_lab(LabSpec(servers=1, cpus=0.3), name=lab_name)
+    cleaning.down(lab_name)
+    with open_lab(LabSpec(servers=1, cpus=0.3), name=lab_name) as second:
+        first.close()
+        assert lab_name in state.names()
+        assert second.cards()[0].received >= 0
+        with pytest.raises(LabError, match="taken down"):
+            first.set_rates(SLOW, None)
+
+
+def test_a_lab_inside_a_server_sees_no_lab_outside(pair: NamespaceLab) -> None:
+    assert pair.name in state.names()
+    assert output(pair.servers[0], "ls", str(state.folder())) == ""

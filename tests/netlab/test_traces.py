@@ -1,0 +1,154 @@
+"""Traces of ranks, read back and added up."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.cluster.ledger import WORKER, Ledger
+from dglx_dist.cluster.topology import Topology
+from dglx_dist.cluster.trace import Pass, TraceWriter
+from dglx_dist.errors import StorageError
+from scripts.netlab.traces import Trace, read
+from tests.netlab.traces import epoch, rank_trace, row, trace_of
+
+SERVERS = (0, 0, 1)
+
+
+def _write(folder: Path, rank: int, *, job: str = "a", epochs: int = 2) -> None:
+    topology = Topology(rank, len(SERVERS), SERVERS)
+    ledger = Ledger(topology)
+    ledger.add("features", 1, (rank + 1) % 3, rank, 100 * (rank + 1))
+    ledger.add("sampling", 2, rank, (rank + 1) % 3, 8)
+    writer = TraceWriter(folder, rank)
+    for number in range(epochs):
+        writer.note_epoch(epoch(number, 1.5 + number))
+    writer.note_pass(Pass(loader=writer.new_loader(), steps=4, seconds=2.0, wait_s=0.5))
+    writer.write(job, topology, ledger, failed=False)
+
+
+def _change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    for rank in range(3):
+        _write(tmp_path, rank)
+    trace = read(tmp_path)
+    ((*ranks,),) = trace.sessions
+    assert [one.rank for one in ranks] == [0, 1, 2]
+    assert ranks[1].server_of_rank == SERVERS
+    assert ranks[1].epochs == (epoch(0, 1.5), epoch(1, 2.5))
+    assert ranks[1].passes == (Pass(loader=0, steps=4, seconds=2.0, wait_s=0.5),)
+    assert ranks[0].ledger[0] == row(1, 0, 100, inside=True)
+    assert (trace.num_servers, trace.failed) == (2, False)
+    assert trace.epoch_seconds() == [1.5, 2.5]
+
+
+def test_bytes_between_servers_are_added_up_by_server() -> None:
+    """Ranks 0 and 1 on server 0, rank 2 on server 1."""
+    trace = trace_of(
+        SERVERS,
+        [
+            [row(0, 1, 1000, inside=True), row(0, 2, 10)],
+            [row(1, 2, 20), row(2, 1, 300)],  # asked for by rank 1, which counts both ways
+            [row(2, 0, 40)],
+        ],
+    )
+    assert trace.ledger_outside_by_server() == {0: (30, 340), 1: (340, 30)}
+
+
+def test_what_workers_send_and_get_is_their_servers_alone() -> None:
+    trace = trace_of((0, 1), [[row(0, WORKER, 7), row(WORKER, 0, 5)], []])
+    assert trace.ledger_outside_by_server() == {0: (7, 5), 1: (0, 0)}
+
+
+def test_sessions_add_up() -> None:
+    one = trace_of((0, 1), [[row(0, 1, 10)], []])
+    again = trace_of((0, 1), [[], [row(1, 0, 5)]])
+    both = Trace(sessions=one.sessions + again.sessions)
+    assert both.ledger_outside_by_server() == {0: (10, 5), 1: (5, 10)}
+
+
+def test_passes_count_where_there_are_no_epochs() -> None:
+    """The slowest rank's, of the first loader that made any; one rank was interrupted in its last pass."""
+    ranks = [
+        rank_trace(0, (0, 1), passes=[_pass(1, 2.0), _pass(2, 9.0), _pass(1, 3.0), _pass(1, 4.0)]),
+        rank_trace(1, (0, 1), passes=[_pass(1, 2.5), _pass(1, 2.0)]),
+    ]
+    assert Trace(sessions=(tuple(ranks),)).epoch_seconds() == [2.5, 3.0]
+    assert Trace(sessions=()).epoch_seconds() == []
+
+
+def _pass(loader: int, seconds: float) -> Pass:
+    return Pass(loader=loader, steps=1, seconds=seconds, wait_s=0.0)
+
+
+def test_sessions_come_in_their_order(tmp_path: Path) -> None:
+    for number, job in enumerate(["second", "first", "third"]):
+        for rank in range(3):
+            _write(tmp_path, rank, job=job, epochs=number)
+    assert [ranks[0].job for ranks in read(tmp_path).sessions] == ["second", "first", "third"]
+
+
+def test_a_loss_that_was_no_number_is_none_again(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, 0)
+    writer.note_epoch(epoch(0, 1.0).__class__(**(epoch(0, 1.0).__dict__ | {"loss": math.inf})))
+    writer.write("a", Topology(0, 1, (0,)), Ledger(Topology(0, 1, (0,))), failed=True)
+    trace = read(tmp_path)
+    assert math.isnan(trace.sessions[0][0].epochs[0].loss)
+    assert trace.failed
+
+
+def test_nothing_written_is_no_session(tmp_path: Path) -> None:
+    assert read(tmp_path).sessions == ()
+    assert read(tmp_path / "none").ledger_outside_by_server() == {}
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    _write(tmp_path, 0)
+    with pytest.raises(StorageError, match="no trace of rank 1, 2 of 3"):
+        read(tmp_path)
+
+
+def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
+    _write(tmp_path, 0)
+    _write(tmp_path, 1)
+    TraceWriter(tmp_path, 2)
+    with pytest.raises(StorageError, match=r"rank-2\.json was never written.*killed"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rank": 1}, "'rank' is 1, expected one of 0"),
+        ({"world_size": 0}, "'world_size' is 0"),
+        ({"server_of_rank": [0]}, "'server_of_rank' is .*expected 3 whole numbers"),
+        ({"failed": "no"}, "'failed' is 'no'"),
+        ({"ledger": [{"phase": "x"}]}, r"'ledger\[0\]\.layer' is missing"),
+        ({"passes": [{"loader": 0, "steps": 1, "seconds": "1"}]}, r"'passes\[0\]\.seconds' is '1'"),
+        ({"epochs": [{"epoch": 0}]}, r"'epochs\[0\]\.loss' is missing"),
+        ({"job": "other"}, "no trace of rank 1, 2 of 3"),
+        ({"server_of_rank": [0, 1, 1]}, "do not fit together"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_damage_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    for rank in range(3):
+        _write(tmp_path, rank)
+    _change(tmp_path / "rank-0.json", **values)
+    with pytest.raises(StorageError, match=message):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"job": "half', "[" * 100_000], ids=["half", "deep"])
+def test_what_cannot_be_parsed_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rank-0.json"
+    path.write_text(text)
+    with pytest.raises(StorageError, match=r"rank-0\.json is damaged"):
+        read(tmp_path)
