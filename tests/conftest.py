@@ -10,6 +10,17 @@ from dglx_dist.offload.package import Package, Packed, write_zip
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked wide, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        wide = {item for item in items if {mark.name for mark in item.iter_markers()} & {"wide", "real_data"}}
+        config.hook.pytest_deselected(items=list(wide))
+        items[:] = [item for item in items if item not in wide]
+
+
 @pytest.fixture(scope="session")
 def worker_package(tmp_path_factory: pytest.TempPathFactory) -> Packed:
     """The whole package of a worker, NumPy and pyzmq included; written once, for it takes seconds."""

@@ -15,9 +15,10 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph import DistGraph, node_split
 from dglx_dist.graph.split import edge_split
 from tests.graph.small import NUM_NODES, edges, features
+from tests.helpers import wide
 from tests.helpers.ranks import RankError, run_ranks
 
-LAYOUTS = [(1, None), (2, 2), (2, 1), (3, 1), (4, 2)]
+LAYOUTS = [(1, None), (2, 1), (4, 2), *wide((2, 2), (3, 1))]
 MODES = ["replicated", "partitioned"]
 
 

@@ -13,6 +13,7 @@ from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, DistTensor
 from tests.graph.small import NUM_NODES
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 
@@ -170,7 +171,7 @@ def write_each_others_rows(folder: Path) -> Any:
         )
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(4, 2), *wide((2, 2), (3, 1))])
 def test_ranks_write_rows_of_all_servers(small_dataset: Path, ranks: int, per_server: int) -> None:
     expected = [10.0 * (node % ranks) for node in range(NUM_NODES)]
     for values, left, inside in run_ranks(

@@ -10,6 +10,7 @@ import torch
 from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, edge_split
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.sampling import bonds
 from tests.sampling.bonds import BUYING, BUYS, KNOWING, KNOWS
@@ -39,7 +40,7 @@ def split_in_rank(folder: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(3, 1), *wide((2, 2))])
 def test_shares_are_disjoint_complete_and_even(tmp_path: Path, ranks: int, ranks_per_server: int) -> None:
     folder = bonds.write(bonds.shop(), tmp_path / "shop", 3)
     results = run_ranks(split_in_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)

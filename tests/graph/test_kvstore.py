@@ -17,12 +17,13 @@ from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.placement import Placement
 from dglx_dist.records import Array, ColumnInfo
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 OFFSETS = np.array([0, 7, 7, 20, 31])
 """Four parts, of which the second is empty."""
 
-CASES = [(1, None), (2, None), (2, 1), (3, 1), (4, 2), (3, 2)]
+CASES = [(1, None), (2, 1), (3, 2), *wide((2, None), (3, 1), (4, 2))]
 """(ranks, ranks per server)."""
 
 

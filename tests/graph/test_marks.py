@@ -13,6 +13,7 @@ from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, DistTensor, node_split
 from tests.graph.small import NUM_NODES
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 
@@ -44,7 +45,7 @@ def look_for_marks(folder: Path) -> list[Any]:
         ]
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), (3, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1), (3, 1))])
 def test_marked_rows_are_found_for_one_bit_a_row(
     small_dataset: Path, ranks: int, per_server: int | None
 ) -> None:

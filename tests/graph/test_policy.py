@@ -12,6 +12,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, DistTensor
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from tests.graph.small import NUM_NODES
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 
@@ -70,7 +71,7 @@ def relation_tables(folder: Path) -> dict[str, Any]:
         return seen
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), (3, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1), (3, 1))])
 def test_tables_of_any_size_lie_on_the_servers(
     small_dataset: Path, ranks: int, per_server: int | None
 ) -> None:

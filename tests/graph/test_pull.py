@@ -19,6 +19,7 @@ from dglx_dist.graph.remote_plan import plan_pull
 from dglx_dist.graph.row_cache import RowCache
 from dglx_dist.graph.slot_table import SlotTable, fill_table, no_slots, slot_of, table_sizes
 from dglx_dist.records import Array, ColumnInfo
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 BOUNDS = np.array([0, 10, 20, 30])
@@ -118,7 +119,7 @@ def pull_with_private_cache() -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), *wide((3, 1), (4, 2))])
 def test_a_cache_changes_bytes_and_counts_only(ranks: int, per_server: int | None) -> None:
     for found in run_ranks(pull_with_private_cache, ranks, ranks_per_server=per_server):
         assert found == [(True, 0, 0), 0, (True, 0, 0), 0]

@@ -23,13 +23,14 @@ from dglx_dist.graph.owners import RowOwners
 from dglx_dist.graph.placement import Placement
 from dglx_dist.graph.shared_rows import shared_rows
 from dglx_dist.records import Array, ColumnInfo
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
 NUM_ROWS = 31
 OFFSETS = np.array([0, 7, 7, 20, NUM_ROWS])
 """Four parts, of which the second is empty."""
 
-CASES = [(1, None), (2, None), (2, 1), (3, 1), (3, 2)]
+CASES = [(1, None), (2, 1), (3, 2), *wide((2, None), (3, 1))]
 """(ranks, ranks per server)."""
 
 KINDS = {"f": ("float32", (5,)), "d": ("float64", ()), "i": ("int64", (2,)), "h": ("bfloat16", (4,))}

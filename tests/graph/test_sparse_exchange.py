@@ -22,6 +22,7 @@ from dglx_dist.graph.sparse_exchange import PHASE
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
 
@@ -60,7 +61,7 @@ def count_bytes(folder: Path) -> tuple[list[tuple[int, int]], list[int]]:
         return [(sent.get(other, 0), int(wanted[other])) for other in others], sorted(sent)
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), (3, 3)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), *wide((3, 3))])
 def test_eight_bytes_and_one_row_for_each_distinct_row_of_another_rank(
     small_dataset: Path, ranks: int, per_server: int
 ) -> None:

@@ -13,6 +13,7 @@ from dglx_dist.cluster.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import DistGraph, DistTensor
 from tests.graph.small import NUM_NODES
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 
@@ -133,7 +134,7 @@ def free_in_blocks(folder: Path) -> list[Any]:
         return [names, gone, left, same, counts, num_bytes]
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1))])
 def test_a_block_frees_its_tensor_and_masks_are_joined_and_counted(
     small_dataset: Path, ranks: int, per_server: int | None
 ) -> None:

@@ -1,0 +1,13 @@
+"""Helpers of the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def wide(*cases: Any) -> list[Any]:
+    """Return ``cases``, each the values of one run of a test, as parameters that need --all."""
+    values = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=pytest.mark.wide) for case in values]

@@ -17,6 +17,7 @@ from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.train import train_dataset
 from dglx_dist.sampling import DataLoader
 from dglx_dist.storage.writer import write_dataset
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 FANOUTS, BATCH, EPOCHS = [4, 3], 20, 10
@@ -86,7 +87,7 @@ def hit_rates(folder: Path) -> list[tuple[float, float]]:
         return found
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), *wide((3, 2))])
 def test_as_many_hits_as_the_probabilities_foretell(dataset: Path, ranks: int, per_server: int) -> None:
     for rank in run_ranks(hit_rates, ranks, args=(dataset,), ranks_per_server=per_server):
         for expected, measured in rank:

@@ -18,6 +18,7 @@ from dglx_dist.run.plan import TrainPlan
 from dglx_dist.run.train import train_dataset
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -86,7 +87,7 @@ def check_resuming(dataset: str, folder: Path) -> None:
         train_dataset(replace(again, resume=True, epochs=EPOCHS + 2, hidden=16))
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), *wide((3, 2))])
 def test_results_are_those_of_data_parallel(
     dataset: str, tmp_path: Path, ranks: int, ranks_per_server: int
 ) -> None:

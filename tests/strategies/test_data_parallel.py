@@ -20,6 +20,7 @@ from dglx_dist.cluster.session import Session, start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
 from dglx_dist.strategies import STRATEGIES
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 CUTS = {1: (0, 6), 2: (0, 4, 6), 3: (0, 4, 6, 6)}
@@ -182,7 +183,7 @@ def one_process() -> dict[str, dict[str, Any]]:
     return answers
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 3, *wide(2)])
 def on_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(_all_cases, request.param, args=(CUTS[request.param],))
 

@@ -14,6 +14,7 @@ from dglx_dist.errors import CheckpointError
 from dglx_dist.records import StepShare
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.training import checkpoint
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 
@@ -78,7 +79,7 @@ def _run(folder: str, save_at: int | None, resume: bool) -> list[Any]:
     return [value.numpy().copy() for value in wrapped.state_dict().values()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *wide(1)])
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, ranks: int) -> None:
     whole = run_ranks(_run, ranks, args=(str(tmp_path), 2, False))
     resumed = run_ranks(_run, ranks, args=(str(tmp_path), None, True))

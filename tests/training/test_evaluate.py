@@ -17,6 +17,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.training.evaluate import evaluate
 from dglx_dist.training.inference import in_original_order, layerwise_inference, minibatch_inference
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -87,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return equality.write_parts(tmp_path_factory.mktemp("evaluate"))
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2), *wide((2, 1), (4, 4))])
 def test_scores_and_accuracy(folder: Path, ranks: int, ranks_per_server: int) -> None:
     graph = equality.plain_graph()
     features = graph.ndata["feat"]

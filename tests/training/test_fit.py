@@ -25,6 +25,7 @@ from dglx_dist.strategies.bounded.trainer import LambdaTrainer
 from dglx_dist.training.evaluate import evaluate
 from dglx_dist.training.fit import FitConfig, epoch_line, train
 from dglx_dist.training.models import build_model
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.strategies import equality
@@ -77,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return equality.write_parts(tmp_path_factory.mktemp("fit"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *wide(1)])
 def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, ranks: int) -> None:
     whole = {"epochs": 4, "eval_every": 2}
     half = {"epochs": 2, "eval_every": 2, "checkpoint_folder": str(tmp_path)}

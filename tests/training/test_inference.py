@@ -23,6 +23,7 @@ from dglx_dist.training.inference import (
     minibatch_inference,
 )
 from dglx_dist.training.relational import HGT, RGCN
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.training import hetero
@@ -137,7 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hetero.write_parts(tmp_path_factory.mktemp("inference"))
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2), *wide((2, 1))])
 def test_results_are_those_of_plain_dgl(folder: Path, ranks: int, ranks_per_server: int) -> None:
     plain = {kind: plain_scores(kind) for kind in ("rgcn", "hgt", "both")}
     labels = hetero.plain_graph().nodes["paper"].data

@@ -12,6 +12,7 @@ import torch
 from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.training import metrics
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 LABEL = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
@@ -56,7 +57,7 @@ def brute_force_auc() -> float:
     return sum(pairs) / len(pairs)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3, *wide(2)])
 def test_figures(ranks: int) -> None:
     # Hits 2, 2, 3 of classes 0, 1, 2; said 3, 4, 4 times and class 3 once; true 4, 3, 5 times.
     macro = (2 * 2 / (3 + 4) + 2 * 2 / (4 + 3) + 2 * 3 / (4 + 5) + 0.0) / 4

@@ -12,6 +12,7 @@ from torch import Tensor
 from dglx_dist.cluster.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.training.ranking import KnownEdges, hits_at, mrr, rank_of_answer, rank_of_positive
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 # (0, 0) is answered by 1 and 3, (0, 1) by 2, (4, 0) by 0; one edge is there twice.
@@ -103,7 +104,7 @@ def _figures(cut: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [(1, (0, 40)), (2, (0, 40, 40)), (3, (0, 11, 30, 40))])
+@pytest.mark.parametrize(("ranks", "cut"), [(1, (0, 40)), (3, (0, 11, 30, 40)), *wide((2, (0, 40, 40)))])
 def test_figures_of_all_ranks(ranks: int, cut: tuple[int, ...]) -> None:
     scores, (subject, relation, answer), _ = random_case(2)
     whole = rank_of_answer(

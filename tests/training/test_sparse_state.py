@@ -16,6 +16,7 @@ from dglx_dist.records import StepShare
 from dglx_dist.strategies.data_parallel import DataParallelModel
 from dglx_dist.training import checkpoint
 from tests.graph.small import NUM_NODES, build, write
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 STEPS, STOP = 6, 3
@@ -76,7 +77,7 @@ def resume(folder: Path, saved: Path) -> tuple[list[Any], str, str]:
         return run.everything(), str(without.value), str(wrong.value)
 
 
-@pytest.mark.parametrize("per_server", [1, 2])
+@pytest.mark.parametrize("per_server", [1, *wide(2)])
 def test_a_resumed_run_is_equal_to_the_last_bit(tmp_path: Path, per_server: int) -> None:
     write(build(), tmp_path / "small")
     arguments = (tmp_path / "small", tmp_path / "saved")

@@ -13,6 +13,7 @@ import pytest
 from dglx_dist.cluster.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.granndis import runs
@@ -52,7 +53,7 @@ def on_rank(folder: str) -> tuple[dict[str, Notes], dict[str, Any]]:
         return found, facts
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 2), (2, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (4, 2), *wide((2, 2), (3, 1))])
 def test_bytes_are_those_of_the_formula(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     servers = results[0][1]["servers"]

@@ -18,6 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.granndis.cooperative_options import CooperativeOptions, read_cooperative_options
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.granndis import runs
@@ -261,7 +262,7 @@ def rows_fetched(folder: str) -> dict[str, int]:
     return {"together": together, "alone": alone, "server": session.topology.server}
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(4, 2), *wide((2, 1))])
 def test_fetching_once_per_server_moves_no_more_rows(folder: Path, ranks: int, per_server: int) -> None:
     results = run_ranks(rows_fetched, ranks, args=(str(folder),), ranks_per_server=per_server)
     for server in {result["server"] for result in results}:

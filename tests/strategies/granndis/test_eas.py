@@ -15,6 +15,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.granndis.eas import EasOptions, EasSelector, read_eas_options
 from dglx_dist.strategies.granndis.planning import make_plans
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies.granndis.plan_cases import NUM_NODES, write_chains
 
@@ -58,7 +59,9 @@ def select_everything(folder: str, structure: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[(2, 1, "partitioned"), (4, 2, "replicated"), (3, 1, "partitioned")])
+@pytest.fixture(
+    scope="module", params=[(4, 2, "replicated"), *wide(((2, 1, "partitioned"),), ((3, 1, "partitioned"),))]
+)
 def results(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     ranks, per_server, structure = request.param
     return run_ranks(select_everything, ranks, args=(str(folder), structure), ranks_per_server=per_server)

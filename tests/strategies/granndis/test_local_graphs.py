@@ -20,6 +20,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.storage.writer import write_dataset
 from dglx_dist.strategies import STRATEGIES
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -128,7 +129,7 @@ def one_process() -> tuple[list[np.ndarray], np.ndarray]:
     return [p.detach().numpy() for p in model.parameters()], scores
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, 1), (4, 2), *wide((2, 1))])
 def test_training_on_local_graphs_is_training_on_the_whole_graph(
     folder: Path, ranks: int, per_server: int
 ) -> None:

@@ -18,6 +18,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.owners import RowOwners
 from dglx_dist.records import Array
 from dglx_dist.strategies.granndis.planning import Planner, PlanRequest, make_plans
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies.granndis.plan_cases import NUM_NODES, Whole, check_plans, write_chains
 
@@ -79,7 +80,7 @@ def plan_everything(folder: str, structure: Any, depths: Sequence[int] = DEPTHS)
     }
 
 
-@pytest.mark.parametrize(("servers", "per_server"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (2, 3)])
+@pytest.mark.parametrize(("servers", "per_server"), [(1, 1), (2, 1), (2, 2), *wide((1, 2), (3, 1), (2, 3))])
 def test_plans_are_those_of_the_definition(folder: Path, servers: int, per_server: int) -> None:
     results = run_ranks(
         plan_everything,

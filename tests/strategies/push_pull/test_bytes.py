@@ -14,6 +14,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies import STRATEGIES
 from dglx_dist.strategies.push_pull.structure import STRUCTURE
 from dglx_dist.strategies.push_pull.transfer import BACKWARD, FORWARD
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.test_equality import TOLERANCE, difference, plain_weights
@@ -68,7 +69,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (4, 4), *wide((3, 2))])
 def test_weights_are_those_of_one_process(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     for found in results:

@@ -19,6 +19,7 @@ import torch
 
 from dglx_dist.cluster.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.push_pull import runs
@@ -81,7 +82,7 @@ ON_THREE = [name for name in RUNS if "backward_first" not in name and "depth': 1
 
 
 @pytest.mark.parametrize(
-    ("ranks", "ranks_per_server", "names"), [(1, 1, ALONE), (2, 1, list(RUNS)), (3, 2, ON_THREE)]
+    ("ranks", "ranks_per_server", "names"), [(1, 1, ALONE), (2, 1, list(RUNS)), *wide((3, 2, ON_THREE))]
 )
 def test_weights_are_those_of_delayed_sgd(
     folder: Path, ranks: int, ranks_per_server: int, names: list[str]
