@@ -9,7 +9,10 @@ def main() -> None:
     from scripts.bench import suites
 
     if sys.argv[1:] and sys.argv[1] in suites.PROGRAMS:
-        sys.exit(suites.program(sys.argv[1])(sys.argv[2:]))
+        code = suites.program(sys.argv[1])(sys.argv[2:])
+        if code:
+            sys.exit(code)
+        return
     from scripts.bench import cli
 
     cli.main()
