@@ -12,6 +12,7 @@ from dglx_dist.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+
 T = TypeVar("T")
 
 

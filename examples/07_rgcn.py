@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from typed_graph import TOPICS, make_typed_graph
 
 import dglx_dist as dx
-from dglx_dist.training.entity_inputs import EntityInputs
-from dglx_dist.training.relational import RGCN
+from dglx_dist.training.relational import RGCN, EntityInputs
 
 HIDDEN = 32
 

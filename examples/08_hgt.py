@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from typed_graph import TOPICS, make_typed_graph
 
 import dglx_dist as dx
-from dglx_dist.training.entity_inputs import EntityInputs
-from dglx_dist.training.relational import HGT
+from dglx_dist.training.relational import HGT, EntityInputs
 
 HIDDEN = 32
 

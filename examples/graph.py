@@ -3,7 +3,7 @@
 import dgl
 import torch
 
-from dglx_dist.datasets.load import load_dataset
+from dglx_dist.data.sources import load_dataset
 
 NODES = 5000
 CLASSES = 10

@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh                       what every change must pass
 #   scripts/test.sh --all                 and the tests marked wide: more placements, seeds, models, real graphs
-#   scripts/test.sh tests/storage -x      one folder, stopping at the first failure
+#   scripts/test.sh tests/data/storage -x      one folder, stopping at the first failure
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh

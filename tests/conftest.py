@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dglx_dist.offload.package import Package, Packed, write_zip
+from dglx_dist.serverless.aws.package import Package, Packed, write_zip
 
 torch.set_num_threads(1)
 

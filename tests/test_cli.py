@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dglx_dist.cli import main
-from tests.storage.graphs import put_value
+from tests.data.storage.graphs import put_value
 
 DGLX = (sys.executable, "-m", "dglx_dist.cli")
 GRAPH = "synthetic:nodes=1000,degree=10,classes=4,features=16,signal=0.5,seed=1"

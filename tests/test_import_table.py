@@ -112,10 +112,12 @@ def test_the_order_is_read_from_the_page() -> None:
 
 def test_a_downward_import_would_be_seen() -> None:
     rooms = order()
-    assert list(wrongly_imported(source_of("run/x.py", "from dglx_dist.storage import reader"), rooms)) == []
-    for text in ("def f():\n    from dglx_dist.run import init", '\nname = "dglx_dist.run.session:init"'):
-        (said,) = wrongly_imported(source_of("storage/x.py", text), rooms)
-        assert said == "storage/x.py:2: storage is above run and may not import it"
+    assert (
+        list(wrongly_imported(source_of("api.py", "from dglx_dist.data.storage import reader"), rooms)) == []
+    )
+    for text in ("def f():\n    from dglx_dist.api import init", '\nname = "dglx_dist.api:init"'):
+        (said,) = wrongly_imported(source_of("data/x.py", text), rooms)
+        assert said == "data/x.py:2: data is above api and may not import it"
     (said,) = wrongly_imported(source_of("cli/x.py", "import dglx_dist.nowhere"), rooms)
     assert "in no listed room" in said
 

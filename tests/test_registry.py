@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.partition import PARTITIONERS, PartitionOptions
 from dglx_dist.registry import Registry
 
 PLUGIN = """
 import numpy as np
-from dglx_dist.partition.base import Partitioner
+from dglx_dist.data.partition.base import Partitioner
 from dglx_dist.records import Assignment
 
 class AllInTheLast(Partitioner):
@@ -80,7 +80,7 @@ def test_a_plugin_of_another_kind_is_refused() -> None:
 def test_an_installed_package_announces_a_partitioner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.partition.graphs import communities
+    from tests.data.partition.graphs import communities
 
     (tmp_path / "last_part.py").write_text(PLUGIN)
     info = tmp_path / "last_part-1.0.dist-info"

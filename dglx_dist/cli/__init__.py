@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dglx_dist.cli.failure import LAUNCHED, report
+from dglx_dist.cli.common import LAUNCHED, report
 from dglx_dist.errors import DglxError
 
 __all__ = ["main", "run_command_line"]

@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from dglx_dist.cli.ingest_command import ingest
-from dglx_dist.cli.inspect_command import inspect
-from dglx_dist.cli.lambda_command import lambda_app
-from dglx_dist.cli.partition_command import partition
-from dglx_dist.cli.plan_command import plan
-from dglx_dist.cli.report_command import report
-from dglx_dist.cli.train_command import train
+from dglx_dist.cli.inspect import inspect
+from dglx_dist.cli.partition import ingest, partition
+from dglx_dist.cli.plan import plan
+from dglx_dist.cli.report import report
+from dglx_dist.cli.serverless import lambda_app
+from dglx_dist.cli.train import train
 
 app = typer.Typer(
     name="dglx",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,59 @@ import torch
 from dgl.data.utils import load_tensors
 from torch import Tensor
 
-from dglx_dist.compat.book import RangePartitionBook
-from dglx_dist.compat.raw import raw_graph
+from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor
+from dglx_dist.compat.partition_book import RangePartitionBook, edge_type, graph_of_book, node_type
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.hierarchical import TRAINER_ID, assign_two_levels, with_trainer_ids
+from dglx_dist.data.storage.dgl_format import read_part_config, write_dgl_format
+from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.partition import PARTITIONERS, PartitionOptions
-from dglx_dist.partition.two_level import TRAINER_ID, assign_two_levels, with_trainer_ids
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, EdgeType, RawGraph
-from dglx_dist.sampling.options import whole_number
-from dglx_dist.storage.dgl_format import write_dgl_format
-from dglx_dist.storage.dgl_import import read_part_config
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.ids import as_array
+from dglx_dist.graph.split import edge_split as split_edges
+from dglx_dist.graph.split import node_split as split_nodes
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, RawGraph
+
+_OF_DGL = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
+"""Columns that DGL's partitions have of their own."""
+
+
+def raw_graph(graph: dgl.DGLGraph, name: str) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
+    """Return the graph, and which of its uint16 columns hold bfloat16 bits.
+
+    Nothing is renamed or converted, as ``load_dataset`` would: scripts ask for the names that they gave.
+
+    Raises:
+        ConfigError: ``graph`` is no DGLGraph.
+    """
+    if not isinstance(graph, dgl.DGLGraph):
+        raise ConfigError(f"partition_graph takes a DGLGraph, not a {type(graph).__name__}")
+    halves: list[tuple[str | EdgeType, str]] = []
+
+    def columns(owner: str | EdgeType, data: Any) -> dict[str, Array]:
+        halves.extend((owner, key) for key, rows in data.items() if rows.dtype == torch.bfloat16)
+        return {key: _as_array(rows) for key, rows in data.items() if key not in _OF_DGL}
+
+    edges = {}
+    for etype in graph.canonical_etypes:
+        source, destination = graph.edges(etype=etype, order="eid")
+        edges[etype] = _as_array(source.long()), _as_array(destination.long())
+    raw = RawGraph(
+        name=name,
+        num_nodes={ntype: graph.num_nodes(ntype) for ntype in graph.ntypes},
+        edges=edges,
+        node_data={ntype: columns(ntype, graph.nodes[ntype].data) for ntype in graph.ntypes},
+        edge_data={etype: columns(etype, graph.edges[etype].data) for etype in graph.canonical_etypes},
+    )
+    return raw, frozenset(halves)
+
+
+def _as_array(tensor: torch.Tensor) -> Array:
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return np.asarray(tensor.numpy())
+
 
 Ids: TypeAlias = Tensor | dict[Any, Tensor]
 Loaded: TypeAlias = tuple[
@@ -262,3 +307,92 @@ def _tensors(part_config: str | Path, part: int, kind: str, only: str) -> dict[s
     """Return the tensors of a file; files of old versions leave out the only type."""
     tensors = load_tensors(str(_file(part_config, part, kind)))
     return {name if "/" in name else f"{only}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def node_split(
+    nodes: Any,
+    partition_book: RangePartitionBook | None = None,
+    ntype: str = NODE_TYPE,
+    rank: int | None = None,
+    force_even: bool = True,
+    node_trainer_ids: Any = None,
+) -> Tensor:
+    """Return the marked nodes that a rank works on.
+
+    Args:
+        nodes: (N,) DistTensor, tensor or array; every value but 0 marks its node.
+        partition_book: Of one of the open graphs, also as read from its file; None: that of a DistTensor's
+            graph, or of the only graph that is open.
+        ntype: Node type.
+        rank: Whose share; None: this rank's.
+        force_even: Whether shares differ by at most one over all ranks.
+        node_trainer_ids: (N,) rank that would like each node.
+
+    Returns:
+        (n,) int64 ids, ascending.
+
+    Raises:
+        ConfigError: there is not one value for each node, the book is of no open graph or of another than
+            ``nodes``, or of several open graphs any could be meant.
+    """
+    g = _graph(nodes, partition_book)
+    kind = node_type(g, ntype)
+    mask = _mask(nodes, g, g.num_nodes(kind), kind)
+    trainers = cast("Any", inner_tensor(node_trainer_ids))
+    return split_nodes(mask, g.get_partition_book(), kind, rank, force_even, trainers)
+
+
+def edge_split(
+    edges: Any,
+    partition_book: RangePartitionBook | None = None,
+    etype: str | EdgeType = EDGE_TYPE[1],
+    rank: int | None = None,
+    force_even: bool = True,
+    edge_trainer_ids: Any = None,
+) -> Tensor:
+    """Return the marked edges that a rank works on; as :func:`node_split`."""
+    g = _graph(edges, partition_book)
+    kind = edge_type(g, etype)
+    mask = _mask(edges, g, g.num_edges(kind), kind)
+    trainers = cast("Any", inner_tensor(edge_trainer_ids))
+    return split_edges(mask, g.get_partition_book(), kind, rank, force_even, trainers)
+
+
+def _mask(marked: Any, g: DistGraph, count: int, what: object) -> Any:
+    """Return what ``marked`` marks, as a mask of bools.
+
+    Raises:
+        ConfigError: there is not one value for each row.
+    """
+    if len(marked) != count:
+        raise ConfigError(f"the mask has {len(marked)} values for {count} rows of {what!r}; give one a row")
+    if isinstance(marked, DistTensor):
+        if marked.dtype == torch.bool:
+            return marked.inner
+        marked = marked.inner.to_local()
+    values = as_array(marked)
+    if values.dtype.kind in "iu" and count > 1 and np.array_equal(np.sort(values), np.arange(count)):
+        if g.rank() == 0:
+            warnings.warn(
+                "all ids were given where a mask is expected; all rows are taken (DGL would leave out row 0)",
+                stacklevel=3,
+            )
+        return np.ones(count, dtype=np.bool_)
+    return values != 0
+
+
+def _graph(marked: Any, given: RangePartitionBook | None) -> DistGraph:
+    """Return the graph whose rows are split.
+
+    Raises:
+        ConfigError: it is not known, or the mask and the book are of different ones.
+    """
+    if given is not None and not isinstance(given, RangePartitionBook):
+        raise ConfigError(f"partition_book is a {type(given).__name__}; give g.get_partition_book()")
+    book = None if given is None else given.inner
+    if not isinstance(marked, DistTensor):
+        return graph_of_book(book)
+    g = graph_of_book(marked.inner.part_policy.partition_book)
+    if book is not None and graph_of_book(book) is not g:
+        raise ConfigError(f"the mask {marked.name!r} is of the graph {g.name!r}, and the book of another")
+    return g

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.rpc import Pending
+from dglx_dist.comm.session import Session
+from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
-from dglx_dist.graph.gather import gather_rows, scatter_rows
-from dglx_dist.graph.ids import check_ids
+from dglx_dist.graph.ids import check_ids, to_tensor
+from dglx_dist.graph.partition_book import Placement, requests_of, rows_per_message
+from dglx_dist.graph.row_kernels import (
+    Hits,
+    RemotePlan,
+    SlotTable,
+    empty_rows,
+    fill_table,
+    gather_rows,
+    move_rows,
+    no_slots,
+    numpy_view,
+    plan_pull,
+    scatter_rows,
+    spread_rows,
+    table_sizes,
+    tensor_view,
+    torch_dtype,
+)
+from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
-from dglx_dist.storage.columns import numpy_dtype
 
 PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(rows of the own server (n, *row), (k,) int64 places in them) to values (k, *row)."""
@@ -122,3 +143,310 @@ def shards_of(offsets: Array, parts: Mapping[int, Array]) -> tuple[Shard, ...]:
             raise ConfigError(f"part {part} has {len(parts[part])} rows for {count} ids")
         shards.append(Shard(first=int(offsets[part]), rows=parts[part]))
     return tuple(shards)
+
+
+PHASE = "masks"
+"""Under which the bytes are counted."""
+
+
+@final
+class NonzeroIndex:
+    """Answers for the own server and asks the others.
+
+    Args:
+        session: The run; its ``rpc`` serves two operations named by ``label``.
+        placement: Which rank answers for a server.
+        column: Name to what is known of the tensor; raises ConfigError for an unknown one.
+        label: Tells the stores of one run apart.
+    """
+
+    def __init__(
+        self, session: Session, placement: Placement, column: Callable[[str], Column], label: str
+    ) -> None:
+        self._session, self._placement, self._column = session, placement, column
+        self._bits, self._count = f"{label}.nonzero", f"{label}.count_nonzero"
+        session.rpc.register(self._bits, lambda name, _: [_packed(self._column(name))])
+        session.rpc.register(self._count, lambda name, _: [_counted(self._column(name))])
+
+    def nonzero(self, name: str) -> Array:
+        """Return the ids of the rows that are not zero; see :meth:`KVStore.nonzero`."""
+        column = self._column(name)
+        if column.info.row_shape:
+            raise ConfigError(
+                f"{name!r} has rows of shape {column.info.row_shape}; only one of one dimension is a mask"
+            )
+        found = []
+        for server, packed in enumerate(self._ask(self._bits, name)):
+            first, last = int(column.bounds[server]), int(column.bounds[server + 1])
+            found.append(np.flatnonzero(np.unpackbits(packed, count=last - first)) + first)
+        return np.concatenate(found)
+
+    def count_nonzero(self, name: str) -> int:
+        """Return how many values are not zero; see :meth:`KVStore.count_nonzero`."""
+        self._column(name)
+        return sum(int(counted[0]) for counted in self._ask(self._count, name))
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._session.rpc.unregister(self._bits)
+        self._session.rpc.unregister(self._count)
+
+    def _ask(self, op: str, name: str) -> Sequence[Array]:
+        """Return what each server answers; one's own is asked last, so that the others work meanwhile."""
+        servers = range(self._placement.topology.num_servers)
+        own = self._placement.topology.server
+        pending = {
+            server: self._session.rpc.submit(self._placement.serving_rank(server), op, name, [], phase=PHASE)
+            for server in sorted(servers, key=lambda server: server == own)
+        }
+        return [pending[server].result()[0] for server in servers]
+
+
+def _packed(column: Column) -> Array:
+    """Return one bit per row of the own server, the first row in the highest bit of the first byte."""
+    return np.packbits(np.concatenate([_is_set(column, shard.rows) for shard in column.shards]))
+
+
+def _counted(column: Column) -> Array:
+    counts = [np.count_nonzero(_is_set(column, shard.rows)) for shard in column.shards]
+    return np.array([sum(counts)], dtype=np.int64)
+
+
+def _is_set(column: Column, rows: Array) -> Array:
+    # bfloat16 comes as bits, of which the highest is the sign: -0.0 is zero too.
+    values = rows & 0x7FFF if column.info.dtype == "bfloat16" else rows
+    return values if values.dtype == np.bool_ else values != 0
+
+
+PHASE_ROW_CACHE = "cache"
+"""Under which the ledger counts what filling takes."""
+
+_SLOTS = ColumnInfo(dtype="int32", row_shape=())
+_IDS = ColumnInfo(dtype="int64", row_shape=())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowCache:
+    """Some rows of one column. Nothing in it changes any more."""
+
+    table: SlotTable
+    """From the id of a row to its slot."""
+    rows: Array
+    """(C, *row) as NumPy has the column's dtype; slot s is row s."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of rows and table, once per server."""
+        return int(self.rows.nbytes + self.table.slots.nbytes + self.table.keys.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """What a server caches of one column."""
+
+    policy: str
+    rows: int
+    """Rows of other servers in this server's cache."""
+    bytes: int
+    """Memory of the server for it: the rows, and the table that finds them."""
+    expected_hit_rate: float | None
+    """Hits among remote rows that the policy's model promises; None where it has none."""
+
+
+def fill_cache(
+    session: Session,
+    file_name: str,
+    info: ColumnInfo,
+    num_ids: int,
+    ids: Array,
+    pull: Callable[[Array], Tensor],
+) -> RowCache:
+    """Fetch rows and share them in the server. Every rank must call it.
+
+    Args:
+        session: The run.
+        file_name: Start of names not in use in its ``scratch``; the same on the ranks of a server.
+        info: Of the column.
+        num_ids: Rows of all servers.
+        ids: (C,) int64 distinct ids to keep; those of the first rank of each server count.
+        pull: Fetches their (C, *row) rows; called on that rank.
+
+    Raises:
+        ConfigError: on all ranks, when there is no room on one of them, or a server did not answer.
+    """
+    leader = session.topology.ranks_of_server(session.topology.server)[0]
+    count = int(gather_int64([len(ids)], session)[leader, 0])
+    num_slots, num_keys = table_sizes(count, num_ids) if count else (0, 0)
+    rows = shared_rows(session, f"{file_name}.rows", count, info, lambda _shape, _dtype: pull(ids))
+    keys = shared_rows(session, f"{file_name}.keys", num_keys, _IDS)
+    slots = shared_rows(session, f"{file_name}.slots", num_slots, _SLOTS, _filled(ids, keys))
+    return RowCache(table=SlotTable(slots, keys), rows=rows)
+
+
+def _filled(ids: Array, keys: Array) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+    def fill(shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
+        slots = np.empty(shape, np.int32)
+        fill_table(SlotTable(slots, keys), ids)
+        return to_tensor(slots)
+
+    return fill
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCounts:
+    """Rows that this rank asked for, repeats included."""
+
+    local: int = 0
+    """The own server owns them."""
+    hits: int = 0
+    """Another server's, and in the cache."""
+    misses: int = 0
+    """Another server's, and asked for there."""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits among the rows of other servers; None when there were none."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
+
+    def __add__(self, other: CacheCounts) -> CacheCounts:
+        return CacheCounts(
+            local=self.local + other.local, hits=self.hits + other.hits, misses=self.misses + other.misses
+        )
+
+    def __sub__(self, other: CacheCounts) -> CacheCounts:
+        return CacheCounts(
+            local=self.local - other.local, hits=self.hits - other.hits, misses=self.misses - other.misses
+        )
+
+
+@final
+class Puller:
+    """The reading half of a store.
+
+    Args:
+        session: The run.
+        placement: Which rank answers for a server.
+        op: The operation that all ranks serve with :meth:`answer`.
+    """
+
+    def __init__(self, session: Session, placement: Placement, op: str) -> None:
+        self._session, self._placement, self._op = session, placement, op
+        self._caches: dict[str, RowCache] = {}
+        self._counts: dict[str, CacheCounts] = {}
+        self._counts_lock = threading.Lock()
+
+    def submit(
+        self, column: Column, ids: Array, *, out: Tensor | None, distinct: bool, phase: str, layer: int
+    ) -> PendingPull:
+        """Ask the owners for rows and return at once; see ``KVStore.submit_pull``."""
+        column.check(ids)
+        out = empty_rows(len(ids), column.info) if out is None else _checked(out, len(ids), column)
+        cache = self._caches.get(column.name)
+        table = no_slots() if cache is None else cache.table
+        server = self._placement.topology.server
+        plan, hits = plan_pull(ids, column.bounds, server, table, distinct=distinct)
+        replies = []
+        for call in requests_of(plan, self._placement, rows_per_message(column.row_bytes)):
+            asked = [plan.ids[call.first : call.last]]
+            pending = self._session.rpc.submit(
+                call.rank, self._op, column.name, asked, phase=phase, layer=layer
+            )
+            replies.append((pending, call.first))
+        self._count(column.name, len(ids), len(hits.places), len(plan.positions))
+        return PendingPull(column, ids, out, plan, hits, cache, replies)
+
+    def answer(self, column: Column, ids: Array) -> Sequence[Array]:
+        """Return the rows of (k,) ids of the own server: what another rank asked for."""
+        out = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
+        column.read(ids, out)
+        return [out]
+
+    def set_cache(self, column: Column, cache: RowCache | None) -> None:
+        """Look into ``cache`` before other servers are asked for rows of ``column``; None: into none.
+
+        Raises:
+            ConfigError: the column can be written to, so that its copies would grow stale.
+        """
+        check_cacheable(column)
+        if cache is None:
+            self._caches.pop(column.name, None)
+        else:
+            self._caches[column.name] = cache
+
+    def forget(self, name: str) -> None:
+        """Drop what is kept for a tensor that is no more."""
+        self._caches.pop(name, None)
+        self._counts.pop(name, None)
+
+    def has_cache(self) -> bool:
+        """Whether rows of any column are cached."""
+        return bool(self._caches)
+
+    def counts(self, name: str | None) -> CacheCounts:
+        """Return what this rank asked for so far: of one column, or of all those with a cache."""
+        with self._counts_lock:
+            if name is not None:
+                return self._counts.get(name, CacheCounts())
+            return sum((self._counts.get(key, CacheCounts()) for key in self._caches), CacheCounts())
+
+    def _count(self, name: str, asked: int, hits: int, misses: int) -> None:
+        new = CacheCounts(local=asked - hits - misses, hits=hits, misses=misses)
+        with self._counts_lock:
+            self._counts[name] = self._counts.get(name, CacheCounts()) + new
+
+
+@final
+class PendingPull:
+    """Rows under way. :meth:`result` belongs to the thread that submitted."""
+
+    def __init__(
+        self,
+        column: Column,
+        ids: Array,
+        out: Tensor,
+        plan: RemotePlan,
+        hits: Hits,
+        cache: RowCache | None,
+        replies: list[tuple[Pending, int]],
+    ) -> None:
+        self._column, self._ids, self._out = column, ids, out
+        self._plan, self._hits, self._cache = plan, hits, cache
+        self._replies = replies
+        self._done = False
+
+    def result(self) -> Tensor:
+        """Read the own server's rows, wait for the others, and return all (K, *row) in the order of the ids.
+
+        Raises:
+            PeerError: an owner is dead or silent.
+            RemoteError: an owner could not answer.
+        """
+        if not self._done:
+            out = numpy_view(self._out)
+            self._column.read(self._ids, out)
+            if self._cache is not None:
+                move_rows(self._cache.rows, self._hits.slots, out, self._hits.places)
+            for reply, first_slot in self._replies:
+                (rows,) = reply.result()
+                spread_rows(rows, out, self._plan.starts, self._plan.positions, first_slot)
+            self._done = True
+        return self._out
+
+
+def check_cacheable(column: Column) -> None:
+    """Raise ConfigError when the column can be written to."""
+    if column.writable:
+        raise ConfigError(
+            f"{column.name!r} can be written to, and a cache would go on giving its old rows; only columns "
+            "of the dataset, which are read-only, can be cached"
+        )
+
+
+def _checked(out: Tensor, count: int, column: Column) -> Tensor:
+    shape, dtype = (count, *column.info.row_shape), torch_dtype(column.info.dtype)
+    if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device.type != "cpu":
+        raise ConfigError(
+            f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape {shape}, "
+            f"not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+        )
+    return out

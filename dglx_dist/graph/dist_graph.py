@@ -3,40 +3,248 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster.collectives import barrier, broadcast_json
-from dglx_dist.cluster.session import Session, current_session
-from dglx_dist.cluster.shared import Shared
-from dglx_dist.errors import ConfigError, RemoteError
-from dglx_dist.graph import dataset_columns as kept
-from dglx_dist.graph.caching import CacheRequest, Fanouts, cache_rows
-from dglx_dist.graph.dist_tensor import GRAPH, DistTensor
-from dglx_dist.graph.elsewhere import GRAPH_REMEDY, lacking
+from dglx_dist.comm.collectives import barrier, broadcast_json
+from dglx_dist.comm.session import Session, Shared, current_session
+from dglx_dist.data.partition.hierarchical import TRAINERS_PER_PART
+from dglx_dist.data.storage.manifest import Manifest
+from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify
+from dglx_dist.errors import ConfigError, RemoteError, StorageError
+from dglx_dist.graph.cache import CacheRequest, Fanouts, cache_rows
+from dglx_dist.graph.column import CachePlan
+from dglx_dist.graph.dist_tensor import GRAPH, GRAPH_REMEDY, DistTensor, unsupported
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.neighbors import DrawRule, sampled_graph, serve_uniform
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
-from dglx_dist.graph.partition_book import PartitionBook, canonical_etype
-from dglx_dist.graph.placement import Placement
-from dglx_dist.graph.policy import PartitionPolicy, own_policy, policy_of_length
-from dglx_dist.graph.row_cache import CachePlan
-from dglx_dist.graph.shared_rows import InitRows
+from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
+from dglx_dist.graph.partition_policy import PartitionPolicy, own_policy, policy_of_length
+from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.graph.sampling import DrawRule, sampled_graph, serve_uniform
+from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import Structure
-from dglx_dist.graph.views import DataView, TypedViews, only_of
-from dglx_dist.records import Array, EdgeType
-from dglx_dist.storage.reader import StoredDataset
-from dglx_dist.storage.verify import Verify
+from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:
     import dgl
+
+
+ORIGINAL_IDS, USER_IDS = "original ids", "user ids"
+_IDS = ColumnInfo(dtype="int64", row_shape=())
+
+
+def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
+    """Return the partition book of a dataset on these servers, a partition being what a server holds."""
+    per_part = manifest.parameters.get(TRAINERS_PER_PART)
+    return PartitionBook(
+        {ntype: placement.server_offsets(offsets) for ntype, offsets in manifest.node_offsets.items()},
+        {etype: placement.server_offsets(offsets) for etype, offsets in manifest.edge_offsets.items()},
+        placement.topology.server,
+        manifest.num_parts * per_part if isinstance(per_part, int) else None,
+    )
+
+
+def node_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[str, PartitionPolicy]:
+    """Return the policy of every node type of the dataset with that checksum."""
+    return {
+        ntype: PartitionPolicy(
+            kind="node",
+            type_name=ntype,
+            bounds=book.node_bounds(ntype),
+            partition_book=book,
+            store=store,
+            dataset=dataset,
+        )
+        for ntype in book.ntypes
+    }
+
+
+def edge_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[EdgeType, PartitionPolicy]:
+    """Return the policy of every edge type of the dataset with that checksum."""
+    return {
+        etype: PartitionPolicy(
+            kind="edge",
+            type_name=etype,
+            bounds=book.edge_bounds(etype),
+            partition_book=book,
+            store=store,
+            dataset=dataset,
+        )
+        for etype in book.canonical_etypes
+    }
+
+
+def add_columns(
+    dataset: StoredDataset,
+    placement: Placement,
+    nodes: Mapping[str, PartitionPolicy],
+    edges: Mapping[EdgeType, PartitionPolicy],
+) -> None:
+    """Add every tensor of the dataset to the store, memory-mapped, and the ids of the source hidden.
+
+    Raises:
+        StorageError: a file of the own server's parts is missing or damaged.
+    """
+    manifest = dataset.manifest
+    parts = {part: dataset.part(part) for part in placement.local_parts}
+
+    for ntype, policy in nodes.items():
+        offsets = manifest.node_offsets[ntype]
+        for name, info in manifest.node_columns[ntype].items():
+            rows = {part: stored.node_data(ntype, name) for part, stored in parts.items()}
+            policy.store.add(policy.key(name), offsets, rows, info)
+        rows = {part: stored.original_node_ids(ntype) for part, stored in parts.items()}
+        policy.store.add(policy.hidden_key(ORIGINAL_IDS), offsets, rows, _IDS)
+        if manifest.user_ids.get(ntype) == "int64":
+            rows = {part: _user_ids(stored, ntype) for part, stored in parts.items()}
+            policy.store.add(policy.hidden_key(USER_IDS), offsets, rows, _IDS)
+    for etype, policy in edges.items():
+        offsets = manifest.edge_offsets[etype]
+        for name, info in manifest.edge_columns[etype].items():
+            rows = {part: stored.edge_data(etype, name) for part, stored in parts.items()}
+            policy.store.add(policy.key(name), offsets, rows, info)
+        rows = {part: stored.original_edge_ids(etype) for part, stored in parts.items()}
+        policy.store.add(policy.hidden_key(ORIGINAL_IDS), offsets, rows, _IDS)
+
+
+def text_ids(dataset: StoredDataset, ntype: str) -> Array:
+    """Return the (N,) unicode ids that the user knows the nodes by; read anew each time.
+
+    Raises:
+        StorageError: a part is not on this machine.
+    """
+    parts = range(dataset.manifest.num_parts)
+    return np.concatenate([_user_ids(dataset.part(part), ntype) for part in parts])
+
+
+def _user_ids(part: StoredPart, ntype: str) -> Array:
+    found = part.user_ids(ntype)
+    if found is None:
+        raise StorageError(
+            f"the ids of {ntype!r} nodes that the manifest speaks of are missing; partition again"
+        )
+    return found
+
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+@final
+class DataView(MutableMapping[str, DistTensor]):
+    """The named tensors that go with the nodes or edges of one type."""
+
+    def __init__(self, policy: PartitionPolicy) -> None:
+        self._policy = policy
+        self._own: dict[str, DistTensor] = {}
+
+    def __getitem__(self, name: str) -> DistTensor:
+        """Return the tensor called ``name``; never collective.
+
+        Raises:
+            KeyError: there is none; the message lists those that exist.
+        """
+        if name in self._own:
+            return self._own[name]
+        key = self._policy.key(name)
+        if not self._policy.store.has(key):
+            known = ", ".join(map(repr, self)) or "none"
+            raise KeyError(f"{self._policy.policy_str} has no tensor {name!r} (known: {known})")
+        info = self._policy.store.column(key).info
+        shape = (self._policy.get_size(), *info.row_shape)
+        return DistTensor(shape, torch_dtype(info.dtype), name, part_policy=self._policy)
+
+    def __setitem__(self, name: str, value: DistTensor) -> None:
+        """Make a tensor that exists known by ``name`` here; call it on every rank that will look it up.
+
+        Raises:
+            ConfigError: ``value`` is no DistTensor, or has another number of rows.
+        """
+        if not isinstance(value, DistTensor):
+            raise ConfigError(
+                f"{name!r} would be a {type(value).__name__} of this rank alone; make a DistTensor with "
+                "part_policy= and write the rows: t[ids] = rows"
+            )
+        if len(value) != self._policy.get_size():
+            raise ConfigError(
+                f"{self._policy.policy_str} has {self._policy.get_size()} rows, the tensor for {name!r} has "
+                f"{len(value)}"
+            )
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        """Forget ``name`` if it was set here, else free the tensor, which is collective."""
+        if name in self._own:
+            del self._own[name]
+        else:
+            self[name].delete()
+
+    def __iter__(self) -> Iterator[str]:
+        prefix = self._policy.key("")
+        stored = [name[len(prefix) :] for name in self._policy.store.names() if name.startswith(prefix)]
+        return iter(dict.fromkeys([*stored, *self._own]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@final
+@dataclass(frozen=True)
+class TypeView:
+    """What ``g.nodes[ntype]`` and ``g.edges[etype]`` are: ``.data`` holds the tensors."""
+
+    data: DataView
+
+
+@final
+class TypedViews(Generic[K]):
+    """``g.nodes`` and ``g.edges``.
+
+    Args:
+        view_of: Type to its tensors.
+        called: What to write for the ids that calling it gives in a DGLGraph.
+    """
+
+    def __init__(self, view_of: Callable[[K], DataView], called: str) -> None:
+        self._view_of, self._called = view_of, called
+
+    def __getitem__(self, key: K) -> TypeView:
+        """Return the view of one type.
+
+        Raises:
+            ConfigError: there is no such type.
+        """
+        return TypeView(self._view_of(key))
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Refuse what a DGLGraph answers with all its ids.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a distributed graph does not list its ids: write {self._called}, or dx.node_split(mask) or "
+            "dx.edge_split(mask) for this rank's share. What changes a graph goes before dx.distribute"
+        )
+
+
+def only_of(types: Sequence[T], names: Sequence[str], what: str, remedy: str) -> T:
+    """Return the one type that there is.
+
+    Raises:
+        ConfigError: there are several; the message has their ``names`` and the ``remedy``.
+    """
+    if len(types) == 1:
+        return types[0]
+    raise ConfigError(f"the graph has the {what} types {', '.join(names)}; use {remedy}")
 
 
 @final
@@ -82,12 +290,12 @@ class DistGraph(Shared):
         # A name of its own for each open graph, so that a run may have several.
         label = str(broadcast_json(secrets.token_hex(4), self.session))
         self.kvstore = KVStore(self.session, self.placement, label)
-        self._book = kept.book_of(self.placement, manifest)
-        self._node_policies = kept.node_policies(self._book, self.kvstore, manifest.checksum)
-        self._edge_policies = kept.edge_policies(self._book, self.kvstore, manifest.checksum)
+        self._book = book_of(self.placement, manifest)
+        self._node_policies = node_policies(self._book, self.kvstore, manifest.checksum)
+        self._edge_policies = edge_policies(self._book, self.kvstore, manifest.checksum)
         together(
             self.session,
-            lambda: kept.add_columns(self.dataset, self.placement, self._node_policies, self._edge_policies),
+            lambda: add_columns(self.dataset, self.placement, self._node_policies, self._edge_policies),
         )
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
         for opened in self._structures.values():
@@ -101,7 +309,7 @@ class DistGraph(Shared):
         barrier(self.session, f"opening {self.name}")
 
     if not TYPE_CHECKING:
-        __getattr__ = lacking("a distributed graph", GRAPH_REMEDY)
+        __getattr__ = unsupported("a distributed graph", GRAPH_REMEDY)
 
     @property
     def name(self) -> str:
@@ -336,7 +544,7 @@ class DistGraph(Shared):
             IndexError: an id is out of range.
         """
         policy = self._node_policies[self._ntype_or_only(ntype, "orig_ids(ids, ntype)")]
-        return self._hidden(policy, kept.ORIGINAL_IDS, ids)
+        return self._hidden(policy, ORIGINAL_IDS, ids)
 
     def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
         """Return the (K,) int64 positions that edges had in the source's list.
@@ -345,7 +553,7 @@ class DistGraph(Shared):
             IndexError: an id is out of range.
         """
         policy = self._edge_policies[self._etype_or_only(etype, "orig_edge_ids(ids, etype)")]
-        return self._hidden(policy, kept.ORIGINAL_IDS, ids)
+        return self._hidden(policy, ORIGINAL_IDS, ids)
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
         """Return the (K,) ids that the user knows nodes by: int64, or unicode text.
@@ -359,8 +567,8 @@ class DistGraph(Shared):
         key = self._ntype_or_only(ntype, "user_ids(ids, ntype)")
         policy, kind = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
         if kind == "string":
-            return kept.text_ids(self.dataset, key)[as_ids(ids, policy.get_size(), policy.policy_str)]
-        return self._hidden(policy, kept.USER_IDS if kind else kept.ORIGINAL_IDS, ids).numpy()
+            return text_ids(self.dataset, key)[as_ids(ids, policy.get_size(), policy.policy_str)]
+        return self._hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
 
     def rank(self) -> int:
         """Return the rank of this process."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
@@ -11,25 +14,254 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster.collectives import barrier
-from dglx_dist.cluster.session import current_session
-from dglx_dist.cluster.shared import Shared
-from dglx_dist.errors import ConfigError, RemoteError
-from dglx_dist.graph.column import Column
-from dglx_dist.graph.dtypes import numpy_view, tensor_view, torch_dtype
-from dglx_dist.graph.elsewhere import TENSOR_REMEDY, lacking
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.session import Session, Shared, current_session
+from dglx_dist.data.storage.columns import numpy_dtype
+from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
+from dglx_dist.errors import ConfigError, RemoteError, StorageError
+from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import together
-from dglx_dist.graph.owners import RowOwners
-from dglx_dist.graph.policy import PartitionPolicy
-from dglx_dist.graph.shared_rows import InitRows
-from dglx_dist.graph.tensor_create import WantedTensor, agreed, create, wanted_tensor
-from dglx_dist.graph.tensor_files import load_rows, save_rows
-from dglx_dist.records import Array
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.partition_policy import PartitionPolicy
+from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
+from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
+from dglx_dist.records import Array, ColumnInfo
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+
+GRAPH_REMEDY = (
+    "its nodes and edges lie on the servers. What changes a graph goes before dx.distribute; batches come "
+    "from a loader of dglx_dist.dataloading, and messages pass along their blocks, or on dx.local_graph(g)"
+)
+TENSOR_REMEDY = (
+    "its rows lie on the servers. t[:] is all of them as one torch tensor and t[ids] are some; "
+    "dx.node_split(mask) is this rank's share of a mask"
+)
+
+
+def unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
+    """Return a ``__getattr__`` that refuses every name: ``what`` has it not, and here is the ``remedy``."""
+
+    def refuse(_: Any, name: str) -> NoReturn:
+        # Python's own protocols ask for such names, and show no one the text.
+        raise AttributeError(name if name.startswith("__") else f"{what} has no {name!r}: {remedy}")
+
+    return refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedTensor:
+    """A tensor as one rank asks for it."""
+
+    key: str
+    shape: tuple[int, ...]
+    info: ColumnInfo
+    policy: PartitionPolicy
+
+    def facts(self) -> list[object]:
+        """What all ranks must say alike."""
+        return [self.key, list(self.shape), self.info.dtype, self.policy.bounds.tolist()]
+
+    def check_attach(self, name: str, column: Column, attach: bool) -> None:
+        """Raise ConfigError when the existing tensor ``column`` is another one, or may not be taken."""
+        if not attach:
+            raise ConfigError(f"there is a tensor {name!r} already; choose another name")
+        shape = (column.num_rows, *column.info.row_shape)
+        if (column.info, shape) != (self.info, self.shape):
+            raise ConfigError(
+                f"the existing tensor {name!r} is {column.info.dtype} of shape {shape}, not "
+                f"{self.info.dtype} of shape {self.shape}; choose another name"
+            )
+        if not np.array_equal(column.bounds, self.policy.bounds):
+            raise ConfigError(
+                f"the existing tensor {name!r} has the server bounds {column.bounds.tolist()}, not "
+                f"{self.policy.bounds.tolist()}; choose another name"
+            )
+
+
+def wanted_tensor(
+    shape: Sequence[int], dtype: torch.dtype, name: str, place: PartitionPolicy | DistGraph, is_gdata: bool
+) -> WantedTensor:
+    """Say what a rank asks for; ``place`` is a policy, or the graph to look for one that fits.
+
+    Raises:
+        ConfigError: the shape is none, fits no type or several, or the dtype cannot be stored.
+    """
+    sizes = _whole_sizes(shape)
+    policy = place if isinstance(place, PartitionPolicy) else place.policy_of_length(sizes[0])
+    if sizes[0] != policy.get_size():
+        raise ConfigError(
+            f"a tensor of {sizes[0]} rows does not go with {policy.policy_str}, of which there are "
+            f"{policy.get_size()}"
+        )
+    key = policy.key(name) if is_gdata else policy.hidden_key(name)
+    return WantedTensor(key=key, shape=sizes, info=column_info(dtype, sizes[1:]), policy=policy)
+
+
+def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
+    if not sizes or min(sizes) < 0:
+        raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
+    return sizes
+
+
+def agreed(session: Session, wanted: WantedTensor | None, problem: str) -> WantedTensor:
+    """Return ``wanted`` when all ranks want the same. Every rank must call it.
+
+    Args:
+        session: The run.
+        wanted: None when this rank has a problem.
+        problem: What is wrong on this rank, or "".
+
+    Raises:
+        ConfigError: on all ranks, when one has a problem or they differ.
+    """
+    mine = None if wanted is None else wanted.facts()
+    said = gather_json([mine, problem], session)
+    for rank, (other, text) in enumerate(cast("list[tuple[object, str]]", said)):
+        if text:
+            raise ConfigError(text if rank == session.topology.rank else f"rank {rank}: {text}")
+        if mine is not None and other != mine:
+            raise ConfigError(
+                f"rank {session.topology.rank} creates the tensor {mine} while rank {rank} creates "
+                f"{other}; creating one is collective: all ranks must do it alike"
+            )
+    assert wanted is not None, "a rank without a tensor has a problem"
+    return wanted
+
+
+def create(wanted: WantedTensor, init: InitRows | None) -> None:
+    """Make the rows and name them in the store. Every rank must call it, with the same.
+
+    Raises:
+        ConfigError: on all ranks, when there is no room on one, or ``init`` raised there.
+    """
+    policy, store = wanted.policy, wanted.policy.store
+    file_name = f"{store.label}-tensor-{store.next_number()}"
+    rows = shared_rows(store.session, file_name, policy.get_part_size(), wanted.info, init)
+    shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
+    store.add_column(
+        Column(name=wanted.key, info=wanted.info, bounds=policy.bounds, shards=(shard,), writable=True)
+    )
+    barrier(store.session, f"creating {wanted.key}")
+
+
+def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) -> None:
+    """Write a tensor into ``folder``, which holds it wholly or as before. Every rank must call it.
+
+    Every rank writes the rows it owns as one file; when all are there, rank 0 writes the index and gives the
+    folder its name. What is pushed meanwhile may be saved or not.
+
+    Args:
+        folder: Seen by all ranks under this name; what was saved there before is replaced.
+        name: Of the tensor in the folder.
+        policy: How its rows are laid over the servers.
+        key: Its name in the store.
+
+    Raises:
+        StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
+            something else than a saved tensor; what was there is unchanged.
+    """
+    store = policy.store
+
+    def write_own(temporary: Path) -> list[RowFile]:
+        column, (first, last) = store.column(key), _owned(policy)
+        rows = _rows_of(column, first, last)
+        return [write_rows(temporary, name, first, rows, info=column.info)]
+
+    def settle() -> Path:
+        store.fence()
+        return Path(folder)
+
+    target = together(store.session, settle)
+    facts = {"policy": policy.policy_str, "dataset": policy.dataset}
+    save_folder(store.session, target, write_own, facts)
+
+
+def load_rows(folder: str | Path, name: str | None, policy: PartitionPolicy, key: str) -> None:
+    """Fill a tensor from what :func:`save_rows` wrote on any number of ranks. Every rank must call it.
+
+    Args:
+        folder: Seen by all ranks.
+        name: Of the tensor in the folder; None: the only one there.
+        policy: How the rows of the tensor to fill are laid over the servers.
+        key: Its name in the store.
+
+    Raises:
+        StorageError: on all ranks, when one finds the folder missing or damaged, or the tensor is of another
+            shape, dtype or dataset. Nothing was changed then.
+        ConfigError: the tensor belongs to the dataset on disk.
+    """
+    store = policy.store
+    column = store.column(key)
+    first, last = _owned(policy)
+
+    def check() -> tuple[Path, SavedRows]:
+        source = Path(folder)
+        column.check_writable()
+        store.fence()
+        index = read_index(source)
+        wanted = name if name is not None else _only(source, list(index.tensors))
+        saved = index.tensor(wanted, source)
+        _check_same(source, saved, index.facts, policy, column)
+        check_rows(source, saved, first, last)
+        return source, saved
+
+    def read(source: Path, saved: SavedRows) -> None:
+        for shard in column.shards:
+            read_rows(source, saved, first, last, shard.rows[first - shard.first : last - shard.first])
+
+    source, saved = together(store.session, check)
+    together(store.session, lambda: read(source, saved))
+    barrier(store.session, f"loading {key}")
+
+
+def _owned(policy: PartitionPolicy) -> tuple[int, int]:
+    topology = policy.store.session.topology
+    return RowOwners(policy.bounds, topology).range_of(topology.rank)
+
+
+def _rows_of(column: Column, first: int, last: int) -> Array:
+    """Return the rows ``first`` to ``last - 1`` of the own server; a copy only when they lie in pieces."""
+    for shard in column.shards:
+        if shard.first <= first and last <= shard.first + len(shard.rows):
+            return shard.rows[first - shard.first : last - shard.first]
+    out = np.empty((last - first, *column.info.row_shape), numpy_dtype(column.info.dtype))
+    column.read(np.arange(first, last), out)
+    return out
+
+
+def _only(folder: Path, names: list[str]) -> str:
+    if len(names) != 1:
+        raise StorageError(f"{folder} holds the tensors {', '.join(map(repr, names))}; say which with name=")
+    return names[0]
+
+
+def _check_same(
+    folder: Path, saved: SavedRows, facts: object, policy: PartitionPolicy, column: Column
+) -> None:
+    shape = (column.num_rows, *column.info.row_shape)
+    if (saved.shape, saved.info.dtype) != (shape, column.info.dtype):
+        raise StorageError(
+            f"{folder} holds {saved.name!r} as {saved.info.dtype} of shape {saved.shape}, and the tensor to "
+            f"fill is {column.info.dtype} of shape {shape}; create one like it"
+        )
+    told = cast("dict[str, object]", facts)
+    for what, mine in (("policy", policy.policy_str), ("dataset", policy.dataset)):
+        # Rows of nobody's nodes or edges mean the same with any dataset, under any name.
+        if policy.dataset and told.get(what) != mine:
+            raise StorageError(
+                f"{folder} holds {saved.name!r} of the {what} {told.get(what)!r}, and the tensor to fill "
+                f"goes with {mine!r}; rows are numbered otherwise there; load it with its own dataset"
+            )
+
 
 GRAPH = "graph"
 """Where the session keeps the graph opened last."""
@@ -107,7 +339,7 @@ class DistTensor(Shared):
         self.part_policy, self._key = wanted.policy, wanted.key
 
     if not TYPE_CHECKING:
-        __getattr__ = lacking("a DistTensor", TENSOR_REMEDY)
+        __getattr__ = unsupported("a DistTensor", TENSOR_REMEDY)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return all rows for NumPy, which else would ask for one after the other."""

@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numba import njit
 from torch import Tensor
 
-from dglx_dist.cluster.collectives import barrier
-from dglx_dist.cluster.session import Session
-from dglx_dist.cluster.shared import Shared
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.session import Session, Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import together
-from dglx_dist.graph.owners import RowOwners
-from dglx_dist.graph.policy import PartitionPolicy
-from dglx_dist.graph.remote_plan import number_distinct
-from dglx_dist.graph.room import check_room
-from dglx_dist.graph.row_init import fill_uniform
-from dglx_dist.graph.shared_rows import InitRows
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.partition_policy import PartitionPolicy
+from dglx_dist.graph.row_kernels import number_distinct
+from dglx_dist.graph.shared_memory import InitRows, check_memory
 from dglx_dist.graph.sparse_gradient import RowGradient, summed
+from dglx_dist.keyed_random import full_word, item_key
 from dglx_dist.records import Array, StepShare
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+
+_CHUNK_BYTES = 1 << 24
+"""Rows made at a time where they have to be converted."""
+
+
+def fill_uniform(rows: Tensor, first: int, seed: int, name: str) -> None:
+    """Fill rows with draws uniform in [-1, 1), the same for a row wherever and by whomever it is made.
+
+    Args:
+        rows: (n, d) floating point, contiguous, on the CPU; overwritten.
+        first: Id of the first row.
+        seed: Of the run.
+        name: Tells the streams of several tensors apart.
+    """
+    stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
+    if rows.dtype in (torch.float32, torch.float64):
+        _fill(rows.numpy(), first, stream)
+        return
+    step = max(1, _CHUNK_BYTES // max(4 * rows.shape[1], 1))
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step]
+        wide = np.empty(piece.shape, dtype=np.float32)
+        _fill(wide, first + start, stream)
+        piece.copy_(torch.from_numpy(wide))
+
+
+@njit(cache=True, nogil=True)
+def _fill(rows: Array, first: int, stream: np.uint64) -> None:
+    count, columns = rows.shape
+    for row in range(count):
+        key = item_key(stream, first + row)
+        for column in range(columns):
+            # 24 bits, so that float32 and float64 rows start alike and 1 is never reached.
+            rows[row, column] = np.float64(full_word(key, column) >> np.uint64(40)) * 2.0**-23 - 1.0
+
 
 PHASE = "embeddings"
 """Under which pulled rows are counted."""
@@ -229,7 +266,7 @@ def _make_rows(
         row_bytes = shape[1] * dtype.itemsize * (1 if init is None else 2)
         remedy = "use a smaller embedding_dim or dtype=torch.bfloat16, or more servers on more machines"
         what = f"the embedding {name!r} of shape {shape} in {dtype}"
-        check_room(store.session, policy.bounds, row_bytes, what, remedy)
+        check_memory(store.session, policy.bounds, row_bytes, what, remedy)
     weight = DistTensor(shape, dtype, name, init, policy)
     if not attaches and init is None:
         _fill_owned(weight, store.session)

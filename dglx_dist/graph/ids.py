@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.graph.gather import first_outside
+from dglx_dist.graph.row_kernels import first_outside
 from dglx_dist.records import Array
 
 Ids: TypeAlias = Tensor | Array | Sequence[int] | int | slice

@@ -9,18 +9,15 @@ from typing import Literal, TypeAlias, TypeVar
 
 import psutil
 
-from dglx_dist.cluster.collectives import gather_json
-from dglx_dist.cluster.session import Session
+from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.session import Session
+from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.data.storage.dgl_format import import_dgl_format
+from dglx_dist.data.storage.reader import StoredDataset, Verify, open_dataset, open_structure
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.graph.in_edges import CSCShard
-from dglx_dist.graph.placement import Placement
-from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
+from dglx_dist.graph.partition_book import Placement
+from dglx_dist.graph.structure import CSCShard, PartitionedStructure, ReplicatedStructure, Structure
 from dglx_dist.records import EdgeType
-from dglx_dist.storage.dgl_import import import_dgl_format
-from dglx_dist.storage.layout import MANIFEST
-from dglx_dist.storage.reader import StoredDataset, open_dataset
-from dglx_dist.storage.replica import open_structure
-from dglx_dist.storage.verify import Verify
 
 StructureMode: TypeAlias = Literal["auto", "replicated", "partitioned"]
 T = TypeVar("T")

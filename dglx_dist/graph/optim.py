@@ -6,15 +6,322 @@ Their formulas are torch's: in mode "sync" the rows are, step by step, those of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, final
 
+import torch
+
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.session import Session, current_session
+from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.graph.sparse_gradient import Reduction
-from dglx_dist.graph.sparse_optimizer import Mode, SparseOptimizer, UpdateOptions
-from dglx_dist.graph.sparse_rules import AdagradRule, AdamRule, SgdRule
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.shared_memory import check_memory
+from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighed_sum
+from dglx_dist.graph.sparse_gradient_exchange import (
+    MAX_PARAMETERS,
+    AsyncExchange,
+    Exchange,
+    StalenessReport,
+    SyncExchange,
+)
+from dglx_dist.graph.sparse_state import SparseState, check_state, read_state, save_state
+from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, OwnedRows, SgdRule, UpdateRule
 
-__all__ = ["SparseAdagrad", "SparseAdam", "SparseSGD"]
+Mode: TypeAlias = Literal["sync", "async"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """How gradients of all ranks come together.
+
+    Raises:
+        ConfigError: a value is none of those that exist.
+    """
+
+    mode: Mode = "sync"
+    """"sync": as one process would, in every step. "async": owners apply what comes when it comes."""
+    staleness: int = 1
+    """Only for "async": most own steps that may not be applied yet when ``step()`` returns."""
+    reduction: Reduction = "mean"
+    """What the loss is over a rank's own targets."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("sync", "async"):
+            raise ConfigError(f"mode={self.mode!r} must be 'sync' or 'async'")
+        if self.reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction={self.reduction!r} must be 'mean' or 'sum'")
+        if self.staleness < 0:
+            raise ConfigError(f"staleness={self.staleness} must be at least 0")
+
+
+class SparseOptimizer:
+    """Updates the rows of embeddings that the backward passes since the last step came by, and no others.
+
+    Every rank makes it alike (collective). A row is updated by the rank that owns it, from the sum over all
+    ranks of the gradients weighed as those of the model are (algorithms 0.1): the share of a call is the
+    ``session.step_share`` at that time. Rows that no rank came by, and their state, are not touched. Of
+    several optimisers of one embedding, the first to step takes the gradients.
+
+    Args:
+        params: The embeddings.
+        told: Makes the formula, and says how ranks come together; called where an error is one on all ranks.
+
+    Raises:
+        ConfigError: on all ranks: ``params`` are no distinct DistEmbeddings of one graph, the ranks differ,
+            or there is no room for the state.
+    """
+
+    def __init__(
+        self, params: Sequence[DistEmbedding], told: Callable[[], tuple[UpdateRule, UpdateOptions]]
+    ) -> None:
+        self._session = _session_of(params)
+        self.params, (rule, options) = together(
+            self._session, lambda: (_checked(params), told()), ConfigError
+        )
+        self.options = options
+        self._rule = rule
+        store = self.params[0].kvstore
+        self._check_alike()
+        number = store.next_number()
+        for param in self.params:
+            check_memory(
+                self._session,
+                param.part_policy.bounds,
+                len(rule.state_names) * param.compute_dtype.itemsize * param.embedding_dim,
+                f"the state of {type(self).__name__} for {param.name!r}",
+                "use SparseSGD, which has none, or more servers on more machines",
+            )
+        self._tables = [self._table(param, number) for param in self.params]
+        op = f"{store.label}.sparse-{number}"
+        self._exchange: Exchange = (
+            SyncExchange(self._session, op, self._tables)
+            if options.mode == "sync"
+            else AsyncExchange(self._session, op, self._tables, options.staleness)
+        )
+        barrier(self._session, f"making {type(self).__name__}")
+
+    @property
+    def lr(self) -> float:
+        """The learning rate; set it alike on all ranks."""
+        return self._rule.lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._rule.lr = lr
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """The formula's settings without the learning rate."""
+        return self._rule.settings()
+
+    @property
+    def tables(self) -> Sequence[OwnedRows]:
+        """The rows of each embedding that this rank owns."""
+        return self._tables
+
+    @property
+    def session(self) -> Session:
+        """The run."""
+        return self._session
+
+    def step(self) -> None:
+        """Apply the gradients that ``backward`` left since the last step, and forget them.
+
+        In mode "sync" every rank must call it, also one that touched nothing, and it returns when all owners
+        have applied the step. In mode "async" a rank may call it alone.
+
+        Sends 8 bytes and one row of the dtype that is computed in for each distinct row of another rank.
+
+        Raises:
+            ConfigError: on all ranks, when on one an embedding was called in a step whose number of targets
+                nobody told, and the loss is a mean.
+            PeerError: a rank is dead, or did not call it within the time-out; it is named.
+        """
+        taken = [param.take_gradients() for param in self.params]
+        used = [bool(gradients) for gradients in taken]
+        world_size = self._session.topology.world_size
+        sums: list[RowSum | None] = []
+        problem: DglxError | None = None
+        try:
+            sums = [weighed_sum(gradients, self.options.reduction, world_size) for gradients in taken]
+        except ConfigError as error:
+            problem = error
+        self._exchange.step(sums, used, str(problem or ""))
+        if problem is not None:
+            raise problem
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that ``backward`` left since the last step; calls before it still count.
+
+        Args:
+            set_to_none: As torch has it; of no effect.
+        """
+        for param in self.params:
+            param.reset_trace()
+
+    def flush(self) -> None:
+        """Wait until the gradients of all ranks are applied: before evaluating or saving, in mode "async".
+
+        Every rank must call it. In mode "sync" nothing is ever left.
+
+        Raises:
+            PeerError: a rank is dead or did not call it within the time-out.
+        """
+        self._exchange.flush()
+
+    def staleness_report(self) -> StalenessReport:
+        """Return how late this rank's gradients were applied so far."""
+        return self._exchange.report()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return the settings, and the state of the rows that this rank owns, as DGL lays it out.
+
+        ``{"params": {"lr", ..., "world_size"}, "emb_states": {name: {"ids": (k,) int64, "steps": int,
+        "states": {state name: (k, d)}}}}``
+        """
+        states = {}
+        for table in self._tables:
+            ids = torch.arange(table.first, table.last)
+            states[table.embedding.name] = {
+                "ids": ids,
+                "steps": table.steps,
+                "states": {state.name: state[ids] for state in table.states},
+            }
+        params = {"lr": self.lr, **self.settings, "world_size": self._session.topology.world_size}
+        return {"params": params, "emb_states": states}
+
+    def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`local_state_dict` gave on some rank; its rows may be of any rank's.
+
+        Call it on all ranks, and a barrier afterwards. Only ``lr`` of the settings is taken.
+
+        Raises:
+            ConfigError: it is of other embeddings or of another kind of optimiser. Nothing was changed then.
+        """
+        tables = {table.embedding.name: table for table in self._tables}
+        for name, entry in state["emb_states"].items():
+            known = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
+            if known != sorted(entry["states"]):
+                raise ConfigError(
+                    f"the state holds {sorted(entry['states'])} of {name!r}, this optimiser has "
+                    f"{known if known is not None else f'no embedding {name!r}'}; build it as it was"
+                )
+        for name, entry in state["emb_states"].items():
+            for tensor in tables[name].states:
+                tensor[entry["ids"]] = entry["states"][tensor.name]
+            tables[name].steps = int(entry["steps"])
+        self.lr = float(state["params"]["lr"])
+
+    @property
+    def saved_state(self) -> SparseState:
+        """What :meth:`save` writes and :meth:`load` reads."""
+        return SparseState(
+            kind=type(self).__name__,
+            lr=self.lr,
+            settings=self.settings,
+            dataset=self.params[0].dataset,
+            tables=self._tables,
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write the embeddings and the optimiser's state as ``folder``; every rank must call it.
+
+        Each rank writes the rows it owns. The folder must be one that all ranks see; it appears whole or not
+        at all, in the place of what it was before.
+
+        Raises:
+            StorageError: on all ranks, when one cannot write.
+        """
+        self.flush()
+        target = together(self._session, lambda: Path(folder))
+        save_state(self.saved_state, target, self._session)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on with what :meth:`save` wrote, on any number of ranks and servers; every rank must call it.
+
+        Raises:
+            StorageError: on all ranks, when on one it is missing, damaged, or of another dataset, optimiser
+                or embeddings. Nothing was changed then.
+        """
+        self.flush()
+        state = self.saved_state
+        together(self._session, lambda: check_state(state, Path(folder)))
+        self.lr = read_state(state, Path(folder), self._session)
+
+    def close(self) -> None:
+        """Free the state and answer nobody any more; every rank must call it. The embeddings stay."""
+        self.flush()
+        barrier(self._session, f"closing {type(self).__name__}")
+        self._exchange.close()
+        for table in self._tables:
+            for state in table.states:
+                state.delete()
+
+    def _check_alike(self) -> None:
+        mine = [
+            type(self).__name__,
+            self.lr,
+            self._rule.settings(),
+            [self.options.mode, self.options.staleness, self.options.reduction],
+            [[param.name, list(param.weight.shape), str(param.weight.dtype)] for param in self.params],
+        ]
+        for rank, other in enumerate(gather_json(mine, self._session)):
+            if other != mine:
+                raise ConfigError(
+                    f"rank {self._session.topology.rank} makes the optimiser {mine} while rank {rank} makes "
+                    f"{other}; build it alike on all ranks"
+                )
+
+    def _table(self, param: DistEmbedding, number: int) -> OwnedRows:
+        states = tuple(
+            DistTensor(
+                param.weight.shape,
+                param.compute_dtype,
+                f"{param.name}_{name}" + (f"-{number}" if _taken(param, name) else ""),
+                part_policy=param.part_policy,
+                is_gdata=False,
+            )
+            for name in self._rule.state_names
+        )
+        param.optm_state = states
+        return OwnedRows(param, states, self._rule)
+
+
+def _taken(param: DistEmbedding, name: str) -> bool:
+    policy = param.part_policy
+    return policy.store.has(policy.hidden_key(f"{param.name}_{name}"))
+
+
+def _session_of(params: object) -> Session:
+    """Return the session of the embeddings' graph; the current one where there are none to ask."""
+    for param in params if isinstance(params, list | tuple) else (params,):
+        if isinstance(param, DistEmbedding):
+            return param.kvstore.session
+    return current_session()
+
+
+def _checked(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
+    if isinstance(params, DistEmbedding):
+        raise ConfigError("params is a DistEmbedding; give a list of them: [embedding]")
+    checked = tuple(params)
+    for position, param in enumerate(checked):
+        if not isinstance(param, DistEmbedding):
+            raise ConfigError(
+                f"params[{position}] is a {type(param).__name__}; give DistEmbeddings here, and the "
+                "parameters of the model to an optimiser of torch.optim"
+            )
+        if param.kvstore is not checked[0].kvstore:
+            raise ConfigError(f"{param.name!r} is of another graph; make one optimiser for each graph")
+    if not 1 <= len(checked) <= MAX_PARAMETERS:
+        raise ConfigError(f"params has {len(checked)} embeddings; give 1 to {MAX_PARAMETERS}")
+    keys = [param.weight.kvstore_key for param in checked]
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"params has an embedding twice: {[param.name for param in checked]}")
+    return checked
 
 
 @final
@@ -24,12 +331,12 @@ class SparseSGD(SparseOptimizer):
     Args:
         params: The embeddings.
         lr: The learning rate.
-        mode: "sync" or "async", see :class:`~dglx_dist.graph.sparse_optimizer.UpdateOptions`.
+        mode: "sync" or "async", see :class:`~dglx_dist.graph.optim.UpdateOptions`.
         staleness: For "async".
         reduction: What the loss is over a rank's own targets: "mean" or "sum".
 
     Raises:
-        ConfigError: see :class:`~dglx_dist.graph.sparse_optimizer.SparseOptimizer`.
+        ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
     """
 
     def __init__(
@@ -60,7 +367,7 @@ class SparseAdagrad(SparseOptimizer):
         reduction: Likewise.
 
     Raises:
-        ConfigError: see :class:`~dglx_dist.graph.sparse_optimizer.SparseOptimizer`.
+        ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
     """
 
     def __init__(
@@ -95,7 +402,7 @@ class SparseAdam(SparseOptimizer):
         reduction: Likewise.
 
     Raises:
-        ConfigError: see :class:`~dglx_dist.graph.sparse_optimizer.SparseOptimizer`.
+        ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
     """
 
     def __init__(

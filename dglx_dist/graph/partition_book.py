@@ -2,16 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Generic, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.comm.session import Session
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids, as_ids, check_ids, to_tensor
+from dglx_dist.graph.row_kernels import RemotePlan, plan_remote, spread_rows
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
+
+
+@final
+class RowOwners:
+    """One owner rank for every row: the rows of a server in even, contiguous runs over its ranks.
+
+    All ranks of a server can read and overwrite its rows; what depends on the value that is there already
+    (adding, an optimiser's step) is done by the owner alone, so that nothing is lost between two of them.
+
+    Args:
+        bounds: (S + 1,) int64; server s has the rows ``bounds[s]:bounds[s + 1]``.
+        topology: Which ranks a server has.
+
+    Raises:
+        ConfigError: ``bounds`` are not those of as many servers.
+    """
+
+    def __init__(self, bounds: Array, topology: Topology) -> None:
+        if bounds.shape != (topology.num_servers + 1,):
+            raise ConfigError(
+                f"bounds have shape {bounds.shape} for {topology.num_servers} servers; give "
+                f"({topology.num_servers + 1},) first rows"
+            )
+        self._bounds = bounds
+        self._topology = topology
+
+    @cached_property
+    def starts(self) -> Array:
+        """(W + 1,) int64; rank r owns the rows ``starts[r]:starts[r + 1]``."""
+        starts = []
+        for server in range(self._topology.num_servers):
+            first, last = int(self._bounds[server]), int(self._bounds[server + 1])
+            ranks = len(self._topology.ranks_of_server(server))
+            starts += [first + (last - first) * local // ranks for local in range(ranks)]
+        return np.array([*starts, self._bounds[-1]], dtype=np.int64)
+
+    def rank_of(self, ids: Array) -> Array:
+        """Return the (K,) int64 owner rank of each of the (K,) int64 ``ids``, which must be rows."""
+        # From the right: of ranks that start at the same row, all but the last own none.
+        return np.searchsorted(self.starts, ids, side="right") - 1
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """Return the first row of ``rank`` and the one after its last."""
+        return int(self.starts[rank]), int(self.starts[rank + 1])
+
 
 K = TypeVar("K", bound=Hashable)
 
@@ -232,3 +283,145 @@ class _Ranges(Generic[K]):
     def _check_partition(self, partition: int) -> None:
         if not 0 <= partition < self.num_partitions:
             raise ConfigError(f"there is no partition {partition}; they are 0 to {self.num_partitions - 1}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The parts of a dataset laid onto servers in contiguous blocks, as even as they go.
+
+    Raises:
+        ConfigError: there are fewer parts than servers; the message has the command that repartitions.
+    """
+
+    num_parts: int
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        servers = self.topology.num_servers
+        if self.num_parts < servers:
+            raise ConfigError(
+                f"the dataset has {self.num_parts} part(s) but the run has {servers} servers; partition it "
+                f"again with `dglx partition DATA --parts {servers} --out DIR`, or start "
+                f"{self.num_parts} server(s)"
+            )
+
+    @cached_property
+    def server_of_part(self) -> Array:
+        """(P,) int64: server of part p is p * S // P."""
+        return np.arange(self.num_parts, dtype=np.int64) * self.topology.num_servers // self.num_parts
+
+    def parts_of_server(self, server: int) -> range:
+        """Return the parts of ``server``: consecutive, and at least one."""
+        first, last = np.searchsorted(self.server_of_part, [server, server + 1], side="left")
+        return range(int(first), int(last))
+
+    @property
+    def local_parts(self) -> range:
+        """The parts of this rank's own server."""
+        return self.parts_of_server(self.topology.server)
+
+    def server_offsets(self, offsets: Array) -> Array:
+        """Merge the id offsets of parts into those of servers.
+
+        Args:
+            offsets: (P + 1,) int64; part p owns the ids ``offsets[p]:offsets[p + 1]``.
+
+        Returns:
+            (S + 1,) int64; server s owns the ids ``[s]:[s + 1]``.
+        """
+        servers = np.arange(self.topology.num_servers + 1)
+        return np.asarray(offsets, dtype=np.int64)[np.searchsorted(self.server_of_part, servers, side="left")]
+
+    def node_range(self, server: int, offsets: Array) -> tuple[int, int]:
+        """Return the first id of ``server`` and the one after its last, from the parts' ``offsets``."""
+        bounds = self.server_offsets(offsets)
+        return int(bounds[server]), int(bounds[server + 1])
+
+    def serving_rank(self, server: int) -> int:
+        """Return the rank that this rank asks for rows of ``server``; itself when that is its own server.
+
+        The ranks of one server spread over those of another: local rank i asks local rank i modulo their
+        number.
+        """
+        if server == self.topology.server:
+            return self.topology.rank
+        ranks = self.topology.ranks_of_server(server)
+        return int(ranks[self.topology.local_rank % len(ranks)])
+
+
+Compute: TypeAlias = Callable[[Array], Sequence[Array]]
+"""(k,) int64 ids of the own server to arrays (k,) int64, always the same number of them."""
+
+MAX_IDS = 1 << 20
+"""Ids of one request; more are asked for in several."""
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Rows of one message; more are cut, so that rows are placed while others are under way.
+
+Replies of 1 MiB were seen to cost the serving rank half as much processor time again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The ids of one message, as slots of a plan."""
+
+    rank: int
+    first: int
+    last: int
+
+
+def rows_per_message(row_bytes: int) -> int:
+    """Return how many rows of ``row_bytes``, each with its id, one message has at most; at least 1."""
+    return max(1, MAX_MESSAGE_BYTES // max(row_bytes, 8))
+
+
+def requests_of(plan: RemotePlan, placement: Placement, max_ids: int = MAX_IDS) -> list[Request]:
+    """Return the messages of a plan: one per server, or several of at most ``max_ids``."""
+    return [
+        Request(rank=placement.serving_rank(server), first=begin, last=min(begin + max_ids, last))
+        for server, (first, last) in enumerate(pairwise(plan.server_starts.tolist()))
+        for begin in range(first, last, max_ids)
+    ]
+
+
+Answered: TypeAlias = Callable[[], list[Array]]
+"""Computes what is the own server's, waits for the others, and returns all; for the thread that asked."""
+
+
+def submit_to_owners(
+    session: Session, placement: Placement, op: str, ids: Array, bounds: Array, compute: Compute
+) -> Answered:
+    """Ask ``op`` of the servers that own ``ids``, and return at once.
+
+    Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective.
+
+    Args:
+        session: The run.
+        placement: Which rank answers for a server.
+        op: Registered on every rank, answering its ids with ``compute``.
+        ids: (K,) int64, each in [0, ``bounds[-1]``), any order, repeats allowed.
+        bounds: (S + 1,) int64 id ranges of the servers.
+        compute: For the ids of the own server.
+
+    Returns:
+        What waits for as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
+    """
+    own = placement.topology.server
+    plan = plan_remote(ids, bounds, own)
+    calls = [
+        (session.rpc.submit(call.rank, op, "", [plan.ids[call.first : call.last]], phase="structure"), call)
+        for call in requests_of(plan, placement)
+    ]
+
+    def answered() -> list[Array]:
+        local = np.flatnonzero((ids >= bounds[own]) & (ids < bounds[own + 1]))
+        answers = compute(ids[local])
+        out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
+        for column, values in zip(out, answers, strict=True):
+            column[local] = values
+        for pending, call in calls:
+            for column, values in zip(out, pending.result(), strict=True):
+                spread_rows(values, column, plan.starts, plan.positions, call.first)
+        return out
+
+    return answered

@@ -4,13 +4,222 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from numba import njit
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_kernels import add_rows, take_weighed
+from dglx_dist.graph.row_kernels import change_ahead
 from dglx_dist.records import Array, StepShare
+
+NEVER, ONCE, OFTEN = -1, -2, -3
+"""How often a row was met, where it has no slot."""
+
+AHEAD = 4
+"""Rows between the one that is asked for and the one that is updated."""
+
+
+class Gradient(NamedTuple):
+    """The gradient of k rows: ``weight * rows[places]``."""
+
+    rows: Array
+    """(n, d)."""
+    places: Array
+    """(k,) int64 in [0, n)."""
+    weight: float
+
+
+@njit(cache=True, nogil=True)
+def add_rows(source: Array, weight: float, places: Array, out: Array) -> None:
+    """Add ``weight * source[k]`` to ``out[places[k]]`` for k = 0, 1, ..."""
+    factor = source.dtype.type(weight)
+    for k in range(source.shape[0]):
+        place = places[k]
+        for column in range(source.shape[1]):
+            out[place, column] += factor * source[k, column]
+
+
+@njit(cache=True, nogil=True)
+def group_by_owner(ids: Array, starts: Array) -> tuple[Array, Array]:
+    """Sort positions by the owner of their id, keeping their order within an owner.
+
+    Args:
+        ids: (k,) int64.
+        starts: (W + 1,) int64; owner r has the ids ``starts[r]:starts[r + 1]``.
+
+    Returns:
+        (k,) int64 positions and (W + 1,) int64: those of owner r are ``positions[first[r]:first[r + 1]]``.
+    """
+    owners = len(starts) - 1
+    first = np.zeros(owners + 1, np.int64)
+    owner_of = np.empty(len(ids), np.int32)
+    for k in range(len(ids)):
+        owner = np.searchsorted(starts, ids[k], side="right") - 1
+        owner_of[k] = owner
+        first[owner + 1] += 1
+    for owner in range(owners):
+        first[owner + 1] += first[owner]
+    following = first.copy()
+    positions = np.empty(len(ids), np.int64)
+    for k in range(len(ids)):
+        positions[following[owner_of[k]]] = k
+        following[owner_of[k]] += 1
+    return positions, first
+
+
+@njit(cache=True, nogil=True)
+def take_weighed(source: Array, weight: float, places: Array, out: Array) -> None:
+    """Write ``weight * source[places[k]]`` to ``out[k]``, (k, d)."""
+    factor = source.dtype.type(weight)
+    for k in range(len(places)):
+        place = np.uint64(places[k])
+        for column in range(source.shape[1]):
+            out[np.uint64(k), np.uint64(column)] = factor * source[place, np.uint64(column)]
+
+
+@njit(cache=True, nogil=True)
+def count_rows(ids: Array, first: int, slot_of: Array) -> int:
+    """Mark the rows ``ids - first`` as met once, or more than once; return how many are now met twice.
+
+    Args:
+        ids: (k,) int64 distinct, each in [``first``, ``first`` + n).
+        first: Id of row 0.
+        slot_of: (n,) int32: NEVER, ONCE or OFTEN; changed.
+    """
+    repeated = 0
+    for k in range(len(ids)):
+        row = ids[k] - first
+        if slot_of[row] == NEVER:
+            slot_of[row] = ONCE
+        elif slot_of[row] == ONCE:
+            slot_of[row] = OFTEN
+            repeated += 1
+    return repeated
+
+
+@njit(cache=True, nogil=True)
+def split_rows(
+    ids: Array, first: int, gradient: Gradient, slot_of: Array, touched: Array, sums: Array, count: int
+) -> tuple[Array, Array, int]:
+    """Set apart the rows that no other rank has; add the others to sums kept in slots.
+
+    Args:
+        ids: (k,) int64 distinct.
+        first: Id of row 0.
+        gradient: Of ``ids``.
+        slot_of: (n,) int32, as :func:`count_rows` of all ranks' ids left it; a repeated row met here for the
+            first time gets the next slot, 0 or more.
+        touched: (capacity,) int64, the row of each slot; changed.
+        sums: (capacity, d); changed.
+        count: Slots in use.
+
+    Returns:
+        (m,) int64 rows that are not repeated, the (m,) places of their gradients, and the slots in use now.
+    """
+    rows, places = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+    alone = 0
+    factor = sums.dtype.type(gradient.weight)
+    for k in range(len(ids)):
+        row, place = ids[k] - first, gradient.places[k]
+        slot = slot_of[row]
+        if slot == ONCE:
+            rows[alone], places[alone] = row, place
+            alone += 1
+        elif slot == OFTEN:
+            slot_of[row] = count
+            touched[count] = row
+            for column in range(sums.shape[1]):
+                sums[count, column] = factor * gradient.rows[place, column]
+            count += 1
+        else:
+            for column in range(sums.shape[1]):
+                sums[slot, column] += factor * gradient.rows[place, column]
+    return rows[:alone], places[:alone], count
+
+
+@njit(cache=True, nogil=True)
+def forget_rows(ids: Array, first: int, slot_of: Array) -> None:
+    """Mark the rows ``ids - first`` as never met."""
+    for k in range(len(ids)):
+        slot_of[ids[k] - first] = NEVER
+
+
+@njit(cache=True, nogil=True)
+def update_sgd(weight: Array, at: Array, gradient: Gradient, rate: float) -> None:
+    """``w -= rate * g``.
+
+    Args:
+        weight: (n, d); changed.
+        at: (k,) int64 distinct, the row of ``weight`` that goes with each place of ``gradient``.
+        gradient: k rows.
+        rate: The learning rate.
+    """
+    kind = weight.dtype.type
+    step, factor = kind(rate), kind(gradient.weight)
+    for k in range(len(at)):
+        row, place = np.uint64(at[k]), np.uint64(gradient.places[k])
+        for at_column in range(weight.shape[1]):
+            column = np.uint64(at_column)
+            weight[row, column] -= step * (factor * gradient.rows[place, column])
+
+
+# Without this error model every division is checked for 0 and none is vectorised; eps is in each of them.
+@njit(cache=True, nogil=True, error_model="numpy")
+def update_adagrad(
+    weight: Array, at: Array, total: Array, touched: Array, gradient: Gradient, rate: float, eps: float
+) -> None:
+    """``s += g^2; w -= rate * g / (sqrt(s) + eps)``; as :func:`update_sgd`, ``s`` is row ``touched[k]``."""
+    kind = weight.dtype.type
+    step, small, factor = kind(rate), kind(eps), kind(gradient.weight)
+    last = len(at) - 1
+    for k in range(len(at)):
+        change_ahead(weight, at[min(k + AHEAD, last)])
+        change_ahead(total, touched[min(k + AHEAD, last)])
+        row, state = np.uint64(at[k]), np.uint64(touched[k])
+        place = np.uint64(gradient.places[k])
+        for at_column in range(weight.shape[1]):
+            column = np.uint64(at_column)
+            g = factor * gradient.rows[place, column]
+            s = total[state, column] + g * g
+            total[state, column] = s
+            weight[row, column] -= step * g / (np.sqrt(s) + small)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def update_adam(
+    weight: Array,
+    at: Array,
+    mean: Array,
+    square: Array,
+    touched: Array,
+    gradient: Gradient,
+    constants: tuple[float, float, float, float],
+) -> None:
+    """``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
+
+    As :func:`update_sgd`; ``m`` and ``v`` are rows ``touched[k]``. ``constants`` are rate, a, b and eps; the
+    rate holds the correction of both moments for their start at 0.
+    """
+    kind = weight.dtype.type
+    step, gain_mean = kind(constants[0]), kind(constants[1])
+    gain_square, small = kind(constants[2]), kind(constants[3])
+    factor, last = kind(gradient.weight), len(at) - 1
+    for k in range(len(at)):
+        change_ahead(weight, at[min(k + AHEAD, last)])
+        change_ahead(mean, touched[min(k + AHEAD, last)])
+        change_ahead(square, touched[min(k + AHEAD, last)])
+        row, state = np.uint64(at[k]), np.uint64(touched[k])
+        place = np.uint64(gradient.places[k])
+        for at_column in range(weight.shape[1]):
+            column = np.uint64(at_column)
+            g = factor * gradient.rows[place, column]
+            m = mean[state, column] + gain_mean * (g - mean[state, column])
+            v = square[state, column] + gain_square * (g * g - square[state, column])
+            mean[state, column] = m
+            square[state, column] = v
+            weight[row, column] -= step * m / (np.sqrt(v) + small)
+
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 

@@ -10,15 +10,69 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster.session import current_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import current_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.partition.hierarchical import TRAINER_ID
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
 from dglx_dist.graph.ids import as_array, check_ids, to_tensor
 from dglx_dist.graph.partition_book import PartitionBook
-from dglx_dist.graph.share import even_quota, quotas, range_of_server, share_of_rank
-from dglx_dist.partition.two_level import TRAINER_ID
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
+
+
+def quotas(num_ids: int, topology: Topology) -> list[Array]:
+    """Return how many of ``num_ids`` each rank takes, server by server; all differ by at most 1."""
+    base, extra = divmod(num_ids, topology.world_size)
+    by_position = np.full(topology.world_size, base, dtype=np.int64)
+    by_position[:extra] += 1
+    sizes = [len(topology.ranks_of_server(server)) for server in range(topology.num_servers)]
+    return np.split(by_position, np.cumsum(sizes)[:-1])
+
+
+def range_of_server(num_ids: int, topology: Topology, server: int) -> tuple[int, int]:
+    """Return the positions [first, last) of the sorted ids that the ranks of ``server`` take together."""
+    totals = [int(quota.sum()) for quota in quotas(num_ids, topology)]
+    return sum(totals[:server]), sum(totals[: server + 1])
+
+
+def share_of_rank(
+    ids: Array, quota: Array, local_rank: int, seed: int, preferred: Array | None = None
+) -> Array:
+    """Deal the ids of one server to its ranks at random, the same deal on every rank.
+
+    Args:
+        ids: (n,) int64 ids that the ranks of the server share.
+        quota: (ranks,) int64 how many each of them takes; sums to n.
+        local_rank: Whose share to return.
+        seed: Of the deal; the server's number, so that servers differ and runs repeat.
+        preferred: (n,) the local rank that would like each id, or one that does not exist for "any";
+            honoured up to the quotas.
+
+    Returns:
+        (``quota[local_rank]``,) int64, ascending.
+    """
+    order = np.random.default_rng(seed).permutation(len(ids))
+    owner = np.repeat(np.arange(len(quota)), quota)
+    if preferred is not None:
+        owner = _honour(preferred[order], quota)
+    return np.sort(ids[order[owner == local_rank]])
+
+
+def even_quota(num_ids: int, num_ranks: int) -> Array:
+    """Return (``num_ranks``,) counts that sum to ``num_ids`` and differ by at most 1."""
+    base, extra = divmod(num_ids, num_ranks)
+    return base + (np.arange(num_ranks) < extra).astype(np.int64)
+
+
+def _honour(preferred: Array, quota: Array) -> Array:
+    """Give each position to who prefers it while that rank's quota lasts, and the rest to who has room."""
+    owner = np.full(len(preferred), -1, dtype=np.int64)
+    for rank, size in enumerate(quota):
+        owner[np.flatnonzero(preferred == rank)[:size]] = rank
+    room = quota - np.bincount(owner[owner >= 0], minlength=len(quota))
+    owner[owner < 0] = np.repeat(np.arange(len(quota)), room)
+    return owner
+
 
 Marked: TypeAlias = DistTensor | Tensor | Array | Sequence[Any]
 """A mask of one value per node (or edge), or ids that cannot be taken for one; see :func:`marked_ids`."""
@@ -164,11 +218,11 @@ def _split(
     if rank is not None:
         topology = Topology(rank, topology.world_size, topology.server_of_rank)
     ids = marked_ids(marked, int(bounds[-1]))
-    trainer_of = None if trainers is None else _wishes(trainers, ids, int(bounds[-1]), topology.world_size)
+    trainer_of = None if trainers is None else _requested(trainers, ids, int(bounds[-1]), topology.world_size)
     return to_tensor(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=trainer_of))
 
 
-def _wishes(wanted: _Trainers, ids: Array, count: int, world_size: int) -> Array:
+def _requested(wanted: _Trainers, ids: Array, count: int, world_size: int) -> Array:
     """Return the rank that each of ``ids`` prefers; several trainers fold onto one rank."""
     of_row = wanted.of_row
     trainers = of_row.to_local().numpy() if isinstance(of_row, DistTensor) else as_array(of_row)

@@ -1,1 +1,1 @@
-"""Which strategy suits a graph, a model and a network: counted, measured, predicted, chosen."""
+"""Cost estimates of strategies, and the choice among them."""

@@ -24,7 +24,7 @@ _MOST_CO_BATCHES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class SearchSpace:
     """What decides which candidates there are."""
 
     ranks: int
@@ -36,7 +36,7 @@ class Frame:
     """Sizes that were counted."""
 
 
-def enumerate_candidates(frame: Frame) -> tuple[Candidate, ...]:
+def enumerate_candidates(frame: SearchSpace) -> tuple[Candidate, ...]:
     """Return all ways to train, those of mini-batches first."""
     batches = (*_by_rows(frame), *_by_columns(frame), *_by_servers(frame)) if frame.steps else ()
     return (*batches, *_by_plans(frame), *_by_intervals(frame))
@@ -50,19 +50,19 @@ def ways_of(candidates: Iterable[Candidate]) -> tuple[Way, ...]:
 def choosable() -> Mapping[str, frozenset[str]]:
     """Return every strategy that may be chosen, with the names of the options that it is chosen with."""
     found: dict[str, frozenset[str]] = {}
-    for one in enumerate_candidates(Frame(ranks=4, servers=2, num_layers=3, steps=3)):
+    for one in enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=3)):
         found[one.strategy] = found.get(one.strategy, frozenset()) | one.options.keys()
     return found
 
 
-def _by_rows(frame: Frame) -> Iterator[Candidate]:
+def _by_rows(frame: SearchSpace) -> Iterator[Candidate]:
     make = partial(Candidate, strategy="data_parallel", unit="mini_batch", moves="rows")
     yield make()
     for alpha in frame.caches if frame.servers > 1 else ():
         yield make(cache="vip", cache_alpha=alpha)
 
 
-def _by_columns(frame: Frame) -> Iterator[Candidate]:
+def _by_columns(frame: SearchSpace) -> Iterator[Candidate]:
     if frame.ranks == 1:
         return
     make = partial(Candidate, strategy="push_pull", unit="mini_batch", moves="columns")
@@ -74,7 +74,7 @@ def _by_columns(frame: Frame) -> Iterator[Candidate]:
         yield make(options={"structure": "push", **late}, exact=False)
 
 
-def _by_servers(frame: Frame) -> Iterator[Candidate]:
+def _by_servers(frame: SearchSpace) -> Iterator[Candidate]:
     number = _co_batches(frame)
     if frame.servers == 1 or not number:
         return
@@ -87,7 +87,7 @@ def _by_servers(frame: Frame) -> Iterator[Candidate]:
     )
 
 
-def _by_plans(frame: Frame) -> Iterator[Candidate]:
+def _by_plans(frame: SearchSpace) -> Iterator[Candidate]:
     make = partial(Candidate, unit="full_graph", moves="plans")
     yield make(strategy="full_graph", way=(0, "", 1))
     if frame.servers == 1:
@@ -102,14 +102,14 @@ def _by_plans(frame: Frame) -> Iterator[Candidate]:
         yield make(strategy="cooperative", options={"batches": number}, way=(frame.num_layers, "", number))
 
 
-def _by_intervals(frame: Frame) -> Iterator[Candidate]:
+def _by_intervals(frame: SearchSpace) -> Iterator[Candidate]:
     make = partial(Candidate, strategy="lambda", unit="full_graph", moves="intervals", way=(0, "", 1))
     yield make()
     for staleness, factor in ASYNC_EPOCHS.items():
         yield make(options={"mode": "async", "staleness": staleness}, exact=False, epochs_factor=factor)
 
 
-def _co_batches(frame: Frame) -> int:
+def _co_batches(frame: SearchSpace) -> int:
     """Return as many co-batches as an epoch has steps of mini-batches, so that both learn as often; 0: none.
 
     More than some are too many neighbourhoods to hold, and fewer than the steps would be another epoch.
@@ -117,7 +117,7 @@ def _co_batches(frame: Frame) -> int:
     return max(frame.steps, 2) if 0 < frame.steps <= _MOST_CO_BATCHES else 0
 
 
-def _groups(frame: Frame) -> list[int]:
+def _groups(frame: SearchSpace) -> list[int]:
     """Return sizes of groups below all ranks: one rank that has all columns, those of a server, a half."""
     sizes = {1, frame.ranks // frame.servers, frame.ranks // 2}
     return sorted(size for size in sizes if frame.ranks % size == 0 and size < frame.ranks)

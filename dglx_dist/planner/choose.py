@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dglx_dist.planner.measured import Measured
-from dglx_dist.planner.predict import predict
+from dglx_dist.planner.cost_model import Measured, predict
+from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.records import Candidate, Choice, Prediction
 
 _NEAR = 1.05
@@ -17,7 +17,7 @@ FULL_GRAPH_EPOCHS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class Constraints:
     """What may be chosen."""
 
     unit: Literal["mini_batch", "full_graph", "any"] = "mini_batch"
@@ -27,26 +27,27 @@ class Wishes:
     """With unit ``any``: epochs of whole graphs that are worth one of mini-batches."""
 
 
-def choose(candidates: Iterable[Candidate], known: Measured, wishes: Wishes) -> Choice:
+def choose(candidates: Iterable[Candidate], known: Measured, constraints: Constraints) -> Choice:
     """Return what every candidate comes to, and the fastest of those that may be taken."""
     predictions = [predict(one, known) for one in candidates]
-    allowed = [one for one in predictions if one.feasible and _may(one.candidate, wishes)]
-    least = min((worth(one, wishes) for one in allowed), default=0.0)
-    taken = next((one for one in allowed if worth(one, wishes) <= _NEAR * least), None)
-    barred = [_barred(one.candidate, wishes) for one in predictions]
+    allowed = [one for one in predictions if one.feasible and _may(one.candidate, constraints)]
+    least = min((worth(one, constraints) for one in allowed), default=0.0)
+    taken = next((one for one in allowed if worth(one, constraints) <= _NEAR * least), None)
+    barred = [_barred(one.candidate, constraints) for one in predictions]
     place = None if taken is None else predictions.index(taken)
     order = sorted(
         range(len(predictions)),
         key=lambda at: (
             not predictions[at].feasible,
             bool(barred[at]),
-            worth(predictions[at], wishes),
+            worth(predictions[at], constraints),
         ),
     )
     assumptions = [*known.cluster.assumptions, *known.assumptions]
-    if wishes.unit == "any":
+    if constraints.unit == "any":
         assumptions.append(
-            f"{wishes.full_graph_epochs:g} epochs of whole graphs, a step each, are worth one of mini-batches"
+            f"{constraints.full_graph_epochs:g} epochs of whole graphs, a step each, "
+            "are worth one of mini-batches"
         )
     return Choice(
         graph=known.graph,
@@ -54,42 +55,43 @@ def choose(candidates: Iterable[Candidate], known: Measured, wishes: Wishes) -> 
         cluster=known.cluster,
         predictions=tuple(replace(predictions[at], barred=barred[at]) for at in order),
         picked=-1 if place is None else order.index(place),
-        why=tuple(_reasons(taken, allowed, predictions, wishes)),
+        why=tuple(_reasons(taken, allowed, predictions, constraints)),
         assumptions=tuple(assumptions),
         epoch=known.epoch,
     )
 
 
-def _barred(candidate: Candidate, wishes: Wishes) -> str:
+def _barred(candidate: Candidate, constraints: Constraints) -> str:
     """Return why a way is not what was asked for; empty: it is."""
-    if wishes.unit not in ("any", candidate.unit):
+    if constraints.unit not in ("any", candidate.unit):
         return f"--unit {candidate.unit}"
-    return "" if candidate.exact or wishes.estimators else "--allow-estimators"
+    return "" if candidate.exact or constraints.estimators else "--allow-estimators"
 
 
-def _may(candidate: Candidate, wishes: Wishes) -> bool:
-    return not _barred(candidate, wishes)
+def _may(candidate: Candidate, constraints: Constraints) -> bool:
+    return not _barred(candidate, constraints)
 
 
-def worth(one: Prediction, wishes: Wishes) -> float:
+def worth(one: Prediction, constraints: Constraints) -> float:
     """Return what is compared: seconds of as many epochs as are worth an exact one of mini-batches."""
-    whole = one.candidate.unit == "full_graph" and wishes.unit == "any"
-    return one.epoch_seconds * one.candidate.epochs_factor * (wishes.full_graph_epochs if whole else 1.0)
+    whole = one.candidate.unit == "full_graph" and constraints.unit == "any"
+    return one.epoch_seconds * one.candidate.epochs_factor * (constraints.full_graph_epochs if whole else 1.0)
 
 
 def _reasons(
     taken: Prediction | None,
     allowed: Sequence[Prediction],
     every: Sequence[Prediction],
-    wishes: Wishes,
+    constraints: Constraints,
 ) -> list[str]:
     if taken is None:
-        return [_nearest([one for one in every if _may(one.candidate, wishes)])]
+        return [_nearest([one for one in every if _may(one.candidate, constraints)])]
     said = [_biggest(taken)]
-    fastest = min(allowed, key=lambda one: worth(one, wishes))
+    fastest = min(allowed, key=lambda one: worth(one, constraints))
     if fastest is not taken:
         said.append(
-            f"{fastest.candidate.name} takes {_ratio(fastest, taken, wishes):.2f} x as long, but of ways "
+            f"{fastest.candidate.name} takes {_ratio(fastest, taken, constraints):.2f} x as long, "
+            "but of ways "
             f"within {100 * (_NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
     others = sorted(
@@ -98,18 +100,20 @@ def _reasons(
             for one in allowed
             if one not in (taken, fastest) and one.candidate.strategy != taken.candidate.strategy
         ),
-        key=lambda one: worth(one, wishes),
+        key=lambda one: worth(one, constraints),
     )
     for one in others[:2]:
-        said.append(_against(one, taken, wishes))
+        said.append(_against(one, taken, constraints))
     better = [
         one
         for one in every
-        if one.feasible and not _may(one.candidate, wishes) and one.candidate.unit == taken.candidate.unit
-        if worth(one, wishes) < worth(taken, wishes)
+        if one.feasible
+        and not _may(one.candidate, constraints)
+        and one.candidate.unit == taken.candidate.unit
+        if worth(one, constraints) < worth(taken, constraints)
     ]
     if better:
-        other = min(better, key=lambda one: worth(one, wishes))
+        other = min(better, key=lambda one: worth(one, constraints))
         said.append(
             f"{other.candidate.name} would take {other.epoch_seconds:.3g} s, but is another estimator; "
             "--allow-estimators lets it be taken"
@@ -133,8 +137,8 @@ def _nearest(asked: Sequence[Prediction]) -> str:
     return f"nothing that was asked for can train this ({refused or 'there is nothing'}); try --unit any"
 
 
-def _ratio(one: Prediction, taken: Prediction, wishes: Wishes) -> float:
-    return worth(one, wishes) / max(worth(taken, wishes), 1e-12)
+def _ratio(one: Prediction, taken: Prediction, constraints: Constraints) -> float:
+    return worth(one, constraints) / max(worth(taken, constraints), 1e-12)
 
 
 def _biggest(one: Prediction) -> str:
@@ -152,8 +156,8 @@ def _biggest(one: Prediction) -> str:
     )
 
 
-def _against(other: Prediction, taken: Prediction, wishes: Wishes) -> str:
-    ratio = _ratio(other, taken, wishes)
+def _against(other: Prediction, taken: Prediction, constraints: Constraints) -> str:
+    ratio = _ratio(other, taken, constraints)
     if other.candidate.unit != taken.candidate.unit:
         # Their epochs are different work, so what they move and compute is no reason.
         return f"{other.candidate.name} takes {ratio:.2f} x as long to learn as much"
@@ -169,3 +173,89 @@ def _against(other: Prediction, taken: Prediction, wishes: Wishes) -> str:
             f"it exchanges {other.seconds.inside - taken.seconds.inside:.3g} s longer inside of servers"
         )
     return f"{other.candidate.name} takes {ratio:.2f} x as long" + (f": {', '.join(why)}" if why else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regions:
+    """The grid, and who wins at each point."""
+
+    hidden: tuple[int, ...]
+    """(H,) ascending."""
+    bytes_per_s: tuple[float, ...]
+    """(B,) ascending, payload of a server's card."""
+    winners: tuple[tuple[str, ...], ...]
+    """(H, B) names of candidates; "" where nothing fits."""
+    gains: tuple[tuple[float, ...], ...]
+    """(H, B) seconds of the usual strategy, the first that may be taken, by the winner's; 1 where it
+    does not fit."""
+    usual: str
+    """Name of that candidate."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return JSON values."""
+        return {
+            "hidden": list(self.hidden),
+            "bytes_per_s": list(self.bytes_per_s),
+            "winners": [list(row) for row in self.winners],
+            "gains": [list(row) for row in self.gains],
+            "usual": self.usual,
+        }
+
+
+def find_regions(
+    known: Measured,
+    candidates: Iterable[Candidate],
+    constraints: Constraints,
+    shapes: Mapping[int, ModelShape],
+    bytes_per_s: Sequence[float],
+) -> Regions:
+    """Return who wins at every hidden width of ``shapes`` and every bandwidth.
+
+    Rates of work are those measured at one width; batches and plans are the same at all.
+
+    Args:
+        known: Measured at one width and bandwidth.
+        candidates: What is compared.
+        wishes: What may win.
+        shapes: Hidden width to the model of that width.
+        bytes_per_s: (B,) ascending.
+    """
+    compared = tuple(candidates)
+    winners, gains, usual = [], [], ""
+    for hidden in sorted(shapes):
+        names, factors = [], []
+        for rate in bytes_per_s:
+            found = choose(compared, _moved(known, shapes[hidden], rate), constraints)
+            usual = usual or _usual(compared, constraints)
+            taken = found.taken
+            names.append("" if taken is None else taken.candidate.name)
+            factors.append(_gain(found, usual, constraints))
+        winners.append(tuple(names))
+        gains.append(tuple(factors))
+    return Regions(
+        hidden=tuple(sorted(shapes)),
+        bytes_per_s=tuple(bytes_per_s),
+        winners=tuple(winners),
+        gains=tuple(gains),
+        usual=usual,
+    )
+
+
+def _gain(found: Choice, usual: str, constraints: Constraints) -> float:
+    base = next((one for one in found.predictions if one.candidate.name == usual), None)
+    if found.taken is None or base is None or not base.feasible:
+        return 1.0
+    return worth(base, constraints) / max(worth(found.taken, constraints), 1e-12)
+
+
+def _moved(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measured:
+    cluster = replace(known.cluster, external_bytes_per_s=bytes_per_s)
+    memory = replace(known.memory, shape=shape, cluster=cluster)
+    if shape.hidden != known.shape.hidden:
+        # What a step allocates was rehearsed at the other width.
+        memory = replace(memory, of_batches=None, of_graphs=None)
+    return replace(known, shape=shape, cluster=cluster, memory=memory)
+
+
+def _usual(candidates: Sequence[Candidate], constraints: Constraints) -> str:
+    return next((one.name for one in candidates if constraints.unit in ("any", one.unit)), "")

@@ -11,13 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dglx_dist.planner.batch_work import BatchWork
 from dglx_dist.planner.candidates import EAS_FANOUT, EAS_HOPS
-from dglx_dist.planner.full_work import FullWork
-from dglx_dist.planner.halo_bytes import HaloPairs
-from dglx_dist.planner.measured import Ghosts
+from dglx_dist.planner.closures import FullWork
+from dglx_dist.planner.cost_model import Ghosts
+from dglx_dist.planner.model_shape import HaloPairs
 from dglx_dist.planner.records import Cluster, GraphStats, Way
-from dglx_dist.planner.survey import Draws, Survey
+from dglx_dist.planner.workload import BatchWork, Draws, Survey
 
 ASSUMPTIONS = (
     "batches and closures are expected from the number of nodes and edges and the spread of degrees, as if "

@@ -1,1 +1,1 @@
-"""Records to tables, pictures and run folders."""
+"""Tables, pictures and pages from run records."""

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dglx_dist.cluster.session import Session
+from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import FEATURE, LABEL, EpochRecord
+from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
+from dglx_dist.registry import Registry
 
 if TYPE_CHECKING:
-    from dglx_dist.graph import DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
+
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 """What the user's loss is: the mean over this rank's own targets, or their sum."""
@@ -295,3 +299,143 @@ def check_options(strategy: str, options: Mapping[str, object], known: Mapping[s
                 f"option {name}={value!r} of strategy {strategy!r} must be of type {kind.__name__}, "
                 f"not {type(value).__name__}"
             )
+
+
+AUTO = "auto"
+"""In the place of a strategy's name: whichever suits graph, model and network (``planner/``)."""
+
+STRATEGIES: Registry[Strategy] = Registry(
+    "strategy",
+    Strategy,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
+    builtin={
+        "cooperative": "dglx_dist.strategies.full_graph.strategies:Cooperative",
+        "data_parallel": "dglx_dist.strategies.data_parallel:DataParallel",
+        "full_graph": "dglx_dist.strategies.full_graph.strategies:FullGraph",
+        "lambda": "dglx_dist.strategies.serverless.strategy:Lambda",
+        "push_pull": "dglx_dist.strategies.push_pull.strategy:PushPull",
+        "shared_preload": "dglx_dist.strategies.full_graph.strategies:SharedPreload",
+    },
+    aliases={
+        "cob": "cooperative",
+        "distdgl": "data_parallel",
+        "dorylus": "lambda",
+        "dp": "data_parallel",
+        "fb": "full_graph",
+        "flx": "shared_preload",
+        "granndis": "shared_preload",
+        "p3": "push_pull",
+    },
+    group="dglx_dist.strategies",
+)
+
+
+def strategy_of(session: Session) -> Strategy:
+    """Return the strategy that the session was opened with; it keeps no state of its own.
+
+    Raises:
+        ConfigError: the strategy does not know one of the session's options, or ``auto`` has not chosen yet.
+    """
+    if session.strategy == AUTO:
+        raise ConfigError(
+            "strategy 'auto' chooses once it has seen model and graph: call dx.choose_strategy(model, g, "
+            "fanouts=..., batch_size=...) before the first loader and dx.wrap; dx.fit does it by itself"
+        )
+    return STRATEGIES.get(session.strategy)(session, session.options)
+
+
+def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
+    """Return the one name of ``strategy``; of None: DGLX_STRATEGY, else ``data_parallel``.
+
+    Args:
+        strategy: A name or an alias.
+        auto: Whether ``auto`` may be asked for, because somebody will choose.
+
+    Raises:
+        UnknownNameError: there is no such strategy; the message has the nearest name.
+        ConfigError: ``auto`` where nobody will choose.
+    """
+    asked = strategy or read_settings().strategy or "data_parallel"
+    if asked != AUTO:
+        return STRATEGIES.resolve(asked)
+    if not auto:
+        raise ConfigError(
+            "strategy 'auto' chooses in dx.fit or dx.choose_strategy, which a script of dgl.distributed does "
+            "not call; ask `dglx plan` which strategy suits, and name that one"
+        )
+    return AUTO
+
+
+def begin(
+    strategy: str,
+    options: Mapping[str, object],
+    *,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+    backend: str | None = None,
+    check: Callable[[Session], object] = strategy_of,
+) -> Session:
+    """Join the other ranks for ``strategy``; every rank must call it.
+
+    Args:
+        strategy: What :func:`resolve_strategy` gives.
+        options: The strategy's own; where DGLX_OPTIONS has others of them, both.
+        timeout_s: Seconds that a rank may be silent.
+        seed: Of everything random.
+        backend: Of the process group, if there is none yet.
+        check: What raises ConfigError for the session's options.
+
+    Raises:
+        ConfigError: the strategy does not know an option, ranks disagree, or a session is open already.
+        PeerError: ranks are missing after the time-out.
+    """
+    told = {**read_settings().options, **options}
+    session = start_session(strategy=strategy, options=told, timeout_s=timeout_s, seed=seed, backend=backend)
+    try:
+        check(session)
+    except BaseException as error:
+        session.fail(error)
+        session.close(failed=True)
+        raise
+    return session
+
+
+def count_targets(num_local: int, session: Session) -> StepShare:
+    """Return the share of a rank with ``num_local`` targets; every rank must call it.
+
+    For loops without ``dglx_dist.DataLoader``: set ``session.step_share`` to the result.
+    """
+    counts = gather_int64([num_local], session)
+    return StepShare(num_local=num_local, num_global=int(counts.sum()))
+
+
+def find_share(arguments: Iterable[object], session: Session) -> StepShare | None:
+    """Return the share stamped on the blocks among ``arguments``, else the session's, else None."""
+    for argument in arguments:
+        last = argument[-1] if isinstance(argument, list | tuple) and argument else argument
+        stamped = getattr(last, "step_share", None)
+        if isinstance(stamped, StepShare):
+            return stamped
+    return session.step_share
+
+
+def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
+    """Return what this rank's gradient is multiplied by before the sum over ranks.
+
+    With a mean it is n_local / n_global, so the sum is the mean over all targets (algorithms 0.1);
+    with a sum it is 1, so the sum is the one that one process would have computed. It is 0 on a
+    rank without targets, whatever its loss is.
+
+    Raises:
+        ConfigError: the loss is a mean and nobody said over how many targets.
+    """
+    if share is not None and share.num_local == 0:
+        return 0.0
+    if reduction == "sum":
+        return 1.0
+    if share is None:
+        raise ConfigError(
+            "the wrapped model does not know how many targets this step has, so it cannot weigh this rank's "
+            "mean loss; feed it from dglx_dist.DataLoader, set session.step_share = dglx_dist.strategies."
+            "share.count_targets(len(targets), session) before the forward call, or wrap with reduction='sum'"
+        )
+    return share.num_local / share.num_global

@@ -9,16 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.cluster.collectives import gather_json, peers_named
-from dglx_dist.cluster.session import Session
+from dglx_dist.comm.collectives import gather_json, peers_named
+from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.base import Parts, Reduction, Strategy, Traits, WrappedModel, check_options
-from dglx_dist.strategies.buffers import BufferMeans
-from dglx_dist.strategies.gradients import GradientExchange, mark_output
-from dglx_dist.strategies.share import find_share, gradient_weight
+from dglx_dist.strategies.base import (
+    Parts,
+    Reduction,
+    Strategy,
+    Traits,
+    WrappedModel,
+    check_options,
+    find_share,
+    gradient_weight,
+)
+from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
 
 if TYPE_CHECKING:
-    from dglx_dist.graph import DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
+
 
 BUCKET_BYTES = 4 * 2**20
 
@@ -47,14 +55,14 @@ class DataParallel(Strategy):
         self._bucket_bytes = bucket_bytes
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a ``dglx_dist.sampling.DataLoader``; see there for what it raises."""
-        from dglx_dist.sampling import DataLoader
+        """Return a ``dglx_dist.dataloading.loader.DataLoader``; see there for what it raises."""
+        from dglx_dist.dataloading.loader import DataLoader
 
         return DataLoader(g, indices, sampler, **loader_options)
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a ``dglx_dist.sampling.DistEdgeDataLoader``; see there for what it raises."""
-        from dglx_dist.sampling import DistEdgeDataLoader
+        """Return a ``dglx_dist.dataloading.edge_loader.DistEdgeDataLoader``; see there for what it raises."""
+        from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 
         return DistEdgeDataLoader(g, eids, sampler, **loader_options)
 

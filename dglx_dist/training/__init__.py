@@ -1,1 +1,1 @@
-"""Training loop, exact evaluation, metrics, checkpoints and ready-made models."""
+"""Training loop, evaluation, inference, checkpoints and metrics."""

@@ -11,11 +11,12 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,25 +26,203 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from dglx_dist.cluster.collectives import broadcast_json, gather_json, peers_named
-from dglx_dist.cluster.session import current_session
-from dglx_dist.errors import CheckpointError
+from dglx_dist.comm.collectives import broadcast_json, gather_json, peers_named
+from dglx_dist.comm.session import current_session
+from dglx_dist.errors import CheckpointError, StorageError
 from dglx_dist.graph.opening import together
-from dglx_dist.strategies import WrappedModel
-from dglx_dist.training.checkpoint_checks import (
-    VERSION,
-    below,
-    check_dataset,
-    check_model,
-    check_optimizer,
-    check_position,
-    check_random_state,
-    check_state,
+from dglx_dist.graph.optim import SparseOptimizer
+from dglx_dist.graph.sparse_state import check_state as check_state_of_sparse_files
+from dglx_dist.graph.sparse_state import read_state, write_state
+from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.training.optimizer_state import (
+    check_matches,
+    cut_optimizer,
+    join_optimizer,
+    restore_state,
+    split_state,
 )
-from dglx_dist.training.optimizer_pieces import cut_optimizer, join_optimizer
-from dglx_dist.training.optimizer_state import restore_state, split_state
-from dglx_dist.training.sparse_state import Sparse, check_sparse, load_sparse, save_sparse
-from dglx_dist.training.tensor_files import RawReader, RawWriter, damage_named, read_json, write_json
+from dglx_dist.training.tensor_files import RawReader, RawWriter, damage_named, read_json, whole, write_json
+
+VERSION = 1
+
+
+def below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries whose names begin with ``prefix``, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless the model has the saved names, shapes and dtypes."""
+    saved = below("model/", metadata.state_dict_metadata)
+    for name in dict.fromkeys([*model, *saved]):
+        mine, theirs = model.get(name), saved.get(name)
+        if mine is None:
+            raise CheckpointError(f"{path} has {name!r}, which this model lacks; build the model as it was")
+        if theirs is None:
+            raise CheckpointError(f"this model has {name!r}, which {path} lacks; build the model as it was")
+        if mine.shape != theirs.size or mine.dtype != theirs.properties.dtype:
+            raise CheckpointError(
+                f"{name!r} is {tuple(theirs.size)} {theirs.properties.dtype} in {path} but "
+                f"{tuple(mine.shape)} {mine.dtype} in this model; build the model as it was"
+            )
+
+
+def check_state(path: Path, state: Any) -> None:
+    """Raise CheckpointError for another version, and what a wrong type or value raises."""
+    if state.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
+            "package that saved it"
+        )
+    numbers = [whole(state[name]) for name in ("world_size", "epoch", "step")]
+    wrong = [name for name in ("dataset", "extra") if not isinstance(state[name], dict)]
+    if wrong or len(state["loader"]) != numbers[0]:
+        raise ValueError(f"{wrong[0] if wrong else 'loader'!r} is not what was saved")
+
+
+def check_random_state(path: Path, metadata: Metadata, rank: int) -> None:
+    """Raise CheckpointError when the saved state of this rank is none that torch can take here."""
+    saved = metadata.state_dict_metadata.get(f"random/{rank}/cpu")
+    mine = torch.get_rng_state()
+    if isinstance(saved, TensorStorageMetadata) and (
+        saved.size != mine.shape or saved.properties.dtype != mine.dtype
+    ):
+        raise CheckpointError(f"{path} has no random state of this torch; load it with random_state=False")
+
+
+def check_dataset(path: Path, saved: Mapping[str, object], mine: Mapping[str, object]) -> None:
+    """Raise CheckpointError when a fact that both name is another one."""
+    for name, value in mine.items():
+        if name in saved and saved[name] != value:
+            raise CheckpointError(
+                f"{path} was trained on a dataset with {name}={saved[name]!r}, this one has {value!r}; "
+                "use the same dataset"
+            )
+
+
+def check_optimizer(
+    path: Path,
+    saved: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+    module: nn.Module,
+    tensors: Mapping[str, Any],
+) -> None:
+    """Raise CheckpointError unless the optimizer is as it was saved; ValueError for state of nothing."""
+    if optimizer is None:
+        return
+    if saved is None:
+        raise CheckpointError(f"{path} has no optimizer; load it without one")
+    check_matches(optimizer, module, saved)
+    known = set(chain.from_iterable(group["params"] for group in saved["groups"]))
+    unknown = {name.rpartition("/")[0] for name in tensors}.union(saved["scalars"]) - known
+    if unknown:
+        raise ValueError(f"the optimizer keeps something of {min(unknown)!r}, which is no parameter")
+
+
+def check_position(path: Path, state: Mapping[str, Any], loader: object, world_size: int) -> None:
+    """Raise CheckpointError when the loader cannot stand where it stood."""
+    if loader is not None and state["world_size"] != world_size and state["step"] != 0:
+        raise CheckpointError(
+            f"{path} stands inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it "
+            "on as many, or load one that was saved at the end of an epoch"
+        )
+    if loader is not None and state["loader"][0] is None:
+        raise CheckpointError(f"{path} has no loader position; load it without ``loader``")
+
+
+Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
+"""One optimiser of embeddings, several in an order that stays the same, or none."""
+
+FOLDER = "sparse"
+
+
+def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
+    """Return what was given as a sequence."""
+    if sparse is None:
+        return ()
+    return (sparse,) if isinstance(sparse, SparseOptimizer) else tuple(sparse)
+
+
+def save_sparse(sparse: Sparse, checkpoint: Path) -> int:
+    """Write embeddings and optimiser state below ``checkpoint``, which exists; every rank must call it.
+
+    Returns:
+        The number of optimisers.
+
+    Raises:
+        CheckpointError: on all ranks, when one cannot write.
+    """
+    optimizers = optimizers_of(sparse)
+    for number, optimizer in enumerate(optimizers):
+        _save_one(optimizer, _folder(checkpoint, number))
+    return len(optimizers)
+
+
+def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
+    """Look whether ``sparse`` can be loaded; one rank alone.
+
+    Args:
+        checkpoint: A finished one.
+        saved: The number of optimisers it has.
+        sparse: What the user wants to load.
+
+    Raises:
+        CheckpointError: it has embeddings and nothing to load them into, or the other way round, or they are
+            damaged or of another dataset, optimiser or number of optimisers.
+    """
+    optimizers = optimizers_of(sparse)
+    if saved and not optimizers:
+        raise CheckpointError(f"{checkpoint} has embeddings, which belong to the model; give sparse=")
+    if optimizers and not saved:
+        raise CheckpointError(f"{checkpoint} has no embeddings; load it without ``sparse``")
+    if len(optimizers) != saved:
+        raise CheckpointError(
+            f"{checkpoint} has {saved} optimisers of embeddings, sparse= has {len(optimizers)}; give those "
+            "that it was saved with, in that order"
+        )
+    for number, optimizer in enumerate(optimizers):
+        try:
+            check_state_of_sparse_files(optimizer.saved_state, _folder(checkpoint, number))
+        except StorageError as error:
+            raise CheckpointError(str(error)) from error
+
+
+def load_sparse(sparse: Sparse, checkpoint: Path) -> None:
+    """Overwrite embeddings and optimiser state by the saved ones; every rank must call it.
+
+    Raises:
+        CheckpointError: a file cannot be read any more, after :func:`check_sparse` could.
+    """
+    for number, optimizer in enumerate(optimizers_of(sparse)):
+        optimizer.flush()
+        try:
+            optimizer.lr = read_state(optimizer.saved_state, _folder(checkpoint, number), optimizer.session)
+        except StorageError as error:
+            raise CheckpointError(str(error)) from error
+
+
+def _save_one(optimizer: SparseOptimizer, folder: Path) -> None:
+    optimizer.flush()
+    session = optimizer.session
+
+    def make() -> None:
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {folder}: {error}; free space, or choose another folder"
+            ) from error
+
+    together(session, lambda: make() if session.topology.rank == 0 else None, CheckpointError)
+    try:
+        write_state(optimizer.saved_state, folder, session)
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _folder(checkpoint: Path, number: int) -> Path:
+    return checkpoint / FOLDER / str(number)
+
 
 STATE_NAME = "state.json"
 _FOLDER = re.compile(r"epoch-(\d+)-step-(\d+)(\.old)?")

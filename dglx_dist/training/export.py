@@ -17,17 +17,18 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster.collectives import broadcast_json, gather_json
+from dglx_dist.comm.collectives import broadcast_json, gather_json
+from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, safe_name
+from dglx_dist.data.storage.files import named_failures, publish, replace_folder
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.opening import together
-from dglx_dist.graph.owners import RowOwners
+from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array
-from dglx_dist.storage.folders import named_failures, publish, replace_folder
-from dglx_dist.storage.layout import PARTIAL_SUFFIX, safe_name
 
 if TYPE_CHECKING:
-    from dglx_dist.graph import DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
+
 
 INDEX = "_index.json"
 """Readers of Parquet folders pass over names that begin with ``_``."""

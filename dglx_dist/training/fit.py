@@ -3,34 +3,260 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from dglx_dist.cluster.collectives import gather_int64
-from dglx_dist.cluster.session import Session
+from dglx_dist.comm.collectives import gather_int64, gather_json
+from dglx_dist.comm.session import Session
+from dglx_dist.comm.trace import COMPUTE, Timeline
+from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.pull import CacheCounts
+from dglx_dist.graph.column import CacheCounts
+from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
-from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
-from dglx_dist.strategies.registry import AUTO
+from dglx_dist.strategies.base import AUTO, EpochTrainer, Objective, WrappedModel
 from dglx_dist.training import checkpoint
-from dglx_dist.training.entity_inputs import EntityInputs
-from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
-from dglx_dist.training.evaluate import check_evaluable, evaluate, labelled_type
-from dglx_dist.training.sparse_state import Sparse, optimizers_of
-from dglx_dist.training.task import LossFunction, NodeClassification, Task
+from dglx_dist.training.checkpoint import Sparse, optimizers_of
+from dglx_dist.training.inference import check_evaluable, evaluate, float_of, labelled_type
+from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tracing import TraceConfig, recording, without_keys
 
 if TYPE_CHECKING:
-    from dglx_dist.graph import DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
     from dglx_dist.planner.records import Choice
+
+
+LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(B, C) scores and (B,) labels to the mean loss over the B rows; with B = 0 it does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """What a batch came to on this rank."""
+
+    loss: Tensor
+    """() mean over this rank's targets, with a gradient also when there is none."""
+    num_targets: int
+    """As the loader counts them: destinations, or positive edges."""
+    num_correct: int
+    """Of the targets; what "train accuracy" shows."""
+
+
+Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
+"""(wrapped model, a batch as the loader yields it) to its loss; calls the model once and no collective."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NodeClassification:
+    """Classes of nodes, from batches ``(input_nodes, output_nodes, blocks)``."""
+
+    loss: LossFunction = cross_entropy
+    feature: str = FEATURE
+    label: str = LABEL
+    ntype: str | None = None
+    """Whose nodes are classified; needed when there are several node types."""
+    inputs: EntityInputs | None = None
+    """Makes the input rows by node type; None: ``feature`` of the only type."""
+
+    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
+        """See :data:`Task`."""
+        blocks = batch[2]
+        scores = model(blocks, _input_rows(model, blocks[0], self.feature, self.inputs))
+        if isinstance(scores, dict):
+            scores = scores[self.ntype or blocks[-1].dsttypes[0]]
+        labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
+        correct = int((scores.detach().argmax(1) == labels).sum()) if len(labels) else 0
+        return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LinkPrediction:
+    """Edges against negatives, from batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
+
+    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the (P,) scores
+    of the first's edges and the (Q,) scores of the second's, of all edge types together.
+    """
+
+    loss: LossFunction = binary_cross_entropy_with_logits
+    """Of (P + Q,) scores and as many floats: 1 for an edge, 0 for a negative."""
+    feature: str = FEATURE
+    inputs: EntityInputs | None = None
+    """As in :class:`NodeClassification`."""
+
+    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
+        """See :data:`Task`; correct is an edge whose score is above 0."""
+        _, pairs, negative_pairs, blocks = batch
+        rows = _input_rows(model, blocks[0], self.feature, self.inputs)
+        positive, negative = model(blocks, rows, pairs, negative_pairs)
+        truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+        return StepLoss(
+            loss=self.loss(torch.cat([positive, negative]), truth),
+            num_targets=len(positive),
+            num_correct=int((positive.detach() > 0).sum()),
+        )
+
+
+def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
+    """Return the input rows in the dtype of the model, whatever their source stored them in."""
+    dtype = float_of(model).dtype
+    if inputs is None:
+        return block.srcdata[feature].to(dtype)
+    return {ntype: rows.to(dtype) for ntype, rows in inputs(block).items()}
+
+
+class TrainingLoader(Protocol):
+    """What :func:`train_epoch` iterates over."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Any: ...
+    def times(self, *, reset: bool = False) -> LoaderTimes:
+        """Seconds since the last reset."""
+        ...
+
+    def state_dict(self) -> Any:
+        """Position, JSON values; ``epoch`` and ``step``, those done in it, among them."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on at a position."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step needs."""
+
+    model: WrappedModel
+    optimizer: torch.optim.Optimizer
+    task: Task
+    sparse: Sequence[SparseOptimizer] = ()
+    """Of the embeddings that go into the model."""
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    loss: float = 0.0
+    correct: int = 0
+    targets: int = 0
+
+
+def train_epoch(
+    step: Step, loader: TrainingLoader, session: Session, epoch: int, after_step: Callable[[], None]
+) -> EpochRecord:
+    """Train one epoch and return its record, without a validation accuracy; every rank must call it.
+
+    Args:
+        step: What to train with.
+        loader: Yields the batches that the task takes.
+        session: The run.
+        epoch: Number in the record.
+        after_step: Called after each step, for progress.
+    """
+    step.model.train()
+    loader.times(reset=True)
+    step.model.exchange_seconds(reset=True)
+    counted = session.ledger.snapshot()
+    sums = _Sums()
+    begin = time.perf_counter()
+    for batch in loader:
+        # Numbered as the loader numbers its batches, so that a trace shows which batch a step is of.
+        position = loader.state_dict()
+        number = position["epoch"] * len(loader) + position["step"] - 1
+        _train_step(step, batch, sums, _Spans(timeline=session.timeline, number=number))
+        after_step()
+    seconds = time.perf_counter() - begin
+    rows = session.ledger.since(counted)
+    times = loader.times()
+    exchange_s = step.model.exchange_seconds()
+    mine = {
+        "loss": sums.loss,
+        "correct": sums.correct,
+        "targets": sums.targets,
+        "inside": sum(row.num_bytes for row in rows if row.inside),
+        "outside": sum(row.num_bytes for row in rows if not row.inside),
+        "seconds": seconds,
+        "sample_s": times.sample_s,
+        "fetch_s": times.fetch_s,
+        "wait_s": times.wait_s,
+        "exchange_s": exchange_s,
+    }
+    return _over_ranks([row for row in gather_json(mine, session) if isinstance(row, dict)], epoch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Spans:
+    """Notes what a step does."""
+
+    timeline: Timeline
+    number: int
+
+    def of(self, name: str) -> AbstractContextManager[None]:
+        return self.timeline.span(name, COMPUTE, self.number)
+
+
+def _train_step(step: Step, batch: Any, sums: _Sums, spans: _Spans) -> None:
+    with spans.of("forward"):
+        found = step.task(step.model, batch)
+    step.optimizer.zero_grad(set_to_none=True)
+    for rows in step.sparse:
+        rows.zero_grad()
+    with spans.of("backward"):
+        found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    with spans.of("step"):
+        step.optimizer.step()
+        for rows in step.sparse:
+            rows.step()
+    if found.num_targets:
+        # The mean over no targets is nan, which would spoil the sum.
+        sums.loss += float(found.loss.detach()) * found.num_targets
+        sums.correct += found.num_correct
+        sums.targets += found.num_targets
+
+
+def _over_ranks(ranks: Iterable[dict[str, Any]], epoch: int) -> EpochRecord:
+    """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ranks.
+
+    Ranks in lock-step wait and exchange at different times, so the longest of each phase would come to more
+    than the epoch. Compute is what is left of it.
+    """
+    ranks = list(ranks)
+
+    def total(name: str) -> Any:
+        return sum(row[name] for row in ranks)
+
+    def mean(name: str) -> float:
+        return float(total(name)) / len(ranks)
+
+    seconds = max(row["seconds"] for row in ranks)
+    targets = total("targets")
+    return EpochRecord(
+        epoch=epoch,
+        loss=total("loss") / targets if targets else math.nan,
+        train_accuracy=total("correct") / targets if targets else math.nan,
+        val_accuracy=None,
+        seconds=seconds,
+        num_samples=targets,
+        sample_s=mean("sample_s"),
+        fetch_s=mean("fetch_s"),
+        wait_s=mean("wait_s"),
+        compute_s=max(0.0, seconds - mean("wait_s") - mean("exchange_s")),
+        exchange_s=mean("exchange_s"),
+        bytes_inside=total("inside"),
+        bytes_outside=total("outside"),
+    )
+
 
 Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch with the same record."""
@@ -72,7 +298,7 @@ class FitConfig:
     """In place of exact accuracy; a ``task`` of one's own is evaluated by this only."""
     eval_batch_size: int = 4096
     num_layers: int | None = None
-    """For models without ``inference_layers()``: see :func:`dglx_dist.training.evaluate.evaluate`."""
+    """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
     trace: str | Path | None = None
     """File for a trace of all ranks, which Perfetto shows; rank 0 writes it. None: nothing is recorded."""
     trace_steps: int = 200

@@ -2,30 +2,266 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
+import dgl
 import numpy as np
 import torch
+from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
-from dglx_dist.cluster.collectives import barrier, gather_json
+from dglx_dist.comm.collectives import barrier, gather_json, sum_over_ranks
+from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.dtypes import torch_dtype
 from dglx_dist.graph.opening import together
-from dglx_dist.graph.owners import RowOwners
-from dglx_dist.records import FEATURE, Array
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.graph.structure import InEdges
+from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, EdgeType
 from dglx_dist.strategies.base import WrappedModel, edge_data_named
-from dglx_dist.training.full_blocks import FullBlocks
-from dglx_dist.training.layers_of import layers_of
 from dglx_dist.training.models import InferenceLayer
-from dglx_dist.training.nested import Path, flatten, nest
 
 if TYPE_CHECKING:
-    from dglx_dist.graph import DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+@final
+class FullBlocks:
+    """Builds blocks whose destinations have all their in-edges; any rank alone, any time.
+
+    In-degrees of such a block are those of the graph by construction. Its ``out_degrees()`` are the graph's
+    too, unlike those of a block that DGL makes: a convolution that divides by the sources' degrees
+    (``GraphConv(norm="both")``, ``norm="left"``) then computes what it computes on the whole graph.
+
+    Args:
+        g: The graph, of any types.
+        device: Where the blocks shall be.
+    """
+
+    def __init__(self, g: DistGraph, device: torch.device) -> None:
+        self._g, self.device = g, device
+        self._etypes = g.canonical_etypes
+
+    def block(self, destinations: Mapping[str, Array]) -> tuple[Any, dict[str, Array]]:
+        """Return the block of ``destinations`` and the (S,) source ids per node type.
+
+        Args:
+            destinations: Node type to (K,) distinct int64 ids; types may be missing. They are the first K
+                sources of their type.
+        """
+        wanted = {ntype: destinations.get(ntype, _NONE) for ntype in self._g.ntypes}
+        # All requests leave before the first answer is read.
+        pending = {
+            etype: self._g.structure(etype).submit("in_edges", wanted[etype[2]]) for etype in self._etypes
+        }
+        edges = {etype: asked.result() for etype, asked in pending.items()}
+        sources = {ntype: self._sources(ntype, ids, edges) for ntype, ids in wanted.items()}
+        if len(self._etypes) == 1 and len(wanted) == 1:
+            block = self._of_one_type(edges[self._etypes[0]], sources[self._g.ntypes[0]])
+        else:
+            block = self._of_types(edges, sources, wanted)
+        return block, sources
+
+    def blocks(
+        self, destinations: Mapping[str, Array], num_layers: int
+    ) -> tuple[list[Any], dict[str, Array]]:
+        """Return the blocks of ``num_layers`` hops, input-most first, and the ids of its sources."""
+        found: list[Any] = []
+        ids = dict(destinations)
+        for _ in range(num_layers):
+            block, ids = self.block(ids)
+            found.insert(0, block)
+        return found, ids
+
+    def _sources(self, ntype: str, destinations: Array, edges: Mapping[EdgeType, InEdges]) -> Array:
+        ends = [drawn.sources for etype, drawn in edges.items() if etype[0] == ntype]
+        others = np.setdiff1d(np.concatenate([_NONE, *ends]), destinations)
+        return np.concatenate([destinations, others])
+
+    def _of_one_type(self, edges: InEdges, sources: Array) -> Any:
+        etype = self._etypes[0]
+        ids = torch.from_numpy(sources)
+        block: Any = BlockBuilder(etype).block(
+            torch.from_numpy(np.ascontiguousarray(edges.indptr)),
+            torch.from_numpy(_places(edges.sources, sources)),
+            ids,
+            torch.from_numpy(edges.edge_ids),
+        )
+        if self.device.type != "cpu":
+            block = block.to(self.device)
+        block.out_degrees = _GlobalOutDegrees(self._g, etype, ids)
+        return block
+
+    def _of_types(
+        self, edges: Mapping[EdgeType, InEdges], sources: Mapping[str, Array], wanted: Mapping[str, Array]
+    ) -> Any:
+        columns = {
+            etype: (
+                "csc",
+                (
+                    torch.from_numpy(np.ascontiguousarray(drawn.indptr)),
+                    torch.from_numpy(_places(drawn.sources, sources[etype[0]])),
+                    torch.arange(len(drawn.sources)),
+                ),
+            )
+            for etype, drawn in edges.items()
+        }
+        made = dgl.create_block(
+            columns,
+            {ntype: len(ids) for ntype, ids in sources.items()},
+            {ntype: len(ids) for ntype, ids in wanted.items()},
+        )
+        for ntype, ids in sources.items():
+            made.srcnodes[ntype].data[dgl.NID] = torch.from_numpy(ids)
+            made.dstnodes[ntype].data[dgl.NID] = torch.from_numpy(wanted[ntype])
+        for etype, drawn in edges.items():
+            made.edges[etype].data[dgl.EID] = torch.from_numpy(drawn.edge_ids)
+        made = made.to(self.device)
+        types = (made.srctypes, made.dsttypes)
+        block = _WholeBlock(made._graph, types, made.etypes, made._node_frames, made._edge_frames)
+        block.whole = self._g
+        return block
+
+
+class _WholeBlock(DGLBlock):
+    """A block whose slices by edge type know the out-degrees of the graph."""
+
+    whole: DistGraph | None = None
+    """Set after construction, for DGL makes slices and copies with the same class."""
+
+    def __getitem__(self, key: Any) -> Any:
+        part = super().__getitem__(key)
+        if self.whole is None:
+            return part
+        (etype,) = part.canonical_etypes
+        part.whole = self.whole
+        part.out_degrees = _GlobalOutDegrees(self.whole, etype, part.srcdata[dgl.NID])
+        return part
+
+
+class _GlobalOutDegrees:
+    """Stands in for a block's ``out_degrees``; asks the graph only when a convolution does."""
+
+    def __init__(self, g: DistGraph, etype: EdgeType, ids: Tensor) -> None:
+        self._g, self._etype = g, etype
+        self._ids = ids
+
+    def __call__(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
+        ids = self._ids if isinstance(u, str) else self._ids[u]
+        return self._g.out_degrees(ids, self._etype).to(ids.device)
+
+
+def _places(ids: Array, among: Array) -> Array:
+    """Return where each of ``ids`` stands in the distinct ids ``among``, which has them all."""
+    order = np.argsort(among, kind="stable")
+    return order[np.searchsorted(among, ids, sorter=order)]
+
+
+def layers_of(
+    module: nn.Module,
+    layers: Sequence[InferenceLayer] | str | None,
+    between: Callable[[Tensor], Tensor] | None,
+) -> list[InferenceLayer]:
+    """Return ``(block, h) -> h`` for each layer of a model, the input-most first.
+
+    Args:
+        module: The user's, with uncut weights.
+        layers: These; or the name of the attribute that holds them; None: what ``inference_layers()`` gives.
+        between: Applied to what each layer but the last gives.
+
+    Raises:
+        ConfigError: the model does not tell its layers, or there is none.
+    """
+    if layers is None:
+        steps = _given_layers(module)
+    elif isinstance(layers, str):
+        steps = _named_layers(module, layers)
+    else:
+        steps = list(layers)
+    if not steps:
+        raise ConfigError(f"{type(module).__name__} has no layers to compute; give one callable a layer")
+    if between is None:
+        return steps
+    return [*(_followed(layer, between) for layer in steps[:-1]), *steps[-1:]]
+
+
+def _followed(layer: InferenceLayer, between: Callable[[Tensor], Tensor]) -> InferenceLayer:
+    return lambda block, h: between(layer(block, h))
+
+
+def _named_layers(module: nn.Module, name: str) -> list[InferenceLayer]:
+    found = getattr(module, name, None)
+    if not isinstance(found, (nn.ModuleList, nn.Sequential, list, tuple)):
+        raise ConfigError(
+            f"layers={name!r}, but {type(module).__name__} has no list of layers by that name; give the name "
+            "of its nn.ModuleList, or one callable (block, h) -> h per layer"
+        )
+    return list(found)
+
+
+def _given_layers(module: nn.Module) -> list[InferenceLayer]:
+    ask = getattr(module, "inference_layers", None)
+    if ask is None:
+        raise ConfigError(
+            f"{type(module).__name__} does not tell its layers; give it a method inference_layers() that "
+            "returns one callable (block, h) -> h per layer (see dglx_dist.training.models), or name its "
+            "list of them with layers=, or pass num_layers= to evaluate(), which computes each batch's whole "
+            "neighbourhood"
+        )
+    return list(ask())
+
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Keys of dictionaries and places in tuples, outermost first; () for what is not nested."""
+T = TypeVar("T")
+
+
+def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
+    """Return what ``value`` holds by its path; dictionaries, tuples and lists are opened.
+
+    Raises:
+        ConfigError: a dictionary has a key that is not text.
+    """
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"a layer gave a dictionary with the key {key!r}; name outputs by text")
+        items: list[tuple[str | int, Any]] = list(value.items())
+    elif isinstance(value, tuple | list):
+        items = list(enumerate(value))
+    else:
+        return {path: value}
+    return {where: leaf for key, inner in items for where, leaf in flatten(inner, (*path, key)).items()}
+
+
+def nest(leaves: Mapping[Path, T]) -> Any:
+    """Undo :func:`flatten`; lists come back as tuples.
+
+    Raises:
+        ConfigError: a tuple lacks a place.
+    """
+    if list(leaves) == [()]:
+        return leaves[()]
+    inner: dict[str | int, dict[Path, T]] = {}
+    for (key, *rest), leaf in leaves.items():
+        inner.setdefault(key, {})[tuple(rest)] = leaf
+    if inner and all(isinstance(key, int) for key in inner):
+        if set(inner) != set(range(len(inner))):
+            raise ConfigError(
+                f"of a tuple of outputs only the places {sorted(inner, key=str)} belong to the node types "
+                "that are asked for; name outputs by a dictionary, or ask for all types"
+            )
+        return tuple(nest(inner[place]) for place in range(len(inner)))
+    return {key: nest(below) for key, below in inner.items()}
+
 
 Inputs: TypeAlias = DistTensor | Mapping[str, DistTensor]
 """Rows of all nodes: of the only node type, or by node type."""
@@ -369,3 +605,140 @@ def _feature_of(g: DistGraph, ntype: str, feature: str) -> DistTensor:
             f"instance {{{ntype!r}: embedding.weight}}"
         )
     return data[feature]
+
+
+def evaluate(  # noqa: PLR0913 - what a first call needs none of
+    model: nn.Module,
+    g: DistGraph,
+    masks: Sequence[str] | None = None,
+    *,
+    feature: str = FEATURE,
+    label: str = LABEL,
+    batch_size: int = 4096,
+    num_layers: int | None = None,
+    ntype: str | None = None,
+    inputs: Inputs | None = None,
+    output: str | int | None = None,
+) -> dict[str, float]:
+    """Return the exact accuracy within each mask, equal on every rank; every rank must call it.
+
+    Args:
+        model: Wrapped or plain, equal on all ranks.
+        g: The graph.
+        masks: Names of boolean node data; those of train, val and test masks that exist when not given.
+        feature: Node data that goes into the model.
+        label: (N,) integer node data; rows below 0 have no label and do not count.
+        batch_size: Nodes computed at once.
+        num_layers: For a model without ``inference_layers()``: how many blocks it takes; each batch then
+            computes its whole neighbourhood (:func:`minibatch_inference`).
+        ntype: Whose nodes are classified; not needed when only one type has ``label``.
+        inputs: What goes into the model in place of ``feature``, by node type; see
+            :func:`layerwise_inference`.
+        output: Of a model that gives several: name or place of the one that holds the scores.
+
+    Returns:
+        Mask to accuracy, nan where a mask has no labelled node.
+
+    Raises:
+        ConfigError: the model does not tell its layers and ``num_layers`` is not given; the nodes have no
+            ``label`` or mask of that name; or it is unclear which type or output is meant.
+    """
+    ntype = labelled_type(g, label) if ntype is None else ntype
+    names = _names(g, masks, label, ntype)
+    options: dict[str, Any] = {
+        "feature": feature,
+        "inputs": inputs,
+        "batch_size": batch_size,
+        "ntypes": [ntype],
+    }
+    if num_layers is not None:
+        computed = flatten(minibatch_inference(model, g, num_layers, **options))
+    else:
+        computed = flatten(layerwise_inference(model, g, **options))
+    try:
+        scores = _scores([(path, rows) for path, rows in computed.items()], output)
+        return _accuracy(scores, g, ntype, label, names)
+    finally:
+        for rows in computed.values():
+            rows.delete()
+
+
+def check_evaluable(
+    model: nn.Module,
+    g: DistGraph,
+    *,
+    feature: str = FEATURE,
+    label: str = LABEL,
+    batch_size: int = 4096,
+    num_layers: int | None = None,
+    ntype: str | None = None,
+    inputs: Inputs | None = None,
+) -> None:
+    """Raise what :func:`evaluate` would raise before it computes anything; every rank must call it.
+
+    Args, raises: as :func:`evaluate`.
+    """
+    ntype = labelled_type(g, label) if ntype is None else ntype
+    _names(g, None, label, ntype)
+    first_rows(g, feature, inputs)
+    next(batches((0, 0), batch_size), None)
+    module = whole_of(model)
+    if num_layers is None:
+        layers_of(module, None, None)
+    elif num_layers < 1:
+        raise ConfigError(f"num_layers={num_layers} must be at least 1")
+
+
+def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str) -> list[str]:
+    """Return the names of the masks; raise ConfigError unless they and the labels are there."""
+    data = g.nodes[ntype].data
+    names = list(masks) if masks is not None else [name for name in SPLITS if name in data]
+    for name in (label, *names):
+        if name not in data:
+            known = ", ".join(map(repr, data)) or "none"
+            raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
+    if data[label].ndim != 1 or data[label].dtype.is_floating_point:
+        raise ConfigError(
+            f"{label!r} is {data[label].dtype} of shape {data[label].shape}, and accuracy needs one whole "
+            "number for each node; give such a column as label="
+        )
+    return names
+
+
+def labelled_type(g: DistGraph, label: str = LABEL) -> str:
+    """Return the only node type, or the only one that has ``label``; the first where none has.
+
+    Raises:
+        ConfigError: several types have it.
+    """
+    labelled = [ntype for ntype in g.ntypes if label in g.nodes[ntype].data]
+    if len(g.ntypes) == 1 or not labelled:
+        return g.ntypes[0]
+    if len(labelled) > 1:
+        raise ConfigError(f"nodes of the types {', '.join(labelled)} have {label!r}; say which with ntype=")
+    return labelled[0]
+
+
+def _scores(computed: Sequence[tuple[Any, DistTensor]], output: str | int | None) -> DistTensor:
+    chosen = [rows for path, rows in computed if output is None or output in path]
+    if len(chosen) != 1:
+        paths = ", ".join("".join(f"[{key!r}]" for key in path) for path, _ in computed)
+        raise ConfigError(f"the model gives {paths}; say with output= which one holds the scores")
+    return chosen[0]
+
+
+def _accuracy(
+    scores: DistTensor, g: DistGraph, ntype: str, label: str, names: Sequence[str]
+) -> dict[str, float]:
+    counts = torch.zeros(len(names), 2, dtype=torch.int64)
+    first, last = local_share(g, ntype)
+    data = g.nodes[ntype].data
+    if last > first:
+        rows = slice(first, last)
+        labels = data[label][rows]
+        correct = scores[rows].argmax(1) == labels
+        for row, name in enumerate(names):
+            inside = data[name][rows].bool() & (labels >= 0)
+            counts[row, 0], counts[row, 1] = (correct & inside).sum(), inside.sum()
+    totals = sum_over_ranks(counts, g.session, phase="metrics").tolist()
+    return {name: hit / n if n else math.nan for name, (hit, n) in zip(names, totals, strict=True)}

@@ -6,14 +6,15 @@ Every function is collective: every rank calls it with its own rows, which may b
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster.collectives import gather_int64, sum_over_ranks
-from dglx_dist.cluster.session import Session
+from dglx_dist.comm.collectives import gather_int64, sum_over_ranks
+from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.opening import together
 
@@ -165,3 +166,191 @@ def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
             "of each per node"
         )
     return classes
+
+
+MAX_SCORES = 2**24
+"""Scores held at once when nothing else is said: 64 MiB in float32."""
+
+ScoreAll: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(b,) int64 subjects and (b,) int64 relations to the (b, C) scores of all candidate answers."""
+
+
+@final
+class KnownEdges:
+    """The true answers of every (subject, relation): what filtered ranking leaves out of the candidates.
+
+    Args:
+        subject: (E,) integers, at least 0; for tails of triples their heads, for heads their tails.
+        relation: (E,) integers, at least 0.
+        answer: (E,) integers, at least 0.
+
+    Raises:
+        ConfigError: lengths differ, or an id is negative or so large that pairs do not fit 63 bits.
+    """
+
+    def __init__(self, subject: Tensor, relation: Tensor, answer: Tensor) -> None:
+        columns = [_ids(ids, name) for ids, name in ((subject, "subject"), (relation, "relation"))]
+        answers = _ids(answer, "answer")
+        if len({len(columns[0]), len(columns[1]), len(answers)}) != 1:
+            raise ConfigError(
+                f"{len(columns[0])} subjects, {len(columns[1])} relations and {len(answers)} answers are not "
+                "the columns of one list of edges"
+            )
+        self._num_subjects = 1 + int(columns[0].max(initial=-1))
+        if self._num_subjects * (1 + int(columns[1].max(initial=-1))) >= 2**63:
+            raise ConfigError(
+                "subjects and relations are too large to be paired in 63 bits; number them anew"
+            )
+        keys = columns[1] * self._num_subjects + columns[0]
+        order = np.lexsort((answers, keys))
+        keys, answers = keys[order], answers[order]
+        fresh = np.ones(len(keys), dtype=bool)
+        fresh[1:] = (keys[1:] != keys[:-1]) | (answers[1:] != answers[:-1])
+        self._keys, self._answers = keys[fresh], answers[fresh]
+
+    def __len__(self) -> int:
+        """Distinct edges."""
+        return len(self._keys)
+
+    def answers(self, subject: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (row, answer), (M,) int64 each: every known answer of every asked pair, row by row.
+
+        Args:
+            subject: (b,) integers.
+            relation: (b,) integers.
+        """
+        subjects, relations = _ids(subject, "subject"), _ids(relation, "relation")
+        asked = relations * self._num_subjects + subjects
+        # A subject beyond those known would be taken for one of the next relation.
+        asked[subjects >= self._num_subjects] = -1
+        first = np.searchsorted(self._keys, asked, side="left")
+        counts = np.searchsorted(self._keys, asked, side="right") - first
+        rows = np.repeat(np.arange(len(asked)), counts)
+        places = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        return torch.from_numpy(rows), torch.from_numpy(self._answers[places])
+
+
+def rank_of_positive(positive: Tensor, others: Tensor) -> Tensor:
+    """Return the (B,) float64 ranks of positives among their negatives, ties counted half.
+
+    Args:
+        positive: (B,) scores.
+        others: (B, K) scores of the negatives of each; K may be 0.
+
+    Raises:
+        ConfigError: shapes do not fit, or a score is nan.
+    """
+    if positive.dim() != 1 or others.dim() != 2 or len(positive) != len(others):
+        raise ConfigError(
+            f"{tuple(positive.shape)} positives do not go with {tuple(others.shape)} negatives; pass (B,) "
+            "and (B, K)"
+        )
+    _refuse_nan(positive, others)
+    return _ranks(positive, others)
+
+
+def rank_of_answer(
+    score_all: ScoreAll,
+    subject: Tensor,
+    relation: Tensor,
+    answer: Tensor,
+    *,
+    known: KnownEdges | None = None,
+    max_scores: int = MAX_SCORES,
+) -> Tensor:
+    """Return the (Q,) float64 ranks of this rank's answers among all candidates; any rank alone.
+
+    Scores are computed for as many queries at once as ``max_scores`` allows, at least one.
+
+    Args:
+        score_all: Gives the scores of all candidates; answer ``a`` is column ``a``; overwritten.
+        subject: (Q,) int64; Q may be 0.
+        relation: (Q,) int64.
+        answer: (Q,) int64 columns.
+        known: Other true answers that are no candidates (filtered ranking); None: all are (raw).
+        max_scores: Scores held at once.
+
+    Raises:
+        ConfigError: ``max_scores`` is below 1, lengths differ, a score is nan, or an answer, asked or known,
+            has no column.
+    """
+    if max_scores < 1:
+        raise ConfigError(f"max_scores={max_scores} must be at least 1")
+    if not len(subject) == len(relation) == len(answer):
+        raise ConfigError(
+            f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers are not the "
+            "columns of one list of queries"
+        )
+    if len(answer) and int(answer.min()) < 0:
+        raise ConfigError(f"answer {int(answer.min())} is negative; answers are columns of the scores")
+    out, first, at_once = torch.empty(len(answer), dtype=torch.float64), 0, 1
+    while first < len(answer):
+        rows = slice(first, first + at_once)
+        with torch.no_grad():
+            scores = score_all(subject[rows], relation[rows])
+        hidden = None if known is None else known.answers(subject[rows], relation[rows])
+        out[rows] = _rank_columns(scores.detach(), answer[rows], hidden).cpu()
+        # How many candidates there are is known once one query was scored.
+        first, at_once = first + at_once, max(1, max_scores // max(1, scores.shape[1]))
+    return out
+
+
+def mrr(ranks: Tensor, session: Session) -> float:
+    """Mean reciprocal rank over all ranks' (Q,) ``ranks``; nan when there is none. Collective."""
+    return _mean(1.0 / ranks.to(torch.float64), session)
+
+
+def hits_at(k: int, ranks: Tensor, session: Session) -> float:
+    """Share of all ranks' (Q,) ``ranks`` that are at most ``k``; nan when there is none. Collective.
+
+    Raises:
+        ConfigError: on all ranks: ``k`` is below 1.
+    """
+
+    def found() -> Tensor:
+        if k < 1:
+            raise ConfigError(f"k={k} must be at least 1")
+        return (ranks <= k).to(torch.float64)
+
+    return _mean(together(session, found, ConfigError), session)
+
+
+def _rank_columns(scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] | None) -> Tensor:
+    _refuse_nan(scores)
+    columns = answer.to(scores.device)
+    furthest = [int(ids.max()) for ids in (answer, *(hidden[1:] if hidden else ())) if len(ids)]
+    if furthest and max(furthest) >= scores.shape[1]:
+        raise ConfigError(
+            f"answer {max(furthest)} has no column among the {scores.shape[1]} candidates; score all of them"
+        )
+    rows = torch.arange(len(scores), device=scores.device)
+    positive = scores[rows, columns]
+    # nan is neither above nor equal to anything, so what is set to it does not count.
+    if hidden is not None:
+        scores[hidden[0].to(scores.device), hidden[1].to(scores.device)] = math.nan
+    scores[rows, columns] = math.nan
+    return _ranks(positive, scores)
+
+
+def _ranks(positive: Tensor, others: Tensor) -> Tensor:
+    above = (others > positive[:, None]).sum(1)
+    equal = (others == positive[:, None]).sum(1)
+    return 1.0 + above.to(torch.float64) + 0.5 * equal.to(torch.float64)
+
+
+def _refuse_nan(*scores: Tensor) -> None:
+    if any(bool(torch.isnan(one).any()) for one in scores):
+        raise ConfigError("a score is nan, which has no rank among the others; look for it in the model")
+
+
+def _mean(values: Tensor, session: Session) -> float:
+    counted = torch.tensor([float(values.sum()), float(len(values))], dtype=torch.float64)
+    total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
+    return total / count if count else math.nan
+
+
+def _ids(ids: Tensor, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    found = torch.as_tensor(ids).cpu().numpy().astype(np.int64).reshape(-1)
+    if len(found) and found.min() < 0:
+        raise ConfigError(f"{name} {found.min()} is negative; ids count from 0")
+    return found

@@ -9,23 +9,387 @@ those callables applied in order, as in :class:`Stack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
 import torch
+from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.bounded.declared import DeclaredStage
-from dglx_dist.training.deep import ResGCN, build_resgcn
-from dglx_dist.training.kinds import check_kind
-from dglx_dist.training.symmetric import SymmetricConv
+from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, narrows_first, sum_in_edges
+from dglx_dist.records import EdgeType
+from dglx_dist.registry import did_you_mean
+from dglx_dist.strategies.serverless.probe import DeclaredStage
 
 if TYPE_CHECKING:
-    from dglx_dist.graph import DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+class Decoder(nn.Module, ABC):
+    """Scores (subject, relation, object); relations are numbers, rows are d wide."""
+
+    @abstractmethod
+    def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
+        """Return the (E,) scores of (E, d) subjects and objects with (E,) int64 relations."""
+
+    @abstractmethod
+    def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """Return the (B, C) scores of (B, d) subjects with (C, d) objects under (B,) int64 relations."""
+
+    @abstractmethod
+    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """Return the (B, C) scores of (C, d) subjects with (B, d) objects under (B,) int64 relations."""
+
+
+@final
+class DotProduct(Decoder):
+    """``sum_i s_i o_i``; takes no notice of the relation."""
+
+    def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
+        """See :meth:`Decoder.forward`."""
+        return (subject * objects).sum(-1)
+
+    def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """See :meth:`Decoder.all_objects`."""
+        return subject @ candidates.T
+
+    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """See :meth:`Decoder.all_subjects`."""
+        return objects @ candidates.T
+
+
+@final
+class DistMult(Decoder):
+    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015); the same in both directions.
+
+    Args:
+        num_relations: R.
+        width: d.
+    """
+
+    def __init__(self, num_relations: int, width: int) -> None:
+        super().__init__()
+        self.relations = nn.Parameter(torch.empty(num_relations, width))
+        nn.init.xavier_uniform_(self.relations)
+
+    def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
+        """See :meth:`Decoder.forward`."""
+        return (subject * self.relations[relation] * objects).sum(-1)
+
+    def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """See :meth:`Decoder.all_objects`."""
+        return (subject * self.relations[relation]) @ candidates.T
+
+    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """See :meth:`Decoder.all_subjects`."""
+        return (objects * self.relations[relation]) @ candidates.T
+
+
+@final
+class Bilinear(Decoder):
+    """``s' W_r o`` with a matrix per relation (RESCAL, Nickel et al. 2011).
+
+    Args:
+        num_relations: R.
+        width: d.
+    """
+
+    def __init__(self, num_relations: int, width: int) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.empty(num_relations, width, width))
+        for matrix in self.matrices:
+            nn.init.xavier_uniform_(matrix)
+
+    def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
+        """See :meth:`Decoder.forward`."""
+        return (self._times(subject, relation) * objects).sum(-1)
+
+    def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """See :meth:`Decoder.all_objects`."""
+        return self._times(subject, relation) @ candidates.T
+
+    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """See :meth:`Decoder.all_subjects`."""
+        out = objects.new_empty(len(objects), self.matrices.shape[1])
+        for number in _distinct(relation):
+            out[relation == number] = objects[relation == number] @ self.matrices[number].T
+        return out @ candidates.T
+
+    def _times(self, subject: Tensor, relation: Tensor) -> Tensor:
+        # One product per relation: a (d, d) matrix per edge would not fit.
+        out = subject.new_empty(len(subject), self.matrices.shape[2])
+        for number in _distinct(relation):
+            out[relation == number] = subject[relation == number] @ self.matrices[number]
+        return out
+
+
+def _distinct(relation: Tensor) -> list[int]:
+    counts = torch.bincount(relation)
+    return [int(number) for number in counts.nonzero()]
+
+
+def edge_scores(
+    decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
+) -> dict[EdgeType, Tensor]:
+    """Return {edge type: (E,) scores} of the edges of a pair graph; E may be 0.
+
+    Args:
+        decoder: Scores the ends.
+        pair_graph: As an edge loader yields it, for positives or for negatives.
+        h: (num_nodes, d) rows of its nodes per node type, or a tensor when there is one node type.
+        etypes: Edge types in the order in which the decoder numbers them: ``g.canonical_etypes``.
+    """
+    rows = dict.fromkeys(pair_graph.ntypes, h) if isinstance(h, Tensor) else h
+    scores = {}
+    for number, etype in enumerate(etypes):
+        # A type without edges is scored too: a rank without any must still take part in backward.
+        if etype not in pair_graph.canonical_etypes:
+            continue
+        u, v = (ends.long() for ends in pair_graph.edges(etype=etype))
+        relation = torch.full_like(u, number)
+        scores[etype] = decoder(rows[etype[0]][u], relation, rows[etype[2]][v])
+    return scores
+
+
+MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn")
+RELATIONAL_KINDS = ("rgcn", "hgt")
+"""Those for graphs of several node or edge types."""
+RECOMPUTE = ("none", "exchange", "keep")
+"""What backward has of a layer of a deep model: all that forward computed; the layer's input alone, so that
+the rest is computed, and rows of other ranks are exchanged, once more; or the input and those rows.
+"""
+
+
+def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
+    """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
+    if kind not in known:
+        raise UnknownNameError(
+            f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
+        )
+
+
+def check_recompute(recompute: str) -> None:
+    """Raise ConfigError unless ``recompute`` is one of :data:`RECOMPUTE`."""
+    if recompute not in RECOMPUTE:
+        raise ConfigError(f"recompute={recompute!r} must be one of {', '.join(RECOMPUTE)}")
+
+
+Degrees: TypeAlias = Callable[[DGLBlock], tuple[Tensor, Tensor]]
+"""A block to the degrees in the whole graph: in-degrees of its destinations, out-degrees of its sources."""
+
+_NORM = "symmetric_norm"
+
+
+@final
+class SymmetricConv(SplittableConv):
+    """GraphConv with Kipf's symmetric norm, taken from the degrees of the whole graph.
+
+    ``GraphConv(norm="both")`` on a block divides by the degrees inside the block, so its result depends on
+    how seeds are cut into batches. Here a destination v of global in-degree d_v and source u of out-degree
+    o_u get ``sqrt(d_v) / (k_v sqrt(o_u))`` per edge, k_v being the edges that were drawn: the exact norm
+    with the full neighbourhood, and its unbiased estimate with a sample. A degree of 0 counts as 1.
+
+    Blocks carry ``dgl.NID`` on both sides. Where the layer is split, their owner computes the norm of each
+    edge, and the parts get it.
+    """
+
+    edge_arguments = ()
+
+    def __init__(self, in_dim: int, out_dim: int, graph: DistGraph) -> None:
+        super().__init__()
+        self.conv = dgl.nn.GraphConv(in_dim, out_dim, norm="none", allow_zero_in_degree=True)
+        self.cut = {"conv.weight": 0}
+        # A function, which a copy of the layer shares: a copy must not copy the graph.
+        self._degrees = _degrees_of(graph)
+
+    def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
+        """Return (E1,), the norm of each edge."""
+        d, o = (one.clamp(min=1).to(self.conv.weight.dtype) for one in self._degrees(block))
+        k = block.in_degrees().clamp(min=1).to(d)
+        source, destination = (ends.long() for ends in block.edges())
+        return {_NORM: (d.sqrt() / k)[destination] * o.rsqrt()[source]}
+
+    def transform(self, given: StageInput) -> Tensor:
+        """Project the source rows, where that is cheaper than after the sum."""
+        first = narrows_first(given.block, *self.conv.weight.shape)
+        return given.x @ self.conv.weight if first else given.x
+
+    def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
+        """Return one (D1, H): the normalized sum over in-edges, projected."""
+        total = sum_in_edges(given.block, transformed, given.edges[_NORM].to(transformed))
+        first = narrows_first(given.block, *self.conv.weight.shape)
+        return (total if first else total @ self.conv.weight,)
+
+    def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
+        """Add the bias."""
+        return gathered[0] + self.conv.bias
+
+    def vertex_stage(self) -> DeclaredStage:
+        """Return what strategy ``lambda`` runs on workers in its place."""
+        wide, narrow = self.conv.weight.shape
+        return DeclaredStage(
+            stage="dense",
+            config={"in": wide, "out": narrow, "bias": True},
+            weights=("conv.weight", "conv.bias"),
+            around="both",
+            depends_on_the_graph=True,
+            takes_activation=True,
+        )
+
+
+def _degrees_of(graph: DistGraph) -> Degrees:
+    def degrees(block: DGLBlock) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return graph.in_degrees(block.dstdata[dgl.NID]), graph.out_degrees(block.srcdata[dgl.NID])
+
+    return degrees
+
+
+@final
+class ResGCN(nn.Module):
+    """A linear encoder, ``h <- h + conv(dropout(relu(norm(h))))`` per layer, and a linear decoder.
+
+    Args:
+        in_dim: Feature columns.
+        classes: Width of the result.
+        convs: One module per layer, called as ``conv(block, h)``: (num_src, H) to (num_dst, H).
+        hidden: H.
+        dropout: Probability, before every convolution and before the decoder.
+        recompute: What backward computes again, one of ``training.kinds.RECOMPUTE``; the gradients are the
+            same.
+
+    Raises:
+        ConfigError: there is no such way to recompute.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        classes: int,
+        convs: Sequence[nn.Module],
+        *,
+        hidden: int,
+        dropout: float,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__()
+        check_recompute(recompute)
+        self.encoder = nn.Linear(in_dim, hidden)
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(len(convs) + 1))
+        self.layers = nn.ModuleList(convs)
+        self.dropout = nn.Dropout(dropout)
+        self.decoder = nn.Linear(hidden, classes)
+        self.recompute = recompute
+
+    def forward(self, blocks: Any, h: Tensor) -> Tensor:
+        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
+
+        Args:
+            blocks: One per layer, input-most first; or one graph for all layers.
+            h: Features.
+        """
+        if isinstance(blocks, dgl.DGLGraph):
+            blocks = [blocks] * len(self.layers)
+        for layer, block in zip(self.inference_layers(), blocks, strict=True):
+            h = layer(block, h)
+        return h
+
+    def inference_layers(self) -> list[Callable[[Any, Tensor], Tensor]]:
+        """Return one ``(block, h) -> h`` per layer, first layer first, which encodes; the last decodes."""
+        return [partial(self._layer, depth) for depth in range(len(self.layers))]
+
+    def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
+        if depth == 0:
+            h = self.encoder(h)
+        residual = partial(self._residual, depth, block, _Halo(block, keep=self.recompute == "keep"))
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            h = residual(h)
+        else:
+            h = checkpoint(residual, h, use_reentrant=False)
+        return self.decoder(self._activated(h, depth + 1)) if depth == len(self.layers) - 1 else h
+
+    def _residual(self, depth: int, block: Any, halo: _Halo, h: Tensor) -> Tensor:
+        out = self.layers[depth](block, halo.all_rows(self._activated(h, depth)))
+        return h[: block.num_dst_nodes()] + out
+
+    def _activated(self, h: Tensor, depth: int) -> Tensor:
+        out: Tensor = self.dropout(torch.relu(self.norms[depth](h)))
+        return out
+
+
+class _Halo:
+    """The halo's rows of one layer in one step, kept for when it is computed again.
+
+    Args:
+        block: Of the layer; those of strategies that exchange rows have a method ``all_rows``.
+        keep: Whether to keep them; else the convolution's own exchange is left alone.
+    """
+
+    def __init__(self, block: Any, *, keep: bool) -> None:
+        self._ask = getattr(block, "all_rows", None) if keep else None
+        self._kept: Tensor | None = None
+
+    def all_rows(self, h: Tensor) -> Tensor:
+        """Return the rows of all sources where they are kept, else ``h``."""
+        if self._ask is None:
+            return h
+        rows: Tensor = self._ask(h, kept=self._kept)
+        if rows is not h and self._kept is None:
+            # A view would keep the own rows too.
+            self._kept = rows[len(h) :].detach().clone()
+        return rows
+
+
+def build_resgcn(
+    in_dim: int,
+    hidden: int,
+    classes: int,
+    layers: int,
+    dropout: float = 0.5,
+    *,
+    conv: str = "sage",
+    graph: DistGraph | None = None,
+    recompute: str = "none",
+) -> ResGCN:
+    """Build a ResGCN+; initial weights come from torch's global generator.
+
+    Args:
+        in_dim: Feature columns.
+        hidden: Width of all layers.
+        classes: Width of the result.
+        layers: At least 1; 28, 56 or 112 in the paper.
+        dropout: Probability in [0, 1).
+        conv: ``sage`` (mean; the paper's) or ``gcn``.
+        graph: For ``gcn``: as in :func:`dglx_dist.training.models.build_model`.
+        recompute: See :class:`ResGCN`.
+
+    Raises:
+        ConfigError: a number is out of range, or there is no such convolution or way to recompute.
+    """
+    if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
+        raise ConfigError(
+            "ResGCN+ needs widths and layers of at least 1 and a dropout in [0, 1), but got "
+            f"in_dim={in_dim}, hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
+        )
+    if conv not in ("sage", "gcn"):
+        raise ConfigError(f"conv={conv!r} of ResGCN+ must be 'sage' or 'gcn'")
+    convs = [_conv_deep(conv, hidden, graph) for _ in range(layers)]
+    return ResGCN(in_dim, classes, convs, hidden=hidden, dropout=dropout, recompute=recompute)
+
+
+def _conv_deep(kind: str, width: int, graph: DistGraph | None) -> nn.Module:
+    if kind == "sage":
+        return dgl.nn.SAGEConv(width, width, "mean")
+    if graph is not None:
+        return SymmetricConv(width, width, graph)
+    return dgl.nn.GraphConv(width, width, norm="right", allow_zero_in_degree=True)
+
 
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
 """(block, h) to the next h; tensors, or with several types or outputs dictionaries and tuples of them."""
@@ -107,7 +471,7 @@ def build_model(
     Args:
         kind: ``sage`` (mean), ``gcn``, ``sgc`` (one linear map to the classes and a mean per layer, nothing
             between them, so that ``hidden`` is not used), ``gat``, ``mlp`` or ``resgcn`` (many layers with
-            skip connections, :mod:`dglx_dist.training.deep`).
+            skip connections, :mod:`dglx_dist.training.models`).
         in_dim: Feature columns.
         hidden: Width between layers; for ``gat`` of all heads together.
         classes: Width of the result.

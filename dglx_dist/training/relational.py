@@ -8,18 +8,178 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, final
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 import dgl
 import torch
 from dgl.nn.pytorch.utils import WeightBasis
 from torch import Tensor, nn
 
+from dglx_dist.dataloading.row_buffers import HALVES
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import EdgeType
-from dglx_dist.training.merged_block import merge_block
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.records import FEATURE, EdgeType
 from dglx_dist.training.models import InferenceLayer
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+class Embedding(Protocol):
+    """What is asked of a ``dglx_dist.DistEmbedding``."""
+
+    @property
+    def weight(self) -> DistTensor:
+        """(N, d) rows of all nodes."""
+        ...
+
+    def __call__(self, ids: Tensor, device: torch.device | None = None) -> Tensor:
+        """Return the (K, d) rows of ``ids``, recorded for the sparse optimizer."""
+        ...
+
+
+@final
+class EntityInputs:
+    """Gathers the input rows of every node type of a batch; any rank alone.
+
+    Args:
+        g: The graph.
+        feature: Node data of the types that have it.
+        embeddings: Node type to its embedding, which goes before features. For a graph of one node type that
+            type's name is ``g.ntypes[0]``.
+
+    Raises:
+        ConfigError: a type has neither, or features that are not (N, F), or an embedding is given for a type
+            that does not exist or has another number of rows than the type has nodes.
+    """
+
+    def __init__(
+        self, g: DistGraph, *, feature: str = FEATURE, embeddings: Mapping[str, Embedding] | None = None
+    ) -> None:
+        self._g, self.feature = g, feature
+        """Name of the node data."""
+        self._embeddings = dict(embeddings or {})
+        for ntype, embedding in self._embeddings.items():
+            if len(embedding.weight) != g.get_node_partition_policy(ntype).get_size():
+                raise ConfigError(
+                    f"the embedding of {ntype!r} has {len(embedding.weight)} rows for {g.num_nodes(ntype)} "
+                    "nodes; make it with num_embeddings=g.num_nodes(ntype)"
+                )
+        without = [
+            ntype
+            for ntype in g.ntypes
+            if ntype not in self._embeddings and feature not in g.nodes[ntype].data
+        ]
+        if without:
+            raise ConfigError(
+                f"nodes of type {without[0]!r} have no tensor {feature!r}; give them a DistEmbedding with "
+                f"embeddings={{{without[0]!r}: ...}}"
+            )
+
+        for ntype, tensor in self.tensors.items():
+            if len(tensor.shape) != 2:
+                raise ConfigError(
+                    f"{feature!r} of nodes of type {ntype!r} has shape {tuple(tensor.shape)}; "
+                    "it must be (N, F)"
+                )
+
+    @property
+    def feature_widths(self) -> dict[str, int]:
+        """Columns of the features, for the types that have no embedding."""
+        return {
+            ntype: self._g.nodes[ntype].data[self.feature].shape[1]
+            for ntype in self._g.ntypes
+            if ntype not in self._embeddings
+        }
+
+    @property
+    def tensors(self) -> dict[str, DistTensor]:
+        """All rows of every type: the ``inputs`` of :func:`layerwise_inference`."""
+        return {
+            ntype: self._embeddings[ntype].weight
+            if ntype in self._embeddings
+            else self._g.nodes[ntype].data[self.feature]
+            for ntype in self._g.ntypes
+        }
+
+    def __call__(self, block: Any) -> dict[str, Tensor]:
+        """Return {node type: (num_src, width)} for the sources of the input-most block.
+
+        Features that the loader did not attach are fetched now.
+        """
+        return {ntype: self._rows(block, ntype) for ntype in block.srctypes}
+
+    def _rows(self, block: Any, ntype: str) -> Tensor:
+        data = block.srcnodes[ntype].data
+        if ntype in self._embeddings:
+            return self._embeddings[ntype](data[dgl.NID], block.device)
+        if self.feature in data:
+            rows = data[self.feature]
+            assert isinstance(rows, Tensor)
+            return rows
+        rows = self._g.nodes[ntype].data[self.feature][data[dgl.NID]]
+        # As a loader hands them out.
+        return rows.float() if rows.dtype in HALVES else rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedBlock:
+    """One node and one edge type; destinations, type by type, come first among the sources."""
+
+    block: Any
+    node_type: Tensor
+    """(num_src,) int64: position in the node types."""
+    edge_type: Tensor
+    """(E,) int64: position in the edge types."""
+    num_dst: Mapping[str, int]
+    """Destinations per node type, in the order in which they stand."""
+
+    def join(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Return the (num_src, F) rows of all sources from those of each type."""
+        heads = [rows[ntype][:count] for ntype, count in self.num_dst.items()]
+        tails = [rows[ntype][count:] for ntype, count in self.num_dst.items()]
+        return torch.cat([*heads, *tails])
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """Undo :meth:`join` for (num_dst, H) rows of the destinations."""
+        return dict(zip(self.num_dst, torch.split(rows, list(self.num_dst.values())), strict=True))
+
+
+def merge_block(block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -> MergedBlock:
+    """Merge ``block``, whose types are among ``ntypes`` and ``etypes``."""
+    num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in ntypes}
+    num_rest = {ntype: block.num_src_nodes(ntype) - num_dst[ntype] for ntype in ntypes}
+    first_dst = _starts(num_dst, 0)
+    first_rest = _starts(num_rest, sum(num_dst.values()))
+    sources, destinations, kinds = [], [], []
+    for number, (source, relation, destination) in enumerate(etypes):
+        u, v = (ends.long() for ends in block.edges(etype=(source, relation, destination)))
+        inside = u < num_dst[source]
+        sources.append(torch.where(inside, u + first_dst[source], u - num_dst[source] + first_rest[source]))
+        destinations.append(v + first_dst[destination])
+        kinds.append(torch.full_like(u, number))
+    total = sum(num_dst.values())
+    merged = dgl.create_block(
+        (torch.cat(sources), torch.cat(destinations)),
+        num_src_nodes=total + sum(num_rest.values()),
+        num_dst_nodes=total,
+    )
+    counts = torch.tensor([*num_dst.values(), *num_rest.values()], device=block.device)
+    numbers = torch.arange(len(ntypes), device=block.device).repeat(2)
+    return MergedBlock(
+        block=merged,
+        node_type=numbers.repeat_interleave(counts),
+        edge_type=torch.cat(kinds),
+        num_dst=num_dst,
+    )
+
+
+def _starts(counts: Mapping[str, int], first: int) -> dict[str, int]:
+    return dict(zip(counts, accumulate(counts.values(), initial=first), strict=False))
+
 
 Rows: TypeAlias = dict[str, Tensor]
 

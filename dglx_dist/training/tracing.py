@@ -14,12 +14,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dglx_dist.cluster.clocks import Clock, measure_clock
-from dglx_dist.cluster.collectives import CONTROL, barrier
-from dglx_dist.cluster.session import Session
-from dglx_dist.cluster.timeline import Span
-from dglx_dist.cluster.trace_events import (
+from dglx_dist.comm.collectives import CONTROL, Clock, barrier, measure_clock
+from dglx_dist.comm.session import Session
+from dglx_dist.comm.trace import (
     RankSpans,
+    Span,
     TraceFile,
     check_replaceable,
     moved,

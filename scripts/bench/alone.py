@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.cluster.launch_env import rank_environment
+from dglx_dist.comm.topology import rank_environment
 from dglx_dist.errors import JobError
 from scripts.bench import messages
 from scripts.bench.jobs.context import JobContext, Place

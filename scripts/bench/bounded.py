@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.planner.bounded_bytes import BoundedSetting, bounded_bytes
-from dglx_dist.run.prepare import PartitionPlan
-from dglx_dist.storage.reader import open_dataset
+from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.planner.cost_model import BoundedSetting, bounded_bytes
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.phase_table import PREDICTED_BYTES
 from scripts.bench.records import BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant

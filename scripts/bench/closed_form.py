@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dglx_dist.planner.closed_form import predicted_time
-from dglx_dist.report.table import markdown_table
+from dglx_dist.report.tables import markdown_table
 from scripts.bench.figures import variant_figures
 from scripts.bench.phase_table import measured_bytes
 from scripts.bench.records import MatchedPhi, Outcome

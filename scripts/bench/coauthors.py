@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dglx_dist.datasets.load import load_dataset
+from dglx_dist.data.sources import load_dataset
+from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.storage.layout import MANIFEST
 
 FILE = "coauthor_physics.npz"
 """In the work folder; nothing is fetched."""

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import dglx_dist
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import StorageError
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.progress import progress
 from dglx_dist.records import RawGraph
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.storage.layout import MANIFEST
-from dglx_dist.storage.reader import open_dataset
 from scripts.bench.messages import read_json, write_json
 
 log = logging.getLogger(__name__)

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.planner.closed_form import predicted_time
-from dglx_dist.planner.full_graph_counts import Counted, count
-from dglx_dist.planner.halo_bytes import Widths
+from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.planner.closed_form import Counted, count, predicted_time
+from dglx_dist.planner.model_shape import Widths
 from dglx_dist.planner.records import Rate
-from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.closed_form import KAPPA, PREDICTED_ONCE
 from scripts.bench.phase_table import PREDICTED_BYTES

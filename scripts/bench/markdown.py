@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dglx_dist.report.table import markdown_table
+from dglx_dist.report.tables import markdown_table
 from scripts.bench import results
 from scripts.bench.plots import WHAT
 from scripts.bench.records import Experiment, Outcome

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from dglx_dist.report.table import markdown_table
+from dglx_dist.report.tables import markdown_table
 from scripts.bench import regret as grids
 from scripts.bench import results, suites
 from scripts.bench.cli import measure, write_pages

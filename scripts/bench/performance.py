@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.errors import StorageError
-from dglx_dist.report.table import markdown_table
+from dglx_dist.report.tables import markdown_table
 from scripts.bench.circumstances import circumstances, facts_in_lines, flat
 from scripts.bench.closed_form import PREDICTED_ONCE, closed_form_table, once_table
 from scripts.bench.figures import HIDDEN, PHASES, Spread, ratio_figures, variant_figures

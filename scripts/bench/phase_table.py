@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from dglx_dist.cluster.collectives import CONTROL
-from dglx_dist.report.table import markdown_table
+from dglx_dist.comm.collectives import CONTROL
+from dglx_dist.report.tables import markdown_table
 from scripts.bench.records import Measurement, Outcome
 
 PREDICTED_BYTES = "predicted bytes of an epoch"

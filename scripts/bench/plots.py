@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dglx_dist.report.picture import HIDDEN, INSIDE, OUTSIDE, PHASES
+from dglx_dist.report.pictures import HIDDEN, INSIDE, OUTSIDE, PHASES
 from scripts.bench import results
 from scripts.bench.figures import VariantFigures, variant_figures
 from scripts.bench.records import Experiment, Outcome

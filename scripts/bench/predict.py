@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dglx_dist.planner.records import Rate
-from dglx_dist.planner.survey import Survey
+from dglx_dist.planner.workload import Survey
 from scripts.bench.alone import do_alone
 from scripts.bench.records import Job
 from scripts.bench.simulate import ComputeCost

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.planner.mini_batch_bytes import break_even_width, column_bytes, row_bytes, total
+from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.planner.cost_model import break_even_width, column_bytes, row_bytes, total
 from dglx_dist.planner.records import Rate
-from dglx_dist.planner.survey import Survey
-from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.planner.workload import Survey
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.phase_table import PREDICTED_BYTES
 from scripts.bench.predict import survey
@@ -224,7 +224,7 @@ def _phases(case: Case, found: Survey) -> dict[str, int]:
     if case.moves == "rows":
         return row_bytes(found)
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
-    from dglx_dist.planner.first_layer import first_layer
+    from dglx_dist.planner.model_shape import first_layer
     from dglx_dist.training.models import build_model
 
     classes = SyntheticConfig().classes

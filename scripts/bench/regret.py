@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dglx_dist.datasets.synthetic import SyntheticConfig
+from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
-from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.alone import do_alone
 from scripts.bench.records import BenchPlan, Cell, ExperimentPlan, Job, Ratio, Shape, Variant
@@ -149,7 +149,7 @@ def plan_of(plan: BenchPlan, grid: Grid) -> ExperimentPlan:
 
 
 def _asked(plan: BenchPlan, grid: Grid) -> Iterator[tuple[Family, str, dict[str, Any]]]:
-    """Yield what is planned once for all bandwidths: its family, its name, fields of ``PlanPlan``."""
+    """Yield what is planned once for all bandwidths: its family, its name, fields of ``PlanConfig``."""
     for family in grid.families:
         cuts = {cut: PartitionPlan(num_parts=SHAPE.servers, method=cut) for cut in grid.cuts}
         folders = data.prepare(family.graph, cuts, plan.work)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dglx_dist.report.table import markdown_table
+from dglx_dist.report.tables import markdown_table
 from scripts.bench.figures import medians
 from scripts.bench.records import Cell, Outcome
 from scripts.bench.regret import COUNTED_BYTES, ERROR, PREDICTED_SECONDS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.peers.data import dgl_copy
 from scripts.bench.peers.launch import Launch

@@ -10,7 +10,7 @@ from typing import cast, get_args
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.strategies.registry import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from scripts.bench.records import Experiment, Suite
 
 EXPERIMENTS: Mapping[str, str] = MappingProxyType(

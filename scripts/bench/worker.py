@@ -15,8 +15,8 @@ import time
 import traceback
 from pathlib import Path
 
-from dglx_dist.cluster.session import current_session
-from dglx_dist.cluster.topology import read_topology
+from dglx_dist.comm.session import current_session
+from dglx_dist.comm.topology import read_topology
 from dglx_dist.errors import ConfigError, PeerError
 from scripts.bench import messages
 from scripts.bench.jobs.context import JobContext, Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dglx_dist.cluster import cgroups
+from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
 from scripts.netlab import state
 from scripts.netlab.holder import wait_until_ended

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.cli import run_command_line
-from dglx_dist.cli.launch import INTERRUPTED
-from dglx_dist.cli.report_command import say, show, warn
+from dglx_dist.cli.report import say, show, warn
+from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError, LabError, StorageError
 from dglx_dist.planner.records import Rate
-from dglx_dist.report.units import plural, readable_bytes, readable_seconds
+from dglx_dist.report.tables import plural, readable_bytes, readable_seconds
 from scripts.netlab import calibrate as calibration
 from scripts.netlab import cleaning, host, opening, state
 from scripts.netlab.alive import scratch_folder

@@ -12,7 +12,7 @@ _FORMS = (
     "write `dglx train ...`, `python script.py ...`, `python -m module ...`, `script.py ...` "
     "or `-m module ...`"
 )
-# What cli/failure.py calls LAUNCHED: the launcher shows the error of the rank that failed first, once.
+# What cli/common.py calls LAUNCHED: the launcher shows the error of the rank that failed first, once.
 _LAUNCHED = "--launched"
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from dglx_dist.cluster.launch_env import rank_environment
-from dglx_dist.cluster.topology import inherited_environment
+from dglx_dist.comm.topology import inherited_environment, rank_environment
 from dglx_dist.errors import ConfigError, PeerError
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Card, Lab, Server

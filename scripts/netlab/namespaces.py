@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from os import getpid
 from typing import Literal, final
 
-from dglx_dist.cluster import cgroups
+from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import cleaning, links, state

@@ -1,4 +1,4 @@
-"""Reading what the ranks of a command left with DGLX_TRACE (``cluster/trace.py``)."""
+"""Reading what the ranks of a command left with DGLX_TRACE (``comm/trace.py``)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dglx_dist.cluster.ledger import WORKER, LedgerRow
-from dglx_dist.cluster.trace import UNFINISHED, Pass
+from dglx_dist.comm.ledger import WORKER, LedgerRow
+from dglx_dist.comm.trace import UNFINISHED, Pass
+from dglx_dist.data.storage.manifest import Fields
 from dglx_dist.errors import StorageError
 from dglx_dist.records import EpochRecord
-from dglx_dist.storage.fields import Fields
 
 _NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json")
 _WHOLE = ("epoch", "num_samples", "bytes_inside", "bytes_outside", "cache_hits", "cache_misses")

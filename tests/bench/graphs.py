@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from dglx_dist.cluster.topology import read_topology
-from dglx_dist.datasets.synthetic import SyntheticConfig
-from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.comm.topology import read_topology
+from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench.jobs.context import JobContext, Place
 
 SMALL = SyntheticConfig(nodes=600, degree=8, classes=4, features=12, communities=8, train_rate=0.2, seed=3)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.bounded_bytes import BoundedSetting, bounded_bytes
+from dglx_dist.planner.cost_model import BoundedSetting, bounded_bytes
 from dglx_dist.records import NODE_TYPE, EpochRecord
-from dglx_dist.strategies.bounded.settings import read_settings
+from dglx_dist.strategies.serverless.options import read_settings
 from scripts.bench import bounded
 from scripts.bench.bounded import Case, Size
 from scripts.bench.coauthors import projected

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.storage.layout import MANIFEST
-from dglx_dist.storage.reader import open_dataset
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from scripts.bench import data
 from tests.bench.graphs import HALVES, SMALL
 

@@ -7,7 +7,7 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner import closed_form
 from dglx_dist.planner.records import Rate
-from dglx_dist.planner.survey import Survey
+from dglx_dist.planner.workload import Survey
 from scripts.bench import predict, suites
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import d1, d2, d3

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.halo_bytes import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
+from dglx_dist.planner.model_shape import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE
-from dglx_dist.storage.reader import open_dataset
-from dglx_dist.storage.replica import open_structure
 from scripts.bench import full_graph, suites
 from scripts.bench.closed_form import PREDICTED_ONCE
 from scripts.bench.driver import check_plan

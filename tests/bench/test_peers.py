@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import ConfigError, JobError, UnknownNameError
-from dglx_dist.storage.reader import open_dataset
 from scripts.bench import driver, suites
 from scripts.bench.experiments import peer_embedding, peer_large, peer_pyg, peer_small
 from scripts.bench.peers import phases

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dglx_dist.planner.records import Rate
-from dglx_dist.planner.survey import Survey
-from dglx_dist.strategies.registry import STRATEGIES
+from dglx_dist.planner.workload import Survey
+from dglx_dist.strategies.base import STRATEGIES
 from scripts.bench import push_pull
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import p1, p2, p4, p5, p6, p7, p8, p9

@@ -5,11 +5,11 @@ import pytest
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
-from dglx_dist.cli.closure import check_closure, feature_bytes
+from dglx_dist.cli.report import check_closure, feature_bytes
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import NODE_TYPE, ColumnInfo
-from dglx_dist.report.picture import draw_expansion
-from dglx_dist.report.table import expansion_table
+from dglx_dist.report.pictures import draw_expansion
+from dglx_dist.report.tables import expansion_table
 from tests.cli.test_inspect_command import TWO_PARTS
 from tests.strategies import equality
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cli.launch import start_ranks
+from dglx_dist.cli.train import start_ranks
 from dglx_dist.errors import ConfigError
 
 

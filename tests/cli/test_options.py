@@ -1,6 +1,6 @@
 import pytest
 
-from dglx_dist.cli.options import by_name, fractions, literals, names, pairs, tolerances, whole_numbers
+from dglx_dist.cli.common import by_name, fractions, literals, names, pairs, tolerances, whole_numbers
 from dglx_dist.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
-from dglx_dist.cli.stdout import libraries_on_stderr
+from dglx_dist.cli.common import libraries_on_stderr
 from dglx_dist.errors import ConfigError
 from tests.strategies import equality
 

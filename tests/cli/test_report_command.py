@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cli.report_command import draw_or_warn, read_batches, report, show
-from dglx_dist.cluster.trace_events import write_trace
+from dglx_dist.cli.report import draw_or_warn, read_batches, report, show
+from dglx_dist.comm.trace import write_trace
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.report.table import summary_table
+from dglx_dist.report.tables import summary_table
 from tests.report.traces import span, trace_of
 
 

@@ -6,12 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
-from dglx_dist.cli.train_command import check_launched, check_names
+from dglx_dist.cli.train import check_launched, check_names
+from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.errors import ConfigError
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
-from dglx_dist.run.plan import TrainPlan
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from tests.run.graphs import two_triangles
+from tests.api.graphs import two_triangles
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +35,15 @@ def test_what_torchrun_started_is_accepted(monkeypatch: pytest.MonkeyPatch) -> N
     check_launched(4, 2)
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> TrainPlan:
+def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> TrainConfig:
     """What the command line asks of the run, which does not happen."""
-    asked: list[TrainPlan] = []
+    asked: list[TrainConfig] = []
 
-    def note(plan: TrainPlan) -> SimpleNamespace:
+    def note(plan: TrainConfig) -> SimpleNamespace:
         asked.append(plan)
         return SimpleNamespace(rank=1)
 
-    monkeypatch.setattr("dglx_dist.run.train.train_dataset", note)
+    monkeypatch.setattr("dglx_dist.cli.train_job.train_dataset", note)
     shown = CliRunner().invoke(app, ["train", "data", *arguments])
     assert shown.exit_code == 0, shown.output
     (plan,) = asked

@@ -69,7 +69,7 @@ def play(runs: list[list[str]], ours: bool) -> None:
     """
     import dgl.distributed
 
-    from dglx_dist.run.__main__ import main
+    from dglx_dist.run import main
 
     for words in runs:
         if ours:

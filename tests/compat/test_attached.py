@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.compat.attached import attached_rows, remember
-from dglx_dist.graph import DistGraph
+from dglx_dist.comm.session import start_session
+from dglx_dist.compat.dist_tensor import attached_rows, remember
+from dglx_dist.graph.dist_graph import DistGraph
 from tests.strategies.push_pull import rounds
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.compat.book import RangePartitionBook
+from dglx_dist.compat.partition_book import RangePartitionBook
 from dglx_dist.errors import ConfigError
 
 LIKES = ("user", "likes", "item")

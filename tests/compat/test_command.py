@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.run.__main__ import main
+from dglx_dist.run import main
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "rgcn.py")
 

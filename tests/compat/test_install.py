@@ -12,8 +12,8 @@ from dgl.distributed import dist_context, kvstore, role, rpc
 stock = dgl.distributed.DistGraph, dgl.dataloading.DistNodeDataLoader, role.get_rank
 pull, plain = kvstore.default_pull_handler, dgl.dataloading.DistDataLoader
 import dglx_dist.compat
-from dglx_dist.compat.graph import DistGraph
-from dglx_dist.compat.loaders import DistNodeDataLoader
+from dglx_dist.compat.dist_graph import DistGraph
+from dglx_dist.compat.dataloading import DistNodeDataLoader
 installed = dglx_dist.compat.install()
 from dgl.distributed import DistGraph as found, DistNodeDataLoader as later, RangePartitionBook
 from dgl.distributed.dist_graph import DistGraph as inner
@@ -23,7 +23,7 @@ import dgl.distributed.nn
 assert dgl.dataloading.dataloader.DistGraph is dgl.dataloading.DistGraph is DistGraph
 assert dgl.dataloading.DistDataLoader is dgl.distributed.DistDataLoader is not plain
 assert found is inner is DistGraph and later is dgl.dataloading.DistNodeDataLoader is DistNodeDataLoader
-assert SparseAdam.__module__ == "dglx_dist.compat.optim"
+assert SparseAdam.__module__ == "dglx_dist.compat.dist_tensor"
 assert dgl.distributed.nn.DistEmbedding is dgl.distributed.DistEmbedding
 assert dgl.distributed.graph_partition_book.RangePartitionBook is RangePartitionBook
 # What submodules alone have asks this run, or is refused.
@@ -58,7 +58,7 @@ class Refuses(importlib.abc.MetaPathFinder):
         if name == "dgl.distributed" or name.startswith("dgl.distributed."):
             raise ImportError(f"{name} cannot be loaded")
 sys.meta_path.insert(0, Refuses())
-import dglx_dist.compat, dglx_dist.run.session, dglx_dist.run.graphs
+import dglx_dist.compat, dglx_dist.api, dglx_dist.api
 assert "dgl.distributed" not in sys.modules
 installed = dglx_dist.compat.install()
 import dgl.distributed
@@ -68,7 +68,7 @@ from dgl.distributed.nn import DistEmbedding as same
 from dgl.distributed.constants import DEFAULT_ETYPE, DEFAULT_NTYPE
 from dgl.dataloading import DistEdgeDataLoader
 assert dgl.distributed.DistEdgeDataLoader is DistEdgeDataLoader and same is DistEmbedding
-assert initialize.__module__ == "dglx_dist.compat.session" and optim.SparseAdagrad is SparseAdagrad
+assert initialize.__module__ == "dglx_dist.compat.install" and optim.SparseAdagrad is SparseAdagrad
 for missing in ("kvstore", "dist_graph"):
     try:
         __import__(f"dgl.distributed.{missing}")

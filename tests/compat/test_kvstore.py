@@ -8,13 +8,13 @@ import dgl
 import pytest
 import torch
 
-from dglx_dist.compat import optim, sampling, session
-from dglx_dist.compat.embedding import DistEmbedding
-from dglx_dist.compat.graph import DistGraph
-from dglx_dist.compat.kvstore import KVClient
-from dglx_dist.compat.policy import EdgePartitionPolicy, NodePartitionPolicy, PartitionPolicy
-from dglx_dist.compat.submodules import SUPPORTED
-from dglx_dist.compat.tensor import DistTensor
+from dglx_dist.compat import dataloading as sampling
+from dglx_dist.compat import dist_tensor as optim
+from dglx_dist.compat import install as session
+from dglx_dist.compat.dist_graph import DistGraph
+from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
+from dglx_dist.compat.install import SUPPORTED_SUBMODULES
+from dglx_dist.compat.partition_book import EdgePartitionPolicy, NodePartitionPolicy, PartitionPolicy
 from dglx_dist.errors import ConfigError
 
 
@@ -79,9 +79,9 @@ def test_handlers_and_unions(g: DistGraph) -> None:
 
 
 def test_functions_of_submodules_ask_this_run(g: DistGraph) -> None:
-    found = SUPPORTED["kvstore"]["get_kvstore"]()
+    found = SUPPORTED_SUBMODULES["kvstore"]["get_kvstore"]()
     assert found.data_name_list() == g._client.data_name_list()
-    assert SUPPORTED["dist_context"]["is_initialized"]()
+    assert SUPPORTED_SUBMODULES["dist_context"]["is_initialized"]()
 
 
 def test_policies(g: DistGraph) -> None:

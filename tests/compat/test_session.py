@@ -13,17 +13,15 @@ import pytest
 import torch
 from dgl.data.utils import save_tensors
 
-from dglx_dist.cluster.session import current_session, session_if_open, start_later
-from dglx_dist.compat import session
-from dglx_dist.compat.book import RangePartitionBook
-from dglx_dist.compat.data_loader import DistDataLoader
-from dglx_dist.compat.graph import DistGraph
-from dglx_dist.compat.loaders import DistEdgeDataLoader, DistNodeDataLoader
-from dglx_dist.compat.partition import load_partition_book, partition_graph
-from dglx_dist.compat.split import edge_split, node_split
-from dglx_dist.compat.tensor import DistTensor
+from dglx_dist.api import init
+from dglx_dist.comm.session import current_session, session_if_open, start_later
+from dglx_dist.compat import install as session
+from dglx_dist.compat.dataloading import DistDataLoader, DistEdgeDataLoader, DistNodeDataLoader
+from dglx_dist.compat.dist_graph import DistGraph
+from dglx_dist.compat.dist_tensor import DistTensor
+from dglx_dist.compat.partition import edge_split, load_partition_book, node_split, partition_graph
+from dglx_dist.compat.partition_book import RangePartitionBook
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.run.session import init
 
 LOOP = ("a", "to", "a")
 

@@ -8,10 +8,11 @@ import dgl
 import pytest
 import torch
 
-from dglx_dist.compat import sampling, session
-from dglx_dist.compat.graph import DistGraph
-from dglx_dist.compat.loaders import DistEdgeDataLoader, DistNodeDataLoader
-from dglx_dist.compat.tensor import DistTensor
+from dglx_dist.compat import dataloading as sampling
+from dglx_dist.compat import install as session
+from dglx_dist.compat.dataloading import DistEdgeDataLoader, DistNodeDataLoader
+from dglx_dist.compat.dist_graph import DistGraph
+from dglx_dist.compat.dist_tensor import DistTensor
 
 WRITES, WRITTEN_BY = ("author", "writes", "paper"), ("paper", "written_by", "author")
 

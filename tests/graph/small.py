@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
-from dglx_dist.storage.writer import write_dataset
 
 NUM_NODES = 40
 NUM_COLUMNS = 5

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.graph import DistEmbedding, DistGraph, optim
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.access import access_probability, count_sources, expected_hit_rate, most_wanted
-from dglx_dist.graph.in_edges import CSCShard
+from dglx_dist.graph.cache import access_probability, count_sources, expected_hit_rate, most_wanted
+from dglx_dist.graph.structure import CSCShard
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 
 # 1 -> 0, 2 -> 0, 3 -> 1, 3 -> 2: node 0 has the in-neighbours 1 and 2, and both have 3.

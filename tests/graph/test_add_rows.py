@@ -5,9 +5,14 @@ import pytest
 import torch
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.add_rows import add_rows, check_summable, sum_repeated
-from dglx_dist.graph.dtypes import numpy_view, tensor_view
-from dglx_dist.graph.remote_plan import plan_remote
+from dglx_dist.graph.row_kernels import (
+    add_rows,
+    check_summable,
+    numpy_view,
+    plan_remote,
+    sum_repeated,
+    tensor_view,
+)
 from dglx_dist.records import ColumnInfo
 
 DTYPES = ["float32", "float64", "int64", "int8", "uint16", "float16", "bfloat16"]

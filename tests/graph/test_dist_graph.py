@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.graph.split import edge_split
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import edge_split, node_split
 from tests.graph.small import NUM_NODES, edges, features
 from tests.helpers import wide
 from tests.helpers.ranks import RankError, run_ranks

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.draw import draw_parameters, draw_uniform, draw_weighted
-from dglx_dist.graph.in_edges import CSCShard, all_in_edges
+from dglx_dist.graph.sampling import draw_parameters, draw_uniform, draw_weighted
+from dglx_dist.graph.structure import CSCShard, all_in_edges
 
 # Nodes 0 to 3 with 6, 0, 1 and 20 in-edges.
 WHOLE = CSCShard(

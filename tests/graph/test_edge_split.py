@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistGraph, edge_split
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import edge_split
+from tests.dataloading import bonds
+from tests.dataloading.bonds import BUYING, BUYS, KNOWING, KNOWS
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
-from tests.sampling import bonds
-from tests.sampling.bonds import BUYING, BUYS, KNOWING, KNOWS
 
 
 def split_in_rank(folder: str) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.reader import StoredDataset, open_dataset, open_structure
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.expansion import Expansion, measure_expansion
-from dglx_dist.graph.placement import Placement
+from dglx_dist.graph.analysis import Expansion, measure_expansion
+from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
-from dglx_dist.storage.reader import StoredDataset, open_dataset
-from dglx_dist.storage.replica import open_structure
-from dglx_dist.storage.writer import write_dataset
 from tests.training import hetero
 
 

@@ -3,7 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.gather import as_words, first_outside, gather_rows, scatter_rows, spread_rows, take_rows
+from dglx_dist.graph.row_kernels import (
+    as_words,
+    first_outside,
+    gather_rows,
+    scatter_rows,
+    spread_rows,
+    take_rows,
+)
 
 ROWS = [
     ("float32", (100,)),

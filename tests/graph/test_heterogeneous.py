@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistGraph
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment, RawGraph
-from dglx_dist.storage.writer import write_dataset
 from tests.helpers.ranks import run_ranks
 
 RATES, KNOWS = ("user", "rates", "item"), ("user", "knows", "user")

@@ -3,15 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.in_edges import (
-    CSCShard,
-    InEdges,
-    Piece,
-    all_in_edges,
-    from_wire,
-    join_pieces,
-    to_wire,
-)
+from dglx_dist.graph.structure import CSCShard, InEdges, Piece, all_in_edges, from_wire, join_pieces, to_wire
 
 # Nodes 10, 11, 12 with in-edges from {1, 2}, {}, {3}; edge ids start at 100.
 SHARD = CSCShard(

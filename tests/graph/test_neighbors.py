@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.neighbors import by_type, fanout_by_type
+from dglx_dist.graph.sampling import by_type, fanout_by_type
 
 RATES, SEES, HATES = ("user", "rates", "item"), ("user", "sees", "item"), ("item", "sees", "user")
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.dgl_format import write_dgl_format
+from dglx_dist.data.storage.reader import StoredPart
 from dglx_dist.errors import DatasetError, StorageError
-from dglx_dist.graph import DistGraph
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import NODE_TYPE, Array, Assignment, EdgeType
-from dglx_dist.storage.dgl_format import write_dgl_format
-from dglx_dist.storage.reader import StoredPart
+from tests.data.storage.graphs import put_value
 from tests.graph.small import NUM_NODES, build, features, part_of
 from tests.helpers.ranks import run_ranks
-from tests.storage.graphs import put_value
 
 
 def open_dgl_format(part_config: Path) -> tuple[bool, int]:

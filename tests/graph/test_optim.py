@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.graph import DistGraph
+from dglx_dist.comm.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
 from tests.graph.sparse_cases import DIM, KINDS, STEPS, embeddings, expected, make_optimizer, train
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks

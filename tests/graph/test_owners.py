@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.owners import RowOwners
+from dglx_dist.graph.partition_book import RowOwners
 
 
 def test_rows_of_a_server_are_cut_evenly_over_its_ranks() -> None:

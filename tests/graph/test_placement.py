@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.placement import Placement
+from dglx_dist.graph.partition_book import Placement
 
 
 def topology(rank: int, *servers: int) -> Topology:

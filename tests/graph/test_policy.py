@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistGraph, DistTensor
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from tests.graph.small import NUM_NODES
 from tests.helpers import wide

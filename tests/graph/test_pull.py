@@ -7,17 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.cluster.collectives import barrier
-from dglx_dist.cluster.session import Session, start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import Column, Shard
+from dglx_dist.graph.column import CacheCounts, Column, RowCache, Shard
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.placement import Placement
-from dglx_dist.graph.pull import CacheCounts
-from dglx_dist.graph.remote_plan import plan_pull
-from dglx_dist.graph.row_cache import RowCache
-from dglx_dist.graph.slot_table import SlotTable, fill_table, no_slots, slot_of, table_sizes
+from dglx_dist.graph.partition_book import Placement
+from dglx_dist.graph.row_kernels import SlotTable, fill_table, no_slots, plan_pull, slot_of, table_sizes
 from dglx_dist.records import Array, ColumnInfo
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks

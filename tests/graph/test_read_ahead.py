@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from dglx_dist.graph.read_ahead import change_ahead, read_ahead
+from dglx_dist.graph.row_kernels import change_ahead, read_ahead
 
 
 @njit

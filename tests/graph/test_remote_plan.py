@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.remote_plan import number_distinct, plan_remote
+from dglx_dist.graph.row_kernels import number_distinct, plan_remote
 
 BOUNDS = np.array([0, 10, 20, 20, 30])
 

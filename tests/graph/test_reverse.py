@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistGraph
-from dglx_dist.graph.reverse import match_reverse, reverse_edge_ids
+from dglx_dist.graph.analysis import match_reverse, reverse_edge_ids
+from dglx_dist.graph.dist_graph import DistGraph
+from tests.dataloading import bonds
+from tests.dataloading.bonds import BOUGHT, BUYING, BUYS, HALF, KNOWS
 from tests.helpers.ranks import run_ranks
-from tests.sampling import bonds
-from tests.sampling.bonds import BOUGHT, BUYING, BUYS, HALF, KNOWS
 
 ORDER = np.arange
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.graph import DistGraph
-from dglx_dist.graph.access import most_wanted
+from dglx_dist.graph.cache import most_wanted
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import NODE_TYPE
-from dglx_dist.sampling import DataLoader
 from tests.graph.small import NUM_NODES, edges
 from tests.helpers.ranks import run_ranks
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dglx_dist.cluster.session import Session, start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.row_files import RowFile, read_index, read_rows, write_rows
 from dglx_dist.errors import DglxError, StorageError
-from dglx_dist.graph.row_folders import fill_folder, save_folder
-from dglx_dist.storage.row_files import RowFile, read_index, read_rows, write_rows
+from dglx_dist.graph.shared_memory import fill_folder, save_folder
 from tests.helpers.ranks import run_ranks, start_ranks
 
 PER_RANK = 3

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dglx_dist.graph import row_init
-from dglx_dist.graph.row_init import fill_uniform
+from dglx_dist.graph import embedding as row_init
+from dglx_dist.graph.embedding import fill_uniform
 
 
 def filled(first: int, count: int, dtype: torch.dtype = torch.float32, name: str = "e") -> torch.Tensor:

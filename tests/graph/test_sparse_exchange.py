@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.collectives import barrier
-from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.graph import DistEmbedding, DistGraph, optim
-from dglx_dist.graph.owners import RowOwners
-from dglx_dist.graph.sparse_exchange import PHASE
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.sparse_gradient_exchange import PHASE
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train

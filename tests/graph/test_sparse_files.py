@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.row_files import read_index, write_index
 from dglx_dist.errors import StorageError
-from dglx_dist.graph import DistEmbedding, DistGraph, optim
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import NODE_TYPE
-from dglx_dist.storage.row_files import read_index, write_index
 from tests.graph.small import NUM_NODES, build, write
 from tests.graph.sparse_cases import DIM, KINDS, STEPS, embeddings, expected, make_optimizer, train
 from tests.helpers.ranks import run_ranks
@@ -143,7 +145,7 @@ def test_facts_that_make_no_sense_change_nothing(
 def test_a_save_that_fails_leaves_the_earlier_one(
     session: Any, small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dglx_dist.graph import sparse_files
+    from dglx_dist.graph import sparse_state as sparse_files
 
     DistGraph(small_dataset)
     embedding = DistEmbedding(NUM_NODES, 2, "e")

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import PeerError
-from dglx_dist.graph.sparse_inbox import Inbox
-from dglx_dist.graph.sparse_message import StepMessage
+from dglx_dist.graph.sparse_gradient_exchange import Inbox, StepMessage
 
 
 def message(step: int) -> StepMessage:

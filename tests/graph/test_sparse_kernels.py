@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dglx_dist.graph.sparse_kernels import (
+from dglx_dist.graph.sparse_gradient import (
     NEVER,
     Gradient,
     add_rows,

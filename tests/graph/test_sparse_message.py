@@ -5,7 +5,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.sparse_gradient import Parcel
-from dglx_dist.graph.sparse_message import StepMessage, read_message
+from dglx_dist.graph.sparse_gradient_exchange import StepMessage, read_message
 
 
 def parcel(*ids: int) -> Parcel:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistEmbedding, DistGraph
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.sparse_gradient import Parcel
-from dglx_dist.graph.sparse_rows import OwnedRows
-from dglx_dist.graph.sparse_rules import SgdRule
+from dglx_dist.graph.sparse_update import OwnedRows, SgdRule
 from tests.graph.small import NUM_NODES
 
 

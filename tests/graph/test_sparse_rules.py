@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_kernels import Gradient
-from dglx_dist.graph.sparse_rules import AdagradRule, AdamRule, SgdRule, Touched, UpdateRule
+from dglx_dist.graph.sparse_gradient import Gradient
+from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, SgdRule, Touched, UpdateRule
 
 FIRST = {
     "sgd": [1.0 - 0.5 * 2.0],

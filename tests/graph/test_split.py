@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistGraph
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import edge_split, marked_ids, node_split, split_ids
 
 SERVERS = [(0,), (0, 0), (0, 1), (0, 0, 1), (0, 0, 1, 1), (0, 0, 0, 1)]

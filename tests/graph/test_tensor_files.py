@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.row_files import read_index
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.graph import DistEmbedding, DistGraph, DistTensor, optim, row_folders
+from dglx_dist.graph import optim
+from dglx_dist.graph import shared_memory as row_folders
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
-from dglx_dist.storage.row_files import read_index
-from dglx_dist.storage.writer import write_dataset
 from tests.graph.small import NUM_NODES, build
 from tests.helpers.ranks import run_ranks
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import PeerError, RemoteError
-from dglx_dist.graph import unwaited
-from dglx_dist.graph.unwaited import UNDER_WAY, Send, Unwaited
+from dglx_dist.graph import kvstore as async_pushes
+from dglx_dist.graph.kvstore import UNDER_WAY, AsyncPushQueue, Send
 
 
 class FakeRpc:
@@ -48,17 +48,17 @@ def rpc() -> FakeRpc:
 @pytest.fixture
 def queue(rpc: FakeRpc) -> Any:
     session = SimpleNamespace(rpc=rpc, timeout_s=20.0, hosts=["a", "b", "c"])
-    made = Unwaited(session)  # type: ignore[arg-type]
+    made = AsyncPushQueue(session)  # type: ignore[arg-type]
     yield made
     rpc.gate.set()
     made.close()
 
 
-def test_a_fence_with_nothing_under_way_returns(queue: Unwaited) -> None:
+def test_a_fence_with_nothing_under_way_returns(queue: AsyncPushQueue) -> None:
     queue.fence(0.0)
 
 
-def test_requests_leave_in_order_before_the_first_is_answered(queue: Unwaited, rpc: FakeRpc) -> None:
+def test_requests_leave_in_order_before_the_first_is_answered(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
     queue.put([send(number) for number in range(UNDER_WAY + 3)])
     for _ in range(UNDER_WAY):
         assert rpc.left.acquire(timeout=20)
@@ -68,7 +68,7 @@ def test_requests_leave_in_order_before_the_first_is_answered(queue: Unwaited, r
     assert rpc.sent == list(range(UNDER_WAY + 3))
 
 
-def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: Unwaited, rpc: FakeRpc) -> None:
+def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
     queue.put([send(1), send(2, rank=2), send(3)])
     with pytest.raises(PeerError, match=r"fence\(\) waited 0.05 s .* rank 1 on b \(2\), rank 2 on c \(1\)"):
         queue.fence(0.05)
@@ -76,7 +76,7 @@ def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: Unwaited, rpc: F
     queue.fence()
 
 
-def test_errors_are_raised_at_the_fence_once_and_counted(queue: Unwaited, rpc: FakeRpc) -> None:
+def test_errors_are_raised_at_the_fence_once_and_counted(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
     rpc.gate.set()
     queue.put([send(1), send(-2), send(3), send(-4), send(-5)])
     with pytest.raises(RemoteError, match="failed at -2") as caught:
@@ -89,9 +89,9 @@ def test_errors_are_raised_at_the_fence_once_and_counted(queue: Unwaited, rpc: F
 
 
 def test_who_pushes_too_much_waits_for_room(
-    queue: Unwaited, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
+    queue: AsyncPushQueue, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unwaited, "MAX_BYTES", 16)
+    monkeypatch.setattr(async_pushes, "MAX_BYTES", 16)
     queue.put([send(1), send(2)])  # 16 bytes
     entered = threading.Event()
 
@@ -111,7 +111,7 @@ def test_who_pushes_too_much_waits_for_room(
     assert rpc.sent == [1, 2, 3]
 
 
-def test_a_fence_does_not_wait_for_what_is_pushed_after_it(queue: Unwaited, rpc: FakeRpc) -> None:
+def test_a_fence_does_not_wait_for_what_is_pushed_after_it(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
     rpc.gate.set()
     queue.put([send(1)])
     queue.fence()

@@ -124,7 +124,7 @@ class FunctionsService:
 
     def add(self, name: str, code: bytes, **settings: Any) -> Function:
         """Make a function without asking by HTTP."""
-        defaults = {"Handler": "dglx_dist.offload.worker.function.handler", "MemorySize": 192, "Timeout": 30}
+        defaults = {"Handler": "dglx_dist.serverless.aws.function.handler", "MemorySize": 192, "Timeout": 30}
         self.functions[name] = Function(name, {**defaults, **settings}, code, {})
         return self.functions[name]
 

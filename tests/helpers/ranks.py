@@ -33,7 +33,7 @@ PRELOAD = [
     "zmq",
     "numba",
     "dgl",
-    "dglx_dist.sampling",
+    "dglx_dist.dataloading",
     "tests.helpers.warm",
 ]
 GRACE_S = 30.0
@@ -166,7 +166,7 @@ def _rank_main(
     faulthandler.enable(output)
     import torch
 
-    from dglx_dist.cluster import session
+    from dglx_dist.comm import session
 
     torch.set_num_threads(1)
     try:

@@ -16,7 +16,7 @@ class Source:
     """One file."""
 
     name: str
-    """Path inside the package, e.g. ``cluster/topology.py``; of a script its path from the root."""
+    """Path inside the package, e.g. ``comm/topology.py``; of a script its path from the root."""
     text: str
     nodes: tuple[ast.AST, ...]
     """Of its syntax tree, all of them."""

@@ -11,11 +11,16 @@ from dgl.nn import GATConv, GATv2Conv, SAGEConv
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.adapters import Sync, stages_of
-from dglx_dist.layers.columns import Columns, deal_out_columns, deal_out_concatenated
-from dglx_dist.layers.keyed_dropout import DropDraws, drop_attention, drop_entries, kept_entries
-from dglx_dist.layers.parts import part_of
-from dglx_dist.layers.staged import StageInput, add_up
+from dglx_dist.layers.base import StageInput, Sync, add_up, part_of, stages_of
+from dglx_dist.layers.dropout import (
+    Columns,
+    DropDraws,
+    deal_out_columns,
+    deal_out_concatenated,
+    drop_attention,
+    drop_entries,
+    kept_entries,
+)
 from tests.layers.test_staged import block_and_rows, close
 
 NODES = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))[:400]

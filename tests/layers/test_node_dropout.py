@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.node_dropout import NodeDropout, install_node_dropouts
+from dglx_dist.layers.dropout import NodeDropout, install_node_dropouts
 
 NODES = 12
 SOURCES = torch.arange(NODES).repeat(2)

@@ -22,22 +22,25 @@ from dgl.nn import (
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.adapters import stages_of
-from dglx_dist.layers.columns import deal_out_columns
-from dglx_dist.layers.gat import GatStages
-from dglx_dist.layers.gin import GinStages
-from dglx_dist.layers.graph_conv import GraphConvStages
-from dglx_dist.layers.parts import part_of
-from dglx_dist.layers.relational import RelationalStages
-from dglx_dist.layers.row_sums import EdgeConvStages, GatRowStages, GatV2Stages, PoolStages
-from dglx_dist.layers.sage import SageStages
-from dglx_dist.layers.sgc import SgcStages
-from dglx_dist.layers.staged import Staged, StageInput, add_up
+from dglx_dist.layers.base import SplittableConv, StageInput, add_up, part_of, stages_of
+from dglx_dist.layers.convolutions import (
+    EdgeConvStages,
+    GatRowStages,
+    GatStages,
+    GatV2Stages,
+    GinStages,
+    GraphConvStages,
+    PoolStages,
+    RelationalStages,
+    SageStages,
+    SgcStages,
+)
+from dglx_dist.layers.dropout import deal_out_columns
 
 WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
 H = 5
 
-CONVS: dict[str, tuple[Callable[[int], nn.Module], type[Staged]]] = {
+CONVS: dict[str, tuple[Callable[[int], nn.Module], type[SplittableConv]]] = {
     "sage-mean": (lambda f: SAGEConv(f, H, "mean", activation=torch.tanh), SageStages),
     "sage-gcn": (lambda f: SAGEConv(f, H, "gcn", norm=nn.LayerNorm(H)), SageStages),
     "sage-no-bias": (lambda f: SAGEConv(f, H, "mean", bias=False), SageStages),
@@ -60,7 +63,7 @@ CONVS: dict[str, tuple[Callable[[int], nn.Module], type[Staged]]] = {
     "gat": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatStages),
     "gat-residual": (lambda f: GATConv(f, H, 3, residual=True), GatStages),
 }
-BY_ROWS: dict[str, tuple[Callable[[int], nn.Module], type[Staged]]] = {
+BY_ROWS: dict[str, tuple[Callable[[int], nn.Module], type[SplittableConv]]] = {
     "pool": (lambda f: SAGEConv(f, H, "pool", activation=torch.tanh, norm=nn.LayerNorm(H)), PoolStages),
     "gat-rows": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatRowStages),
     "gat-rows-residual": (lambda f: GATConv(f, H, 3, residual=True), GatRowStages),
@@ -84,7 +87,7 @@ def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
     return block, rows, weight
 
 
-def made(name: str, width: int) -> tuple[nn.Module, Staged]:
+def made(name: str, width: int) -> tuple[nn.Module, SplittableConv]:
     make, stages = (CONVS | BY_ROWS)[name]
     torch.manual_seed(width)
     conv = make(width).double()
@@ -102,7 +105,7 @@ def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
     return [{}] if name.startswith(NO_WEIGHTS) else [{}, {"edge_weight": weight}]
 
 
-def run_parts(layers: list[Staged], block: dgl.DGLGraph, x: Tensor, **edges: Tensor) -> Tensor:
+def run_parts(layers: list[SplittableConv], block: dgl.DGLGraph, x: Tensor, **edges: Tensor) -> Tensor:
     """What push-pull does, without a network: every part with its columns, sums between."""
     cuts = deal_out_columns(x.shape[1], len(layers))
     handed = {} if layers[0].edges_after_sync else edges
@@ -118,7 +121,7 @@ def run_parts(layers: list[Staged], block: dgl.DGLGraph, x: Tensor, **edges: Ten
     return layers[0].apply_edges(replace(given[0], edges=edges), add_up(gathered))
 
 
-def summed_gradient(layers: list[Staged], name: str) -> Tensor | None:
+def summed_gradient(layers: list[SplittableConv], name: str) -> Tensor | None:
     """The uncut gradient, from what the parts hold."""
     found = [layer.get_parameter(name).grad for layer in layers]
     if name in layers[0].cut:

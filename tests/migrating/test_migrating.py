@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dglx_dist.cluster import session
+from dglx_dist.comm import session
 from tests.compat.graphs import SCRIPTS
 from tests.compat.test_scripts import DDP, WRAP
 from tests.helpers.ranks import run_ranks

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.cluster.ledger import Ledger
-from dglx_dist.cluster.topology import Topology
-from dglx_dist.cluster.trace import TraceWriter
+from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.topology import Topology
+from dglx_dist.comm.trace import TraceWriter
 from dglx_dist.planner.records import Rate
 from scripts.netlab.base import Card, Lab, LabSpec, Server
 from scripts.netlab.launch import LabRun

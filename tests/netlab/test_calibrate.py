@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cluster.trace import Pass
+from dglx_dist.comm.trace import Pass
 from dglx_dist.errors import CommandError, ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import calibrate

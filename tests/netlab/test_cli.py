@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.cli.app import app as dglx
-from dglx_dist.cluster.trace import UNFINISHED
+from dglx_dist.comm.trace import UNFINISHED
 from dglx_dist.errors import ConfigError
 from scripts.netlab.cli import app
 from scripts.netlab.host import what_is_missing

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cli.failure import LAUNCHED
+from dglx_dist.cli.common import LAUNCHED
 from dglx_dist.errors import ConfigError
 from scripts.netlab.command import torchrun_arguments
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.cluster import cgroups
+from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import cleaning, links, namespaces, state

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cluster import cgroups
+from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import LabError
 from scripts.netlab.links import CARD
 from scripts.netlab.namespaces import NamespaceLab

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.cluster.ledger import WORKER, Ledger
-from dglx_dist.cluster.topology import Topology
-from dglx_dist.cluster.trace import Pass, TraceWriter
+from dglx_dist.comm.ledger import WORKER, Ledger
+from dglx_dist.comm.topology import Topology
+from dglx_dist.comm.trace import Pass, TraceWriter
 from dglx_dist.errors import StorageError
 from scripts.netlab.traces import Trace, read
 from tests.netlab.traces import epoch, rank_trace, row, trace_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dglx_dist.cluster.ledger import LedgerRow
-from dglx_dist.cluster.trace import Pass
+from dglx_dist.comm.ledger import LedgerRow
+from dglx_dist.comm.trace import Pass
 from dglx_dist.records import EpochRecord
 from scripts.netlab.traces import RankTrace, Trace
 

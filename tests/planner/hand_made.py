@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.planner.batch_work import BatchWork
-from dglx_dist.planner.full_work import FullWork
-from dglx_dist.planner.halo_bytes import HaloPairs
-from dglx_dist.planner.measured import Ghosts, Measured
-from dglx_dist.planner.memory import MemoryModel
-from dglx_dist.planner.model_shape import shape_of_kind
-from dglx_dist.planner.rates import Rates
+from dglx_dist.planner.closures import FullWork
+from dglx_dist.planner.cost_model import Ghosts, Measured, MemoryModel
+from dglx_dist.planner.model_shape import HaloPairs, shape_of_kind
+from dglx_dist.planner.profile import Rates
 from dglx_dist.planner.records import Cluster, GraphStats
-from dglx_dist.planner.survey import Survey
+from dglx_dist.planner.workload import BatchWork, Survey
 
 GRAPH = GraphStats(
     name="by hand", nodes=1000, edges=10_000, features=100, feature_bytes=400, classes=10, train_nodes=100,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dglx_dist.planner.batch_work import RowSizes, work_of_counts
-from dglx_dist.planner.halo_bytes import topology_of
-from dglx_dist.planner.survey import RankCount
+from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
 
 SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
 BUSY = RankCount(

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
-from dglx_dist.graph import DistGraph
+from dglx_dist.api import fit, init
+from dglx_dist.cli.plan_job import PlanConfig, measured
+from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.candidates import CACHE_SIZES
+from dglx_dist.planner.cost_model import predict
 from dglx_dist.planner.model_shape import shape_of_kind
-from dglx_dist.planner.predict import predict
 from dglx_dist.planner.records import Prediction
-from dglx_dist.run.fit import fit
-from dglx_dist.run.planning import PlanPlan, measured
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.run.session import init
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
@@ -39,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def foretell(data: str) -> tuple[list[Prediction], list[Prediction]]:
     """Every way to train a GraphSAGE but by workers, and by workers a GCN, on the same batches and plans."""
     known, candidates = measured(
-        PlanPlan(
+        PlanConfig(
             data=data,
             hidden=HIDDEN,
             fanouts=FANOUTS,

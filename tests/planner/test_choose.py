@@ -9,13 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from dglx_dist.planner.candidates import Frame, enumerate_candidates, ways_of
-from dglx_dist.planner.choose import Wishes, choose
+from dglx_dist.planner.candidates import SearchSpace, enumerate_candidates, ways_of
+from dglx_dist.planner.choose import Constraints, choose, find_regions
+from dglx_dist.planner.cost_model import predict, ring_split
 from dglx_dist.planner.model_shape import shape_of_kind
-from dglx_dist.planner.predict import predict
 from dglx_dist.planner.records import Candidate, Outcome
-from dglx_dist.planner.regions import find_regions
-from dglx_dist.planner.traffic import ring_split
 from dglx_dist.records import Array
 from tests.planner import hand_made
 from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known
@@ -118,7 +116,7 @@ def test_steps_of_whole_graphs_have_rates_of_their_own() -> None:
 
 def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
     every = (ROWS, COLUMNS, LATE, WHOLE, PRELOADED)
-    found = choose(every, known(), Wishes())
+    found = choose(every, known(), Constraints())
     assert found.taken is not None
     assert found.taken.candidate == COLUMNS
     assert any("data_parallel takes" in line and "more between servers" in line for line in found.why)
@@ -128,12 +126,12 @@ def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
     barred = {one.candidate.name: one.barred for one in found.predictions}
     assert (barred[LATE.name], barred[WHOLE.name]) == ("--allow-estimators", "--unit full_graph")
     fast = replace(CLUSTER, external_bytes_per_s=1e12)
-    assert choose(every, known(cluster=fast), Wishes()).taken.candidate.unit == "mini_batch"  # type: ignore[union-attr]
-    whole = choose(every, known(), Wishes(unit="full_graph"))
+    assert choose(every, known(cluster=fast), Constraints()).taken.candidate.unit == "mini_batch"  # type: ignore[union-attr]
+    whole = choose(every, known(), Constraints(unit="full_graph"))
     assert whole.taken is not None
     assert whole.taken.candidate == PRELOADED
     # Sixteen times the epochs, and it is no longer worth it.
-    many = choose(every, known(), Wishes(unit="any", full_graph_epochs=1e6))
+    many = choose(every, known(), Constraints(unit="any", full_graph_epochs=1e6))
     assert many.taken is not None
     assert many.taken.candidate.unit == "mini_batch"
     assert any("1e+06 epochs of whole graphs" in line for line in many.assumptions)
@@ -142,12 +140,12 @@ def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
 def test_a_tie_goes_to_the_simpler() -> None:
     free = replace(CLUSTER, external_bytes_per_s=1e15)
     slow = known(cluster=free)
-    found = choose((ROWS, replace(ROWS, options={"bucket_bytes": 1})), slow, Wishes())
+    found = choose((ROWS, replace(ROWS, options={"bucket_bytes": 1})), slow, Constraints())
     assert found.taken is not None
     assert found.taken.candidate == ROWS
     # Where the other is faster by less than 5 %, that is said.
     several = (replace(CLUSTER, external_bytes_per_s=float(rate)) for rate in np.geomspace(1e6, 1e12, 300))
-    choices = [choose((ROWS, COLUMNS), known(cluster=one), Wishes()) for one in several]
+    choices = [choose((ROWS, COLUMNS), known(cluster=one), Constraints()) for one in several]
     near = [one for one in choices if one.picked == 1]
     assert near
     assert all(one.predictions[1].candidate == ROWS for one in near)
@@ -157,7 +155,7 @@ def test_a_tie_goes_to_the_simpler() -> None:
 
 def test_what_does_not_fit_says_so() -> None:
     small = replace(CLUSTER, memory_bytes=1000)
-    found = choose((ROWS, COLUMNS), known(cluster=small), Wishes())
+    found = choose((ROWS, COLUMNS), known(cluster=small), Constraints())
     assert found.taken is None
     assert found.picked == -1
     assert all("GB a rank" in one.why_not for one in found.predictions)
@@ -170,7 +168,7 @@ def test_what_does_not_fit_says_so() -> None:
 
 
 def test_a_choice_is_json_with_its_outcome() -> None:
-    found = choose((ROWS, COLUMNS), known(), Wishes())
+    found = choose((ROWS, COLUMNS), known(), Constraints())
     outcome = Outcome(epoch=1, epoch_seconds=1.0, bytes_outside=5, bytes_inside=0, peak_memory_bytes=7)
     value = json.loads(json.dumps(replace(found, outcome=outcome).to_json()))
     assert value["chosen"] == "push_pull structure=push"
@@ -200,27 +198,27 @@ def test_sums_of_a_group_leave_the_server_for_parts_elsewhere() -> None:
 
 
 def test_candidates_follow_the_servers() -> None:
-    alone = enumerate_candidates(Frame(ranks=1, servers=1, num_layers=2, steps=3))
+    alone = enumerate_candidates(SearchSpace(ranks=1, servers=1, num_layers=2, steps=3))
     assert {one.strategy for one in alone} == {"data_parallel", "full_graph", "lambda"}
-    many = enumerate_candidates(Frame(ranks=4, servers=2, num_layers=3, steps=3))
+    many = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=3))
     assert {one.options.get("hops") for one in many if one.strategy == "shared_preload"} == {None, 1, 2}
     assert {one.options.get("group_size") for one in many if one.moves == "columns"} == {None, 1, 2}
     assert (3, "", 3) in ways_of(many)
     # Sixteen co-batches are no epoch of a hundred steps.
-    long = enumerate_candidates(Frame(ranks=4, servers=2, num_layers=3, steps=100))
+    long = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=100))
     assert {one.unit for one in long if one.strategy == "cooperative"} == {"full_graph"}
-    wide = enumerate_candidates(Frame(ranks=32, servers=4, num_layers=2, steps=3))
+    wide = enumerate_candidates(SearchSpace(ranks=32, servers=4, num_layers=2, steps=3))
     assert {one.options.get("group_size") for one in wide if one.moves == "columns"} == {None, 1, 8, 16}
     assert not any(
         one.unit == "mini_batch"
-        for one in enumerate_candidates(Frame(ranks=4, servers=2, num_layers=9, steps=0))
+        for one in enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=9, steps=0))
     )
 
 
 def test_regions_turn_with_the_network() -> None:
     """Where links are slow push-pull wins, where they are free who computes least does."""
     found = find_regions(
-        known(), (ROWS, COLUMNS), Wishes(), {8: replace(SHAPE, hidden=8), 16: SHAPE}, [1e4, 1e12]
+        known(), (ROWS, COLUMNS), Constraints(), {8: replace(SHAPE, hidden=8), 16: SHAPE}, [1e4, 1e12]
     )
     assert found.hidden == (8, 16)
     assert found.usual == "data_parallel"
@@ -242,7 +240,7 @@ def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
     small = replace(CLUSTER, memory_bytes=predict(ROWS, slim).memory_bytes + 6_500_000)
     shapes = {16: SHAPE, 1000: shape_of_kind("sage", 100, 1000, 10, 2)}
     rehearsed = known(cluster=small, memory=memory)
-    found = find_regions(rehearsed, (ROWS, COLUMNS), Wishes(), shapes, [1e4, 1e12])
+    found = find_regions(rehearsed, (ROWS, COLUMNS), Constraints(), shapes, [1e4, 1e12])
     assert found.winners[1] == ("", "")
     assert found.gains[1] == (1.0, 1.0)
     assert "" not in found.winners[0]

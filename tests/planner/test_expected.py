@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.cli.plan_job import PlanConfig, make_plan
+from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.graph_stats import Figures
-from dglx_dist.run.planning import PlanPlan, make_plan
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.planner.workload import Figures
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 
 
 def test_a_large_cluster_is_planned_from_figures_with_its_assumptions() -> None:
     began = time.process_time()
     choice = make_plan(
-        PlanPlan(
+        PlanConfig(
             figures=Figures(nodes=1e9, edges=2e10, features=128),
             servers=64,
             ranks_per_server=8,
@@ -44,10 +44,10 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
     )
     partition_to_disk(generate(config), tmp_path / "graph", PartitionPlan(num_parts=2, method="random"))
     common = {"hidden": 8, "fanouts": (5, 5), "batch_size": 100, "servers": 2, "unit": "any"}
-    counted = make_plan(PlanPlan(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
+    counted = make_plan(PlanConfig(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
     graph = counted.graph
     told = make_plan(
-        PlanPlan(
+        PlanConfig(
             figures=Figures(
                 nodes=graph.nodes,
                 edges=graph.edges,
@@ -76,8 +76,8 @@ def test_figures_that_make_no_sense_are_refused() -> None:
         (Figures(nodes=10, edges=1, features=1, degree_spread=0.5), "--degree-spread 0.5"),
     ):
         with pytest.raises(ConfigError, match=message):
-            make_plan(PlanPlan(figures=wrong))
+            make_plan(PlanConfig(figures=wrong))
     with pytest.raises(ConfigError, match="--data DIR"):
-        PlanPlan()
+        PlanConfig()
     with pytest.raises(ConfigError, match="--layers is 2"):
-        PlanPlan(data="x", fanouts=(1, 2, 3))
+        PlanConfig(data="x", fanouts=(1, 2, 3))

@@ -10,19 +10,23 @@ import numpy as np
 import pytest
 from torch import nn
 
+from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.graph.structure import ReplicatedStructure
-from dglx_dist.planner.closure_plans import Ground, plan_all, seeds_by_server
-from dglx_dist.planner.closures import exchanging_work, preloading_work
-from dglx_dist.planner.full_work import RankLayers, gathered, worth_counting
-from dglx_dist.planner.ghosts import count_ghosts
-from dglx_dist.planner.graph_stats import of_dataset
-from dglx_dist.planner.halo_bytes import count_pairs, topology_of
-from dglx_dist.planner.model_shape import shape_of_kind
-from dglx_dist.planner.neighbours import neighbours
-from dglx_dist.planner.plan_trials import plan_trials, time_on_plans
+from dglx_dist.planner.closures import (
+    PartitionContext,
+    RankLayers,
+    exchanging_work,
+    gathered,
+    plan_all,
+    preloading_work,
+    seeds_by_server,
+    worth_counting,
+)
+from dglx_dist.planner.dry_run import count_ghosts
+from dglx_dist.planner.model_shape import count_pairs, shape_of_kind, topology_of
+from dglx_dist.planner.profile import neighbours, plan_trials, time_on_plans
+from dglx_dist.planner.workload import of_dataset
 from dglx_dist.records import EDGE_TYPE
-from dglx_dist.storage.reader import open_dataset
-from dglx_dist.storage.replica import open_structure
 from dglx_dist.training.models import build_model
 from tests.strategies import equality
 
@@ -30,13 +34,13 @@ LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ground, np.ndarray]:
+def ground(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PartitionContext, np.ndarray]:
     folder = equality.write_parts(tmp_path_factory.mktemp("plans"))
     dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
     offsets = dataset.manifest.node_offsets["_N"]
     mask = np.concatenate([dataset.part(part).node_data("_N", "train_mask") for part in range(4)])
     structure = ReplicatedStructure(EDGE_TYPE, len(mask), csc.indptr, csc.indices)
-    found = Ground(
+    found = PartitionContext(
         structure=structure,
         bounds=np.array([0, int(offsets[2]), int(offsets[4])]),
         topology=topology_of(2, 2),
@@ -45,7 +49,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ground, np.n
     return folder, found, np.flatnonzero(mask)
 
 
-def test_trials_are_the_neighbourhoods_of_a_server(ground: tuple[Path, Ground, np.ndarray]) -> None:
+def test_trials_are_the_neighbourhoods_of_a_server(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
     """The largest is what the server's ranks compute together, and the model runs on it by itself."""
     _, where, seeds = ground
     alone = replace(where, topology=topology_of(2, 1))
@@ -65,14 +69,14 @@ def test_trials_are_the_neighbourhoods_of_a_server(ground: tuple[Path, Ground, n
     assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
 
 
-def test_pairs_are_those_of_plain_counting(ground: tuple[Path, Ground, np.ndarray]) -> None:
+def test_pairs_are_those_of_plain_counting(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
     folder, where, seeds = ground
     work = gathered([plan_all(where, seeds_by_server(where, seeds), LAYERS, 0)], where.topology)
     assert work.pairs == count_pairs(open_dataset(folder), where.topology, LAYERS)
     assert work.external_rows == 0
 
 
-def test_closures_are_those_of_plain_counting(ground: tuple[Path, Ground, np.ndarray]) -> None:
+def test_closures_are_those_of_plain_counting(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
     folder, where, seeds = ground
     by_server = seeds_by_server(where, seeds)
     plans = plan_all(where, by_server, LAYERS, LAYERS)
@@ -96,7 +100,7 @@ def test_closures_are_those_of_plain_counting(ground: tuple[Path, Ground, np.nda
     assert exchanging_work(*graph, seeds, LAYERS).edges <= plain.edges
 
 
-def test_ghosts_are_pairs_over_all_nodes(ground: tuple[Path, Ground, np.ndarray]) -> None:
+def test_ghosts_are_pairs_over_all_nodes(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
     folder, _, _ = ground
     dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
     offsets = dataset.manifest.node_offsets["_N"]
@@ -109,7 +113,7 @@ def test_ghosts_are_pairs_over_all_nodes(ground: tuple[Path, Ground, np.ndarray]
     assert (found.outside, found.inside) == (expected, 0)
 
 
-def test_the_cut_is_that_of_the_servers(ground: tuple[Path, Ground, np.ndarray]) -> None:
+def test_the_cut_is_that_of_the_servers(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
     folder, where, _ = ground
     csc = open_structure(open_dataset(folder), EDGE_TYPE)
     server_of = np.searchsorted(where.bounds, np.arange(500), side="right") - 1

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cluster.topology import inherited_environment
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
+from dglx_dist.cli.plan_job import PlanConfig, make_plan
+from dglx_dist.comm.topology import inherited_environment
+from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.planner.records import Choice
-from dglx_dist.run.planning import PlanPlan, make_plan
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 
 HIDDEN = 64
 
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def choice(data: str) -> Choice:
     # What else the process holds that plans is not what ranks will hold.
     held = bytearray(b"x" * (1 << 30))
-    choice = make_plan(PlanPlan(data=data, hidden=HIDDEN, servers=2, batch_size=512, unit="any"))
+    choice = make_plan(PlanConfig(data=data, hidden=HIDDEN, servers=2, batch_size=512, unit="any"))
     assert len(held) == 1 << 30
     return choice
 

@@ -1,6 +1,6 @@
 import pytest
 
-from dglx_dist.report.overlap import overlap
+from dglx_dist.report.pictures import overlap
 from tests.report.traces import span, trace_of
 
 

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from dglx_dist.report.picture import _draw_learning, draw, draw_parts
+from dglx_dist.report.pictures import _draw_learning, draw, draw_parts
 from tests.report.records import epoch
 
 

@@ -4,10 +4,9 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from dglx_dist.cluster.timeline import Span
-from dglx_dist.cluster.trace_events import TraceFile, read_trace, write_trace
+from dglx_dist.comm.trace import Span, TraceFile, read_trace, write_trace
 from dglx_dist.errors import ConfigError
-from dglx_dist.report.pipeline import COLORS, draw, has_intervals, pipeline_text
+from dglx_dist.report.pictures import COLORS, draw_pipeline, has_intervals, pipeline_text
 from tests.report.traces import span, trace_of
 
 
@@ -41,16 +40,16 @@ def colors_of(path: Path) -> set[int]:
 
 
 def test_epochs_are_drawn_in_the_colours_of_their_intervals(tmp_path: Path) -> None:
-    assert draw(trace(), tmp_path / "a.png", title="t") == (2, 3)
-    assert draw(trace(), tmp_path / "b.png", title="t", epochs=(3, 99)) == (3, 4)
+    assert draw_pipeline(trace(), tmp_path / "a.png", title="t") == (2, 3)
+    assert draw_pipeline(trace(), tmp_path / "b.png", title="t", epochs=(3, 99)) == (3, 4)
     assert colors_of(tmp_path / "a.png") == {0, 1}
 
 
 def test_an_epoch_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no epoch from 7 to 9; it has 0 to 4"):
-        draw(trace(), tmp_path / "a.png", title="t", epochs=(7, 9))
+        draw_pipeline(trace(), tmp_path / "a.png", title="t", epochs=(7, 9))
     with pytest.raises(ConfigError, match="no epoch to draw"):
-        draw(trace_of([]), tmp_path / "a.png", title="t")
+        draw_pipeline(trace_of([]), tmp_path / "a.png", title="t")
 
 
 def test_waiting_workers_are_no_work_and_intervals_survive_the_file(tmp_path: Path) -> None:

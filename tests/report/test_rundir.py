@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import StorageError
-from dglx_dist.report.rundir import append_epoch, read_epochs, read_run, start_run, write_run
+from dglx_dist.report.run_folder import append_epoch, read_epochs, read_run, start_run, write_run
 from tests.report.records import epoch
 
 CONFIG = {"model": "sage", "fanout": (10, 5), "data": Path("data/x")}

@@ -4,9 +4,9 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from dglx_dist.cluster.timeline import Span
+from dglx_dist.comm.trace import Span
 from dglx_dist.errors import ConfigError
-from dglx_dist.report.schedule import COLORS, draw, overlap_text
+from dglx_dist.report.pictures import COLORS_SCHEDULE, draw_schedule, overlap_text
 from tests.report.traces import span, trace_of
 
 
@@ -24,29 +24,29 @@ def colors_of(path: Path) -> set[int]:
     pixels = imread(path)[..., :3]
     return {
         number
-        for number, color in enumerate(COLORS)
+        for number, color in enumerate(COLORS_SCHEDULE)
         if (abs(pixels - to_rgb(color)).max(axis=2) < 0.01).sum() > 50
     }
 
 
 def test_the_batches_asked_for_are_drawn_in_their_colours(tmp_path: Path) -> None:
     trace = trace_of(batches(6), batches(6))
-    assert draw(trace, tmp_path / "a.png", title="t", batches=(1, 2)) == (1, 2)
+    assert draw_schedule(trace, tmp_path / "a.png", title="t", batches=(1, 2)) == (1, 2)
     assert colors_of(tmp_path / "a.png") == {1, 2}
-    assert draw(trace, tmp_path / "b.png", title="t", batches=(4, 99)) == (4, 5)
+    assert draw_schedule(trace, tmp_path / "b.png", title="t", batches=(4, 99)) == (4, 5)
     assert colors_of(tmp_path / "b.png") == {4, 5}
 
 
 def test_without_a_wish_the_middle_is_drawn(tmp_path: Path) -> None:
-    assert draw(trace_of(batches(12)), tmp_path / "a.png", title="t") == (4, 7)
-    assert draw(trace_of(batches(2)), tmp_path / "a.png", title="t") == (0, 1)
+    assert draw_schedule(trace_of(batches(12)), tmp_path / "a.png", title="t") == (4, 7)
+    assert draw_schedule(trace_of(batches(2)), tmp_path / "a.png", title="t") == (0, 1)
 
 
 def test_batches_that_are_not_there_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no batch from 7 to 9; it has 0 to 5"):
-        draw(trace_of(batches(6)), tmp_path / "a.png", title="t", batches=(7, 9))
+        draw_schedule(trace_of(batches(6)), tmp_path / "a.png", title="t", batches=(7, 9))
     with pytest.raises(ConfigError, match="no batch to draw"):
-        draw(trace_of([]), tmp_path / "a.png", title="t")
+        draw_schedule(trace_of([]), tmp_path / "a.png", title="t")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from dglx_dist.report.summary import RunFacts, run_title, summarise
+from dglx_dist.report.tables import RunFacts, run_title, summarise
 from tests.report.records import epoch
 
 FACTS = RunFacts(

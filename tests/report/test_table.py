@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from dglx_dist.report.table import epoch_table, markdown_table, parts_table, summary_table
+from dglx_dist.report.tables import epoch_table, markdown_table, parts_table, summary_table
 from tests.report.records import epoch
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from dglx_dist.report.units import plural, readable_bytes, readable_count, readable_percent, readable_seconds
+from dglx_dist.report.tables import plural, readable_bytes, readable_count, readable_percent, readable_seconds
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Traces made by hand."""
 
-from dglx_dist.cluster.timeline import Span
-from dglx_dist.cluster.trace_events import RankSpans, TraceFile
+from dglx_dist.comm.trace import RankSpans, Span, TraceFile
 
 
 def span(name: str, row: str, begin_s: float, end_s: float, batch: int | None = None) -> Span:

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist import negative
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.dataloading import negative
+from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.reverse import reverse_edge_ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from tests.strategies.equality import cut
 
 NUM_NODES, HALF, WIDTH, HIDDEN, CLASSES, NEGATIVES, BATCH, EPOCHS, RATE = 300, 900, 5, 6, 3, 4, 32, 4, 0.2

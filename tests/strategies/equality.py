@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.base import Objective, WrappedModel
+from dglx_dist.strategies.base import STRATEGIES, Objective, WrappedModel
 from dglx_dist.training.models import build_model
 
 NUM_NODES, NUM_EDGES, WIDTH, HIDDEN, CLASSES, STEPS, RATE = 500, 3000, 7, 8, 4, 10, 0.3

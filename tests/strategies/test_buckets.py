@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dglx_dist.strategies.buckets import make_buckets
+from dglx_dist.strategies.gradient_sync import make_buckets
 
 PARAMETERS = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in (3, 2, 4, 1)]
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 

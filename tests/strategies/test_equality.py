@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-from tests.strategies.bounded import fifo
 from tests.strategies.equality import DEEP_MODELS, MODELS, SHARES, STEPS, Column
+from tests.strategies.serverless import fifo
 
 COLUMNS = [
     Column("data_parallel"),

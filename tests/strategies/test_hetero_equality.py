@@ -16,14 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.graph import DistEmbedding, DistGraph, optim
+from dglx_dist.comm.session import start_session
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.training.entity_inputs import EntityInputs
+from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.inference import in_original_order
-from dglx_dist.training.relational import RGCN
+from dglx_dist.training.relational import RGCN, EntityInputs
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

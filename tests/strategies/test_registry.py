@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.base import Strategy, check_options
+from dglx_dist.strategies.base import STRATEGIES, Strategy, check_options
 from dglx_dist.strategies.data_parallel import DataParallel
 
 

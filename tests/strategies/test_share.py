@@ -5,7 +5,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.share import count_targets, find_share, gradient_weight
+from dglx_dist.strategies.base import count_targets, find_share, gradient_weight
 from tests.helpers.ranks import run_ranks
 
 SHARE = StepShare(num_local=1, num_global=4)
@@ -35,7 +35,7 @@ def test_unknown_share_of_a_mean_tells_the_remedy() -> None:
 
 
 def _count() -> list[int]:
-    from dglx_dist.cluster.session import start_session
+    from dglx_dist.comm.session import start_session
 
     session = start_session()
     share = count_targets(3 * session.topology.rank, session)

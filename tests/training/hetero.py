@@ -9,8 +9,8 @@ import dgl
 import numpy as np
 import torch
 
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.records import Assignment, EdgeType, RawGraph
-from dglx_dist.storage.writer import write_dataset
 
 NUM_NODES = {"author": 40, "paper": 60, "venue": 5}
 WIDTHS = {"paper": 6, "venue": 3}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import CheckpointError
 from dglx_dist.records import StepShare
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training import checkpoint
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import Session, start_session
-from dglx_dist.layers.columns import deal_out_concatenated
-from dglx_dist.layers.parts import cut_out
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.layers.base import cut_out
+from dglx_dist.layers.dropout import deal_out_concatenated
 from dglx_dist.strategies.base import Parts, WrappedModel
-from dglx_dist.strategies.push_pull.group import make_group
-from dglx_dist.strategies.push_pull.state import Cut, CutState
+from dglx_dist.strategies.push_pull.options import make_group
+from dglx_dist.strategies.push_pull.split_model import Cut, CutState
 from dglx_dist.training import checkpoint
 from tests.helpers.ranks import run_ranks
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.training.decoders import Bilinear, Decoder, DistMult, DotProduct, edge_scores
+from dglx_dist.training.models import Bilinear, Decoder, DistMult, DotProduct, edge_scores
 
 RELATIONS, WIDTH = 3, 4
 

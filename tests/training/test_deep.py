@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.cli.train_config import TrainConfig
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.run.plan import TrainPlan
-from dglx_dist.run.train import train_dataset
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.training.deep import build_resgcn
-from dglx_dist.training.kinds import RECOMPUTE, check_kind
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.training.models import RECOMPUTE, build_resgcn, check_kind
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -147,9 +146,9 @@ def test_refusals() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'resgcn'"):
         check_kind("resgnc")
     with pytest.raises(ConfigError, match="--recompute some must be none, exchange or keep"):
-        TrainPlan(data="d", out="o", model="resgcn", recompute="some")
+        TrainConfig(data="d", out="o", model="resgcn", recompute="some")
     with pytest.raises(ConfigError, match="--recompute keep must be left out with --model sage"):
-        TrainPlan(data="d", out="o", recompute="keep")
+        TrainConfig(data="d", out="o", recompute="keep")
 
 
 def on_ranks(folder: str) -> dict[str, list[Any]]:
@@ -200,7 +199,7 @@ def test_on_ranks_it_trains_as_in_one_process(tmp_path: Path) -> None:
 
 
 def _train(folder: str, out: str) -> list[float]:
-    plan = TrainPlan(
+    plan = TrainConfig(
         data=folder, out=out, model="resgcn", layers=6, hidden=8, fanouts=(-1,) * 6, epochs=3,
         batch_size=200, dropout=0.0, recompute="exchange", save_embeddings=f"{out}-rows",
     )  # fmt: skip

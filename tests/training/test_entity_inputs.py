@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import dglx_dist as dx
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.records import Assignment
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.training.entity_inputs import EntityInputs
+from dglx_dist.training.relational import EntityInputs
 from tests.training import hetero
 
 

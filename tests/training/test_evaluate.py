@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.training.evaluate import evaluate
-from dglx_dist.training.inference import in_original_order, layerwise_inference, minibatch_inference
+from dglx_dist.training.inference import evaluate, in_original_order, layerwise_inference, minibatch_inference
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import dglx_dist as dx
+from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.graph import DistGraph, DistTensor
-from dglx_dist.partition import PartitionOptions
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import RawGraph
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training import export
 from dglx_dist.training.export import write_embeddings
 from tests.helpers.ranks import run_ranks

@@ -14,16 +14,15 @@ import torch
 import torch.nn.functional as F
 
 import dglx_dist as dx
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.base import edge_data_named
-from dglx_dist.strategies.bounded.trainer import LambdaTrainer
-from dglx_dist.training.evaluate import evaluate
+from dglx_dist.strategies.base import STRATEGIES, edge_data_named
+from dglx_dist.strategies.serverless.trainer import LambdaTrainer
 from dglx_dist.training.fit import FitConfig, epoch_line, train
+from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks

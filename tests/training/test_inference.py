@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.training.evaluate import evaluate
 from dglx_dist.training.inference import (
+    evaluate,
     first_rows,
     in_original_order,
     layerwise_inference,

@@ -1,7 +1,7 @@
 import pytest
 
 from dglx_dist.errors import UnknownNameError
-from dglx_dist.training.kinds import MODEL_KINDS, RELATIONAL_KINDS, check_kind
+from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
 
 
 def test_known_kinds_pass() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.training.layers_of import layers_of
+from dglx_dist.training.inference import layers_of
 
 
 class Times(nn.Module):

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dglx_dist as dx
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.records import Assignment, RawGraph
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.training.decoders import DistMult, edge_scores
-from dglx_dist.training.entity_inputs import EntityInputs
-from dglx_dist.training.fit import FitConfig
-from dglx_dist.training.ranking import KnownEdges, hits_at, mrr, rank_of_answer
-from dglx_dist.training.task import LinkPrediction
+from dglx_dist.training.fit import FitConfig, LinkPrediction
+from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer
+from dglx_dist.training.models import DistMult, edge_scores
+from dglx_dist.training.relational import EntityInputs
 from tests.helpers.ranks import run_ranks
 
 NUM_ENTITIES, NUM_CLUSTERS, NUM_RELATIONS, WIDTH = 48, 4, 3, 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.training import metrics
 from tests.helpers import wide

@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.layers.adapters import stages_of
-from dglx_dist.layers.columns import deal_out_columns
-from dglx_dist.layers.parts import part_of
-from dglx_dist.layers.staged import StageInput
-from dglx_dist.training.kinds import MODEL_KINDS
-from dglx_dist.training.models import build_model
-from dglx_dist.training.symmetric import SymmetricConv
+from dglx_dist.layers.base import StageInput, part_of, stages_of
+from dglx_dist.layers.dropout import deal_out_columns
+from dglx_dist.training.models import MODEL_KINDS, SymmetricConv, build_model
 
 TWO_INTO_ONE = ([0, 1], [2, 2])
 CYCLE = ([0, 1, 2], [1, 2, 0])

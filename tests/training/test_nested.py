@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.training.nested import flatten, nest
+from dglx_dist.training.inference import flatten, nest
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
-from dglx_dist.training.ranking import KnownEdges, hits_at, mrr, rank_of_answer, rank_of_positive
+from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer, rank_of_positive
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 

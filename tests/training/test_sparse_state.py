@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import CheckpointError
-from dglx_dist.graph import DistEmbedding, DistGraph, optim
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.data_parallel import DataParallelModel
 from dglx_dist.training import checkpoint

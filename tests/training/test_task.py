@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from dglx_dist.training.task import LinkPrediction, NodeClassification
+from dglx_dist.training.fit import LinkPrediction, NodeClassification
 
 
 def block_of(label: list[int]) -> Any:

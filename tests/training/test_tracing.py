@@ -10,14 +10,13 @@ import dgl
 import pytest
 import torch
 
-from dglx_dist.cluster.clocks import measure_clock
-from dglx_dist.cluster.session import start_session
-from dglx_dist.cluster.timeline import COMPUTE, LOADER, NETWORK
-from dglx_dist.cluster.trace_events import RankSpans, read_trace, write_trace
+from dglx_dist.comm.collectives import measure_clock
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.trace import COMPUTE, LOADER, NETWORK, RankSpans, read_trace, write_trace
 from dglx_dist.errors import StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EpochRecord
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
 from dglx_dist.training.tracing import without_keys

@@ -3,36 +3,146 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
+import torch
 from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
+from torch import Tensor
 
-from dglx_dist.cluster.session import Session
+from dglx_dist.comm.session import Session
+from dglx_dist.comm.trace import LOADER
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.loader import DataLoader, check_alike
+from dglx_dist.dataloading.minibatch import BlockBuilder
+from dglx_dist.dataloading.row_buffers import Precision, RowMemory
+from dglx_dist.dataloading.sampler_spec import read_sampler
+from dglx_dist.dataloading.step_loader import LoaderTimes, StepLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.opening import together
 from dglx_dist.records import StepShare
-from dglx_dist.sampling.blocks import BlockBuilder
-from dglx_dist.sampling.edge_loader import DistEdgeDataLoader
-from dglx_dist.sampling.loader import DataLoader
-from dglx_dist.sampling.neighbor import read_sampler
-from dglx_dist.sampling.opening import check_alike
-from dglx_dist.sampling.precision import Precision
-from dglx_dist.sampling.row_memory import RowMemory
-from dglx_dist.sampling.stepping import LoaderTimes, StepLoader
-from dglx_dist.strategies.push_pull.columns import ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.feed import Feed, FeedOfVisit
-from dglx_dist.strategies.push_pull.group import Group
-from dglx_dist.strategies.push_pull.options import PushPullOptions
-from dglx_dist.strategies.push_pull.structure import SMALL_NODES
-from dglx_dist.strategies.push_pull.structure_choice import ChoosingStructure, ChosenStructure
-from dglx_dist.strategies.push_pull.visit import PIPELINES, OwnersInput, Visit
+from dglx_dist.strategies.push_pull.block_exchange import (
+    SMALL_NODES,
+    ChoosingStructure,
+    ChosenStructure,
+    OwnersBlock,
+    Place,
+)
+from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
+from dglx_dist.strategies.push_pull.options import (
+    PIPELINES,
+    Group,
+    GroupBatch,
+    PartInput,
+    PushPullOptions,
+    StructureChoice,
+)
 
 if TYPE_CHECKING:
-    from dglx_dist.graph import DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+class Rows(Protocol):
+    """Where this part's columns are."""
+
+    def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
+        """Return (K, F_p) of (K,) int64 ids, in ``memory``; any thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnFetcher:
+    """What a loader of push-pull brings, beside what the inner one does."""
+
+    group: Group
+    names: tuple[str, ...]
+    """Features that come as this part's columns."""
+    store: Rows | None
+    """Where they are; None when there are no names."""
+    structure: StructureChoice = "auto"
+    look_ahead: bool = False
+    """Whether batch i + 1 is there when batch i is yielded."""
+    precision: Precision = field(default_factory=Precision)
+    """What the columns become."""
+    memory: RowMemory = field(default_factory=RowMemory)
+    """Where they lie."""
+
+
+@final
+class GroupBatchFetcher:
+    """One iteration's inputs, made on the loader's threads and taken by the consumer.
+
+    Args:
+        session: The run.
+        feed: What to bring.
+        structure: Where other owners' blocks come from.
+        visit: The iteration.
+        num_steps: Steps of an epoch.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        fetcher: ColumnFetcher,
+        structure: ChoosingStructure,
+        group_batch: int,
+        num_steps: int,
+    ) -> None:
+        self._session, self._fetcher, self._structure = session, fetcher, structure
+        self._group_batch, self._num_steps = group_batch, num_steps
+        self._ready: dict[int, tuple[PartInput, ...]] = {}
+
+    def take(self, step: int) -> tuple[PartInput, ...]:
+        """Return every owner's input of a batch that was made, by part."""
+        return self._ready.pop(step)
+
+    def close(self) -> None:
+        """Let go of batches that nobody took, and of the memory that is lent; no thread may be at work."""
+        self._ready.clear()
+        # The inner loader names this iteration until the next one, and this one names it through the
+        # structure: memory would stay, after the last use of a loader, until Python looks for such circles.
+        self._fetcher = replace(self._fetcher, precision=Precision(), memory=RowMemory())
+
+    def around(self, epoch: int, step: int, make: Callable[[], Any]) -> Any:
+        """Make a batch and what belongs to it; on the loader's threads."""
+        try:
+            batch = make()
+            begin = time.perf_counter()
+            self._ready[step] = self._inputs(
+                Place(group_batch=self._group_batch, epoch=epoch, step=step), batch
+            )
+        except BaseException as error:
+            # Other threads of this loader wait for ranks that now wait for this one.
+            self._structure.leave(self._group_batch, error)
+            raise
+        return replace(batch, fetch_s=batch.fetch_s + time.perf_counter() - begin)
+
+    def _inputs(self, place: Place, batch: Any) -> tuple[PartInput, ...]:
+        """Return every owner's input, by part."""
+        number = place.epoch * self._num_steps + place.step
+        own = OwnersBlock(block=batch.blocks[0], nodes=batch.input_nodes.to(torch.int64))
+        group, timeline = self._fetcher.group, self._session.timeline
+        with timeline.span("push structure", LOADER, number):
+            brought = self._structure.of_others(place, own)
+        self._structure.measured(batch.sample_s, brought.seconds)
+        with timeline.span("gather columns", LOADER, number):
+            return tuple(
+                self._input(own if part == group.part else brought.blocks[part], number)
+                for part in range(group.size)
+            )
+
+    def _input(self, owner: OwnersBlock, number: int) -> PartInput:
+        fetcher = self._fetcher
+        columns: dict[str, Tensor] = {}
+        if fetcher.store is not None:
+            for name in fetcher.names:
+                rows = fetcher.store.rows(name, owner.nodes, fetcher.memory)
+                columns[name] = fetcher.precision.converted(rows)
+        return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)
+
 
 _LOADERS = "push_pull.loaders"
 
@@ -48,18 +158,18 @@ class Drained(Protocol):
 
 
 @final
-class _Batch(Visit):
+class _Batch(GroupBatch):
     """A batch that was yielded, or the next one."""
 
-    def __init__(self, number: int, inputs: tuple[OwnersInput, ...]) -> None:
+    def __init__(self, number: int, inputs: tuple[PartInput, ...]) -> None:
         self.number, self.inputs = number, inputs
-        self._following: Visit | None = None
+        self._following: GroupBatch | None = None
 
-    def following(self) -> Visit | None:
-        """See :meth:`Visit.following`; None as well when the loader has gone on."""
+    def following(self) -> GroupBatch | None:
+        """See :meth:`GroupBatch.following`; None as well when the loader has gone on."""
         return self._following
 
-    def link(self, following: Visit | None) -> None:
+    def link(self, following: GroupBatch | None) -> None:
         """Say what comes next."""
         self._following = following
 
@@ -69,7 +179,7 @@ class _Item:
     """What is yielded, and what belongs to it."""
 
     handed: Any
-    visit: _Batch
+    group_batch: _Batch
     share: StepShare | None
     position: dict[str, int]
 
@@ -99,28 +209,28 @@ class PushPullLoader:
         self,
         inner: StepLoader[Any, Any, Any],
         session: Session,
-        feed: Feed,
+        fetcher: ColumnFetcher,
         *,
         num_nodes: int,
         builder: BlockBuilder,
     ) -> None:
-        self._inner, self._session, self._feed = inner, session, feed
+        self._inner, self._session, self._fetcher = inner, session, fetcher
         self._structure = ChoosingStructure(
             inner,
             session,
-            feed.group,
+            fetcher.group,
             _next_label(session),
-            asked=feed.structure,
+            asked=fetcher.structure,
             builder=builder,
             wide=num_nodes >= SMALL_NODES,
         )
         told = (
-            f"depth={inner.depth}, features={feed.names}, structure={feed.structure!r}, "
-            f"look_ahead={feed.look_ahead}"
+            f"depth={inner.depth}, features={fetcher.names}, structure={fetcher.structure!r}, "
+            f"look_ahead={fetcher.look_ahead}"
         )
         # Nobody leaves before all have registered what the others will call.
         check_alike(session, "loaders of push_pull", told)
-        self._visits = 0
+        self._group_batches = 0
         self._position: dict[str, int] | None = None
 
     def __len__(self) -> int:
@@ -166,54 +276,56 @@ class PushPullLoader:
         Raises:
             PeerError: a rank is dead, or did not come to a batch within the time-out.
         """
-        visit, self._visits = self._visits, self._visits + 1
-        self._structure.begin(visit)
-        feed = FeedOfVisit(self._session, self._feed, self._structure, visit, len(self))
-        self._inner.surround(feed.around)
+        group_batch, self._group_batches = self._group_batches, self._group_batches + 1
+        self._structure.begin(group_batch)
+        fetcher = GroupBatchFetcher(self._session, self._fetcher, self._structure, group_batch, len(self))
+        self._inner.batch_hook(fetcher.around)
         stream = iter(self._inner)
         try:
-            yield from self._one_after_the_other(lambda: self._next(stream, feed))
+            yield from self._one_after_the_other(lambda: self._next(stream, fetcher))
         finally:
             # First, or the inner loader would wait for threads that wait for the other ranks.
-            self._structure.leave(visit)
+            self._structure.leave(group_batch)
             cast("Any", stream).close()
-            feed.close()
+            fetcher.close()
             self._session.step_share = None
         _drain(self._session)
         self._position = None
 
     def _one_after_the_other(self, bring: Callable[[], _Item | None]) -> Iterator[Any]:
-        item, look_ahead = bring(), self._feed.look_ahead
+        item, look_ahead = bring(), self._fetcher.look_ahead
         while item is not None:
             coming = bring() if look_ahead else None
-            item.visit.link(coming.visit if coming is not None else None)
+            item.group_batch.link(coming.group_batch if coming is not None else None)
             # Fetching the next one has moved both on.
             self._session.step_share, self._position = item.share, item.position
             yield item.handed
             # Or who keeps one batch would keep all that follow.
-            item.visit.link(None)
+            item.group_batch.link(None)
             item = coming if look_ahead else bring()
 
-    def _next(self, stream: Iterator[Any], feed: FeedOfVisit) -> _Item | None:
+    def _next(self, stream: Iterator[Any], fetcher: GroupBatchFetcher) -> _Item | None:
         handed = next(stream, None)
         if handed is None:
             return None
         position, block = self._inner.state_dict(), handed[-1][0]
-        inputs, part = self._beside(block, feed.take(position["step"] - 1)), self._feed.group.part
+        inputs, part = self._beside(block, fetcher.take(position["step"] - 1)), self._fetcher.group.part
         for name, columns in inputs[part].columns.items():
             block.srcdata[name] = columns
         # A view, and not the user's block itself, which is to name the batch: both would hold each other, so
         # that the rows stayed in memory until Python looks for such circles.
         own = replace(inputs[part], block=block.local_var())
-        visit = _Batch(own.number, (*inputs[:part], own, *inputs[part + 1 :]))
-        block.push_pull = visit
-        return _Item(handed=handed, visit=visit, share=self._session.step_share, position=position)
+        group_batch = _Batch(own.number, (*inputs[:part], own, *inputs[part + 1 :]))
+        block.push_pull = group_batch
+        return _Item(
+            handed=handed, group_batch=group_batch, share=self._session.step_share, position=position
+        )
 
-    def _beside(self, block: DGLBlock, inputs: tuple[OwnersInput, ...]) -> tuple[OwnersInput, ...]:
+    def _beside(self, block: DGLBlock, inputs: tuple[PartInput, ...]) -> tuple[PartInput, ...]:
         """Return ``inputs`` on the device of the user's block, which is to take the place of the own one."""
         if block.device.type == "cpu":
             return inputs
-        own = self._feed.group.part
+        own = self._fetcher.group.part
         return tuple(
             replace(
                 one,
@@ -234,7 +346,7 @@ def node_loader(
     options: PushPullOptions,
     loader_options: Mapping[str, Any],
 ) -> PushPullLoader:
-    """Return a loader of nodes, as ``dglx_dist.sampling.DataLoader`` makes it, for push-pull; collective.
+    """Return a loader of nodes, as the room ``dataloading`` makes it, for push-pull; collective.
 
     Args:
         g: A graph of one node and one edge type.
@@ -250,7 +362,7 @@ def node_loader(
     """
     without, named = _without_matrices(g, sampler, store)
     inner = DataLoader(g, indices, without, **loader_options)
-    return _fed(g, inner, _feed(g, named, store, group, options), loader_options)
+    return _fed(g, inner, _fetcher(g, named, store, group, options), loader_options)
 
 
 def edge_loader(
@@ -265,36 +377,36 @@ def edge_loader(
     """Return a loader of edges, as ``DistEdgeDataLoader``; see :func:`node_loader`."""
     without, named = _without_matrices(g, sampler, store)
     inner = DistEdgeDataLoader(g, eids, without, **loader_options)
-    return _fed(g, inner, _feed(g, named, store, group, options), loader_options)
+    return _fed(g, inner, _fetcher(g, named, store, group, options), loader_options)
 
 
 def _fed(
-    g: DistGraph, inner: StepLoader[Any, Any, Any], feed: Feed, loader_options: Mapping[str, Any]
+    g: DistGraph, inner: StepLoader[Any, Any, Any], fetcher: ColumnFetcher, loader_options: Mapping[str, Any]
 ) -> PushPullLoader:
     (etype,) = g.canonical_etypes
-    alive = (inner.depth + _ALIVE) * feed.group.size
+    alive = (inner.depth + _ALIVE) * fetcher.group.size
     # The inner loader has checked it.
     precision = Precision(loader_options.get("feature_dtype"), alive)
     return PushPullLoader(
         inner,
         g.session,
-        replace(feed, precision=precision, memory=RowMemory(alive)),
+        replace(fetcher, precision=precision, memory=RowMemory(alive)),
         num_nodes=g.num_nodes(),
         builder=BlockBuilder(etype),
     )
 
 
-def _feed(
+def _fetcher(
     g: DistGraph,
     names: tuple[str, ...],
     store: ColumnStore | None,
     group: Group,
     options: PushPullOptions,
-) -> Feed:
+) -> ColumnFetcher:
     """Return what brings ``names``. Collective."""
     if names and (store is None or store.names != names):
         store = open_columns(g, names, group, cache=options.cache_columns)
-    return Feed(
+    return ColumnFetcher(
         group=group,
         names=names,
         store=store,

@@ -8,31 +8,426 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast, final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, cast, final
 
 import torch
+import torch.distributed as dist
+from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import Session
-from dglx_dist.cluster.timeline import COMPUTE, WAIT
+from dglx_dist.comm.collectives import peers_named, sum_over_ranks
+from dglx_dist.comm.ledger import ring_bytes
+from dglx_dist.comm.session import Session
+from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.keyed_dropout import DropDraws
-from dglx_dist.layers.staged import Staged, StageInput, Sums
-from dglx_dist.strategies.buffers import BufferMeans
-from dglx_dist.strategies.gradients import GradientExchange
-from dglx_dist.strategies.push_pull.edge_values import share_edge_values
-from dglx_dist.strategies.push_pull.flight import Flight, compute_shares, send_shares
-from dglx_dist.strategies.push_pull.group import Group
-from dglx_dist.strategies.push_pull.options import PushPullOptions, Side
-from dglx_dist.strategies.push_pull.origins import Features, Origin, Origins
-from dglx_dist.strategies.push_pull.part_gradients import Computed, PartGradients
-from dglx_dist.strategies.push_pull.recipe import Recipe, read_recipe
-from dglx_dist.strategies.push_pull.stash import OwnerSide, PartSide
-from dglx_dist.strategies.push_pull.steps import StepWatch
-from dglx_dist.strategies.push_pull.transfer import Courier
-from dglx_dist.strategies.push_pull.versions import VersionLog
-from dglx_dist.strategies.push_pull.visit import PIPELINES, OwnersInput, Visit
+from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
+from dglx_dist.layers.dropout import DropDraws
+from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
+from dglx_dist.strategies.push_pull.activation_exchange import (
+    BACKWARD,
+    FORWARD,
+    AsyncExchange,
+    Transfer,
+    add_in_order,
+    hand_to_parts,
+    share_edge_values,
+    sum_to_owner,
+)
+from dglx_dist.strategies.push_pull.input_layers import Features, InputProvenance, Origin
+from dglx_dist.strategies.push_pull.options import (
+    PIPELINES,
+    Group,
+    GroupBatch,
+    PartInput,
+    PushPullOptions,
+    Side,
+)
+from dglx_dist.strategies.push_pull.weight_versions import OptimizerHooks, VersionLog
+
+Leaves: TypeAlias = dict[str, Tensor]
+"""Parameter name to a leaf with its values as they were."""
+
+
+@final
+class PartSide:
+    """The parameters that a part uses before the sum: the cut ones and those shared by all parts.
+
+    They are stepped when a batch has gone all the way back, while later batches are on their way, so each
+    batch computes with leaves of its own.
+
+    Args:
+        model: The module that has them.
+        names: Of the parameters.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self._places = {name: _place(model, name) for name in names}
+        self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
+
+    def leaves(self, *, copied: bool) -> Leaves:
+        """Return a leaf for each parameter; of its own memory if ``copied``, else as long as nobody steps."""
+        return {
+            name: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad)
+            for name, p in self.parameters.items()
+        }
+
+    @contextmanager
+    def placed(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the modules compute with ``leaves`` inside the block."""
+        try:
+            for name, (module, attribute) in self._places.items():
+                module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # any tensor computes
+            yield
+        finally:
+            for name, (module, attribute) in self._places.items():
+                module._parameters[attribute] = self.parameters[name]
+
+
+@final
+class OwnerSide:
+    """The replicated parameters of an owner: everything after the sum.
+
+    Args:
+        parameters: Those that are trained.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self._live: list[Tensor] | None = None
+
+    def copies(self) -> list[Tensor]:
+        """Return copies of the values as they are now; of the live ones while others are placed."""
+        values = self._live or [parameter.data for parameter in self.parameters]
+        return [value.clone() for value in values]
+
+    def place(self, values: Sequence[Tensor]) -> None:
+        """Let the model compute with ``values`` until :meth:`restore`."""
+        self.restore()
+        self._live = [parameter.data for parameter in self.parameters]
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+
+    def restore(self) -> None:
+        """Put the live values back, if others are placed."""
+        if self._live is None:
+            return
+        for parameter, value in zip(self.parameters, self._live, strict=True):
+            parameter.data = value
+        self._live = None
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Add to ``.grad`` as a backward would."""
+    if gradient is None:
+        return
+    parameter.grad = gradient.detach() if parameter.grad is None else parameter.grad + gradient.detach()
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, attribute = name.rpartition(".")
+    return model.get_submodule(owner), attribute
+
+
+@final
+@dataclass(kw_only=True)
+class InFlightBatch:
+    """What a batch carries from its first phase to its last."""
+
+    number: int
+    inputs: tuple[PartInput, ...]
+    """(N_f,) by owner."""
+    origin: Origin
+    """Of the input rows."""
+    leaves: Leaves
+    """The part side's weights as they were at fM: the stash."""
+    read: Mapping[Side, int]
+    """Steps that each side's weights had seen."""
+    values: list[Tensor] | None
+    """The owner side's weights as they were at fM; None where they need not be the same."""
+    rows: list[Tensor] = field(default_factory=list)
+    """(N_f,) inputs of the first layer, (L0, F_p) of each owner."""
+    shares: list[list[Tensor]] = field(default_factory=list)
+    """This part's shares by gathered tensor, then by owner, with their graph."""
+    pulls: list[Transfer] = field(default_factory=list)
+    """The owner's sums, by gathered tensor."""
+    pushes: list[Transfer] = field(default_factory=list)
+    """The owners' gradients of those sums."""
+    weight: float = 1.0
+    """What this rank's gradient counts in the step (algorithms 0.1)."""
+
+    def sums(self) -> PartialSums:
+        """Wait for the parts' shares and return their sums, without a gradient."""
+        return tuple(add_in_order(pull.result()) for pull in self.pulls)
+
+    def send_back(self, gradients: Sequence[Tensor], courier: AsyncExchange) -> None:
+        """Let the gradients of the sums leave to all parts, weighed as this rank counts (bD's end)."""
+        for gradient, shares in zip(gradients, self.shares, strict=True):
+            # A mean over no targets is nan, which no weight of 0 would undo.
+            weighed = gradient * self.weight if self.weight else torch.zeros_like(gradient)
+            self.pushes.append(courier.push(weighed, shares, BACKWARD, self.number))
+
+    def go_back(self, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of all owners with respect to ``wanted``, leaves of this batch (bM).
+
+        Collective where the layer scatters.
+        """
+        outputs, gradients = [], []
+        for push, shares in zip(self.pushes, self.shares, strict=True):
+            for share, gradient in zip(shares, push.result(), strict=True):
+                if share.requires_grad:
+                    outputs.append(share)
+                    gradients.append(gradient)
+        if not outputs or not wanted:
+            return [None] * len(wanted)
+        return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+
+
+def compute_shares(
+    layer: SplittableConv, given: Sequence[StageInput], group: Group, courier: AsyncExchange
+) -> list[list[Tensor]]:
+    """Do the stages up to the sum on this part for every owner (fM); collective where the layer scatters.
+
+    Returns:
+        By gathered tensor, then by owner.
+    """
+    transformed = [layer.transform(one) for one in given]
+    shares = [layer.scatter(one, rows) for one, rows in zip(given, transformed, strict=True)]
+    handed = [
+        hand_to_parts(sum_to_owner(of_owners, courier), of_owners, courier)
+        for of_owners in zip(*shares, strict=True)
+    ]
+    scattered: list[PartialSums] = list(zip(*handed, strict=True)) if handed else [()] * group.size
+    gathered = [
+        layer.gather(one, rows, sums) for one, rows, sums in zip(given, transformed, scattered, strict=True)
+    ]
+    return [list(of_owners) for of_owners in zip(*gathered, strict=True)]
+
+
+def send_shares(shares: Sequence[Sequence[Tensor]], courier: AsyncExchange, number: int) -> list[Transfer]:
+    """Let the shares leave to their owners."""
+    return [courier.pull(of_owners, FORWARD, number) for of_owners in shares]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """The gradients of one batch on this part, of all owners."""
+
+    batch_in_flight: InFlightBatch
+    gradients: Sequence[Tensor | None]
+    """Of the trained parameters: the cut ones, then the shared ones."""
+    of_rows: Mapping[int, Tensor | None]
+    """Owner to the gradient of its input rows, where these are trained."""
+
+
+@final
+class PartGradients:
+    """Adds to ``.grad`` what a batch came to, over all owners.
+
+    The gradient of a cut parameter is the sum over the owners of the group, which the part computes by
+    itself, and over its replicas. That of a parameter which all parts share is summed over all ranks.
+
+    Args:
+        session: The run.
+        group: Who holds what.
+        part: The parameters.
+        shared: Names of those that all parts hold whole.
+    """
+
+    def __init__(self, session: Session, group: Group, part: PartSide, shared: Collection[str]) -> None:
+        self._session, self._group, self._part = session, group, part
+        trained = [name for name, parameter in part.parameters.items() if parameter.requires_grad]
+        self._cut = [name for name in trained if name not in shared]
+        self._shared = [name for name in trained if name in shared]
+        self._names = [*self._cut, *self._shared]
+        self._replicas = _replicas_group(session, group)
+
+    def compute(self, batch_in_flight: InFlightBatch) -> Computed:
+        """Do the backward of a batch through this part (bM); collective where the layer scatters."""
+        rows = [number for number, rows in enumerate(batch_in_flight.rows) if rows.requires_grad]
+        # Those that the user has frozen meanwhile have none.
+        trained = [name for name in self._names if batch_in_flight.leaves[name].requires_grad]
+        found = batch_in_flight.go_back(
+            [
+                *(batch_in_flight.leaves[name] for name in trained),
+                *(batch_in_flight.rows[number] for number in rows),
+            ]
+        )
+        of_rows = dict(zip(rows, found[len(trained) :], strict=True))
+        by_name = dict(zip(trained, found, strict=False))
+        return Computed(
+            batch_in_flight=batch_in_flight,
+            gradients=[by_name.get(name) for name in self._names],
+            of_rows=of_rows,
+        )
+
+    def add(self, computed: Computed) -> None:
+        """Add to ``.grad``; collective where something is shared or replicated."""
+        batch_in_flight, split = computed.batch_in_flight, len(self._cut)
+        like = [batch_in_flight.leaves[name] for name in self._names]
+        cut = self._over_replicas(computed.gradients[:split], like[:split])
+        shared = self._over_all(computed.gradients[split:], like[split:])
+        for name, gradient in zip(self._names, [*cut, *shared], strict=True):
+            if batch_in_flight.leaves[name].requires_grad:
+                add_gradient(self._part.parameters[name], gradient)
+        learnt = [(batch_in_flight.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
+        if learnt:
+            batch_in_flight.origin.learn(self._of_all_replicas(learnt, batch_in_flight.rows))
+
+    def _over_replicas(
+        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        count = len(self._group.replicas)
+        if count == 1 or not like:
+            return gradients
+        flat = _flat(gradients, like)
+        with peers_named(self._session, "the sum of gradients over replicas"):
+            dist.all_reduce(flat, group=self._replicas)
+        sent = ring_bytes(flat.numel() * flat.element_size(), count, self._group.place)
+        self._session.ledger.add(PHASE, 1, self._group.rank, self._group.next_replica, sent)
+        return _unflattened(flat, like)
+
+    def _of_all_replicas(
+        self, learnt: Sequence[tuple[PartInput, Tensor | None]], rows: Sequence[Tensor]
+    ) -> Sequence[tuple[PartInput, Tensor | None]]:
+        """Return the gradients of input rows of all replicas, in their order, so that all add the same."""
+        count = len(self._group.replicas)
+        if count == 1:
+            return learnt
+        nodes = torch.cat([owners.nodes for owners, _ in learnt])
+        values = torch.cat(
+            [
+                torch.zeros_like(row) if one is None else one
+                for (_, one), row in zip(learnt, rows, strict=True)
+            ]
+        ).contiguous()
+        with peers_named(self._session, "the gradients of input rows of replicas"):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
+            dist.all_gather(sizes, torch.tensor([len(nodes)]), group=self._replicas)
+            most = max(int(size) for size in sizes)
+            of_replicas = [_padded_gather(one, most, count, self._replicas) for one in (nodes, values)]
+        num_bytes = most * (nodes.element_size() + values.element_size() * values.shape[1])
+        self._session.ledger.add(
+            PHASE, 1, self._group.rank, self._group.next_replica, (count - 1) * num_bytes
+        )
+        owners = learnt[0][0]
+        return [
+            (replace(owners, nodes=ids[: int(size)]), gradient[: int(size)])
+            for ids, gradient, size in zip(*of_replicas, sizes, strict=True)
+        ]
+
+    def _over_all(
+        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        if not like:
+            return gradients
+        flat = sum_over_ranks(_flat(gradients, like), self._session, phase=PHASE, layer=1, in_place=True)
+        return _unflattened(flat, like)
+
+
+def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
+    """Return the process group of the replicas; every rank must call it."""
+    if len(group.replicas) == 1:
+        return None
+    with peers_named(session, "groups of replicas"):
+        # Every rank must make every group, in the same order.
+        made = [
+            dist.new_group(list(range(part, session.topology.world_size, group.size)))
+            for part in range(group.size)
+        ]
+    return made[group.part]
+
+
+def _padded_gather(rows: Tensor, most: int, count: int, replicas: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return what every replica has, (most, ...) each, in their order."""
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    found = [torch.empty_like(padded) for _ in range(count)]
+    if padded.numel():
+        dist.all_gather(found, padded, group=replicas)
+    return found
+
+
+def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    return torch.cat(
+        [
+            torch.zeros_like(other).reshape(-1) if one is None else one.reshape(-1)
+            for one, other in zip(gradients, like, strict=True)
+        ]
+    )
+
+
+def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = torch.split(flat, [other.numel() for other in like])
+    # Of several dtypes the widest was sent.
+    return [piece.view_as(other).to(other.dtype) for piece, other in zip(pieces, like, strict=True)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """Where the first layer's arguments come from."""
+
+    origin: Origin
+    """Of the input rows."""
+    keys: Mapping[str, str | None]
+    """Edge argument to the block's edge data of which it is; None: something else."""
+
+    def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
+        """Return the per-edge values of a block of which the model has not been called yet.
+
+        Raises:
+            ConfigError: one of them is no edge data.
+        """
+        if layer.edges_after_sync:
+            return {}
+        for name, key in self.keys.items():
+            if key is None:
+                raise ConfigError(
+                    f"the model computes {name!r} of its first layer itself, so no batch can begin before "
+                    "the model is called; use depth=1, or store the values as edge data and let the sampler "
+                    "prefetch them (prefetch_edge_feats), or give the layer own_edges()"
+                )
+        found = {name: block.edata[key] for name, key in self.keys.items()}
+        return {**layer.own_edges(block), **found}
+
+
+def read_input_spec(layer: SplittableConv, given: StageInput, origins: InputProvenance) -> InputSpec:
+    """Return where ``given`` comes from.
+
+    Raises:
+        ConfigError: the input rows are none that parts could make for other owners, or an edge argument is
+            trained.
+    """
+    origin = origins.find(given.x)
+    if origin is None:
+        raise ConfigError(
+            f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(given.x.shape)} that "
+            "are not the loader's features as they came, so the other ranks cannot do the same with their "
+            "columns. Between the features and the first layer may stand torch.nn.LayerNorm, "
+            "torch.nn.Dropout, or torch.nn.Embedding of the node ids in their place; anything else trains "
+            "under strategy='data_parallel'"
+        )
+    own = layer.own_edges(given.block).keys()
+    for name, values in given.edges.items():
+        if values.requires_grad:
+            raise ConfigError(
+                f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
+                "use strategy='data_parallel'"
+            )
+    keys = {name: _key_of(values, given.block) for name, values in given.edges.items() if name not in own}
+    return InputSpec(origin=origin, keys=keys)
+
+
+def _key_of(values: Tensor, block: DGLBlock) -> str | None:
+    for key, stored in block.edata.items():
+        same = stored.shape == values.shape and stored.dtype == values.dtype
+        if same and stored.data_ptr() == values.data_ptr():
+            return str(key)
+    return None
 
 
 @final
@@ -58,7 +453,7 @@ class Pipeline:
         session: Session,
         group: Group,
         options: PushPullOptions,
-        origins: Origins,
+        origins: InputProvenance,
         *,
         features: Sequence[Features],
         part: PartSide,
@@ -71,21 +466,21 @@ class Pipeline:
         self._session, self._group, self._options, self._origins = session, group, options, origins
         self._part, self._gradients, self._owner = part, gradients, owner
         self.exchange, self._buffers = exchange, buffers
-        self._features, self._courier = tuple(features), Courier(session, group)
+        self._features, self._courier = tuple(features), AsyncExchange(session, group)
         self._whole = options.weights == "whole" and options.in_flight > 1
         exchange.be_late(options.late if self._whole else 0)
         exchange.finally_do(self._after_backward)
         self.log = VersionLog()
-        self._steps = StepWatch([*part.parameters.values(), *by_rows], owner.parameters, self.log)
-        self._recipe: Recipe | None = None
-        self._flights: dict[int, Flight] = {}
+        self._steps = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters, self.log)
+        self._recipe: InputSpec | None = None
+        self._flights: dict[int, InFlightBatch] = {}
         """Begun and not yet reached by the user's loop, by number."""
-        self._landed: list[Flight] = []
+        self._completed: list[InFlightBatch] = []
         """Gone back to their owners' sums, but not through the parts."""
         self._computed: list[Computed] = []
         """Gone all the way back in the backward that is running."""
-        self._current: Flight | None = None
-        self._called: Callable[[], Visit | None] = _nothing
+        self._current: InFlightBatch | None = None
+        self._called: Callable[[], GroupBatch | None] = _nothing
         """The batch that the model was called on last."""
         self._waited_s = 0.0
         pipelines = session.attached.setdefault(PIPELINES, [])
@@ -103,53 +498,57 @@ class Pipeline:
         """Whether the next batch begins before the current one is used."""
         return self._options.in_flight > 1
 
-    def begin(self, visit: Visit | None) -> None:
+    def begin(self, group_batch: GroupBatch | None) -> None:
         """Prepare for the model's call on ``visit``; None where its blocks come from elsewhere."""
         self._owner.restore()
-        self._origins.begin(visit, self._group.part)
-        if visit is None:
+        self._origins.begin(group_batch, self._group.part)
+        if group_batch is None:
             return
         for features in self._features:
-            self._origins.add(features.rows(visit.inputs[self._group.part]), features)
+            self._origins.add(features.rows(group_batch.inputs[self._group.part]), features)
         if not torch.is_grad_enabled():
             return
-        flight = self._flights.get(visit.number)
-        if flight is not None and flight.inputs is visit.inputs and flight.values is not None:
-            self._owner.place(flight.values)
+        batch_in_flight = self._flights.get(group_batch.number)
+        if (
+            batch_in_flight is not None
+            and batch_in_flight.inputs is group_batch.inputs
+            and batch_in_flight.values is not None
+        ):
+            self._owner.place(batch_in_flight.values)
 
     def resume(self) -> None:
         """Go on with the batch whose backward is still to come, after a call without gradients."""
         if self._current is not None and self._current.values is not None:
             self._owner.place(self._current.values)
 
-    def __call__(self, layer: Staged, given: StageInput) -> Sums:
+    def __call__(self, layer: SplittableConv, given: StageInput) -> PartialSums:
         """Return the sums of all parts for this rank's block; forward and backward are collective.
 
         Raises:
             ConfigError: the block does not come from the strategy's loader, or the rows are not its own.
             PeerError: a rank is dead or did not take part within the time-out.
         """
-        visit: Visit | None = getattr(given.block, "push_pull", None)
-        if visit is None:
+        group_batch: GroupBatch | None = getattr(given.block, "push_pull", None)
+        if group_batch is None:
             raise ConfigError(
                 "the first layer was given a block that does not come from the strategy's loader, so the "
                 "other ranks do not know it; feed the model from dglx_dist.DataLoader, and compute without "
                 "the other ranks by model.whole()"
             )
         if self.looks_ahead and torch.is_grad_enabled():
-            self._check_first_call(visit)
-        recipe = read_recipe(layer, given, self._origins)
-        flight = self._taken(visit, recipe)
-        if flight is None:
-            flight = self._start(layer, visit, recipe, given.edges)
+            self._check_first_call(group_batch)
+        recipe = read_input_spec(layer, given, self._origins)
+        batch_in_flight = self._taken(group_batch, recipe)
+        if batch_in_flight is None:
+            batch_in_flight = self._start(layer, group_batch, recipe, given.edges)
         if self.looks_ahead and torch.is_grad_enabled():
-            self._begin_following(layer, visit, recipe)
-        sums = self._waited(flight.sums, f"{WAIT} for the pull", flight.number)
+            self._begin_following(layer, group_batch, recipe)
+        sums = self._waited(batch_in_flight.sums, f"{WAIT} for the pull", batch_in_flight.number)
         if not torch.is_grad_enabled():
             return sums
-        flight.weight, self._current = self.weight, flight
+        batch_in_flight.weight, self._current = self.weight, batch_in_flight
         anchor = torch.zeros((), requires_grad=True)
-        return cast("Sums", _Landing.apply(anchor, self, flight, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return cast("PartialSums", PullBackward.apply(anchor, self, batch_in_flight, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def drain(self) -> None:
         """Take every batch in flight to its step, or back to its beginning; every rank must call it.
@@ -157,13 +556,13 @@ class Pipeline:
         What was only begun is begun anew when its turn comes.
         """
         self._owner.restore()
-        for flight in self._flights.values():
-            flight.sums()
+        for batch_in_flight in self._flights.values():
+            batch_in_flight.sums()
         self._flights.clear()
-        while self._landed:
+        while self._completed:
             with self._steps.own_step():
                 self.exchange.add_late()
-                self._add(self._go_back(self._landed.pop(0)))
+                self._add(self._go_back(self._completed.pop(0)))
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         """Seconds that this rank stood waiting for shares and gradients since the start or the last reset."""
@@ -172,46 +571,50 @@ class Pipeline:
             self._waited_s = 0.0
         return waited
 
-    def land(self, flight: Flight | None, gradients: Sequence[Tensor]) -> None:
+    def complete(self, batch_in_flight: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of the sums on, and let the parts do the backward of the batch that is due.
 
         Raises:
             ConfigError: there is no flight, for it has landed before.
         """
-        if flight is None:
+        if batch_in_flight is None:
             raise ConfigError(
                 "backward went through the first layer twice for one batch; call the model once for each "
                 "backward (retain_graph cannot be honoured here)"
             )
-        flight.send_back(gradients, self._courier)
-        self._landed.append(flight)
-        while len(self._landed) > self._options.late:
-            self._computed.append(self._go_back(self._landed.pop(0)))
+        batch_in_flight.send_back(gradients, self._courier)
+        self._completed.append(batch_in_flight)
+        while len(self._completed) > self._options.late:
+            self._computed.append(self._go_back(self._completed.pop(0)))
 
-    def _check_first_call(self, visit: Visit) -> None:
+    def _check_first_call(self, group_batch: GroupBatch) -> None:
         # The weights of the first call are swapped for others in the second, before its backward.
-        if self._called() is visit:
+        if self._called() is group_batch:
             raise ConfigError(
                 f"the model was called twice for one batch, and with depth={self._options.depth} every batch "
                 "has the weights that it began with; call it once for each batch, or use depth=1"
             )
-        self._called = weakref.ref(visit)
+        self._called = weakref.ref(group_batch)
 
-    def _taken(self, visit: Visit, recipe: Recipe) -> Flight | None:
+    def _taken(self, group_batch: GroupBatch, recipe: InputSpec) -> InFlightBatch | None:
         """Return the flight of a batch that was begun ahead, if it was and was begun as it should be."""
-        flight = self._flights.get(visit.number)
-        if flight is None or flight.inputs is not visit.inputs or not torch.is_grad_enabled():
+        batch_in_flight = self._flights.get(group_batch.number)
+        if (
+            batch_in_flight is None
+            or batch_in_flight.inputs is not group_batch.inputs
+            or not torch.is_grad_enabled()
+        ):
             return None
-        del self._flights[visit.number]
+        del self._flights[group_batch.number]
         if self._recipe != recipe:
             raise ConfigError(
                 "the model gave its first layer other inputs than in the batch before, which batches in "
                 "flight do not allow; use depth=1"
             )
-        return flight
+        return batch_in_flight
 
-    def _begin_following(self, layer: Staged, visit: Visit, recipe: Recipe) -> None:
-        following = visit.following()
+    def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, recipe: InputSpec) -> None:
+        following = group_batch.following()
         if following is None:
             return
         begun = self._flights.get(following.number)
@@ -223,54 +626,60 @@ class Pipeline:
         edges = recipe.edges(layer, following.inputs[self._group.part].block)
         self._flights[following.number] = self._start(layer, following, recipe, edges)
 
-    def _start(self, layer: Staged, visit: Visit, recipe: Recipe, own_edges: Mapping[str, Tensor]) -> Flight:
+    def _start(
+        self,
+        layer: SplittableConv,
+        group_batch: GroupBatch,
+        recipe: InputSpec,
+        own_edges: Mapping[str, Tensor],
+    ) -> InFlightBatch:
         """Do fM of a batch and let its shares leave."""
-        with self._session.timeline.span("forward M", COMPUTE, visit.number):
-            flight = Flight(
-                number=visit.number,
-                inputs=visit.inputs,
+        with self._session.timeline.span("forward M", COMPUTE, group_batch.number):
+            batch_in_flight = InFlightBatch(
+                number=group_batch.number,
+                inputs=group_batch.inputs,
                 origin=recipe.origin,
                 leaves=self._part.leaves(copied=self.looks_ahead and torch.is_grad_enabled()),
                 read=dict(self.log.steps),
                 values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
             )
-            edges = share_edge_values(own_edges, visit.inputs, self._group, self._courier)
-            with self._part.placed(flight.leaves):
-                flight.rows = [recipe.origin.rows(one) for one in visit.inputs]
+            edges = share_edge_values(own_edges, group_batch.inputs, self._group, self._courier)
+            with self._part.placed(batch_in_flight.leaves):
+                batch_in_flight.rows = [recipe.origin.rows(one) for one in group_batch.inputs]
                 given = [
                     StageInput(block=one.block, x=x, edges=values, draws=self._draws(one, recipe.origin))
-                    for one, x, values in zip(visit.inputs, flight.rows, edges, strict=True)
+                    for one, x, values in zip(group_batch.inputs, batch_in_flight.rows, edges, strict=True)
                 ]
-                flight.shares = compute_shares(layer, given, self._group, self._courier)
-            flight.pulls = send_shares(flight.shares, self._courier, visit.number)
-        return flight
+                batch_in_flight.shares = compute_shares(layer, given, self._group, self._courier)
+            batch_in_flight.pulls = send_shares(batch_in_flight.shares, self._courier, group_batch.number)
+        return batch_in_flight
 
-    def _draws(self, one: OwnersInput, origin: Origin) -> DropDraws:
+    def _draws(self, one: PartInput, origin: Origin) -> DropDraws:
         return DropDraws(seed=self._session.seed, number=one.number, nodes=one.nodes, runs=origin.runs)
 
-    def _go_back(self, flight: Flight) -> Computed:
+    def _go_back(self, batch_in_flight: InFlightBatch) -> Computed:
         """Do bM of a batch."""
-        for push in flight.pushes:
-            self._waited(push.result, f"{WAIT} for the push", flight.number)
-        with self._session.timeline.span("backward M", COMPUTE, flight.number):
-            return self._gradients.compute(flight)
+        for push in batch_in_flight.pushes:
+            self._waited(push.result, f"{WAIT} for the push", batch_in_flight.number)
+        with self._session.timeline.span("backward M", COMPUTE, batch_in_flight.number):
+            return self._gradients.compute(batch_in_flight)
 
     def _add(self, computed: Computed) -> None:
         """Leave a batch's gradients for the next step."""
         self._gradients.add(computed)
-        flight = computed.flight
+        batch_in_flight = computed.batch_in_flight
         # A frozen side is never stepped.
-        if computed.of_rows or any(leaf.requires_grad for leaf in flight.leaves.values()):
-            self.log.computed(flight.number, "M", flight.read["M"])
+        if computed.of_rows or any(leaf.requires_grad for leaf in batch_in_flight.leaves.values()):
+            self.log.computed(batch_in_flight.number, "M", batch_in_flight.read["M"])
         if self._whole:
-            self.log.computed(flight.number, "D", flight.read["D"])
+            self.log.computed(batch_in_flight.number, "D", batch_in_flight.read["D"])
 
     def _after_backward(self, weight: float) -> None:
         # Not where they are computed: these sums must come after the owner side's, on every rank alike.
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self._steps.hold_back(waiting if self._landed and not self._computed else ())
+        self._steps.hold_back(waiting if self._completed and not self._computed else ())
         while self._computed:
             self._add(self._computed.pop(0))
         if self._current is not None and not self._whole:
@@ -289,17 +698,19 @@ def _nothing() -> None:
     return None
 
 
-class _Landing(torch.autograd.Function):
+class PullBackward(torch.autograd.Function):
     """The sums as the owner's graph begins with them; backward sends their gradients to the parts."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, flight: Flight, *sums: Tensor) -> Any:
-        ctx.pipeline, ctx.flight = pipeline, flight
+    def forward(
+        ctx: Any, anchor: Tensor, pipeline: Pipeline, batch_in_flight: InFlightBatch, *sums: Tensor
+    ) -> Any:
+        ctx.pipeline, ctx.batch_in_flight = pipeline, batch_in_flight
         return tuple(total.view_as(total) for total in sums)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         # The graph lives as long as the user keeps the loss, the batch need not.
-        flight, ctx.flight = ctx.flight, None
-        ctx.pipeline.land(flight, gradients)
+        batch_in_flight, ctx.batch_in_flight = ctx.batch_in_flight, None
+        ctx.pipeline.complete(batch_in_flight, gradients)
         return torch.zeros(()), None, None, *[None] * len(gradients)

@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import Session
+from dglx_dist.comm.session import Session
+from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE
-from dglx_dist.storage.sizes import read_size
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
-from dglx_dist.strategies.push_pull.columns import ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.group import Group, make_group
-from dglx_dist.strategies.push_pull.inputs import embeddings_of_all_nodes
+from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
+from dglx_dist.strategies.push_pull.input_layers import embeddings_of_all_nodes
 from dglx_dist.strategies.push_pull.options import (
+    Group,
     Sync,
+    make_group,
     read_push_pull_options,
     smallest_group,
 )
-from dglx_dist.strategies.push_pull.split import find_first_layer
+from dglx_dist.strategies.push_pull.split_model import find_first_layer
 
 if TYPE_CHECKING:
-    from dglx_dist.graph import DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
 
 
 @final
@@ -73,7 +74,7 @@ class PushPull(Strategy):
             ConfigError: the first layer, or what stands before it, cannot be split; the message has the
                 reason. Or as under data_parallel.
         """
-        from dglx_dist.strategies.push_pull.model import PushPullModel
+        from dglx_dist.strategies.push_pull.wrapped_model import PushPullModel
 
         store, group = self._opened(g)
         if _learns_its_input(model, store, g.num_nodes(), self._options.sync):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dglx_dist.datasets.synthetic import SyntheticConfig
+from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.closed_form import speedup_added, speedup_hidden
 from dglx_dist.planner.records import Rate
-from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.jobs.train_params import graphsage
 from scripts.bench.predict import survey

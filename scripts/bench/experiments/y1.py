@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.run.prepare import PartitionPlan
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.bounded import SERVERS, SETTING, Case, Size, graph_of, size_of, variant_of
 from scripts.bench.coauthors import FILE, cut_coauthors

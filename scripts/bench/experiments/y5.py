@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dglx_dist.offload.prices import prices
+from dglx_dist.serverless.cost import prices
 from scripts.bench.bounded import EMULATED, HOW, Case, Size, plan_of, size_of, slow_workers
 from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio
 
@@ -37,7 +37,7 @@ def plan_at(plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 def _prices() -> str:
     # Only here: it imports torch, which takes seconds, also where experiments are only listed.
-    from dglx_dist.strategies.bounded.settings import DEFAULT_SERVER
+    from dglx_dist.strategies.serverless.options import DEFAULT_SERVER
 
     table = prices()
     return f"{table.name} of {table.date}, a graph server is a {DEFAULT_SERVER}"

@@ -15,16 +15,17 @@ import dgl
 import torch
 import torch.nn.functional as F
 
-from dglx_dist.cluster.collectives import gather_json
-from dglx_dist.cluster.ledger import LedgerRow
-from dglx_dist.cluster.session import Session
+from dglx_dist.api import DataLoader, init, wrap
+from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.ledger import LedgerRow
+from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.offload.parameters.ops import READ
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
-from dglx_dist.run.session import DataLoader, init, wrap
+from dglx_dist.serverless.parameter_service import READ
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
-from dglx_dist.training.evaluate import evaluate
+from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from scripts.bench.jobs.bounded_params import BoundedParams, read_bounded
 from scripts.bench.jobs.context import JobContext

@@ -7,9 +7,10 @@ from typing import Any
 
 import dgl
 
-from dglx_dist.graph import DistGraph, node_split
+from dglx_dist.api import DataLoader, init
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE
-from dglx_dist.run.session import DataLoader, init
 from dglx_dist.training.models import build_model
 from scripts.bench.jobs.context import JobContext
 from scripts.bench.jobs.train_params import read_params

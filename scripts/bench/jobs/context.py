@@ -57,6 +57,6 @@ class JobContext:
 
     def peak_bytes(self) -> int:
         """Largest resident memory of this rank since the job began, shared pages included."""
-        from dglx_dist.storage.process_memory import peak
+        from dglx_dist.data.storage.files import peak
 
         return peak()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from dglx_dist.cli.plan_job import PlanConfig, cluster_of, measured
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.records import Candidate, Choice, Rate
-from dglx_dist.run.planning import PlanPlan, cluster_of, measured
 from scripts.bench.jobs.context import JobContext
 
 
@@ -16,7 +16,7 @@ def run(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
     """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is foretold to take.
 
     Args:
-        params: Name to ``plan``, fields of :class:`PlanPlan`, and ``rates`` between servers.
+        params: Name to ``plan``, fields of :class:`PlanConfig`, and ``rates`` between servers.
 
     Raises:
         ConfigError: a field is out of range, or the dataset lacks something.
@@ -29,7 +29,7 @@ def _choices(told: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(told["plan"])
     if fields.get("fanouts") is not None:
         fields["fanouts"] = tuple(fields["fanouts"])
-    asked = PlanPlan(**fields)
+    asked = PlanConfig(**fields)
     known, candidates = measured(asked)
     compared = [one for one in candidates if _is_compared(one, asked.wishes.unit)]
     found = {}

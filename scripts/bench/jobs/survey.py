@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from dglx_dist.cluster.topology import Topology
-from dglx_dist.graph import DistGraph
-from dglx_dist.graph.placement import Placement
+from dglx_dist.api import init
+from dglx_dist.comm.topology import Topology
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import marked_ids
-from dglx_dist.planner.survey import Draws, Survey, count_rank, summed
+from dglx_dist.planner.workload import Draws, Survey, count_rank, summed
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE
-from dglx_dist.run.session import init
 from dglx_dist.training.models import build_model
 from scripts.bench.jobs.context import JobContext
 from scripts.bench.jobs.train_params import TrainParams, read_params

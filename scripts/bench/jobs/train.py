@@ -16,17 +16,17 @@ import dgl
 import torch
 from torch import Tensor
 
-from dglx_dist.cluster.collectives import gather_int64, gather_json
-from dglx_dist.cluster.ledger import LedgerRow, Snapshot
-from dglx_dist.cluster.session import Session
-from dglx_dist.graph import DistGraph, node_split
+from dglx_dist.api import DataLoader, init, wrap
+from dglx_dist.comm.collectives import gather_int64, gather_json
+from dglx_dist.comm.ledger import LedgerRow, Snapshot
+from dglx_dist.comm.session import Session
+from dglx_dist.dataloading.step_loader import LoaderTimes
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
-from dglx_dist.run.session import DataLoader, init, wrap
-from dglx_dist.sampling.loader import LoaderTimes
-from dglx_dist.training.epoch import Step, TrainingLoader, train_epoch
-from dglx_dist.training.evaluate import evaluate
+from dglx_dist.training.fit import NodeClassification, Step, TrainingLoader, train_epoch
+from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
-from dglx_dist.training.task import NodeClassification
 from scripts.bench.jobs.context import JobContext
 from scripts.bench.jobs.train_params import TrainParams, read_params
 from scripts.bench.simulate import SleepingModel

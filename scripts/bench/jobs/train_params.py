@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.training.kinds import MODEL_KINDS, check_kind
+from dglx_dist.training.models import MODEL_KINDS, check_kind
 from scripts.bench.simulate import ComputeCost
 
 

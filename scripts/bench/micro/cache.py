@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from dgl.dataloading import NeighborSampler
 
-from dglx_dist.cluster.collectives import barrier, gather_json
-from dglx_dist.cluster.session import start_session
-from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.sampling import DataLoader
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.session import start_session
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import node_split
 from scripts.bench.micro.starter import graph_parser, on_graph
 
 FANOUTS, BATCH = [25, 10], 1000

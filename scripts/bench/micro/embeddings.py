@@ -20,11 +20,13 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dglx_dist.cluster.collectives import barrier, gather_json
-from dglx_dist.cluster.session import Session, start_session
-from dglx_dist.graph import DistEmbedding, DistGraph, optim
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, StepShare
-from dglx_dist.storage.writer import write_dataset
 from tests.helpers.ranks import run_ranks
 
 WARM_UP = 2

@@ -19,11 +19,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dglx_dist.datasets.load import load_dataset
-from dglx_dist.graph.expansion import Expansion, measure_expansion
+from dglx_dist.data.sources import load_dataset
+from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.graph.analysis import Expansion, measure_expansion
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import RawGraph
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.storage.reader import open_dataset
 
 REAL = ("cora", "dblp_full", "coauthor_physics")
 BUILT_IN = {

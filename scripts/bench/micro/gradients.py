@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.data_parallel import DataParallelModel
 

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dglx_dist.cluster.collectives import gather_json
-from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.session import Session, start_session
 from dglx_dist.planner.records import Rate
-from dglx_dist.strategies.granndis.exchange import HaloExchange
-from dglx_dist.strategies.granndis.plan import HaloLayer
+from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
+from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from scripts.bench.micro.starter import parser
 
 WIDTH = 64

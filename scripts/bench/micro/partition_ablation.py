@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dglx_dist as dx
-from dglx_dist.cluster.collectives import gather_int64, sum_over_ranks
-from dglx_dist.cluster.launch_env import torchrun_command
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
-from dglx_dist.partition import PartitionOptions
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.comm.collectives import gather_int64, sum_over_ranks
+from dglx_dist.comm.topology import torchrun_command
+from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.models import build_model
 
 CONSTRAINTS = ("nodes", "degree", "train")

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
-from dglx_dist.partition import PARTITIONERS, PartitionOptions, measure
+from dglx_dist.data.partition.balance import measure
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.storage.files import peak
+from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.records import RawGraph
-from dglx_dist.storage.process_memory import peak
 
 RUNS: tuple[tuple[str, dict[str, object]], ...] = (
     ("kaminpar", {}),

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
-from dglx_dist.cluster.collectives import barrier
-from dglx_dist.cluster.session import start_session
-from dglx_dist.graph import DistGraph, node_split
-from dglx_dist.graph.row_cache import RowCache
-from dglx_dist.graph.slot_table import SlotTable, fill_table, table_sizes
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.session import start_session
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.graph.column import RowCache
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
+from dglx_dist.graph.split import node_split
 from dglx_dist.records import Array
-from dglx_dist.sampling import DataLoader
 from scripts.bench.micro.starter import graph_parser, median_seconds, on_graph
 
 FANOUTS, BATCH = [25, 10], 1000

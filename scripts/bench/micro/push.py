@@ -17,13 +17,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dglx_dist.cluster.collectives import barrier
-from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.session import Session, start_session
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.placement import Placement
-from dglx_dist.graph.rows import MAX_MESSAGE_BYTES
-from dglx_dist.graph.shared_rows import shared_rows
+from dglx_dist.graph.partition_book import MAX_MESSAGE_BYTES, Placement
+from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
 from scripts.bench.micro.starter import median_seconds, on_ranks, parser
 

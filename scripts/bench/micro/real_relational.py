@@ -36,17 +36,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dglx_dist as dx
-from dglx_dist.cluster.collectives import barrier
-from dglx_dist.datasets.load import load_dataset
-from dglx_dist.graph import DistGraph
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.data.sources import load_dataset
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import RawGraph
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.strategies.share import count_targets
-from dglx_dist.training.decoders import DistMult
-from dglx_dist.training.entity_inputs import EntityInputs
-from dglx_dist.training.models import build_model
-from dglx_dist.training.ranking import KnownEdges, hits_at, mrr, rank_of_answer
-from dglx_dist.training.relational import RGCN
+from dglx_dist.strategies.base import count_targets
+from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer
+from dglx_dist.training.models import DistMult, build_model
+from dglx_dist.training.relational import RGCN, EntityInputs
 
 NODE = "_N"
 

@@ -23,12 +23,10 @@ from typing import Any
 import numpy as np
 import zmq
 
-from dglx_dist.cluster.auth import Credentials
-from dglx_dist.cluster.client import PeerAddress
-from dglx_dist.cluster.ledger import Ledger
-from dglx_dist.cluster.rpc import Rpc
-from dglx_dist.cluster.serve import ServeConfig
-from dglx_dist.cluster.topology import Topology
+from dglx_dist.comm.auth import Credentials
+from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.rpc import PeerAddress, Rpc, ServeConfig
+from dglx_dist.comm.topology import Topology
 
 SIZES = [1 << power for power in (16, 18, 20, 22, 24)]
 LATENCY_BYTES = 4096

@@ -24,17 +24,16 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
-from dglx_dist.graph import DistGraph
-from dglx_dist.graph.gather import as_words
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.dataloading.kernels import Workspace, copy_rows, sample_batch
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.dataloading.minibatch import Draws
+from dglx_dist.dataloading.sampler import csc_of
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.row_kernels import as_words
 from dglx_dist.records import NODE_TYPE, Assignment, RawGraph
-from dglx_dist.sampling import DataLoader
-from dglx_dist.sampling.kernel import copy_rows, sample_batch
-from dglx_dist.sampling.maker import Draws
-from dglx_dist.sampling.remote import csc_of
-from dglx_dist.sampling.workspace import Workspace
-from dglx_dist.storage.writer import write_dataset
 
 FANOUTS = ([15, 10, 5], [25, 10])
 BATCH = 1000

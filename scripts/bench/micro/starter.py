@@ -12,12 +12,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from dglx_dist.cluster.launch_env import torchrun_command
-from dglx_dist.cluster.topology import launched_by_torchrun
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
-from dglx_dist.partition.options import PartitionOptions
-from dglx_dist.partition.registry import PARTITIONERS
-from dglx_dist.storage.writer import write_dataset
+from dglx_dist.comm.topology import launched_by_torchrun, torchrun_command
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.data.synthetic import SyntheticConfig, generate
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
-from dglx_dist.partition import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.storage.reader import open_dataset, open_structure
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.records import EDGE_TYPE
-from dglx_dist.storage.reader import open_dataset
-from dglx_dist.storage.replica import open_structure
-from dglx_dist.storage.writer import write_dataset
 
 T = TypeVar("T")
 

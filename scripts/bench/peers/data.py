@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dglx_dist.datasets.synthetic import SyntheticConfig, generate
-from dglx_dist.partition import PartitionOptions
+from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.storage.reader import StoredDataset, open_dataset
+from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
-from dglx_dist.run.prepare import PartitionPlan
-from dglx_dist.storage.reader import StoredDataset, open_dataset
 from scripts.bench import data
 from scripts.bench.peers.workload import Workload
 
@@ -114,6 +114,6 @@ def write_arrays(graph: RawGraph, folder: Path) -> None:
 
 def _write_dgl(graph: RawGraph, dataset: StoredDataset, folder: Path) -> None:
     # Only here: writing DGL's files needs DGL.
-    from dglx_dist.storage.dgl_format import write_dgl_format
+    from dglx_dist.data.storage.dgl_format import write_dgl_format
 
     write_dgl_format(graph, assignment_of(dataset), folder)

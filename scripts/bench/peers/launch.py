@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from dglx_dist.cluster.launch_env import rank_environment
-from dglx_dist.cluster.topology import inherited_environment
+from dglx_dist.comm.topology import inherited_environment, rank_environment
 from dglx_dist.errors import ConfigError, JobError, UnknownNameError
 from dglx_dist.registry import did_you_mean
 from scripts.bench.peers import phases

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.storage.process_memory import peak
+from dglx_dist.data.storage.files import peak
 from scripts.bench.peers.workload import Workload
 from scripts.netlab.links import read_card
 

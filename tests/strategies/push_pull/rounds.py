@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
-from dglx_dist.graph import DistGraph
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.strategies.push_pull.columns import open_columns
-from dglx_dist.strategies.push_pull.group import Group, make_group
+from dglx_dist.strategies.push_pull.feature_columns import open_columns
 from dglx_dist.strategies.push_pull.loader import PushPullLoader, edge_loader, node_loader
-from dglx_dist.strategies.push_pull.options import PushPullOptions
-from dglx_dist.strategies.push_pull.visit import OwnersInput, Visit
+from dglx_dist.strategies.push_pull.options import Group, GroupBatch, PartInput, PushPullOptions, make_group
 
 NUM_NODES, HALF, WIDTH = 80, 320, 5
 FANOUTS = [3, 2]
@@ -103,7 +101,7 @@ def in_edges(block: Any, nodes: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(nodes[indices.long()].tolist(), destinations.tolist(), strict=True))
 
 
-def seen(one: OwnersInput) -> dict[str, Any]:
+def seen(one: PartInput) -> dict[str, Any]:
     """What a part has of one owner's batch, and what must be equal on all parts."""
     return {
         "number": one.number,
@@ -115,26 +113,26 @@ def seen(one: OwnersInput) -> dict[str, Any]:
     }
 
 
-def visit_of(batch: Any) -> Visit:
-    visit: Visit = batch[-1][0].push_pull
-    return visit
+def visit_of(batch: Any) -> GroupBatch:
+    group_batch: GroupBatch = batch[-1][0].push_pull
+    return group_batch
 
 
 def epoch_of(loader: PushPullLoader) -> list[list[dict[str, Any]]]:
     """By step, by owner: what this part has."""
     found = []
     for batch in loader:
-        visit, block = visit_of(batch), batch[-1][0]
+        group_batch, block = visit_of(batch), batch[-1][0]
         own = loader_part(loader)
-        assert visit.inputs[own].block.edata.keys() == block.edata.keys()
-        for name, values in visit.inputs[own].block.edata.items():
+        assert group_batch.inputs[own].block.edata.keys() == block.edata.keys()
+        for name, values in group_batch.inputs[own].block.edata.items():
             assert values.data_ptr() == block.edata[name].data_ptr()
-        assert torch.equal(block.srcdata[dgl.NID], visit.inputs[own].nodes)
-        for name, rows in visit.inputs[own].columns.items():
+        assert torch.equal(block.srcdata[dgl.NID], group_batch.inputs[own].nodes)
+        for name, rows in group_batch.inputs[own].columns.items():
             assert block.srcdata[name].data_ptr() == rows.data_ptr()
-        found.append([seen(one) for one in visit.inputs])
+        found.append([seen(one) for one in group_batch.inputs])
     return found
 
 
 def loader_part(loader: PushPullLoader) -> int:
-    return loader._feed.group.part
+    return loader._fetcher.group.part

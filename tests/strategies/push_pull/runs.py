@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers.adapters import stages_of
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.layers.base import stages_of
+from dglx_dist.strategies.base import STRATEGIES
 from tests.strategies import equality
 from tests.strategies.push_pull.delayed import Logged, delayed_sgd, logged
 
@@ -132,7 +132,7 @@ def left_over(model: Any) -> dict[str, int]:
     pipeline = model._pipeline
     return {
         "begun": len(pipeline._flights),
-        "landed": len(pipeline._landed),
+        "landed": len(pipeline._completed),
         "computed": len(pipeline._computed),
         "delayed": len(pipeline.exchange._rounds),
         "placed": int(pipeline._owner._live is not None),

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.push_pull.structure import STRUCTURE
-from dglx_dist.strategies.push_pull.transfer import BACKWARD, FORWARD
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull.activation_exchange import BACKWARD, FORWARD
+from dglx_dist.strategies.push_pull.block_exchange import STRUCTURE
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

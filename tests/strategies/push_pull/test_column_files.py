@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dglx_dist.layers.columns import deal_out_columns
+from dglx_dist.data.storage.files import STAMP, partial_folder
+from dglx_dist.data.storage.reader import StoredDataset, open_dataset
+from dglx_dist.layers.dropout import deal_out_columns
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import NODE_TYPE, Array, ColumnInfo
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.storage.folders import STAMP, partial_folder
-from dglx_dist.storage.reader import StoredDataset, open_dataset
-from dglx_dist.strategies.push_pull import column_files
-from dglx_dist.strategies.push_pull.column_files import (
+from dglx_dist.strategies.push_pull import feature_columns as column_files
+from dglx_dist.strategies.push_pull.feature_columns import (
     VALUES,
     SliceWriter,
     put_in_place,
@@ -23,7 +23,7 @@ from dglx_dist.strategies.push_pull.column_files import (
     slice_folder,
     write_slices,
 )
-from tests.storage.graphs import flipped_bits, random_heterogeneous, random_homogeneous
+from tests.data.storage.graphs import flipped_bits, random_heterogeneous, random_homogeneous
 
 INFO = ColumnInfo(dtype="float32", row_shape=(3,))
 ROWS = np.arange(30, dtype=np.float32).reshape(10, 3)

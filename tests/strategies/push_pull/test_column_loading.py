@@ -10,20 +10,27 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.data.storage.files import STAMP
 from dglx_dist.errors import RemoteError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers.columns import Columns
+from dglx_dist.layers.dropout import Columns
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import NODE_TYPE, ColumnInfo
-from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.storage.folders import STAMP
-from dglx_dist.strategies.push_pull import column_loading
-from dglx_dist.strategies.push_pull.column_files import VALUES, slice_folder
-from dglx_dist.strategies.push_pull.column_loading import PHASE, Wanted, obtain
-from dglx_dist.strategies.push_pull.columns import ATTACHED, ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.group import make_group
+from dglx_dist.strategies.push_pull import feature_columns as column_loading
+from dglx_dist.strategies.push_pull.feature_columns import (
+    ATTACHED,
+    PHASE,
+    VALUES,
+    ColumnStore,
+    Wanted,
+    obtain,
+    open_columns,
+    slice_folder,
+)
+from dglx_dist.strategies.push_pull.options import make_group
+from tests.data.storage.graphs import random_homogeneous
 from tests.helpers.ranks import run_ranks
-from tests.storage.graphs import random_homogeneous
 
 NUM_NODES, WIDTH = 4000, 6
 

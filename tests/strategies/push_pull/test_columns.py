@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.dataloading.row_buffers import RowMemory
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers.columns import deal_out_columns
+from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, SparseRows
-from dglx_dist.sampling.row_memory import RowMemory
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.push_pull.columns import PHASE, ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.group import Group, make_group
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull.feature_columns import PHASE, ColumnStore, open_columns
+from dglx_dist.strategies.push_pull.options import Group, make_group
+from tests.data.storage.graphs import random_heterogeneous, random_owners
 from tests.helpers.ranks import run_ranks
-from tests.storage.graphs import random_heterogeneous, random_owners
 
 NUM_NODES, NUM_PARTS = 60, 4
 WIDTHS = {"one": 1, "three": 3, "hundred": 100, "odd": 101}

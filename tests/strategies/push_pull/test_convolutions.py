@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training import checkpoint
 from tests.helpers.ranks import run_ranks
 from tests.layers.test_staged import BY_ROWS, CONVS

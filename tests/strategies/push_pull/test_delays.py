@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.push_pull.transfer import BACKWARD, FORWARD
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull.activation_exchange import BACKWARD, FORWARD
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.push_pull import runs

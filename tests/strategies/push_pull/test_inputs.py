@@ -12,11 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.columns import Columns, deal_out_columns, deal_out_concatenated
-from dglx_dist.strategies.push_pull.input_embedding import ColumnEmbedding
-from dglx_dist.strategies.push_pull.inputs import InputLayout, find_input_modules
-from dglx_dist.strategies.push_pull.origins import Converted, Features, InputModule, Origin, Origins
-from dglx_dist.strategies.push_pull.visit import OwnersInput, Visit
+from dglx_dist.layers.dropout import Columns, deal_out_columns, deal_out_concatenated
+from dglx_dist.strategies.push_pull.input_layers import (
+    ColumnEmbedding,
+    Converted,
+    Features,
+    InputLayout,
+    InputModule,
+    InputProvenance,
+    Origin,
+    find_input_modules,
+)
+from dglx_dist.strategies.push_pull.options import GroupBatch, PartInput
 
 V, F, H = 12, 7, 4
 TABLE = torch.randn(V, F, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -35,13 +42,13 @@ class Model(nn.Module):
         self.conv = dgl.nn.SAGEConv(F, H, "mean")
 
 
-class AtHand(Visit):
+class AtHand(GroupBatch):
     """A batch without a loader."""
 
-    def __init__(self, inputs: Sequence[OwnersInput], number: int) -> None:
+    def __init__(self, inputs: Sequence[PartInput], number: int) -> None:
         self.inputs, self.number = tuple(inputs), number
 
-    def following(self) -> Visit | None:
+    def following(self) -> GroupBatch | None:
         return None
 
 
@@ -50,9 +57,9 @@ class Part:
     """One part of a model in this process, and the batch that it computes as the first owner."""
 
     modules: dict[str, InputModule]
-    visit: AtHand
+    group_batch: AtHand
     x: Tensor
-    origins: Origins
+    origins: InputProvenance
 
     def origin_of(self, rows: Tensor) -> Origin:
         found = self.origins.find(rows)
@@ -76,18 +83,16 @@ def make_parts(make: Callable[[], nn.Module], parts: int, number: int = 0, owner
         modules = find_input_modules(make(), "conv", layout((columns,)), moments)
         block: Any = None
         inputs = [
-            OwnersInput(
-                block=block, nodes=nodes, columns={"feat": TABLE[nodes][:, columns.cut]}, number=number
-            )
+            PartInput(block=block, nodes=nodes, columns={"feat": TABLE[nodes][:, columns.cut]}, number=number)
             for nodes in OWNERS
         ]
-        origins, visit = Origins(), AtHand(inputs, number)
+        origins, group_batch = InputProvenance(), AtHand(inputs, number)
         for module in modules.values():
             module.origins = origins
-        origins.begin(visit, owner)
+        origins.begin(group_batch, owner)
         x = inputs[owner].columns["feat"]
         origins.add(x, Features(names=("feat",), pieces=(columns,)))
-        made.append(Part(modules=modules, visit=visit, x=x, origins=origins))
+        made.append(Part(modules=modules, group_batch=group_batch, x=x, origins=origins))
     return made
 
 
@@ -118,7 +123,7 @@ def test_norm_of_columns_is_the_norm_of_rows(parts: int) -> None:
             assert not called.requires_grad
             origin = part.origin_of(called)
             assert origin.runs == norm.runs  # type: ignore[attr-defined]  # of a norm
-            rows.append(origin.rows(part.visit.inputs[owner]))
+            rows.append(origin.rows(part.group_batch.inputs[owner]))
             if owner == 0:
                 torch.testing.assert_close(called, rows[-1].detach(), rtol=0, atol=0)
         torch.testing.assert_close(joined(rows), expected, rtol=1e-12, atol=1e-12)
@@ -138,7 +143,7 @@ def test_an_owner_without_nodes_tells_what_the_others_tell() -> None:
         (part,) = make_parts(make, 1, owner=owner)
         called = part.modules["drop"](part.modules["norm"](part.x))
         assert len(called) == len(OWNERS[owner])
-        return part.origin_of(called).rows(part.visit.inputs[0])
+        return part.origin_of(called).rows(part.group_batch.inputs[0])
 
     assert torch.equal(rows(2), rows(0))
     assert (rows(2) == 0).any(), "dropped, not the plain features"
@@ -151,7 +156,7 @@ def test_norm_without_weights_and_of_other_dtypes() -> None:
     rows = norm(part.x.float())
     assert rows.dtype == torch.float32
     expected = nn.functional.layer_norm(TABLE[OWNERS[1]].float(), (F,))
-    torch.testing.assert_close(part.origin_of(rows).rows(part.visit.inputs[1]), expected)
+    torch.testing.assert_close(part.origin_of(rows).rows(part.group_batch.inputs[1]), expected)
 
 
 def test_norm_uses_the_weights_that_are_placed() -> None:
@@ -159,10 +164,10 @@ def test_norm_uses_the_weights_that_are_placed() -> None:
     (part,) = make_parts(lambda: Model(norm=normed()), 1)
     norm = part.modules["norm"]
     origin = part.origin_of(norm(part.x))
-    before = origin.rows(part.visit.inputs[0])
+    before = origin.rows(part.group_batch.inputs[0])
     leaf = torch.zeros(F, dtype=torch.float64, requires_grad=True)
     norm._parameters["weight"] = leaf  # type: ignore[assignment]  # any tensor computes
-    rows = origin.rows(part.visit.inputs[0])
+    rows = origin.rows(part.group_batch.inputs[0])
     assert torch.equal(rows.detach(), norm.get_parameter("bias").detach().expand(4, F))
     assert not torch.equal(rows, before)
     (gradient,) = torch.autograd.grad(rows.sum(), [leaf])
@@ -190,7 +195,7 @@ def test_dropped_entries_are_those_of_one_part(parts: int) -> None:
         called = [part.modules["drop"](part.x) for part in made]
         origins = [part.origin_of(one) for part, one in zip(made, called, strict=True)]
         found = [
-            joined([o.rows(part.visit.inputs[owner]) for part, o in zip(made, origins, strict=True)])
+            joined([o.rows(part.group_batch.inputs[owner]) for part, o in zip(made, origins, strict=True)])
             for owner in range(3)
         ]
         assert torch.equal(joined(called), found[0])
@@ -256,14 +261,14 @@ def test_embedding_by_columns_learns_what_the_uncut_one_learns(
             rows = whole(nodes)
             if dropped:
                 called = single.modules["drop"](single.modules["rows"](OWNERS[0]))
-                ones = single.origin_of(called).rows(single.visit.inputs[owner])
+                ones = single.origin_of(called).rows(single.group_batch.inputs[owner])
                 rows = rows * (ones != 0) / 0.7
             rows.cos().sum().backward()
         for part, optimizer in zip(made, optimizers, strict=True):
             optimizer.zero_grad()
             origin = part.origin_of(part.modules["drop"](part.modules["rows"](OWNERS[0])))
             learnt = []
-            for one in part.visit.inputs:
+            for one in part.group_batch.inputs:
                 taken = origin.rows(one)
                 assert taken.is_leaf
                 assert taken.requires_grad
@@ -286,13 +291,13 @@ def test_embedding_keeps_the_rows_that_a_batch_began_with_and_adds_up_gradients(
     assert isinstance(module, ColumnEmbedding)
     assert (dict(module.cut), module.by_rows) == ({"weight": 1}, ("weight",))
     origin = part.origin_of(module(OWNERS[0]))
-    rows = origin.rows(part.visit.inputs[0])
+    rows = origin.rows(part.group_batch.inputs[0])
     kept = rows.detach().clone()
     module.weight.data.zero_()
     assert torch.equal(rows, kept)
     ones = torch.ones(4, F, dtype=torch.float64)
     for _ in range(2):
-        origin.learn([(part.visit.inputs[0], ones), (part.visit.inputs[1], None)])
+        origin.learn([(part.group_batch.inputs[0], ones), (part.group_batch.inputs[1], None)])
     assert module.weight.grad is not None
     assert torch.equal(module.weight.grad.to_dense()[[3, 0]], torch.tensor([[2.0], [0.0]]).expand(2, F))
 
@@ -361,7 +366,7 @@ def test_features_side_by_side_and_in_another_dtype(parts: int) -> None:
     for runs in deal_out_concatenated([5, 2], parts):
         block: Any = None
         columns = {"a": TABLE[OWNERS[0]][:, runs[0].cut], "b": TABLE[OWNERS[0]][:, runs[1].cut]}
-        given = OwnersInput(block=block, nodes=OWNERS[0], columns=columns, number=0)
+        given = PartInput(block=block, nodes=OWNERS[0], columns=columns, number=0)
         origin = Features(names=("a", "b"), pieces=runs)
         rows.append((origin.rows(given), runs))
         other = Converted(origin=origin, dtype=torch.float32)

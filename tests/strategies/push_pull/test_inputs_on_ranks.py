@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers.ranks import run_ranks
 from tests.strategies.equality import CLASSES, HIDDEN, NUM_NODES, WIDTH, new_ids_of_training, write_parts
 

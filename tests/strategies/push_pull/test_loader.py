@@ -12,17 +12,17 @@ import pytest
 import torch
 from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
 
-from dglx_dist import negative
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
+from dglx_dist.dataloading import negative
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.dataloading.row_buffers import BufferPool
 from dglx_dist.errors import CheckpointError, ConfigError
-from dglx_dist.graph import DistGraph
-from dglx_dist.graph.reverse import reverse_edge_ids
-from dglx_dist.layers.columns import deal_out_columns
-from dglx_dist.sampling import DataLoader
-from dglx_dist.sampling.buffers import BufferPool
-from dglx_dist.strategies.push_pull.group import make_group
+from dglx_dist.graph.analysis import reverse_edge_ids
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.layers.dropout import deal_out_columns
+from dglx_dist.strategies.push_pull.options import make_group
+from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks
-from tests.sampling import bonds
 from tests.strategies.push_pull import rounds
 from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, nodes_of, sampler_of, visit_of
 
@@ -252,11 +252,11 @@ def compare(session: Any, pushed: Any, plain: Any) -> dict[str, Any]:
         assert session.step_share == share == blocks[-1].step_share
         assert pushed.state_dict() == state
         assert pushed.epoch == epoch
-        visit = visit_of(batch)
-        kept.append((visit, visit.following()))
-        result["group"] = len(visit.inputs)
+        group_batch = visit_of(batch)
+        kept.append((group_batch, group_batch.following()))
+        result["group"] = len(group_batch.inputs)
     result["linked"] = all(a[1] is b[0] for a, b in pairwise(kept)) and kept[-1][1] is None
-    result["forgotten"] = all(visit.following() is None for visit, _ in kept)
+    result["forgotten"] = all(group_batch.following() is None for group_batch, _ in kept)
     assert pushed.state_dict() == plain.state_dict()
     return result
 

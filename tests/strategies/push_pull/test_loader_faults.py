@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from dgl.dataloading import NeighborSampler
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.graph import DistGraph
+from dglx_dist.comm.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
 from tests.helpers.ranks import start_ranks
 from tests.strategies.push_pull import rounds
 from tests.strategies.push_pull.rounds import nodes_of

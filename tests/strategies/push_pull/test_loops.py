@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.push_pull import runs
@@ -84,7 +84,7 @@ def left_out(g: DistGraph) -> dict[str, Any]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dglx_dist.strategies.push_pull.steps")
+    logger = logging.getLogger("dglx_dist.strategies.push_pull.weight_versions")
     logger.addHandler(handler)
     trained = Trained(g)
     trained.epoch()
@@ -186,17 +186,17 @@ def left_loops(g: DistGraph) -> dict[str, Any]:
     """How much is kept when the user leaves each epoch early, and keeps every loss."""
     trained, flights, losses = Trained(g, depth=3), [], []
     pipeline = trained.model._pipeline
-    land = pipeline.land
+    complete = pipeline.complete
 
-    def landed(flight: Any, gradients: Any) -> None:
-        flights.append(weakref.ref(flight))
-        land(flight, gradients)
+    def landed(batch_in_flight: Any, gradients: Any) -> None:
+        flights.append(weakref.ref(batch_in_flight))
+        complete(batch_in_flight, gradients)
 
     def loss_of(blocks: list[Any]) -> Tensor:
         losses.append(trained.loss(blocks))
         return losses[-1]
 
-    pipeline.land = landed
+    pipeline.complete = landed
     for _ in range(4):
         trained.epoch(loss_of, stop_after=2)
     begun = len(pipeline._flights)
@@ -242,7 +242,7 @@ def dropped_loader(g: DistGraph) -> bool:
     gc.collect()
     gc.disable()
     trained.epoch()
-    memory = weakref.ref(trained.loader._feed.memory)
+    memory = weakref.ref(trained.loader._fetcher.memory)
     del trained.loader
     stays = memory() is not None
     gc.enable()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import Session, start_session
+from dglx_dist.comm.session import Session, start_session
 from dglx_dist.records import ColumnInfo
-from dglx_dist.strategies.push_pull import moments
-from dglx_dist.strategies.push_pull.moments import moments_of_rows
+from dglx_dist.strategies.push_pull import feature_columns as moments
+from dglx_dist.strategies.push_pull.feature_columns import moments_of_rows
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.push_pull.optimizers import check_optimizer
+from dglx_dist.strategies.push_pull.weight_versions import check_optimizer
 
 ELEMENTWISE = (
     torch.optim.SGD,

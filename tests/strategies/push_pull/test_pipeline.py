@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
@@ -148,30 +148,30 @@ PHASES = [f"gat {OPTIONS[3]}", f"sage {OPTIONS[3]}", f"gat {OPTIONS[4]}", "drain
 def watch_phases(model: Any, seen: dict[int, dict[str, str]]) -> None:
     """Note hashes: M's where it computes and at the end, D's as stashed and as computed with."""
     pipeline = model._pipeline
-    start, land, compute = pipeline._start, pipeline.land, pipeline._gradients.compute
+    start, complete, compute = pipeline._start, pipeline.complete, pipeline._gradients.compute
     owner = pipeline._owner
     first = model.module.convs[0]
 
-    def started(layer: Any, visit: Any, recipe: Any, edges: Any) -> Any:
-        flight = start(layer, visit, recipe, edges)
+    def started(layer: Any, group_batch: Any, recipe: Any, edges: Any) -> Any:
+        batch_in_flight = start(layer, group_batch, recipe, edges)
         # A batch that is begun anew after a drain is another one.
-        seen[visit.number] = {"fM": digest(flight.leaves.values())}
-        if flight.values is not None:
-            seen[visit.number]["fM D"] = digest(flight.values)
-        return flight
+        seen[group_batch.number] = {"fM": digest(batch_in_flight.leaves.values())}
+        if batch_in_flight.values is not None:
+            seen[group_batch.number]["fM D"] = digest(batch_in_flight.values)
+        return batch_in_flight
 
-    def landed(flight: Any, gradients: Any) -> None:
-        seen[flight.number]["bD D"] = digest(owner.parameters)
-        land(flight, gradients)
+    def landed(batch_in_flight: Any, gradients: Any) -> None:
+        seen[batch_in_flight.number]["bD D"] = digest(owner.parameters)
+        complete(batch_in_flight, gradients)
 
-    def computed(flight: Any) -> Any:
-        seen[flight.number]["bM"] = digest(flight.leaves.values())
-        return compute(flight)
+    def computed(batch_in_flight: Any) -> Any:
+        seen[batch_in_flight.number]["bM"] = digest(batch_in_flight.leaves.values())
+        return compute(batch_in_flight)
 
     def forwarded(module: Any, given: Any, output: Any) -> None:
         seen[pipeline._current.number]["fD D"] = digest(owner.parameters)
 
-    pipeline._start, pipeline.land, pipeline._gradients.compute = started, landed, computed
+    pipeline._start, pipeline.complete, pipeline._gradients.compute = started, landed, computed
     first.register_forward_hook(forwarded)
 
 

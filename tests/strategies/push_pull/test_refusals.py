@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment, RawGraph
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.equality import CLASSES, HIDDEN, WIDTH

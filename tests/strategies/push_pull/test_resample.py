@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

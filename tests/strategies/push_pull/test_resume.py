@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from dglx_dist.api import fit, init
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.run.fit import fit
-from dglx_dist.run.session import init
 from dglx_dist.training.fit import FitConfig
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import equality

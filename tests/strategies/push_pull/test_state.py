@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.cluster.session import Session, start_session
-from dglx_dist.cluster.shared import Shared
+from dglx_dist.comm.session import Session, Shared, start_session
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.adapters import stages_of
-from dglx_dist.layers.columns import deal_out_concatenated
-from dglx_dist.layers.parts import cut_out, part_of
-from dglx_dist.strategies.push_pull.group import make_group
-from dglx_dist.strategies.push_pull.state import PHASE, Cut, CutState, without_weights
+from dglx_dist.layers.base import cut_out, part_of, stages_of
+from dglx_dist.layers.dropout import deal_out_concatenated
+from dglx_dist.strategies.push_pull.options import make_group
+from dglx_dist.strategies.push_pull.split_model import PHASE, Cut, CutState, without_weights
 from tests.helpers.ranks import run_ranks
 
 WIDTHS, HIDDEN = (3, 2), 4
@@ -162,7 +160,7 @@ def check_clipping(session: Session, size: int) -> None:
 
 
 def _everyone(value: Tensor, session: Session) -> list[float]:
-    from dglx_dist.cluster.collectives import gather_json
+    from dglx_dist.comm.collectives import gather_json
 
     return [float(str(one)) for one in gather_json(float(value), session)]
 

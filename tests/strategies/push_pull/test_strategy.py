@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from dglx_dist.cluster.session import start_session
-from dglx_dist.graph import DistGraph
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import NODE_TYPE, Assignment
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.options import read_push_pull_options
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull.rounds import NUM_NODES, ring

@@ -4,8 +4,8 @@ import dgl
 import pytest
 import torch
 
-from dglx_dist.sampling.blocks import BlockBuilder
-from dglx_dist.strategies.push_pull.structure import OwnersBlock, packed, unpacked
+from dglx_dist.dataloading.minibatch import BlockBuilder
+from dglx_dist.strategies.push_pull.block_exchange import OwnersBlock, packed, unpacked
 
 # 0 <- 2, 1 <- 0, 1 <- 3; listed out of order, so that edge ids are not those of the columns.
 SOURCES, DESTINATIONS, NODES = [3, 2, 0], [1, 0, 1], torch.tensor([70, 10, 40, 20])

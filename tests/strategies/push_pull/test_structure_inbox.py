@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
-from dglx_dist.strategies.push_pull.group import Group
-from dglx_dist.strategies.push_pull.structure import Place
-from dglx_dist.strategies.push_pull.structure_inbox import IterationLeft, StructureInbox
+from dglx_dist.strategies.push_pull.block_exchange import IterationLeft, Place, StructureInbox
+from dglx_dist.strategies.push_pull.options import Group
 
 BLOCK = [np.zeros(1, np.int32)] * 3
 
@@ -36,8 +35,8 @@ def inbox_of(session: Any) -> StructureInbox:
     return StructureInbox(session, Group(rank=0, members=(0, 1, 2), replicas=(0,)))
 
 
-def at(visit: int, step: int) -> Place:
-    return Place(visit=visit, epoch=4, step=step)
+def at(group_batch: int, step: int) -> Place:
+    return Place(group_batch=group_batch, epoch=4, step=step)
 
 
 @pytest.fixture

@@ -5,10 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from dglx_dist.cluster.session import start_session
-from dglx_dist.strategies.push_pull.group import make_group
-from dglx_dist.strategies.push_pull.sums import hand_to_parts, sum_to_owner
-from dglx_dist.strategies.push_pull.transfer import BACKWARD, FORWARD, Courier
+from dglx_dist.comm.session import start_session
+from dglx_dist.strategies.push_pull.activation_exchange import (
+    BACKWARD,
+    FORWARD,
+    AsyncExchange,
+    hand_to_parts,
+    sum_to_owner,
+)
+from dglx_dist.strategies.push_pull.options import make_group
 from tests.helpers.ranks import run_ranks
 
 ROWS = (4, 0, 3)
@@ -25,7 +30,7 @@ def one_rank(world_size: int) -> dict[str, Any]:
     with start_session() as session:
         rank = session.topology.rank
         shares = [share(rank, owner).requires_grad_() for owner in range(world_size)]
-        courier = Courier(session, make_group(session, world_size))
+        courier = AsyncExchange(session, make_group(session, world_size))
         total = sum_to_owner(shares, courier)
         handed = hand_to_parts(total.sin(), [one.detach() for one in shares], courier)
         sum((one * (rank + 1)).sum() for one in handed).backward()

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist import negative
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.dataloading import negative
+from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.reverse import reverse_edge_ids
 from dglx_dist.records import NODE_TYPE, Assignment
-from dglx_dist.storage.writer import write_dataset
-from dglx_dist.strategies import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers.ranks import run_ranks
 from tests.strategies import edge_equality, equality
 from tests.strategies.equality import CLASSES, HIDDEN, NUM_NODES, RATE, WIDTH

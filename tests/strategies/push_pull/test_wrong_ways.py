@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dglx_dist.cluster.session import start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers import sage
-from dglx_dist.strategies import STRATEGIES
-from dglx_dist.strategies.push_pull import flight as flights
+from dglx_dist.layers import convolutions as sage
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull import pipeline as flights
 from dglx_dist.strategies.push_pull import pipeline as pipelines
-from dglx_dist.strategies.push_pull.flight import Flight
-from dglx_dist.strategies.push_pull.part_gradients import PartGradients
+from dglx_dist.strategies.push_pull.pipeline import InFlightBatch, PartGradients
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.push_pull.runs import SHARES, first_model
@@ -36,15 +35,15 @@ RANKS, STEPS, FANOUT = 3, 10, 3
 @contextmanager
 def only_the_own_owner() -> Iterator[None]:
     """zero_grad inside the loop over the owners: what the others' batches say is dropped."""
-    go_back = Flight.go_back
+    go_back = InFlightBatch.go_back
 
-    def forgetful(self: Flight, wanted: Any) -> Any:
+    def forgetful(self: InFlightBatch, wanted: Any) -> Any:
         part = own_part(self)
         self.shares = [[of_owners[part]] for of_owners in self.shares]
         self.pushes = [Only(push, part) for push in self.pushes]  # type: ignore[misc]  # a Transfer to it
         return go_back(self, wanted)
 
-    with mock.patch.object(Flight, "go_back", forgetful):
+    with mock.patch.object(InFlightBatch, "go_back", forgetful):
         yield
 
 
@@ -58,23 +57,23 @@ class Only:
         return [self._push.result()[self._part]]
 
 
-def own_part(flight: Flight) -> int:
+def own_part(batch_in_flight: InFlightBatch) -> int:
     """The own block is the one with data."""
-    return next(n for n, one in enumerate(flight.inputs) if "feat" in one.block.srcdata)
+    return next(n for n, one in enumerate(batch_in_flight.inputs) if "feat" in one.block.srcdata)
 
 
 def owners_alike() -> AbstractContextManager[Any]:
     """M's gradients from unweighed means, summed: N times D's where the shares are even."""
     return mock.patch.object(
-        Flight, "send_back", lambda self, gradients, courier: send(self, gradients, courier, 1.0)
+        InFlightBatch, "send_back", lambda self, gradients, courier: send(self, gradients, courier, 1.0)
     )
 
 
-def send(flight: Flight, gradients: Any, courier: Any, weight: float) -> None:
-    for gradient, shares in zip(gradients, flight.shares, strict=True):
+def send(batch_in_flight: InFlightBatch, gradients: Any, courier: Any, weight: float) -> None:
+    for gradient, shares in zip(gradients, batch_in_flight.shares, strict=True):
         # Of a rank without targets; that would be nan, which anybody would see.
         found = torch.nan_to_num(gradient) * weight
-        flight.pushes.append(courier.push(found, shares, flights.BACKWARD, flight.number))
+        batch_in_flight.pushes.append(courier.push(found, shares, flights.BACKWARD, batch_in_flight.number))
 
 
 def mean_over_ranks() -> AbstractContextManager[Any]:

@@ -1,0 +1,358 @@
+"""``dglx plan``: from what is told to a choice, for ready-made models and servers that need not exist."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+
+from dglx_dist.api import init
+from dglx_dist.auto import NO_BATCHES, USUAL, Asked, draws_of, steps_of
+from dglx_dist.data.partition.base import PARTITIONERS
+from dglx_dist.data.storage.manifest import read_manifest
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import marked_ids
+from dglx_dist.planner import expected
+from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, enumerate_candidates, ways_of
+from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS, Constraints, Regions, choose, find_regions
+from dglx_dist.planner.cost_model import PROGRAM_BYTES, Measured, MemoryModel
+from dglx_dist.planner.dry_run import DryRun, dry_run
+from dglx_dist.planner.model_shape import shape_of_kind, shape_of_module
+from dglx_dist.planner.profile import assumed
+from dglx_dist.planner.records import Candidate, Choice, Cluster, Rate
+from dglx_dist.planner.workload import (
+    DRY_BATCHES,
+    TRAIN_MASK,
+    Draws,
+    Figures,
+    check_plannable,
+    check_train_nodes,
+    told,
+)
+from dglx_dist.records import FEATURE, NODE_TYPE
+from dglx_dist.training.models import MODEL_KINDS, build_model, check_kind
+
+Tell = Callable[[str], None]
+
+_PAYLOAD = 0.94
+"""Of what a link carries; the rest are headers and what goes back (algorithms 0.3)."""
+_INSIDE_BYTES_PER_S = 1.2e9
+"""Between the processes of a server: what sockets of one machine reach."""
+_LATENCY_MS = 0.5
+"""Of a message of this package, from rank to rank."""
+_USUAL_RATE = "1gbit"
+MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
+MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
+"""The bandwidths of a map, and how many of them."""
+_STRUCTURES = ("auto", "replicated", "partitioned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What is planned for.
+
+    Raises:
+        UnknownNameError: there is no such model, or no such partitioner.
+        ConfigError: a value is out of range, or there is neither data nor figures, or both.
+    """
+
+    data: str | None = None
+    figures: Figures | None = None
+    model: str = "sage"
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    fanouts: tuple[int, ...] | None = None
+    batch_size: int | None = None
+    servers: int = 2
+    ranks_per_server: int = 1
+    external: Rate | None = None
+    internal: Rate | None = None
+    latency_ms: float | None = None
+    cores: float | None = None
+    """Of a rank; None: this machine's, by the ranks that share it."""
+    here: bool = False
+    """Whether all servers are this machine, as under ``dglx train --servers`` and in the lab."""
+    memory_bytes: int | None = None
+    """Of a rank."""
+    speed: float = 1.0
+    """With figures: of a rank, by one core of a server."""
+    unit: Literal["mini_batch", "full_graph", "any"] = "mini_batch"
+    estimators: bool = False
+    full_graph_epochs: float = FULL_GRAPH_EPOCHS
+    dry_batches: int = DRY_BATCHES
+    """Of each rank that are counted; 0: all of an epoch."""
+    epoch: int = 1
+    seed: int = 0
+    structure: Literal["auto", "replicated", "partitioned"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_kind(self.model, MODEL_KINDS)
+        for name, wrong, allowed in (
+            ("servers", self.servers < 1, "at least 1"),
+            ("ranks-per-server", self.ranks_per_server < 1, "at least 1"),
+            ("layers", self.layers < 1, "at least 1"),
+            ("hidden", self.hidden < 1, "at least 1"),
+            ("dry-batches", self.dry_batches < 0, "at least 0"),
+            ("speed", not 0 < self.speed < float("inf"), "a number above 0"),
+            ("cores", self.cores is not None and not 0 < self.cores < float("inf"), "a number above 0"),
+            ("latency-ms", not 0 <= (self.latency_ms or 0.0) < float("inf"), "a number of at least 0"),
+            ("full-graph-epochs", not 0 < self.full_graph_epochs < float("inf"), "a number above 0"),
+            ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
+            ("structure", self.structure not in _STRUCTURES, "auto, replicated or partitioned"),
+            ("unit", self.unit not in ("mini_batch", "full_graph", "any"), "mini_batch, full_graph or any"),
+            ("seed", self.seed < 0, "at least 0"),
+            (
+                "heads",
+                self.model == "gat" and (self.heads < 1 or self.hidden % self.heads > 0),
+                f"a divisor of --hidden {self.hidden}",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(f"--{name} {getattr(self, name.replace('-', '_'))} must be {allowed}")
+        if (self.data is None) == (self.figures is None):
+            raise ConfigError(
+                "give either the folder of a partitioned dataset (--data DIR), or the figures of a graph "
+                "(--nodes, --edges, --features)"
+            )
+        if self.figures is not None:
+            PARTITIONERS.resolve(self.figures.method)
+        if self.fanouts is not None and len(self.fanouts) != self.layers:
+            raise ConfigError(
+                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "
+                f"--layers is {self.layers}; give one fan-out for each layer, input-most first"
+            )
+
+    @property
+    def asked(self) -> Asked:
+        """What is said of mini-batches."""
+        return Asked(
+            unit=self.unit,
+            num_layers=self.layers,
+            fanouts=self.fanouts,
+            batch_size=self.batch_size,
+            epoch=self.epoch,
+            dry_batches=self.dry_batches,
+        )
+
+    @property
+    def draws(self) -> Draws | None:
+        """The mini-batches; None for a deep model without fan-outs, or for whole graphs alone."""
+        return draws_of(self.asked)
+
+    @property
+    def ranks_of_machine(self) -> int:
+        """Ranks that share the cores and the memory of one machine."""
+        return self.ranks_per_server * (self.servers if self.here else 1)
+
+    @property
+    def constraints(self) -> Constraints:
+        """What may be chosen; whole graphs where there are no mini-batches."""
+        unit = "full_graph" if self.draws is None and self.unit == "mini_batch" else self.unit
+        return Constraints(unit=unit, estimators=self.estimators, full_graph_epochs=self.full_graph_epochs)
+
+
+def make_plan(plan: PlanConfig, tell: Tell | None = None) -> Choice:
+    """Return what every way to train is expected to come to, and the one to take; one process calls it.
+
+    Args:
+        plan: What is planned for.
+        tell: Called with what is done next.
+
+    Raises:
+        ConfigError: the dataset lacks what training needs, or has fewer parts than there are servers.
+        StorageError: it is missing or damaged.
+    """
+    known, candidates = measured(plan, tell)
+    return choose(candidates, known, plan.constraints)
+
+
+def measured(plan: PlanConfig, tell: Tell | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
+    """Return what is known, and the candidates that it suffices for."""
+    return _from_figures(plan, plan.figures) if plan.figures is not None else _from_dataset(plan, tell)
+
+
+def _from_figures(plan: PlanConfig, figures: Figures) -> tuple[Measured, tuple[Candidate, ...]]:
+    graph, cluster = told(figures, plan.servers), cluster_of(plan)
+    shape = shape_of_kind(plan.model, graph.features, plan.hidden, graph.classes, plan.layers, plan.heads)
+    memory = MemoryModel(
+        graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
+    )
+    partitioned = _is_partitioned(plan, memory.structure)
+    draws = plan.draws
+    batches = None
+    if draws is not None:
+        batches = expected.batches(
+            graph, cluster, draws, gradient_bytes=shape.gradient_bytes, partitioned=partitioned
+        )
+    frame = _frame(plan, 0 if batches is None else batches.steps, caches=())
+    candidates = enumerate_candidates(frame)
+    assumptions = (
+        *expected.ASSUMPTIONS,
+        f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
+        f"the squares of in-degrees are {graph.degree_spread:g} times what equal ones have (--degree-spread)",
+        f"a rank computes as fast as {plan.speed:g} cores of a server (--speed); nothing was measured",
+        f"the structure of the graph is {'partitioned' if partitioned else 'on every server'}",
+    )
+    known = Measured(
+        graph=graph,
+        shape=shape,
+        cluster=cluster,
+        rates=assumed(speed=plan.speed),
+        memory=replace(memory, replicated=not partitioned),
+        batches=batches,
+        whole={way: expected.closures(graph, cluster, way, plan.layers) for way in ways_of(candidates)},
+        ghosts=expected.ghosts(graph, cluster),
+        structure_partitioned=partitioned,
+        epoch=plan.epoch,
+        assumptions=(*assumptions, *_of_draws(plan)),
+        draws=draws,
+    )
+    return known, candidates
+
+
+def _of_draws(plan: PlanConfig) -> tuple[str, ...]:
+    return (NO_BATCHES,) if plan.asked.is_deep else ()
+
+
+def _from_dataset(plan: PlanConfig, tell: Tell | None) -> tuple[Measured, tuple[Candidate, ...]]:
+    assert plan.data is not None
+    check_plannable(read_manifest(Path(plan.data)), plan.data)
+    cluster = cluster_of(plan)
+    threads, here = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    torch.set_num_threads(min(max(int(cluster.cores), 1), here))
+    try:
+        with init(USUAL, seed=plan.seed) as session:
+            g = DistGraph(plan.data, structure="replicated", session=session)
+            known, candidates = _measured_on(plan, g, cluster, tell)
+            g.close()
+            return known, candidates
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured_on(
+    plan: PlanConfig, g: DistGraph, cluster: Cluster, tell: Tell | None
+) -> tuple[Measured, tuple[Candidate, ...]]:
+    features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
+    module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
+    # Strategy lambda trains models without dropout alone, and says so in its row.
+    plain = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.0, plan.heads, graph=g)
+    shape = shape_of_module(plain, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
+    seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
+    check_train_nodes(seeds, str(plan.data))
+    draws = plan.draws
+    partitioned = _is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges())
+    # Policy vip follows batches over all edges.
+    caches = () if partitioned else CACHE_SIZES
+    candidates = enumerate_candidates(_frame(plan, steps_of(draws, seeds, cluster.ranks), caches=caches))
+    requested = DryRun(
+        cluster=cluster,
+        draws=draws,
+        ways=ways_of(candidates),
+        caches=caches,
+        partitioned=partitioned,
+        epoch=plan.epoch,
+        clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
+        beside=_beside(plan),
+        assumptions=(*_of_draws(plan), *_of_cores(cluster)),
+    )
+    known = dry_run(g, module, shape, requested, tell)
+    if cluster.cores < 1:
+        plans = None if known.plan_rates is None else known.plan_rates.slowed(1.0 / cluster.cores)
+        known = replace(known, rates=known.rates.slowed(1.0 / cluster.cores), plan_rates=plans)
+    return known, candidates
+
+
+def _beside(plan: PlanConfig) -> int:
+    """Return how many other ranks compute on the machine of each, one core each, as far as cores go."""
+    return max(min(plan.ranks_of_machine, len(os.sched_getaffinity(0))) - 1, 0)
+
+
+def _of_cores(cluster: Cluster) -> tuple[str, ...]:
+    """Say it where the model was timed on fewer cores than a rank has."""
+    here = len(os.sched_getaffinity(0))
+    if cluster.cores <= here:
+        return ()
+    return (f"a rank of {cluster.cores:g} cores computes as fast as the {here} here, on which it was timed",)
+
+
+def _frame(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> SearchSpace:
+    return SearchSpace(
+        ranks=plan.servers * plan.ranks_per_server,
+        servers=plan.servers,
+        num_layers=plan.layers,
+        steps=steps,
+        caches=caches,
+    )
+
+
+def cluster_of(plan: PlanConfig) -> Cluster:
+    """Return the servers that are told, the rest assumed and said to be."""
+    assumptions = []
+    rate = plan.external or Rate.parse(_USUAL_RATE)
+    if plan.external is None and plan.servers > 1:
+        assumptions.append(f"{rate} between servers (--bandwidth-external)")
+    if plan.latency_ms is None and plan.servers > 1:
+        assumptions.append(f"{_LATENCY_MS:g} ms for a message between servers (--latency-ms)")
+    inside = _INSIDE_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
+    if plan.internal is None and plan.ranks_per_server > 1:
+        assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
+    sharing = plan.ranks_of_machine
+    where = "all servers share this machine" if plan.here else "each server is as this machine"
+    cores = plan.cores
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) / sharing
+        assumptions.append(f"{cores:g} cores a rank: {where} (--cores, --here)")
+    memory = plan.memory_bytes
+    if memory is None:
+        memory = psutil.virtual_memory().total // sharing
+        assumptions.append(f"{memory / 1e9:.1f} GB of memory a rank: {where} (--memory)")
+    return Cluster(
+        servers=plan.servers,
+        ranks_per_server=plan.ranks_per_server,
+        external_bytes_per_s=_PAYLOAD * rate.bits_per_s / 8,
+        internal_bytes_per_s=inside,
+        latency_s=(_LATENCY_MS if plan.latency_ms is None else plan.latency_ms) / 1e3,
+        cores=cores,
+        memory_bytes=memory,
+        burst_bytes=rate.burst_bytes() if plan.here else 0,
+        assumptions=tuple(assumptions),
+    )
+
+
+def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
+    """Return whether structure stays where nodes are; the servers of one machine map it once together."""
+    if plan.structure != "auto":
+        return plan.structure == "partitioned" and plan.servers > 1
+    machine = psutil.virtual_memory().total
+    if plan.memory_bytes is not None:
+        machine = plan.memory_bytes * plan.ranks_of_machine
+    return plan.servers > 1 and structure_bytes > machine // 2
+
+
+def make_map(plan: PlanConfig, tell: Tell | None = None) -> tuple[Choice, Regions]:
+    """Return the plan, and who wins at other hidden widths and bandwidths; see :func:`make_plan`.
+
+    One dry run suffices: batches and plans are the same at every width, and rates those that were measured at
+    ``plan.hidden``.
+    """
+    known, candidates = measured(plan, tell)
+    graph, each = known.graph, plan.heads if plan.model == "gat" else 1
+    # Heads of attention share the width evenly.
+    widths = {plan.hidden, *(-(-hidden // each) * each for hidden in MAP_WIDTHS)}
+    shapes = {
+        hidden: shape_of_kind(plan.model, graph.features, hidden, graph.classes, plan.layers, plan.heads)
+        for hidden in sorted(widths)
+    } | {plan.hidden: known.shape}
+    rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
+    found = find_regions(known, candidates, plan.constraints, shapes, [float(rate) for rate in rates])
+    return choose(candidates, known, plan.constraints), found

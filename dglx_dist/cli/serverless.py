@@ -1,0 +1,257 @@
+"""``dglx lambda``: workers as functions of AWS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dglx_dist.cli.common import pairs
+from dglx_dist.cli.report import warn
+from dglx_dist.errors import ConfigError
+
+lambda_app = typer.Typer(
+    name="lambda",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the function.", show_default=False)]
+Region = Annotated[
+    str | None,
+    typer.Option(help="Region of AWS. Default: as the AWS command line has it.", show_default=False),
+]
+EndpointUrl = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Something else that speaks AWS's interface.", show_default=False),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+NETWORK = "Network: a function must reach the graph servers"
+
+
+@lambda_app.callback(
+    epilog="""
+**Workers on AWS, in four commands**
+
+    dglx lambda package worker.zip --python 3.12\n
+    dglx lambda deploy dglx-worker --package worker.zip --subnet subnet-1 --security-group sg-1 --memory 512\n
+    dglx lambda invoke-test dglx-worker\n
+    dglx train data/demo --strategy lambda --dropout 0 --option executor=aws \\
+
+        --option function=dglx-worker --option interface=eth0
+
+Credentials come from where the AWS command line finds them, and from nowhere else. Each command says what it
+changes before it does; what it did not make, it leaves alone. `dglx lambda remove dglx-worker` removes all of
+it.
+"""
+)
+def functions() -> None:
+    """Make workers a function of AWS Lambda, try it, and remove it; needs `pip install 'dglx_dist[aws]'`."""
+
+
+@lambda_app.command()
+def package(
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The zip to write.", show_default=False)],
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=MODULE:CLASS", help="A stage of your own; may be given several times."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(help="Fetch numpy and pyzmq for this Python, such as 3.12. Default: this one's."),
+    ] = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="Processor, with --python: x86_64 or arm64. Default: x86_64.", show_default=False),
+    ] = None,
+    wheels: Annotated[
+        Path | None, typer.Option(help="Folder with wheels of numpy and pyzmq, to fetch nothing.")
+    ] = None,
+    libraries: Annotated[bool, typer.Option(help="Whether numpy and pyzmq go into the package.")] = True,
+) -> None:
+    """Write the package of a worker: what it imports of dglx_dist, numpy, pyzmq, and your own stages.
+
+    Equal contents give equal files, so a function is updated only when something has changed.
+
+    Example: `dglx lambda package worker.zip --python 3.12`
+    """
+    from tempfile import TemporaryDirectory
+
+    from dglx_dist.serverless.aws.clients import ARCHITECTURES
+    from dglx_dist.serverless.aws.deploy import what_aws_lacks
+    from dglx_dist.serverless.aws.package import Package, download_wheels, write_zip
+
+    _check_sources(python, architecture, wheels, libraries=libraries)
+    with TemporaryDirectory(prefix="dglx-wheels-") as folder:
+        if python is not None:
+            wheels = Path(folder)
+            download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
+        stages = pairs(stage or [], "--stage")
+        written = write_zip(target, Package(stages=stages, wheels=wheels, libraries=libraries))
+    _say(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")
+    if lacks := what_aws_lacks(target):
+        warn(f"AWS cannot run it: {lacks}")
+
+
+@lambda_app.command()
+def deploy(  # noqa: PLR0913  # one argument per option
+    name: Name,
+    package: Annotated[
+        Path, typer.Option(metavar="FILE", help="What `dglx lambda package` wrote.", show_default=False)
+    ],
+    memory: Annotated[
+        int, typer.Option(metavar="MB", help="Memory; AWS gives cores by it: one for 1769 MB.")
+    ] = 192,
+    timeout: Annotated[int, typer.Option(metavar="SECONDS", help="After which AWS ends an invocation.")] = 60,
+    role: Annotated[
+        str | None, typer.Option(help="Name or ARN of its role. Default: one is made.", show_default=False)
+    ] = None,
+    subnet: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=NETWORK, metavar="ID", help="Subnet it runs in; may be given several times."
+        ),
+    ] = None,
+    security_group: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=NETWORK, metavar="ID", help="What it may reach; may be given several times."
+        ),
+    ] = None,
+    bucket: Annotated[
+        str | None, typer.Option(help="S3 bucket for a package above 50 MB.", show_default=False)
+    ] = None,
+    runtime: Annotated[
+        str | None, typer.Option(help="Such as python3.12. Default: the package's.", show_default=False)
+    ] = None,
+    architecture: Annotated[str, typer.Option(help="Processor of the function: x86_64 or arm64.")] = "x86_64",
+    region: Region = None,
+    endpoint_url: EndpointUrl = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Create the function, or bring it up to date; wait until it can be used.
+
+    What is right already stays as it is: called again, it goes on where it stopped.
+
+    Example: `dglx lambda deploy dglx-worker --package worker.zip --memory 512 --dry-run`
+    """
+    from dglx_dist.serverless.aws import deploy as cloud
+    from dglx_dist.serverless.aws.clients import Deployment, Place
+
+    wanted = Deployment(
+        name=name,
+        package=package,
+        role=role,
+        memory_mb=memory,
+        timeout_s=timeout,
+        subnets=tuple(subnet or ()),
+        security_groups=tuple(security_group or ()),
+        bucket=bucket,
+        runtime=runtime,
+        architecture=architecture,
+        place=Place(region=region, endpoint_url=endpoint_url),
+    )
+    _do(lambda: cloud.plan(wanted), lambda: cloud.deploy(wanted, _say), dry_run, f"{name} is as it should be")
+
+
+@lambda_app.command("invoke-test")
+def invoke_test(
+    name: Name,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address of this machine that the function reaches. Default: the way to AWS."),
+    ] = None,
+    region: Region = None,
+    endpoint_url: EndpointUrl = None,
+) -> None:
+    """Have the function do two small tasks for this machine, and compare what it gives.
+
+    It calls back here, so it shows that network, secret and package are right. Costs two invocations.
+
+    Example: `dglx lambda invoke-test dglx-worker --address 10.0.0.5`
+    """
+    from dglx_dist.serverless.aws.clients import Place
+    from dglx_dist.serverless.aws.deploy import try_function
+
+    place = Place(region=region, endpoint_url=endpoint_url)
+    for one in try_function(name, place, _say, address=address):
+        kind = "cold" if one.cold else "warm"
+        _say(f"{kind}: right after {one.seconds:.3f} s, of which {one.worker_s:.3f} s in the worker")
+
+
+@lambda_app.command()
+def remove(
+    name: Name, region: Region = None, endpoint_url: EndpointUrl = None, dry_run: DryRun = False
+) -> None:
+    """Delete the function, its log, and the role that was made for it.
+
+    Example: `dglx lambda remove dglx-worker --dry-run`
+    """
+    from dglx_dist.serverless.aws import deploy as cloud
+    from dglx_dist.serverless.aws.clients import Place
+
+    place = Place(region=region, endpoint_url=endpoint_url)
+    _do(
+        lambda: cloud.plan_removal(name, place),
+        lambda: cloud.remove(name, place, _say),
+        dry_run,
+        f"nothing is left of {name}",
+    )
+
+
+@lambda_app.command()
+def prices(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A table: aws, dorylus (the paper's), or the path of a JSON file."
+        ),
+    ] = "aws",
+) -> None:
+    """Print a price table as JSON: change a copy of it, and give that to `--option prices=FILE`.
+
+    Example: `dglx lambda prices > mine.json`
+    """
+    from dglx_dist.serverless import cost as tables
+
+    typer.echo(tables.prices(name).to_json(), nl=False)
+
+
+def _check_sources(
+    python: str | None, architecture: str | None, wheels: Path | None, *, libraries: bool
+) -> None:
+    """Raise ConfigError where an option of ``package`` would have no effect, or is unknown."""
+    from dglx_dist.serverless.aws.clients import ARCHITECTURES
+
+    if python is not None and wheels is not None:
+        raise ConfigError(
+            f"--python {python} fetches wheels and --wheels {wheels} has them; give one of both"
+        )
+    if not libraries and (python is not None or wheels is not None):
+        raise ConfigError("--no-libraries leaves out what --python and --wheels say; give one of both")
+    if architecture is not None and python is None:
+        raise ConfigError(
+            f"--architecture {architecture} says which wheels --python fetches; give --python as well"
+        )
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")
+
+
+def _do(
+    plan: Callable[[], tuple[str, ...]], act: Callable[[], tuple[str, ...]], dry_run: bool, nothing: str
+) -> None:
+    """Show the plan, or do it; say ``nothing`` where it is empty."""
+    done = plan() if dry_run else act()
+    if dry_run:
+        for text in done:
+            _say(f"would {text}")
+    if not done:
+        _say(nothing)
+
+
+def _say(text: str) -> None:
+    Console(highlight=False, soft_wrap=True, markup=False).print(text)

@@ -1,0 +1,481 @@
+"""What ``dglx train`` does in each rank: open, train, evaluate, write the run folder."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import dgl
+import torch
+from torch import nn
+
+import dglx_dist
+from dglx_dist.api import fit, init, training_nodes
+from dglx_dist.auto import (
+    USUAL,
+    Earlier,
+    adopt_earlier,
+    choose_in_job,
+    default_batch_size,
+    default_fanouts,
+    described,
+    earlier_plan,
+    facts_of,
+    outcome_of,
+)
+from dglx_dist.auto_options import Training
+from dglx_dist.cli.train_config import TrainConfig
+from dglx_dist.comm.collectives import barrier, broadcast_json
+from dglx_dist.comm.session import Session
+from dglx_dist.comm.topology import read_launch
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.planner.records import Candidate
+from dglx_dist.planner.workload import check_plannable
+from dglx_dist.records import FEATURE, LABEL, EpochRecord
+from dglx_dist.report.pictures import draw
+from dglx_dist.report.run_folder import PICTURE, append_epoch, launch_of, read_epochs, start_run, write_run
+from dglx_dist.report.tables import run_title, summarise
+from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
+from dglx_dist.training.export import check_target, write_embeddings
+from dglx_dist.training.fit import Callback, FitConfig, FitResult
+from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
+from dglx_dist.training.models import RELATIONAL_KINDS, build_model, build_resgcn
+from dglx_dist.training.relational import HGT, RGCN, EntityInputs
+from dglx_dist.training.tracing import check_trace, without_keys
+
+CHECKPOINTS = "checkpoints"
+"""In the folder of a run."""
+
+
+def settle_strategy(
+    plan: TrainConfig, g: DistGraph, module: nn.Module
+) -> tuple[TrainConfig, dict[str, Any] | None]:
+    """Return ``plan`` with a strategy in place of ``auto``, which the session has from now on; collective.
+
+    Args:
+        plan: With strategy ``auto``.
+        g: Of a session that was opened with it.
+        module: The model; not changed.
+
+    Returns:
+        The plan, and what was chosen among as ``Choice.to_json()``; None where a run goes on that was told
+        its strategy.
+
+    Raises:
+        ConfigError: see :func:`choose_in_job` and :func:`adopt_earlier`.
+        CheckpointError, StorageError: what the run left is damaged.
+    """
+    folder = Path(plan.out)
+    taken: Earlier | Candidate | None = None
+    if plan.resume:
+        fanouts = default_fanouts(USUAL, plan.layers) if plan.fanouts is None else plan.fanouts
+        taken = adopt_earlier(g, folder / CHECKPOINTS, fanouts, plan.batch_size)
+    if taken is not None:
+        choice = _of_run(g, folder)
+    else:
+        chosen = choose_in_job(module, g, _training_of(plan))
+        taken, choice = chosen.predictions[chosen.picked].candidate, chosen.to_json()
+    plan = replace(plan, strategy=taken.strategy, strategy_options=dict(taken.options))
+    if taken.cache is not None:
+        plan = replace(plan, cache=taken.cache, cache_alpha=taken.cache_alpha)
+    if default_batch_size(taken.strategy) is None:
+        # They say which mini-batches were weighed against what is trained now.
+        plan = replace(plan, fanouts=None, batch_size=None)
+    return plan, choice
+
+
+def _training_of(plan: TrainConfig) -> Training:
+    return Training(
+        fanouts=plan.fanouts,
+        batch_size=plan.batch_size,
+        epochs=plan.epochs,
+        num_layers=plan.layers,
+        kind=plan.model,
+        heads=plan.heads,
+        hidden=plan.hidden,
+    )
+
+
+def _of_run(g: DistGraph, folder: Path) -> dict[str, Any] | None:
+    """Return what rank 0 finds in the folder of the run; collective."""
+    leads = g.session.topology.rank == 0
+    mine = together(g.session, lambda: earlier_plan(folder) if leads else None, StorageError)
+    found = broadcast_json(mine, g.session)
+    return found if isinstance(found, dict) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What is trained together."""
+
+    module: nn.Module
+    inputs: EntityInputs | None = None
+    """None: the features of the only node type."""
+    sparse: SparseOptimizer | None = None
+
+
+def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> Built:
+    """Build ``plan.model``; node types without features get trainable rows. Every rank must call it.
+
+    Args:
+        plan: The run.
+        g: Of one node and edge type unless the model is relational.
+        ntype: Whose nodes are classified.
+        classes: Number of classes.
+
+    Raises:
+        ConfigError: a number is out of range, or there is no room for the rows.
+    """
+    if plan.model not in RELATIONAL_KINDS:
+        return Built(module=_of_one_type(plan, g, g.nodes[ntype].data[FEATURE].shape[1], classes))
+    embeddings = {
+        name: DistEmbedding(
+            g.num_nodes(name),
+            plan.hidden,
+            f"{name}-rows",
+            part_policy=g.get_node_partition_policy(name),
+            graph=g,
+        )
+        for name in g.ntypes
+        if FEATURE not in g.nodes[name].data
+    }
+    inputs = EntityInputs(g, embeddings=embeddings)
+    widths, out = inputs.feature_widths, [ntype]
+    module = (
+        RGCN(g, widths, plan.hidden, classes, layers=plan.layers, dropout=plan.dropout, out_types=out)
+        if plan.model == "rgcn"
+        else HGT(
+            g,
+            widths,
+            plan.hidden,
+            classes,
+            layers=plan.layers,
+            heads=plan.heads,
+            dropout=plan.dropout,
+            out_types=out,
+        )
+    )
+    sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
+    return Built(module=module, inputs=inputs, sparse=sparse)
+
+
+def _of_one_type(plan: TrainConfig, g: DistGraph, width: int, classes: int) -> nn.Module:
+    if plan.model == "resgcn":
+        return build_resgcn(width, plan.hidden, classes, plan.layers, plan.dropout, recompute=plan.recompute)
+    return build_model(
+        plan.model, width, plan.hidden, classes, plan.layers, plan.dropout, plan.heads, graph=g
+    )
+
+
+PREDICTION, EMBEDDING = "prediction", "embedding"
+
+
+def check_outputs(plan: TrainConfig, g: DistGraph) -> None:
+    """Find out before training whether its results can be written; every rank must call it.
+
+    Raises:
+        StorageError: a folder holds something other than an earlier run's results.
+    """
+    folders = [Path(name).absolute() for name in (plan.predictions, plan.save_embeddings) if name]
+
+    def check() -> None:
+        for folder in folders:
+            check_target(folder, overwrite=True)
+
+    together(g.session, lambda: check() if g.session.topology.rank == 0 else None)
+
+
+def write_outputs(plan: TrainConfig, wrapped: WrappedModel, built: Built, g: DistGraph, ntype: str) -> None:
+    """Write what ``plan`` asks for, in place of an earlier run's; every rank must call it.
+
+    Predictions are the class of the highest score of each node of ``ntype``, column ``prediction``;
+    embeddings what the last layer but one gives, column ``embedding``, with several node types in a folder
+    for each. Both are exact: over all neighbours.
+
+    Args:
+        plan: What was asked for.
+        wrapped: The trained model.
+        built: What goes into it.
+        g: The graph.
+        ntype: Whose classes are predicted.
+
+    Raises:
+        StorageError: on all ranks, when on one something cannot be written.
+    """
+    if plan.save_embeddings is None and plan.predictions is None:
+        return
+    module = wrapped.whole()
+    inputs = None if built.inputs is None else built.inputs.tensors
+    if plan.save_embeddings is not None:
+        layers = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
+        rows = layerwise_inference(module, g, inputs=inputs, layers=layers[:-1])
+        write_embeddings(
+            _only(rows) if len(g.ntypes) == 1 else rows,
+            g,
+            plan.save_embeddings,
+            name=EMBEDDING,
+            overwrite=True,
+        )
+        for tensor in flatten(rows).values():
+            tensor.delete()
+    if plan.predictions is not None:
+        scores = _only(layerwise_inference(module, g, inputs=inputs, ntypes=[ntype]))
+        classes = _highest(scores, g)
+        scores.delete()
+        write_embeddings(classes, g, plan.predictions, name=PREDICTION, overwrite=True)
+        classes.delete()
+
+
+def _only(rows: object) -> DistTensor:
+    """Return the rows of the only node type, which a relational model gives by its name."""
+    (tensor,) = flatten(rows).values()
+    assert isinstance(tensor, DistTensor)
+    return tensor
+
+
+def _highest(scores: DistTensor, g: DistGraph) -> DistTensor:
+    """Return (N,) int64: the column of the highest score; collective."""
+    policy = scores.part_policy
+    classes = DistTensor((len(scores),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
+    first, last = RowOwners(policy.bounds, g.session.topology).range_of(g.session.topology.rank)
+    step = 1 << 16
+    for start in range(first, last, step):
+        ids = torch.arange(start, min(start + step, last))
+        classes[ids] = scores[ids].argmax(1)
+    barrier(g.session, "the classes of all nodes")
+    return classes
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run came to, on every rank."""
+
+    rank: int
+    folder: Path
+    epochs: tuple[EpochRecord, ...]
+    """Those before a resume included."""
+    summary: Mapping[str, object]
+
+
+def train_dataset(plan: TrainConfig) -> Trained:
+    """Train as ``plan`` says and write the run folder; every rank that torchrun started must call it.
+
+    Raises:
+        ConfigError: the dataset lacks what training needs, or an option cannot be honoured.
+        StorageError: the dataset is damaged, or the run folder cannot be written.
+        CheckpointError: the checkpoint to resume from does not match.
+        PeerError: another rank died or fell silent.
+    """
+    folder = Path(plan.out)
+    options: dict[str, Any] = dict(plan.strategy_options)
+    with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
+        plan = _going_on_after_restart(plan, session)
+        g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
+        plan, choice = _settled_strategy(plan, g)
+        plan = settled(plan)
+        ntype = check_trainable(plan, g)
+        check_outputs(plan, g)
+        if plan.trace is not None:
+            check_trace(Path(plan.trace).absolute(), session)
+        writes = session.topology.rank == 0
+        config = resolved(plan, g, session)
+        before = read_epochs(folder) if plan.resume else ()
+        if writes:
+            if not plan.resume:
+                # A later --resume, or a restart, would go on from those of the run that is replaced.
+                shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            start_run(folder, config, keep_metrics=plan.resume, plan=choice)
+        built = build(plan, g, ntype, g.num_classes(ntype))
+        wrapped, result = _fit(
+            plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None
+        )
+        epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
+        facts = facts_of(session, result)
+        summary = summarise(facts, epochs)
+        if choice is not None:
+            choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, facts))
+            summary[AUTO] = described(choice)
+        if result.account:
+            shown = {name: value for name, value in result.account.items() if name != "text"}
+            # A resumed run has no account of the epochs before.
+            summary["account"] = {"epochs": len(result.epochs), **shown}
+        if writes:
+            write_run(folder, config, epochs, summary, plan=choice)
+            _draw(epochs, folder, run_title(summary, config))
+        write_outputs(plan, wrapped, built, g, ntype)
+        return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
+
+
+def _going_on_after_restart(plan: TrainConfig, session: Session) -> TrainConfig:
+    """Return ``plan`` with ``resume`` where the launcher has restarted this run; collective."""
+    (launch, restarts), folder, leads = read_launch(), Path(plan.out), session.topology.rank == 0
+    if restarts == 0 or plan.resume or plan.checkpoint_every == 0:
+        return plan
+    # An attempt may have ended before it replaced an earlier run, whose checkpoints lie there then.
+    mine = together(session, lambda: launch_of(folder) if leads else "", StorageError)
+    if broadcast_json(mine == launch, session) is not True:
+        return plan
+    if leads:
+        log.warning(
+            "restart %d by the launcher: the run goes on from the newest checkpoint in %s, if there is one",
+            restarts,
+            folder / CHECKPOINTS,
+        )
+    return replace(plan, resume=True)
+
+
+def _settled_strategy(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, dict[str, Any] | None]:
+    """Return ``plan`` with the strategy that suits it, where it asks for ``auto``; collective."""
+    if plan.strategy != AUTO:
+        return plan, None
+    check_plannable(g.dataset.manifest, plan.data)
+    # What is trained draws its weights anew, as if the strategy had been named.
+    with torch.random.fork_rng(devices=[]):
+        module = build(plan, g, g.ntypes[0], g.num_classes(g.ntypes[0])).module
+    return settle_strategy(plan, g, module)
+
+
+def settled(plan: TrainConfig) -> TrainConfig:
+    """Return ``plan`` with what its strategy takes where the plan says nothing.
+
+    Raises:
+        UnknownNameError: there is no such strategy.
+    """
+    fanouts = default_fanouts(plan.strategy, plan.layers) if plan.fanouts is None else plan.fanouts
+    usual = default_batch_size(plan.strategy)
+    ahead = None if usual is None else 1
+    return replace(
+        plan,
+        fanouts=fanouts,
+        batch_size=usual if plan.batch_size is None else plan.batch_size,
+        depth=ahead if plan.depth is None else plan.depth,
+        loader_threads=ahead if plan.loader_threads is None else plan.loader_threads,
+    )
+
+
+def check_trainable(plan: TrainConfig, g: DistGraph) -> str:
+    """Return the type of the nodes to classify.
+
+    Raises:
+        ConfigError: ``plan.model`` does not fit the types of ``g``, or features, labels or training nodes are
+            missing.
+    """
+    where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
+    if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
+        raise ConfigError(
+            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, and --model "
+            f"{plan.model} is for one of each; take --model {' or '.join(RELATIONAL_KINDS)}, or write a loop "
+            "as in examples/07_rgcn.py"
+        )
+    ntype = labelled_type(g)
+    data = g.nodes[ntype].data
+    # A relational model has trainable rows where there are no features.
+    for name in (LABEL, "train_mask") if relational else (FEATURE, LABEL, "train_mask"):
+        if name not in data:
+            known = ", ".join(data) or "none"
+            raise ConfigError(
+                f"{where} has no node data {name!r} (known: {known}); partition a graph that has it "
+                "(docs/quickstart.md, Cut a graph, says how columns are called)"
+            )
+    traits = strategy_of(g.session).traits
+    if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
+        raise ConfigError(
+            f"--cache {plan.cache} keeps feature rows of other servers, and strategy {g.session.strategy!r} "
+            "moves none in training; leave --cache out"
+        )
+    for name in g.ntypes:
+        shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
+        if len(shape) != 2:
+            raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}; it must be (N, F)")
+    return ntype
+
+
+def resolved(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:
+    """Return what ``config.json`` holds: every option as it was in force, keys left out, and what it met."""
+    return {
+        **asdict(plan),
+        "strategy": session.strategy,
+        "strategy_options": without_keys(plan.strategy_options),
+        "timeout_s": session.timeout_s,
+        "ranks": session.topology.world_size,
+        "servers": session.topology.num_servers,
+        "launch": read_launch()[0],
+        "graph": g.name,
+        "nodes": g.num_nodes(),
+        "edges": g.num_edges(),
+        "parts": g.dataset.manifest.num_parts,
+        "partitioned_by": g.dataset.manifest.method,
+        "versions": {
+            "dglx_dist": dglx_dist.__version__,
+            "torch": torch.__version__,
+            "dgl": dgl.__version__,
+        },
+    }
+
+
+def _fit(
+    plan: TrainConfig, g: DistGraph, ntype: str, built: Built, after_epoch: Callback
+) -> tuple[WrappedModel, FitResult]:
+    # Where the cache was chosen, it is filled.
+    if plan.cache is not None and not g.kvstore.has_cache:
+        _cache_features(plan, g, ntype, plan.cache)
+    keeps = plan.checkpoint_every > 0 or plan.resume
+    config = FitConfig(
+        epochs=plan.epochs,
+        eval_every=plan.eval_every,
+        patience=plan.patience,
+        checkpoint_folder=Path(plan.out) / CHECKPOINTS if keeps else None,
+        checkpoint_every=max(plan.checkpoint_every, 1),
+        resume=plan.resume,
+        ntype=ntype,
+        inputs=built.inputs,
+        trace=plan.trace,
+        trace_steps=plan.trace_steps,
+    )
+    of_loader: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
+    return fit(
+        built.module,
+        g,
+        config=config,
+        fanouts=plan.fanouts,
+        batch_size=plan.batch_size,
+        make_optimizer=lambda parameters: torch.optim.Adam(
+            parameters, lr=plan.lr, weight_decay=plan.weight_decay
+        ),
+        callbacks=[after_epoch],
+        sparse=built.sparse,
+        **{name: value for name, value in of_loader.items() if value is not None},
+    )
+
+
+def _cache_features(plan: TrainConfig, g: DistGraph, ntype: str, policy: str) -> None:
+    of_batches: dict[str, Any] = {}
+    if policy == "vip":
+        of_batches = {"fanouts": list(plan.fanouts or ()), "batch_size": plan.batch_size}
+        of_batches["seeds"] = {ntype: training_nodes(g, ntype)}
+    for name in g.ntypes:
+        if FEATURE in g.nodes[name].data:
+            g.cache_rows(FEATURE, alpha=plan.cache_alpha, policy=policy, ntype=name, **of_batches)
+
+
+def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:
+    try:
+        draw(epochs, folder / PICTURE, title=title)
+    except OSError as error:
+        raise StorageError(
+            f"the run is in {folder}, but its picture cannot be written: {error}; `dglx report {folder}` "
+            "shows the run and draws it again"
+        ) from error

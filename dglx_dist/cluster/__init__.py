@@ -1,1 +1,0 @@
-"""Who am I, who are the others, and how bytes travel between us: topology, calls, collectives, ledger."""

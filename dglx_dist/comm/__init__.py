@@ -1,0 +1,1 @@
+"""Communication between ranks: session, rendezvous, RPC, collectives, byte ledger, trace."""

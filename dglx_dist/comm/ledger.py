@@ -1,0 +1,106 @@
+"""Every payload byte between ranks, counted where it is sent or asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from dglx_dist.comm.topology import Topology
+
+LedgerKey: TypeAlias = tuple[str, int, int, int]
+"""(phase, layer, source rank, destination rank)."""
+
+WORKER = -1
+"""In the place of a rank: any stateless worker. It has no ledger: the rank that it calls counts for it."""
+
+Snapshot: TypeAlias = Mapping[LedgerKey, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerRow:
+    """Bytes of one phase and layer from one rank to another."""
+
+    phase: str
+    layer: int
+    source: int
+    destination: int
+    inside: bool
+    """Whether both ranks are of one server; a worker never is."""
+    num_bytes: int
+
+
+@final
+class Ledger:
+    """Counts payload bytes, without headers, by phase, layer, source and destination. Thread-safe.
+
+    A one-sided call is counted by its caller in both directions; in a collective each rank counts
+    what it sends. So the sum over ranks counts each byte once.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._bytes: dict[LedgerKey, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, phase: str, layer: int, source: int, destination: int, num_bytes: int) -> None:
+        """Count ``num_bytes`` from rank ``source`` to rank ``destination``; 0 leaves no row."""
+        if num_bytes == 0 or source == destination:
+            return
+        key = (phase, layer, source, destination)
+        with self._lock:
+            self._bytes[key] = self._bytes.get(key, 0) + int(num_bytes)
+
+    def total(self, *, phase: str | None = None, outside: bool | None = None) -> int:
+        """Bytes counted here so far.
+
+        Args:
+            phase: Only this phase.
+            outside: True: only between servers; False: only inside one; None: both.
+        """
+        return sum(
+            row.num_bytes
+            for row in self.rows()
+            if phase in (None, row.phase) and outside in (None, not row.inside)
+        )
+
+    def rows(self) -> list[LedgerRow]:
+        """All counts, sorted by phase, layer, source, destination."""
+        return self.since({})
+
+    def snapshot(self) -> Snapshot:
+        """Return the counts as they are now, for :meth:`since`."""
+        with self._lock:
+            return dict(self._bytes)
+
+    def since(self, snapshot: Snapshot) -> list[LedgerRow]:
+        """Counts added after ``snapshot`` was taken, sorted; unchanged ones are left out."""
+        now = self.snapshot()
+        return [
+            self._row(key, total - snapshot.get(key, 0))
+            for key, total in sorted(now.items())
+            if total != snapshot.get(key, 0)
+        ]
+
+    def _row(self, key: LedgerKey, num_bytes: int) -> LedgerRow:
+        phase, layer, source, destination = key
+        return LedgerRow(
+            phase=phase,
+            layer=layer,
+            source=source,
+            destination=destination,
+            inside=WORKER not in (source, destination) and self._topology.same_server(source, destination),
+            num_bytes=num_bytes,
+        )
+
+
+def ring_bytes(num_bytes: int, world_size: int, rank: int) -> int:
+    """Bytes that ``rank`` sends in a ring all-reduce of ``num_bytes``: 2 (W - 1) / W of them.
+
+    Where W does not divide, the first ranks send one more, so that the sum over ranks is exactly
+    2 (W - 1) ``num_bytes`` (Patarasuk and Yuan's bound). This is the logical payload: the backend may
+    choose another algorithm.
+    """
+    share, rest = divmod(2 * (world_size - 1) * num_bytes, world_size)
+    return share + (rank < rest)

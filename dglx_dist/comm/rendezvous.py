@@ -1,0 +1,178 @@
+"""The rendezvous store: where ranks find each other, wait for each other and leave a last word."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import final
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dglx_dist.comm.topology import Rendezvous
+from dglx_dist.errors import PeerError
+
+_CHECK_EVERY_S = 1.0
+"""How often a waiting rank asks whether those it waits for are still there."""
+_FIRST_ERROR = "first_error"
+
+
+def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
+    """Connect to the store of the job, or host it when this is rank 0 and the launcher does not.
+
+    Raises:
+        PeerError: it did not answer within ``timeout_s``.
+    """
+    hosts_it = rank == 0 and not rendezvous.hosted_by_agent
+    try:
+        store = TCPStore(
+            rendezvous.host,
+            rendezvous.port,
+            world_size,
+            is_master=hosts_it,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # it would give up without saying who is missing
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        who = "the launcher" if rendezvous.hosted_by_agent else "rank 0"
+        raise PeerError(
+            f"rank {rank} found no rendezvous at {rendezvous.host}:{rendezvous.port} within {timeout_s:g} s; "
+            f"{who} should serve it: is it running, and is the port open? ({_first_line(error)})"
+        ) from error
+    job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
+    # Every rank counts its own sessions, so that one after another finds none of its forerunner's keys.
+    return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
+
+
+@final
+class JobStore:
+    """The store as the ranks of one session use it. Any thread."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self.raw = store
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._barriers = 0
+
+    def exchange(self, what: str, value: object) -> list[object]:
+        """Give ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once.
+
+        Raises:
+            PeerError: somebody is missing after the time-out; the message lists who.
+        """
+        self.raw.set(f"{what}/{self.rank}", json.dumps(value))
+        keys = [f"{what}/{rank}" for rank in range(self.world_size)]
+        self.wait_for(keys, what)
+        return [json.loads(self.raw.get(key)) for key in keys]
+
+    def barrier(
+        self, what: str, timeout_s: float | None = None, check: Callable[[list[int]], None] | None = None
+    ) -> None:
+        """Return once every rank has called it; all must call their barriers in the same order.
+
+        Args:
+            what: What is waited for, for the message.
+            timeout_s: None: the session's.
+            check: Called now and then with the ranks that are missing; may raise.
+
+        Raises:
+            PeerError: somebody is missing after the time-out, or at another barrier; they are named.
+        """
+        self._barriers += 1
+        keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
+        self.raw.set(keys[self.rank], what)
+        self.wait_for(keys, what, timeout_s, check)
+        for rank, raw in enumerate(self.raw.multi_get(keys)):
+            at = raw.decode(errors="replace")
+            if at != what:
+                raise PeerError(
+                    f"rank {rank} is at {at!r} where rank {self.rank} is at {what!r}: the ranks did not take "
+                    "the same steps; call collective functions outside of branches that differ between ranks"
+                )
+
+    def wait_for(
+        self,
+        keys: Sequence[str],
+        what: str,
+        timeout_s: float | None = None,
+        check: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        """Wait until all of ``keys`` (one per rank) are there.
+
+        Raises:
+            PeerError: some are not after the time-out, the store is gone, or another rank failed.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        next_check_s = _CHECK_EVERY_S
+        while not self._have(keys):
+            waited_s = time.monotonic() - started
+            if waited_s >= min(next_check_s, limit_s):
+                next_check_s = waited_s + _CHECK_EVERY_S
+                missing = self._missing(keys, what, check)
+                if missing and waited_s >= limit_s:
+                    names = ", ".join(map(str, missing))
+                    raise PeerError(
+                        f"ranks missing: {names} (of {self.world_size}) at {what!r} after {limit_s:g} s; "
+                        "look at their output, or raise timeout_s (DGLX_TIMEOUT)"
+                    )
+            # Polled, because Store.wait holds the connection that other threads need and warns on stderr.
+            time.sleep(min(0.0005 + waited_s / 20, 0.05))
+
+    def report_failure(self, text: str) -> None:
+        """Leave ``text`` as the reason why this rank ends, unless another rank was first."""
+        try:
+            if not self.raw.check([_FIRST_ERROR]):
+                self.raw.set(_FIRST_ERROR, json.dumps({"rank": self.rank, "text": text[:2000]}))
+        except RuntimeError:
+            return  # the store is gone, so nobody could read it
+
+    def first_failure(self) -> tuple[int, str] | None:
+        """(rank, text) of the first rank that reported a failure, or None."""
+        try:
+            if not self.raw.check([_FIRST_ERROR]):
+                return None
+            said = json.loads(self.raw.get(_FIRST_ERROR))
+        except RuntimeError:
+            return None
+        return int(said["rank"]), str(said["text"])
+
+    def _missing(
+        self, keys: Sequence[str], what: str, check: Callable[[list[int]], None] | None
+    ) -> list[int]:
+        """Return the ranks that are missing, after asking whether one of them failed or is dead."""
+        missing = self._absent(keys)
+        while missing:
+            try:
+                self._raise_if_failed(missing, what)
+                if check is not None:
+                    check(missing)
+                break
+            except PeerError:
+                # While it was asked, a rank may have come, and even have ended, and is silent rightly.
+                before, missing = missing, self._absent(keys)
+                if missing == before:
+                    raise
+        return missing
+
+    def _absent(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._have([key])]
+
+    def _raise_if_failed(self, missing: Sequence[int], what: str) -> None:
+        failure = self.first_failure()
+        if failure is not None and failure[0] in missing:
+            raise PeerError(f"rank {failure[0]} failed before {what!r}: {failure[1]}")
+
+    def _have(self, keys: Sequence[str]) -> bool:
+        try:
+            return bool(self.raw.check(list(keys)))
+        except RuntimeError as error:
+            raise PeerError(
+                f"the rendezvous store is gone ({_first_line(error)}); the launcher or rank 0 has ended"
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

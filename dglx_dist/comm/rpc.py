@@ -1,0 +1,689 @@
+"""One-sided calls: any thread of a rank asks another rank, which answers from a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, final
+
+import numpy as np
+import zmq
+
+from dglx_dist.comm.auth import Credentials, ZapAuthenticator
+from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.topology import endpoint_of
+from dglx_dist.comm.wire import (
+    COPY_BYTES,
+    SMALL_BYTES,
+    Assembler,
+    Frames,
+    Head,
+    Kind,
+    Message,
+    NotAdmittedError,
+    WireError,
+    frames_of,
+    payload_bytes,
+    read_event,
+    send_frames,
+)
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.records import Array
+
+Handler: TypeAlias = Callable[[str, Sequence[Array]], Sequence[Array]]
+"""(name, arrays) -> arrays, called from any thread, several at a time; the answer is sent without a copy."""
+
+log = logging.getLogger(__name__)
+
+_SLOW_S = 2e-3
+"""An operation that took longer of late runs on a thread of the pool, any other on the serving thread,
+which saves two thread switches; one never seen before counts as slow."""
+
+_WAKE = b"wake"
+_WAKE_ENDPOINT = "inproc://serve-wake"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How a rank serves."""
+
+    num_workers: int = 2
+    """Handlers that run at the same time, so that a slow one does not hold up the others."""
+    chunk_bytes: int = 1 << 20
+    """Arrays above this travel in pieces of this size, so that small replies pass between them."""
+    heartbeat_s: float = 2.0
+    """How often a connection is probed."""
+    heartbeat_timeout_s: float = 10.0
+    """After which silence a connection counts as broken."""
+
+
+@final
+class Server:
+    """Answers calls until closed. Its threads start when it is made."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        credentials: Credentials,
+        handlers: Mapping[str, Handler],
+        config: ServeConfig,
+    ) -> None:
+        self._handlers, self._config = handlers, config
+        self._router = context.socket(zmq.ROUTER)
+        credentials.guard(self._router)
+        tune(self._router, config)
+        self._authenticator = ZapAuthenticator(context, credentials, self._router)
+        self._router.setsockopt(zmq.IPV6, int(":" in address))
+        self._router.bind(_WAKE_ENDPOINT)
+        self._waker = context.socket(zmq.DEALER)
+        self._waker.setsockopt(zmq.ROUTING_ID, _WAKE)
+        self._waker.setsockopt(zmq.SNDTIMEO, 0)
+        self._waker.connect(_WAKE_ENDPOINT)
+        self._waker_lock = threading.Lock()
+        port = self._router.bind_to_random_port(endpoint_of(address, 0).rsplit(":", 1)[0])
+        self.endpoint = endpoint_of(address, port)
+        self._assemblers: dict[bytes, Assembler] = {}
+        self._peer_on: dict[int, bytes] = {}
+        self._replies: deque[tuple[bytes, list[Frames]]] = deque()
+        self._closing = threading.Event()
+        self._seconds_of: dict[str, float] = {}
+        self._slow: queue.SimpleQueue[tuple[bytes, Message] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
+        # Not those of concurrent.futures: they end before a script's exit handlers run, and a session that
+        # is closed by one still serves the other ranks.
+        self._workers = [
+            threading.Thread(target=self._work, name=f"dglx-handler-{number}", daemon=True)
+            for number in range(config.num_workers)
+        ]
+        for thread in (self._thread, *self._workers):
+            thread.start()
+
+    def close(self) -> None:
+        """Stop serving; running handlers are waited for, replies not yet sent are dropped."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake()
+        for _ in self._workers:
+            self._slow.put(None)
+        for thread in (self._thread, *self._workers):
+            thread.join()
+        self._authenticator.close()
+        self._waker.close(0)
+
+    def _serve(self) -> None:
+        # A plain receive is the quickest way to wait; a socket of our own wakes it for what is not a request.
+        while not self._closing.is_set():
+            peer = self._router.recv()
+            if peer == _WAKE:
+                self._router.recv()
+                while self._replies:
+                    self._send(*self._replies.popleft())
+            else:
+                self._receive(peer)
+        self._router.disable_monitor()
+        self._router.close(0)
+
+    def _receive(self, peer: bytes) -> None:
+        assembler = self._assemblers.get(peer)
+        if assembler is None:
+            self._assemblers[peer] = assembler = Assembler(partial(self._greet, peer), self._admits)
+        try:
+            message = assembler.read(self._router)
+        except NotAdmittedError as error:
+            self._refuse(peer, error.head)
+            return
+        except WireError as error:
+            log.warning("dropped a malformed message: %s", error)
+            return
+        if message is None:
+            return
+        if self._seconds_of.get(message.head.op, _SLOW_S) < _SLOW_S:
+            self._send(peer, self._answer(message))
+        else:
+            self._slow.put((peer, message))
+
+    def _admits(self, head: Head) -> bool:
+        return head.kind is Kind.REQUEST and head.op in self._handlers
+
+    def _refuse(self, peer: bytes, head: Head) -> None:
+        if head.kind is not Kind.REQUEST:
+            log.warning("dropped a message of kind %s, which is no request", head.kind.name)
+            return
+        text = f"LookupError: {no_such_operation(head.op, self._handlers)}"
+        self._send(
+            peer, frames_of(Head(Kind.ERROR, head.request, name=text[:1000]), [], self._config.chunk_bytes)
+        )
+
+    def _greet(self, peer: bytes, handle: int) -> None:
+        """Note that ``peer`` came, through the connection of file descriptor ``handle``."""
+        self._authenticator.passed(handle)
+        # A descriptor comes again when its connection has ended: so what is kept of peers is bounded.
+        gone = self._peer_on.get(handle)
+        self._peer_on[handle] = peer
+        if gone is not None and gone in self._assemblers and self._assemblers[gone].is_idle:
+            del self._assemblers[gone]
+
+    def _work(self) -> None:
+        while (asked := self._slow.get()) is not None:
+            if not self._closing.is_set():
+                peer, message = asked
+                self._replies.append((peer, self._answer(message)))
+                self._wake()
+
+    def _answer(self, message: Message) -> list[Frames]:
+        request, chunk = message.head.request, self._config.chunk_bytes
+        started = time.perf_counter()
+        try:
+            answer = run_handler(self._handlers, message.head.op, message.head.name, message.arrays)
+            frames = frames_of(Head(Kind.REPLY, request), answer, chunk)
+        except BaseException as error:  # noqa: BLE001 - the caller's to know, and this thread must go on
+            text = f"{type(error).__name__}: {error}"
+            frames = frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk)
+        took_s, before_s = time.perf_counter() - started, self._seconds_of.get(message.head.op, 0.0)
+        self._seconds_of[message.head.op] = max(took_s, 0.5 * before_s)
+        return frames
+
+    def _send(self, peer: bytes, messages: list[Frames]) -> None:
+        copy_bytes = COPY_BYTES
+        for frames in messages:
+            # A peer that left has no route, and ROUTER drops what is for it.
+            self._router.send(peer, zmq.SNDMORE)
+            send_frames(self._router, frames, copy_bytes=copy_bytes)
+            copy_bytes = SMALL_BYTES  # chunks follow
+
+    def _wake(self) -> None:
+        with self._waker_lock, contextlib.suppress(zmq.Again):  # Again: nobody serves any more
+            self._waker.send(b"")
+
+
+def tune(socket: zmq.Socket[bytes], config: ServeConfig) -> None:
+    """Set what calling and serving sockets have in common."""
+    socket.setsockopt(zmq.LINGER, 0)
+    # Bounded by the calls in flight; a full queue would drop replies silently.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.SNDTIMEO, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(config.heartbeat_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(config.heartbeat_timeout_s * 1000))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+
+
+def run_handler(handlers: Mapping[str, Handler], op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
+    """Run the handler of ``op``.
+
+    Raises:
+        LookupError: nothing is registered as ``op``.
+    """
+    handler = handlers.get(op)
+    if handler is None:
+        raise LookupError(no_such_operation(op, handlers))
+    return list(handler(name, arrays))
+
+
+def no_such_operation(op: str, handlers: Mapping[str, Handler]) -> str:
+    """Say that nothing is registered as ``op``, and what is."""
+    return f"no operation {op!r} is registered here (there are: {', '.join(sorted(handlers))})"
+
+
+_POLL_MS = 100
+_RETRIES_OF_A_DEAD_PEER = 3
+_WATCHED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerAddress:
+    """Where a rank serves."""
+
+    rank: int
+    host: str
+    """Name of its machine, for messages."""
+    endpoint: str
+    public_key: bytes | None = None
+
+
+@final
+class Call:
+    """One request on its way. Its reply must be taken on the thread that sent it."""
+
+    def __init__(self, link: Link, request: int, op: str, name: str) -> None:
+        self._link, self._request, self._op, self._name = link, request, op, name
+        self._started = time.monotonic()
+
+    def arrived(self) -> bool:
+        """Whether the reply is there, or never will be; takes in what has come and does not wait.
+
+        Raises:
+            PeerError: this rank closed its session.
+        """
+        link = self._link
+        while self._request not in link.replies and link.pump(0):
+            pass
+        return self._request in link.replies or bool(link.broken)
+
+    def wait(self, timeout_s: float) -> list[Array]:
+        """Wait for the reply.
+
+        Raises:
+            PeerError: the peer is dead, or silent for ``timeout_s`` since the call; the session was closed.
+            RemoteError: the handler raised.
+        """
+        link = self._link
+        while self._request not in link.replies:
+            left_s = self._started + timeout_s - time.monotonic()
+            if link.broken:
+                raise PeerError(f"{link.name} {link.broken} while asked for {self._what()}{self._after()}")
+            # Looked at even when the time is up: the reply may have come long before it is asked for.
+            came = link.pump(min(_POLL_MS, max(int(left_s * 1000) + 1, 0)))
+            if left_s <= 0 and not came:
+                raise PeerError(
+                    f"{link.name} did not answer {self._what()} within {timeout_s:g} s; it may hang or be "
+                    "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
+                )
+        reply = link.replies.pop(self._request)
+        if reply.head.kind is Kind.ERROR:
+            raise RemoteError(f"{link.name} failed at {self._what()}: {reply.head.name}")
+        return reply.arrays
+
+    def __del__(self) -> None:
+        # Nobody will ask any more, so the reply can be dropped when it comes.
+        self._link.forget(self._request)
+
+    def _what(self) -> str:
+        return f"{self._op} {self._name!r}" if self._name else self._op
+
+    def _after(self) -> str:
+        return f" ({time.monotonic() - self._started:.1f} s after the call)"
+
+
+@final
+class Link:
+    """The connection of one thread to one peer; only :meth:`close` and :meth:`forget` are for any thread."""
+
+    def __init__(self, socket: zmq.Socket[bytes], peer: PeerAddress, closing: threading.Event) -> None:
+        self.name = f"rank {peer.rank} on {peer.host}"
+        self.broken = ""
+        self._socket, self._closing = socket, closing
+        # ZeroMQ's sockets bear one thread at a time: without it, closing would pull them from under a call.
+        self._in_use = threading.Lock()
+        # A name of its own: pyzmq's is the socket's file descriptor, which a new socket may have again before
+        # the last monitor of that number is gone.
+        self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
+        socket.connect(peer.endpoint)
+        self._receive_timeout_ms = -1
+        self._assembler = Assembler()
+        self._waiting: set[int] = set()
+        self.replies: dict[int, Message] = {}
+        self._next_request = 0
+        self._retries = 0
+
+    def send(self, op: str, name: str, arrays: Sequence[Array], chunk_bytes: int) -> Call:
+        """Send a request and return at once."""
+        self._next_request += 1
+        call = Call(self, self._next_request, op, name)
+        head = Head(Kind.REQUEST, self._next_request, op, name)
+        messages = frames_of(head, arrays, chunk_bytes)
+        self._waiting.add(self._next_request)
+        try:
+            with self._in_use:
+                self._raise_if_closed()
+                for frames in messages:
+                    send_frames(self._socket, frames)
+        except zmq.Again:
+            # Without a limit on the queue this means that ZeroMQ gave up the connection.
+            self._notice_all()
+            raise PeerError(f"{self.name} {self.broken or 'cannot be reached'}; asked for {op}") from None
+        return call
+
+    def forget(self, request: int) -> None:
+        """Drop the reply of ``request``, also if it is still to come; any thread."""
+        self._waiting.discard(request)
+        self.replies.pop(request, None)
+
+    def pump(self, timeout_ms: int) -> bool:
+        """Take in one message, waiting at most ``timeout_ms`` for it; return whether there was one.
+
+        Raises:
+            PeerError: this rank closed its session.
+        """
+        with self._in_use:
+            self._raise_if_closed()
+            if timeout_ms != self._receive_timeout_ms:
+                self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+                self._receive_timeout_ms = timeout_ms
+            try:
+                self._receive()
+            except zmq.Again:
+                # Only now, after the replies that came before the connection ended.
+                self._notice_all()
+                return False
+            return True
+
+    def close(self) -> None:
+        """Close the connection, once the thread that waits at it has noticed; the session is closing."""
+        with self._in_use:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+
+    def _raise_if_closed(self) -> None:
+        if self._closing.is_set():
+            raise PeerError("the session was closed on this rank while a call was under way")
+
+    def _receive(self) -> None:
+        try:
+            message = self._assembler.read(self._socket)
+        except WireError as error:
+            log.warning("dropped a malformed reply of %s: %s", self.name, error)
+            return
+        if message is not None:
+            request = message.head.request
+            if request in self._waiting:
+                self._waiting.discard(request)
+                self.replies[request] = message
+
+    def _notice_all(self) -> None:
+        while not self.broken and self._monitor.poll(0):
+            self._notice()
+
+    def _notice(self) -> None:
+        event = read_event(self._monitor).number
+        if event == zmq.EVENT_CONNECTED:
+            self._retries = 0
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.broken = "closed its connection or died"
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._retries += 1
+            if self._retries >= _RETRIES_OF_A_DEAD_PEER:
+                self.broken = "does not accept connections (it is probably dead)"
+        else:
+            self.broken = "refused the connection (another job, or another secret)"
+
+
+@final
+class Client:
+    """Opens links when they are first needed, one per thread and peer."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        peers: Mapping[int, PeerAddress],
+        credentials: Credentials,
+        config: ServeConfig,
+    ) -> None:
+        self._context, self._peers = context, peers
+        self._credentials, self._config = credentials, config
+        self._closing = threading.Event()
+        self._local = threading.local()
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._links_lock = threading.Lock()
+
+    def send(self, rank: int, op: str, name: str, arrays: Sequence[Array]) -> Call:
+        """Send a request to ``rank`` and return at once; any thread."""
+        return self._link(rank).send(op, name, arrays, self._config.chunk_bytes)
+
+    def close(self) -> None:
+        """Make waiting calls of all threads end with an error, and close their connections."""
+        self._closing.set()
+        with self._links_lock:
+            for link in list(self._links):
+                link.close()
+            self._links.clear()
+
+    def forget(self) -> None:
+        """In a forked process: call nobody through connections that belong to the parent."""
+        self._closing.set()
+
+    def _link(self, rank: int) -> Link:
+        self._raise_if_closed()
+        try:
+            links: dict[int, Link] = self._local.links
+        except AttributeError:
+            links = self._local.links = {}
+        link = links.get(rank)
+        if link is None or link.broken:
+            with self._links_lock:
+                self._raise_if_closed()
+                links[rank] = link = self._open(self._peers[rank])
+        return link
+
+    def _open(self, peer: PeerAddress) -> Link:
+        socket = self._context.socket(zmq.DEALER)
+        tune(socket, self._config)
+        self._credentials.present(socket, peer.public_key)
+        socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
+        link = Link(socket, peer, self._closing)
+        self._links.add(link)
+        return link
+
+    def _raise_if_closed(self) -> None:
+        if self._closing.is_set():
+            raise PeerError("the session is closed; start a new one with dglx_dist.init()")
+
+
+PING = "cluster.ping"
+MAX_DOING_BYTES = 400
+
+
+@final
+class Pending:
+    """A call under way. ``result`` must be called on the thread that submitted it."""
+
+    def __init__(self, rpc: Rpc, rank: int, answer: Call | list[Array], phase: str, layer: int) -> None:
+        self._rpc, self._rank, self._answer = rpc, rank, answer
+        self._phase, self._layer = phase, layer
+
+    def ready(self) -> bool:
+        """Whether :meth:`result` would return, or raise, without waiting; on the thread that submitted.
+
+        Raises:
+            PeerError: this rank closed its session.
+        """
+        return self._answer.arrived() if isinstance(self._answer, Call) else True
+
+    def result(self, timeout_s: float | None = None) -> list[Array]:
+        """Wait for the answer; the arrays are the caller's own.
+
+        Args:
+            timeout_s: Seconds since the call was submitted; None: the session's.
+
+        Raises:
+            PeerError: the rank is dead or silent; it is named.
+            RemoteError: the handler there raised.
+        """
+        if isinstance(self._answer, Call):
+            arrays = self._answer.wait(self._rpc.timeout_s if timeout_s is None else timeout_s)
+            self._rpc.count(self._phase, self._layer, self._rank, None, payload_bytes(arrays))
+            self._answer = arrays
+        return self._answer
+
+
+@final
+class Rpc:
+    """Serves and makes one-sided calls.
+
+    Args:
+        rank: This rank.
+        ledger: Where calls are counted.
+        timeout_s: How long an answer may take.
+        config: Chunk size, workers, heartbeat.
+    """
+
+    def __init__(
+        self, rank: int, ledger: Ledger, timeout_s: float, config: ServeConfig | None = None
+    ) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self._ledger, self._config = ledger, config or ServeConfig()
+        self.doing = ""
+        """What this rank waits for together with the others, told to whoever asks; "" when for nothing."""
+        self._handlers: dict[str, Handler] = {PING: self._tell}
+        self._client_handlers: dict[str, Handler] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._server: Server | None = None
+        self._client_authenticator: tuple[zmq.Context[zmq.Socket[bytes]], Server] | None = None
+        self._client: Client | None = None
+        self.credentials: Credentials | None = None
+        """What this rank shows and accepts; None: it does not listen."""
+        self.addresses: Mapping[int, PeerAddress] = {}
+        """Where ranks answer, this one included; none where this session runs alone."""
+        self.address = ""
+        """Numeric address this rank listens on, for other sockets of the job; "" before :meth:`listen`."""
+
+    def listen(self, address: str, credentials: Credentials) -> str:
+        """Serve on ``address`` from now on; return the endpoint to publish."""
+        self._context = zmq.Context()
+        self.address = address
+        self._server = Server(self._context, address, credentials, self._handlers, self._config)
+        self.credentials = credentials
+        return self._server.endpoint
+
+    def connect(self, peers: Mapping[int, PeerAddress]) -> None:
+        """Make the ranks of ``peers`` callable; connections open when first needed."""
+        if self._context is None or self.credentials is None:
+            raise ConfigError("listen() must come before connect()")
+        self.addresses = dict(peers)
+        self._client = Client(self._context, peers, self.credentials, self._config)
+
+    def listen_to_clients(self, address: str, credentials: Credentials) -> str:
+        """Serve those who are no ranks on ``address``, at a port of their own; return the endpoint.
+
+        What was registered for visitors is answered there, and nothing else.
+        """
+        # A context of its own: ZeroMQ asks one door for all sockets of a context.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        server = Server(context, address, credentials, self._client_handlers, self._config)
+        self._client_authenticator = context, server
+        return server.endpoint
+
+    def register(self, op: str, handler: Handler, *, for_clients: bool = False) -> None:
+        """Answer calls of ``op`` with ``handler`` from now on.
+
+        ``handler`` is called from any thread, several at a time. The arrays it returns are sent without
+        a copy and must not be changed afterwards.
+
+        Args:
+            op: Name of the operation.
+            handler: What answers it.
+            for_visitors: Whether those may call it, too, who are no ranks and are trusted with no more.
+
+        Raises:
+            ConfigError: ``op`` is taken.
+        """
+        if op in self._handlers:
+            raise ConfigError(f"the operation {op!r} is registered already; choose another name")
+        self._handlers[op] = handler
+        if for_clients:
+            self._client_handlers[op] = handler
+
+    def unregister(self, op: str) -> None:
+        """Answer calls of ``op`` with an error from now on; unknown names are ignored."""
+        self._handlers.pop(op, None)
+        self._client_handlers.pop(op, None)
+
+    def submit(
+        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
+    ) -> Pending:
+        """Ask ``rank`` and return at once; any thread. ``arrays`` must not change until the result is there.
+
+        A call to one's own rank runs the handler here and now: no socket, no bytes.
+
+        Raises:
+            RemoteError: the call was to one's own rank and the handler raised.
+            PeerError: there is no such rank, or the session is closed.
+        """
+        if rank == self.rank:
+            return Pending(self, rank, self._call_myself(op, name, arrays), phase, layer)
+        if self._client is None:
+            raise PeerError(f"there is no rank {rank}: this session runs alone")
+        call = self._client.send(rank, op, name, arrays)
+        self.count(phase, layer, None, rank, payload_bytes(arrays))
+        return Pending(self, rank, call, phase, layer)
+
+    def call(
+        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
+    ) -> list[Array]:
+        """Ask ``rank`` and wait for the answer; see :meth:`submit` and :meth:`Pending.result`."""
+        return self.submit(rank, op, name, arrays, phase=phase, layer=layer).result()
+
+    def alive(self, rank: int, timeout_s: float) -> bool:
+        """Whether ``rank`` answers within ``timeout_s``; nothing is counted."""
+        return not self.silent([rank], timeout_s)
+
+    def silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
+        """Return those of ``ranks`` that do not answer within ``timeout_s``; all are asked at once."""
+        return [rank for rank, doing in self.what_they_do(ranks, timeout_s).items() if doing is None]
+
+    def what_they_do(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
+        """Return what each of ``ranks`` waits for ("" for nothing), None where one does not answer.
+
+        All are asked at once; a rank counts as silent after ``timeout_s``.
+        """
+        asked: dict[int, Pending] = {}
+        found: dict[int, str | None] = dict.fromkeys(sorted(ranks))
+        for rank in found:
+            with contextlib.suppress(PeerError):
+                asked[rank] = self.submit(rank, PING, "", [], phase="control")
+        for rank, pending in asked.items():
+            with contextlib.suppress(PeerError):
+                (told,) = pending.result(timeout_s)
+                found[rank] = told.tobytes().decode(errors="replace")
+        return found
+
+    def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
+        """Count ``size`` bytes in the ledger; None stands for this rank."""
+        self._ledger.add(
+            phase,
+            layer,
+            self.rank if source is None else source,
+            self.rank if destination is None else destination,
+            size,
+        )
+
+    def close(self) -> None:
+        """Stop serving and calling; may be called twice. Waits for nobody."""
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.close()
+        if self._context is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._context.destroy(linger=0)
+        self._context = self._server = None
+        if self._client_authenticator is not None:
+            context, server = self._client_authenticator
+            server.close()
+            with contextlib.suppress(zmq.ZMQError):
+                context.destroy(linger=0)
+            self._client_authenticator = None
+
+    def forget(self) -> None:
+        """In a forked process: leave sockets and threads to the parent and call nobody any more."""
+        if self._client is not None:
+            self._client.forget()
+
+    def _tell(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
+        return [np.frombuffer(self.doing.encode()[:MAX_DOING_BYTES], dtype=np.uint8)]
+
+    def _call_myself(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
+        try:
+            return run_handler(self._handlers, op, name, arrays)
+        except Exception as error:
+            text = f"rank {self.rank} failed at {op} {name!r}: {type(error).__name__}: {error}"
+            raise RemoteError(text) from error

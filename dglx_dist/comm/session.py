@@ -1,0 +1,672 @@
+"""One run of one rank: who takes part, how to reach them, what was counted, and a clean end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.rendezvous import JobStore, open_store
+from dglx_dist.comm.rpc import PeerAddress, Rpc, ServeConfig
+from dglx_dist.comm.system import keep_memory
+from dglx_dist.comm.topology import (
+    Settings,
+    Topology,
+    bind_alike,
+    launched_by_torchrun,
+    listening_address,
+    read_rendezvous,
+    read_settings,
+    read_topology,
+    with_nodes,
+)
+from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
+from dglx_dist.errors import ConfigError, DglxError, PeerError
+from dglx_dist.records import StepShare
+
+_OF_ONE_MACHINE = frozenset({"memory", "threads"})
+"""Options that a machine may have of its own."""
+
+
+def must_be_alike(strategy: str, options: Mapping[str, object], seed: int, curve: bool) -> dict[str, Any]:
+    """Return what a rank tells the others of what must be the same, for :func:`check_agreement`.
+
+    Args:
+        strategy: Name of the strategy.
+        options: The strategy's; values that JSON does not know count by their type.
+        seed: Of everything random.
+        curve: Whether one-sided calls are encrypted.
+    """
+    told = {name: value for name, value in options.items() if name not in _OF_ONE_MACHINE}
+    text = json.dumps(told, sort_keys=True, default=lambda value: type(value).__name__)
+    return {"strategy": strategy, "options": text, "seed": seed, "curve": curve}
+
+
+def check_agreement(said: list[Any]) -> None:
+    """Raise ConfigError unless all ranks said the same of what must be the same.
+
+    Args:
+        said: (W,) what each rank told when it joined.
+    """
+    for one in said:
+        if one["no_trace"]:
+            raise ConfigError(one["no_trace"])
+    for name, remedy in (
+        ("strategy", "give the same --strategy"),
+        ("options", "give the strategy the same options"),
+        ("seed", "give the same seed"),
+        ("curve", "set DGLX_CURVE alike"),
+    ):
+        for rank, one in enumerate(said):
+            if one[name] != said[0][name]:
+                raise ConfigError(
+                    f"rank 0 has {name} {said[0][name]!r} and rank {rank} has {one[name]!r}; "
+                    f"{remedy} on all ranks"
+                )
+
+
+log = logging.getLogger(__name__)
+
+_PROBE_S = 5.0
+_PROBE_AT_END_S = 2.0
+_EXIT_CODE = 128 + signal.SIGTERM
+
+
+@final
+class FailureWatch:
+    """Reports this rank's first error to the others, and says who is dead when something goes wrong.
+
+    While it is open, an uncaught exception is left in the store before Python ends, and SIGTERM (which
+    torchrun sends to the survivors of a dead rank) ends the process with status 143 after naming who does
+    not answer, even while the main thread hangs in a collective. A handler of the user's own is left alone,
+    whether it was there before or came later.
+
+    ``leave`` is called before SIGTERM ends the process, to let go of what would stay on the machine.
+    """
+
+    def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str], leave: Callable[[], None]) -> None:
+        self._store, self._rpc, self._hosts, self._leave = store, rpc, hosts, leave
+        self.failed = False
+        self._hook_before = sys.excepthook
+        sys.excepthook = self._hook
+        self._terminal = _SignalPipe(self._terminate)
+
+    def close(self) -> None:
+        """Put everything back as it was."""
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._hook_before
+        self._terminal.close()
+
+    def forget(self) -> None:
+        """In a forked process: put everything back, so that nothing of it reaches the parent."""
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._hook_before
+        self._terminal.forget()
+
+    def describe(self, doing: str, probe_s: float = _PROBE_S) -> str:
+        """Say what is known of the others: who failed first and why, who is silent, who is elsewhere."""
+        failure = self._store.first_failure()
+        others = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
+        told = self._rpc.what_they_do(others, probe_s)
+        dead = [rank for rank, at in told.items() if at is None]
+        elsewhere = {rank: at for rank, at in told.items() if at is not None and at != self._rpc.doing}
+        parts = []
+        if failure is not None and failure[0] != self._store.rank:
+            parts.append(f"rank {failure[0]} failed first: {failure[1]}")
+        if dead:
+            names = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in dead)
+            parts.append(f"{names} did not answer within {probe_s:g} s and is probably dead")
+        if not parts:
+            # Everybody lives, so the ranks do not agree on what comes next.
+            parts = [
+                f"rank {rank} on {self._hosts[rank]} is not in it, but "
+                + (f"waits at {at!r}" if at else "computes")
+                for rank, at in elsewhere.items()
+            ]
+        return f"{doing}: " + ("; ".join(parts) if parts else "all ranks still answer")
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.failed = True
+        self._store.report_failure(f"{kind.__name__}: {error}")
+        self._hook_before(kind, error, trace)
+
+    def _terminate(self) -> None:
+        text = self.describe(f"rank {self._store.rank} was told to end (SIGTERM)", _PROBE_AT_END_S)
+        log.error("%s", text)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            self._leave()
+        # The main thread may hang in a collective for ever, so there is no way back through it.
+        _end_process()
+
+
+@final
+class _SignalPipe:
+    """Runs ``action`` on a thread when SIGTERM arrives, whatever the main thread is doing.
+
+    Python runs signal handlers between two steps of the main thread only; the wake-up descriptor is written
+    by the interpreter's C handler at once.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._installed = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        self._action = action
+        self._read, self._write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._write, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._handle)
+        self._installed = True
+        threading.Thread(target=self._listen, name="dglx-signals", daemon=True).start()
+
+    def close(self) -> None:
+        """Give the signal back; from another thread than the main one, SIGTERM just ends the process."""
+        if not self._installed:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self._action = _end_process  # only the main thread may set handlers, so the pipe must stay
+            return
+        self._give_back()
+        os.close(self._write)
+
+    def forget(self) -> None:
+        """In a forked process: a signal to it must not be told to the parent's thread."""
+        if self._installed:
+            self._give_back()
+            os.close(self._write)
+            os.close(self._read)
+
+    def _give_back(self) -> None:
+        self._installed = False
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        in_place = signal.set_wakeup_fd(self._wakeup_before)
+        if in_place != self._write:
+            signal.set_wakeup_fd(in_place)  # somebody else's by now
+
+    def _listen(self) -> None:
+        while received := os.read(self._read, 64):
+            if self._wakeup_before >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._wakeup_before, received)
+            if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) == self._handle:
+                self._action()
+        os.close(self._read)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        """Take the place of the default action, which would end the process before it said why."""
+        # The interpreter has told the pipe already, unless the wake-up descriptor is somebody else's by now.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, bytes([number]))
+
+
+def _end_process() -> None:
+    os._exit(_EXIT_CODE)
+
+
+_PREFIX = "dglx-"
+_LOCK = ".lock"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@final
+class Scratch:
+    """The folder ``path``. Every rank of the server opens it with the same ``job`` and ``server``.
+
+    Each holds a shared lock on it, which the kernel gives up when the process ends however it ends; folders
+    whose lock is free belong to the dead and are removed by whoever comes next.
+    """
+
+    def __init__(self, job: str, server: int) -> None:
+        base = _base()
+        self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
+        _remove_abandoned(base, self.path)
+        self._lock = _joined_scratch(self.path)
+
+    def close(self) -> None:
+        """Leave the folder; the last one to leave removes it, and those of the dead. May be called twice."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+        _remove_abandoned(self.path.parent, self.path)
+
+
+def _base() -> Path:
+    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _joined_scratch(path: Path) -> int:
+    """Make the folder if need be, and return the descriptor whose shared lock keeps it."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            # Before it was locked, the folder looked abandoned: another job may have removed it.
+            if _is_at(lock, path / _LOCK):
+                return lock
+            os.close(lock)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_abandoned(base: Path, keep: Path) -> None:
+    for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
+        if folder == keep:
+            continue
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def if_alive(method: Callable[[], None]) -> Callable[[], None]:
+    """Return what calls the bound ``method`` if its object is still there, and does not keep it."""
+    known = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = known()
+        if found is not None:
+            found()
+
+    return call
+
+
+_END = "the end of the session"
+
+# The one module-level slot of the package: user code calls dx.init() once and then names no session. What
+# is inside the package takes the session as an argument, or reads it from here by current_session().
+_CURRENT: list[Session] = []
+# Beside it: how to start the session that is wanted, where user code said so before it could be started.
+_LATER: list[Callable[[], Session]] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """What the user said."""
+
+    strategy: str
+    options: Mapping[str, object]
+    timeout_s: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What a session is made of."""
+
+    topology: Topology
+    rpc: Rpc
+    ledger: Ledger
+    scratch: Scratch
+    store: JobStore | None
+    hosts: tuple[str, ...]
+    device: torch.device
+    owns_group: bool
+    job: str
+    """Equal on all ranks of this session, and on no other."""
+    trace: TraceWriter | None
+
+
+@final
+class Session:
+    """What :func:`start_session` made. Close it, or use it as a context manager."""
+
+    def __init__(self, config: SessionConfig, parts: _Parts) -> None:
+        self.strategy, self.options = config.strategy, dict(config.options)
+        self.timeout_s, self.seed = config.timeout_s, config.seed
+        self.topology, self.device = parts.topology, parts.device
+        self.rpc, self.ledger = parts.rpc, parts.ledger
+        self.store, self.trace = parts.store, parts.trace
+        """None on one rank; None unless DGLX_TRACE asks for it."""
+        self.hosts = parts.hosts
+        """(W,) machine of each rank, for messages."""
+        self.step_share: StepShare | None = None
+        """Set by the loader when it yields a batch."""
+        self.timeline = Timeline()
+        """Off until somebody turns it on."""
+        self.attached: dict[str, object] = {}
+        """What lower rooms keep as long as the session lasts, such as the graph opened last."""
+        self.before_close: list[Callable[[], None]] = []
+        """Called by :meth:`close` before anything ends, unless it failed: work that is still under way."""
+        self.on_close: list[Callable[[], None]] = []
+        """Called by :meth:`close` behind these, also when it failed: what is open; waits for nobody."""
+        self._scratch, self._owns_group, self._job = parts.scratch, parts.owns_group, parts.job
+        self._closed = False
+        self._watch: FailureWatch | None = None
+        if self.store is not None:
+            self._watch = FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
+
+    def adopt(self, strategy: str, options: Mapping[str, object]) -> None:
+        """Go on under ``strategy``, which was chosen; every rank must, before any loader or model is made."""
+        self.strategy, self.options = strategy, dict(options)
+
+    @property
+    def scratch(self) -> Path:
+        """Folder shared by the ranks of this server, in memory where possible; removed at the end."""
+        return self._scratch.path
+
+    def describe_failure(self, doing: str) -> str:
+        """Say who is dead or failed first, after ``doing`` went wrong; asks every rank, for seconds."""
+        return "" if self._watch is None else self._watch.describe(doing)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends because of ``error``."""
+        if self.store is not None and not self._closed:
+            self.store.report_failure(f"{type(error).__name__}: {error}")
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the session. May be called twice.
+
+        Waits, serving, until the other ranks close theirs too, because they may still read from here;
+        not when ``failed``, nor for a rank that failed or died.
+
+        Raises:
+            DglxError: what was still under way went wrong; the session has then ended as one that failed.
+        """
+        if self._closed:
+            return
+        if not failed:
+            self._finish_work()
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        for let_go in self.on_close:
+            let_go()
+        self.rpc.doing = _END
+        if self.trace is not None:
+            self.trace.write(self._job, self.topology, self.ledger, failed=failed)
+        if self.store is not None and not failed:
+            self._wait_for_the_others(self.store)
+        if self._watch is not None:
+            self._watch.close()
+        self.rpc.close()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._scratch.close()
+        if _CURRENT and _CURRENT[-1] is self:
+            _CURRENT.pop()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close(failed=error is not None)
+
+    def _finish_work(self) -> None:
+        try:
+            for action in self.before_close:
+                action()
+        except DglxError as error:
+            self.fail(error)
+            self.close(failed=True)
+            raise
+
+    def _at_exit(self) -> None:
+        self.close(failed=self._watch is not None and self._watch.failed)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked process: the rank is the parent, so nothing of it may be ended from here."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._watch is not None:
+            self._watch.forget()
+        self.rpc.forget()
+        _CURRENT.clear()
+
+    def _wait_for_the_others(self, store: JobStore) -> None:
+        try:
+            store.barrier(_END, check=lambda missing: self.raise_for_dead(missing, _END))
+        except (PeerError, RuntimeError) as error:
+            log.warning("rank %d ends without the others: %s", self.topology.rank, error)
+
+    def raise_for_dead(self, missing: list[int], what: str) -> None:
+        """Raise PeerError if one of the ranks ``missing`` at ``what`` does not answer."""
+        for rank in self.rpc.silent(missing, _PROBE_S):
+            raise PeerError(
+                f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and does not answer: it is "
+                "probably dead; look at its output"
+            )
+
+
+def start_session(
+    *,
+    strategy: str = "data_parallel",
+    options: Mapping[str, object] | None = None,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+    backend: str | None = None,
+    topology: Topology | None = None,
+) -> Session:
+    """Join the other ranks of the job and make the session the current one. Every rank must call it.
+
+    Without torchrun it is a session of one rank, which touches no network. The process group is created
+    unless the caller has one already. In a process that torchrun started, glibc is told to keep freed memory
+    for the next step, unless the environment says something about the allocator.
+
+    Args:
+        strategy: Name of the strategy; only kept here.
+        options: The strategy's options; only kept here.
+        timeout_s: How long a rank may be silent, here and in every collective; DGLX_TIMEOUT overrides it.
+        seed: Seed of everything random; equal on all ranks.
+        backend: Of the process group; None: gloo, and nccl beside it where there is CUDA.
+        topology: None: read from the environment.
+
+    Raises:
+        ConfigError: the environment makes no sense, ranks disagree, or a session is open already.
+        PeerError: ranks are missing after the time-out; the message lists them.
+    """
+    if _CURRENT or _LATER:
+        asked = "" if _CURRENT else " (dgl.distributed.initialize() asked for it)"
+        raise ConfigError(f"a session is open already{asked}; close it with dglx_dist.shutdown() or use it")
+    settings = read_settings()
+    limit_s = settings.timeout_s or timeout_s
+    if not 0 < limit_s < float("inf"):
+        raise ConfigError(f"timeout_s={limit_s} must be a number of seconds above 0")
+    found = topology or read_topology()
+    if launched_by_torchrun() and not settings.allocator_set:
+        keep_memory()
+    config = SessionConfig(strategy=strategy, options=options or {}, timeout_s=limit_s, seed=seed)
+    if found.world_size == 1:
+        parts = _alone(found, limit_s, settings)
+    else:
+        parts = _joined(found, config, settings, correct_nodes=topology is None, backend=backend)
+    session = Session(config, parts)
+    _CURRENT.append(session)
+    return session
+
+
+def current_session() -> Session:
+    """Return the session that is open in this process; one that was to start later starts, collectively.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not _CURRENT and _LATER:
+        _LATER.pop()()
+    if not _CURRENT:
+        raise ConfigError("no session is open; call dglx_dist.init() or dgl.distributed.initialize() first")
+    return _CURRENT[-1]
+
+
+def start_later(start: Callable[[], Session] | None) -> None:
+    """Start the session by ``start`` when :func:`current_session` is first asked for; None: not any more."""
+    _LATER[:] = [] if start is None else [start]
+
+
+def session_or(start: Callable[[], Session]) -> Session:
+    """Return the session that is open or was to start later, else what ``start`` opens; collective then."""
+    return current_session() if _CURRENT or _LATER else start()
+
+
+def session_if_open() -> Session | None:
+    """Return the session that is open, None where there is none yet."""
+    return _CURRENT[-1] if _CURRENT else None
+
+
+def _alone(topology: Topology, timeout_s: float, settings: Settings) -> _Parts:
+    trace = None if settings.trace is None else TraceWriter(settings.trace, topology.rank)
+    ledger, job = Ledger(topology), secrets.token_hex(8)
+    return _Parts(
+        topology=topology,
+        rpc=Rpc(0, ledger, timeout_s),
+        ledger=ledger,
+        scratch=Scratch(job, 0),
+        store=None,
+        hosts=(socket.gethostname(),),
+        device=_device(0),
+        owns_group=False,
+        job=job,
+        trace=trace,
+    )
+
+
+def _joined(
+    topology: Topology,
+    config: SessionConfig,
+    settings: Settings,
+    *,
+    correct_nodes: bool,
+    backend: str | None,
+) -> _Parts:
+    if not launched_by_torchrun():
+        raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
+    rendezvous = read_rendezvous()
+    bind_alike(rendezvous)
+    raw = open_store(rendezvous, topology.rank, topology.world_size, config.timeout_s)
+    store = JobStore(raw, topology.rank, topology.world_size, config.timeout_s)
+    public, secret = make_credentials_keys() if settings.curve else (None, None)
+    trace, no_trace = open_trace(settings.trace, topology.rank)
+    hello = {
+        "host": socket.gethostname(),
+        "node": rendezvous.node,
+        "key": public and public.decode(),
+        "token": secrets.token_hex(32),
+        **must_be_alike(config.strategy, config.options, config.seed, settings.curve),
+        "no_trace": no_trace,
+    }
+    said: list[Any] = store.exchange("start", hello)
+    check_agreement(said)
+    if correct_nodes:
+        topology = with_nodes(topology, tuple(one["node"] for one in said))
+    credentials = Credentials(
+        secret=said[0]["token"].encode(),
+        public_key=public,
+        secret_key=secret,
+        accepted_keys=frozenset(one["key"].encode() for one in said if one["key"]),
+    )
+    ledger = Ledger(topology)
+    rpc = Rpc(topology.rank, ledger, config.timeout_s, ServeConfig())
+    with ExitStack() as undo:
+        undo.callback(rpc.close)
+        endpoint = rpc.listen(listening_address(rendezvous), credentials)
+        rpc.connect(_addresses(said, store.exchange("endpoint", endpoint)))
+        owns_group = _make_group(raw, topology, config.timeout_s, backend)
+        undo.pop_all()
+    device = _device(rendezvous.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what "cuda" without a number then means to the user's code
+    # Made from the secret, but telling nothing of it: folder names are public on a machine.
+    job = hashlib.sha256(credentials.secret).hexdigest()[:16]
+    return _Parts(
+        topology=topology,
+        rpc=rpc,
+        ledger=ledger,
+        scratch=Scratch(job, topology.server),
+        store=store,
+        hosts=tuple(one["host"] for one in said),
+        device=device,
+        owns_group=owns_group,
+        job=job,
+        trace=trace,
+    )
+
+
+def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddress]:
+    return {
+        rank: PeerAddress(
+            rank=rank,
+            host=one["host"],
+            endpoint=endpoint,
+            public_key=one["key"].encode() if one["key"] else None,
+        )
+        for rank, (one, endpoint) in enumerate(zip(said, endpoints, strict=True))
+    }
+
+
+def _make_group(raw: Store, topology: Topology, timeout_s: float, backend: str | None) -> bool:
+    if dist.is_initialized():
+        return False
+    chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(
+        chosen,
+        store=PrefixStore("group", raw),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return True
+
+
+def _device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+T = TypeVar("T", bound="Shared")
+
+
+class Shared:
+    """A deep copy of what refers to one of these refers to the same: a model may know its graph."""
+
+    def __deepcopy__(self: T, memo: Mapping[int, object]) -> T:
+        return self

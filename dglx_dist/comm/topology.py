@@ -1,0 +1,487 @@
+"""Who this process is among the ranks: the only file of the package that reads the environment."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import json
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from dglx_dist.errors import ConfigError
+
+_OF_DGL_PROCESSES = (
+    *("DGL_ROLE", "DGL_DIST_MODE", "DGL_IP_CONFIG", "DGL_NUM_SERVER", "DGL_NUM_CLIENT", "DGL_NUM_SAMPLER"),
+    *("DGL_SERVER_ID", "DGL_GROUP_ID", "DGL_GRAPH_FORMAT", "DGL_KEEP_ALIVE", "DGL_DIST_MAX_TRY_TIMES"),
+)
+
+_LOOPBACK = "lo"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank, all ranks, and which of them share a server (a machine, or a virtual part of one)."""
+
+    rank: int
+    world_size: int
+    server_of_rank: tuple[int, ...]
+    """(W,) server of each rank; servers are numbered 0..S-1 and their ranks are contiguous."""
+
+    def __post_init__(self) -> None:
+        if len(self.server_of_rank) != self.world_size or not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank {self.rank} of {self.world_size} with servers {self.server_of_rank} is no topology; "
+                "give one server per rank and a rank in [0, world_size)"
+            )
+        steps = [b - a for a, b in zip((-1, *self.server_of_rank), self.server_of_rank, strict=False)]
+        if steps[0] != 1 or any(step not in (0, 1) for step in steps):
+            raise ConfigError(
+                f"servers must be numbered from 0 with contiguous ranks, found {self.server_of_rank}"
+            )
+
+    @property
+    def server(self) -> int:
+        """Server of this rank."""
+        return self.server_of_rank[self.rank]
+
+    @property
+    def num_servers(self) -> int:
+        """S."""
+        return self.server_of_rank[-1] + 1
+
+    @cached_property
+    def local_rank(self) -> int:
+        """Position of this rank among the ranks of its server."""
+        return self.ranks_of_server(self.server).index(self.rank)
+
+    def ranks_of_server(self, server: int) -> tuple[int, ...]:
+        """Ranks of ``server``, ascending."""
+        return tuple(rank for rank, other in enumerate(self.server_of_rank) if other == server)
+
+    def same_server(self, a: int, b: int) -> bool:
+        """Whether ranks ``a`` and ``b`` share memory."""
+        return self.server_of_rank[a] == self.server_of_rank[b]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks meet, and what the launcher said about machines."""
+
+    host: str
+    port: int
+    hosted_by_agent: bool
+    """Whether the launcher holds the store; else rank 0 does."""
+    attempt: int
+    """How often the launcher has restarted the job; keeps the keys of attempts apart."""
+    job: str
+    """The launcher's name of the job."""
+    num_nodes: int
+    """Real machines (torchrun nodes)."""
+    node: int
+    """This machine among them."""
+    local_rank: int
+    """Position of this rank on its machine: which accelerator it takes."""
+    interface: str | None
+    """Network interface to bind to, loopback where the launcher says that there is one machine; None: the one
+    that reaches ``host``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the environment says in place of an argument that was not given."""
+
+    strategy: str | None = None
+    """DGLX_STRATEGY."""
+    timeout_s: float | None = None
+    """DGLX_TIMEOUT, seconds."""
+    curve: bool = False
+    """DGLX_CURVE: encrypt one-sided calls."""
+    ranks_per_server: int | None = None
+    """DGLX_RANKS_PER_SERVER."""
+    omp_threads_set: bool = False
+    """Whether OMP_NUM_THREADS is set at all."""
+    allocator_set: bool = False
+    """Whether the user chose how memory is allocated: any MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """DGLX_OPTIONS: of the strategy, a JSON object."""
+    part_config: Path | None = None
+    """DGL_CONF_PATH: DGL's launcher names the partition by it."""
+    dgl_processes: Mapping[str, str] = field(default_factory=dict)
+    """Which of the variables are set by which DGL's launcher tells its servers and clients of each other."""
+    trace: Path | None = None
+    """DGLX_TRACE: folder where every session leaves what it counted, see comm/trace.py."""
+
+
+def launched_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher set this process up as one of several ranks."""
+    variables = os.environ if environment is None else environment
+    return "RANK" in variables and "WORLD_SIZE" in variables
+
+
+def read_topology(environment: Mapping[str, str] | None = None) -> Topology:
+    """Read who this process is; without torchrun it is the only rank.
+
+    Machines are assumed to run equally many ranks; :func:`with_nodes` corrects that once the ranks
+    have told each other. ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that
+    many ranks, the last of which may be smaller.
+
+    Raises:
+        ConfigError: a variable is missing, is not a number or is out of range.
+    """
+    variables = os.environ if environment is None else environment
+    if not launched_by_torchrun(variables):
+        return Topology(0, 1, (0,))
+    world_size = _integer(variables, "WORLD_SIZE", minimum=1)
+    rank = _integer(variables, "RANK", minimum=0, below=world_size)
+    per_node = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
+    node_of_rank = tuple(other // per_node for other in range(world_size))
+    return with_nodes(Topology(rank, world_size, (0,) * world_size), node_of_rank, variables)
+
+
+def with_nodes(
+    topology: Topology, node_of_rank: tuple[int, ...], environment: Mapping[str, str] | None = None
+) -> Topology:
+    """Return ``topology`` with servers made from the real machine of each rank ((W,), contiguous).
+
+    Raises:
+        ConfigError: DGLX_RANKS_PER_SERVER is not a number of at least 1.
+    """
+    variables = os.environ if environment is None else environment
+    per_server = read_settings(variables).ranks_per_server
+    groups: list[tuple[int, int]] = []
+    for rank, node in enumerate(node_of_rank):
+        local = rank - node_of_rank.index(node)
+        groups.append((node, local // per_server if per_server else 0))
+    order = {group: server for server, group in enumerate(dict.fromkeys(groups))}
+    return replace(topology, server_of_rank=tuple(order[group] for group in groups))
+
+
+def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
+    """Read where the ranks meet; only meaningful when :func:`launched_by_torchrun`.
+
+    Raises:
+        ConfigError: a variable is missing, is not a number or is out of range.
+    """
+    variables = os.environ if environment is None else environment
+    if "MASTER_ADDR" not in variables:
+        raise ConfigError(
+            "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the script with torchrun, "
+            "or unset RANK and WORLD_SIZE to run one process"
+        )
+    world_size = _integer(variables, "WORLD_SIZE", minimum=1)
+    per_node = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
+    rank = _integer(variables, "RANK", minimum=0, below=world_size)
+    interface = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    return Rendezvous(
+        host=variables["MASTER_ADDR"],
+        port=_integer(variables, "MASTER_PORT", minimum=1, below=65536),
+        hosted_by_agent=_flag(variables, "TORCHELASTIC_USE_AGENT_STORE"),
+        attempt=_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0),
+        job=variables.get("TORCHELASTIC_RUN_ID", "none"),
+        num_nodes=_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=-(-world_size // per_node)),
+        node=_integer(variables, "GROUP_RANK", minimum=0, default=rank // per_node),
+        local_rank=_integer(variables, "LOCAL_RANK", minimum=0, default=rank % per_node),
+        interface=interface or (_LOOPBACK if variables.get("GROUP_WORLD_SIZE") == "1" else None),
+    )
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Return a name of this start of torchrun and how often it restarted the ranks; ("", 0) without it.
+
+    Raises:
+        ConfigError: the number is none.
+    """
+    variables = os.environ if environment is None else environment
+    # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
+    parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    attempt = _integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
+    return (parents[2].name, attempt) if len(parents) > 2 else ("", 0)
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the DGLX_ variables.
+
+    Raises:
+        ConfigError: one of them has a value that makes no sense; the message names it.
+    """
+    variables = os.environ if environment is None else environment
+    per_server = None
+    if "DGLX_RANKS_PER_SERVER" in variables:
+        per_server = _integer(variables, "DGLX_RANKS_PER_SERVER", minimum=1)
+    return Settings(
+        strategy=variables.get("DGLX_STRATEGY") or None,
+        timeout_s=_seconds(variables, "DGLX_TIMEOUT"),
+        curve=_flag(variables, "DGLX_CURVE"),
+        ranks_per_server=per_server,
+        omp_threads_set="OMP_NUM_THREADS" in variables,
+        allocator_set=any(
+            name.startswith("MALLOC_") or (name in ("GLIBC_TUNABLES", "LD_PRELOAD") and value)
+            for name, value in variables.items()
+        ),
+        options=_object(variables, "DGLX_OPTIONS"),
+        part_config=Path(variables["DGL_CONF_PATH"]) if variables.get("DGL_CONF_PATH") else None,
+        dgl_processes={name: variables[name] for name in _OF_DGL_PROCESSES if name in variables},
+        trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
+    )
+
+
+def tell_settings(strategy: str, options: Mapping[str, object]) -> None:
+    """Set DGLX_STRATEGY and DGLX_OPTIONS of this process, for a program that it will run."""
+    os.environ.update({"DGLX_STRATEGY": strategy, "DGLX_OPTIONS": json.dumps(dict(options))})
+
+
+def bind_alike(rendezvous: Rendezvous) -> None:
+    """Have gloo and NCCL of this process bind to loopback, too, where ``rendezvous`` says so.
+
+    Each takes an outer interface else. What the user has set stays.
+    """
+    if rendezvous.interface == _LOOPBACK:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, _LOOPBACK)
+
+
+def silence_profiler() -> None:
+    """Keep torch's profiler of this process from saying on standard error that it starts and stops.
+
+    By the variable that ranks are started with (:func:`rank_environment`); what the user has set stays.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return a copy of the environment, for whoever starts ranks."""
+    return dict(os.environ)
+
+
+def _integer(
+    variables: Mapping[str, str],
+    name: str,
+    *,
+    minimum: int,
+    below: int | None = None,
+    default: int | None = None,
+) -> int:
+    text = variables.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise ConfigError(
+            f"{name} is not set; start the script with torchrun, or unset RANK to run one process"
+        )
+    wanted = f"a whole number of at least {minimum}" + ("" if below is None else f" and below {below}")
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it") from None
+    if value < minimum or (below is not None and value >= below):
+        raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it")
+    return value
+
+
+def _object(variables: Mapping[str, str], name: str) -> dict[str, object]:
+    text = variables.get(name)
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{name}={text!r} must be a JSON object, like {{"depth": 2}}; correct or unset it')
+    return value
+
+
+def _seconds(variables: Mapping[str, str], name: str) -> float | None:
+    text = variables.get(name)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={text!r} must be a number of seconds above 0; correct or unset it")
+    return value
+
+
+def _flag(variables: Mapping[str, str], name: str) -> bool:
+    text = variables.get(name, "").strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ConfigError(
+        f"{name}={text!r} must be one of 1, true, yes, on, 0, false, no, off; correct or unset it"
+    )
+
+
+_ALLOCATOR = {
+    # A fresh large tensor is otherwise mapped, page-faulted in and given back to the system at every step,
+    # which costs up to a third of a training step on CPUs. allocator.keep_memory() does the same from within,
+    # which is later than the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+}
+_TALK = {
+    # torch's profiler, by which option memory of cooperative tries a model out, else says on each rank that
+    # it starts and stops; no level below silences that.
+    "KINETO_LOG_LEVEL": "99",
+}
+
+
+def rank_environment(
+    num_ranks: int, *, ranks_per_server: int | None = None, environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the whole environment for ``num_ranks`` ranks on this machine.
+
+    Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores, and
+    silences torch's profiler; what the user has set already is left alone.
+
+    Args:
+        num_ranks: Ranks on this machine, at least 1.
+        ranks_per_server: Size of the virtual servers; None: as the environment says.
+        environment: What to start from; None: this process's own.
+
+    Raises:
+        ConfigError: a number is below 1.
+    """
+    if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
+        raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
+    start = inherited_environment() if environment is None else dict(environment)
+    threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
+    found = {**_ALLOCATOR, **_TALK, "OMP_NUM_THREADS": str(threads), **start}
+    if ranks_per_server is not None:
+        found["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
+    return found
+
+
+def torchrun_command(
+    script_args: Sequence[str], ranks: int, servers: int = 1
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment that start ``ranks`` ranks on this machine.
+
+    Args:
+        script_args: A script and its arguments, or ``-m``, a module and its arguments.
+        ranks: Processes.
+        servers: Virtual servers; the last may have fewer ranks.
+
+    Raises:
+        ConfigError: the ranks cannot be cut into so many servers.
+    """
+    per_server = -(-ranks // servers) if servers > 0 else 0
+    if ranks < 1 or servers < 1 or -(-ranks // per_server) != servers:
+        raise ConfigError(
+            f"{ranks} ranks cannot be cut into {servers} servers; make the ranks a multiple of the servers"
+        )
+    command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*command, *script_args], rank_environment(ranks, ranks_per_server=per_server)
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def listening_address(rendezvous: Rendezvous) -> str:
+    """Return the numeric local address of the interface that ``GLOO_SOCKET_IFNAME`` or the rendezvous picks.
+
+    Raises:
+        ConfigError: there is no such interface, or only a loopback address where ranks are on several
+            machines.
+    """
+    if rendezvous.interface:
+        return interface_address(rendezvous.interface)
+    address = _address_towards(rendezvous.host, rendezvous.port)
+    if rendezvous.num_nodes > 1 and ipaddress.ip_address(address).is_loopback:
+        # The rendezvous runs on this machine and its name means loopback here; others use a real address.
+        address = _own_outer_address()
+    return address
+
+
+def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
+    """Return the IPv4 address of the interface ``name``, or else its IPv6 address.
+
+    Args:
+        name: Of the interface.
+        said_by: Where the user wrote it, for messages.
+
+    Raises:
+        ConfigError: it does not exist or has no address.
+    """
+    known = [interface for _, interface in socket.if_nameindex()]
+    if name not in known:
+        raise ConfigError(f"{said_by}={name!r} is no network interface here (there are: {', '.join(known)})")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return _ipv6_address(name, said_by)
+    return socket.inet_ntoa(answer[20:24])
+
+
+def link_speed(address: str, cards: Path = Path("/sys/class/net")) -> float | None:
+    """Return how many bytes per second the network card with ``address`` carries.
+
+    None where the kernel does not know, as for loopback and many virtual cards.
+
+    Args:
+        address: Numeric, of this machine.
+        cards: Where the kernel tells of its cards.
+    """
+    for _, name in socket.if_nameindex():
+        try:
+            if interface_address(name) == address:
+                megabits = int((cards / name / "speed").read_text())
+                return megabits * 1e6 / 8 if megabits > 0 else None
+        except (ConfigError, OSError, ValueError):
+            continue  # A card without address, or one that does not tell its speed.
+    return None
+
+
+def endpoint_of(address: str, port: int | str) -> str:
+    """ZeroMQ's spelling of a TCP address."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def _address_towards(host: str, port: int) -> str:
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # chooses the route; a datagram socket sends nothing yet
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={host!r} cannot be reached from here: {error}; use a name or address that every "
+            "machine resolves, or set GLOO_SOCKET_IFNAME"
+        ) from error
+
+
+def _own_outer_address() -> str:
+    name = socket.gethostname()
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    except OSError:
+        found = set()
+    outer = sorted(
+        address for address in found if not ipaddress.ip_address(address.split("%")[0]).is_loopback
+    )
+    if not outer:
+        raise ConfigError(
+            f"several machines take part, but this one ({name}) knows itself only by a loopback address; set "
+            "GLOO_SOCKET_IFNAME to the network interface that the others reach"
+        )
+    return outer[0]
+
+
+def _ipv6_address(name: str, said_by: str) -> str:
+    with open("/proc/net/if_inet6", encoding="ascii") as table:
+        rows = [line.split() for line in table]
+    for digits, *_, interface in rows:
+        if interface == name:
+            return str(ipaddress.IPv6Address(int(digits, 16)))
+    raise ConfigError(f"{said_by}={name!r} has no address; choose an interface that is up")

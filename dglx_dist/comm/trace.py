@@ -1,0 +1,451 @@
+"""What a rank leaves of a run for whoever measures it: its ledger, its epochs, its passes over the data.
+
+With DGLX_TRACE=FOLDER in the environment every session writes ``FOLDER/rank-<r>.json`` when it ends, also
+when it failed; a second session of the same rank ``rank-<r>.1.json``, and so on: nothing is overwritten.
+Without it no session has a :class:`TraceWriter`. ``scripts/netlab/traces.py`` reads the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.manifest import Fields
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.records import EpochRecord
+
+COMPUTE, NETWORK, LOADER = "compute", "network", "loader"
+"""Rows: what the training loop does; what is on its way; what the loader's threads do."""
+GRAPH_SERVER, WORKER, PARAMETER_SERVER = "graph server", "worker", "parameter server"
+"""Rows of training in intervals: moves of a graph server; tasks of its workers; updates of weights."""
+WAIT = "wait"
+"""How the name of a span begins in which a row stands still: it is no work, though it lies in the row."""
+MAX_SPANS = 50_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One stretch of work."""
+
+    name: str
+    """What: "forward M", "pull", "wait for the pull", ..."""
+    row: str
+    """Where it is drawn: "compute", "network", "loader", "graph server", "worker", "parameter server"."""
+    begin_s: float
+    """time.perf_counter() of this process."""
+    end_s: float
+    batch: int | None
+    """Number of the mini-batch, where it belongs to one; of the epoch, where all nodes are one batch."""
+    interval: int | None = None
+    """Of the graph's nodes, over all graph servers, where it belongs to one."""
+
+
+@final
+class Timeline:
+    """Collects spans of this rank while it is on; any thread.
+
+    Args:
+        max_spans: How many are kept; later ones are counted in ``dropped`` alone.
+    """
+
+    def __init__(self, max_spans: int = MAX_SPANS) -> None:
+        self.on = False
+        self.spans: list[Span] = []
+        self.dropped = 0
+        self._max_spans = max_spans
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Forget what was collected, and collect from now on."""
+        with self._lock:
+            self.spans, self.dropped = [], 0
+        self.on = True
+
+    @contextmanager
+    def span(
+        self, name: str, row: str, batch: int | None = None, interval: int | None = None
+    ) -> Iterator[None]:
+        """Note how long the block takes, also when it raises; any thread."""
+        if not self.on:
+            yield
+            return
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self.note(Span(name=name, row=row, begin_s=begin, end_s=end, batch=batch, interval=interval))
+
+    def add(self, name: str, row: str, begin_s: float, end_s: float, batch: int | None = None) -> None:
+        """Note a stretch that was timed elsewhere; any thread."""
+        self.note(Span(name=name, row=row, begin_s=begin_s, end_s=end_s, batch=batch))
+
+    def note(self, span: Span) -> None:
+        """Keep ``span``, if it is on; any thread."""
+        if not self.on:
+            return
+        with self._lock:
+            if len(self.spans) < self._max_spans:
+                self.spans.append(span)
+            else:
+                self.dropped += 1
+
+
+log = logging.getLogger(__name__)
+
+UNFINISHED = ".part"
+"""End of the name of a file whose session has not ended: it still runs, or was killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One whole pass of a loader over its items."""
+
+    loader: int
+    """0 for the first loader that the session made, and so on."""
+    steps: int
+    seconds: float
+    """Wall clock from the first batch asked for to the last one used."""
+    wait_s: float
+    """What of it the consumer waited for the loader."""
+
+
+@final
+class TraceWriter:
+    """Collects what one rank notes in one session; :meth:`write` once at the end.
+
+    Args:
+        folder: Made if need be. The file is reserved there at once, so that one that cannot be written is
+            known before the work, not after it.
+        rank: Of this process.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._rank = rank
+        self._path = _reserved(folder, rank)
+        self._epochs: list[Mapping[str, object]] = []
+        self._passes: list[Pass] = []
+        self._num_loaders = 0
+
+    def new_loader(self) -> int:
+        """Return the number of a loader that was just made."""
+        self._num_loaders += 1
+        return self._num_loaders - 1
+
+    def note_pass(self, done: Pass) -> None:
+        """Keep one whole pass of a loader."""
+        self._passes.append(done)
+
+    def note_epoch(self, record: EpochRecord) -> None:
+        """Keep one epoch of training."""
+        values = asdict(record)
+        # JSON has no word for a loss that is not a number.
+        self._epochs.append(values | {"loss": record.loss if math.isfinite(record.loss) else None})
+
+    def write(self, job: str, topology: Topology, ledger: Ledger, *, failed: bool) -> None:
+        """Write the file; what goes wrong is logged, because the work that it tells of is done.
+
+        Args:
+            job: Equal on all ranks of a session, and on no other session.
+            topology: This rank's.
+            ledger: What this rank counted.
+            failed: Whether the session ended as one that failed.
+        """
+        values = {
+            "job": job,
+            "rank": self._rank,
+            "server": topology.server,
+            "world_size": topology.world_size,
+            "server_of_rank": topology.server_of_rank,
+            "failed": failed,
+            "ledger": [asdict(row) for row in ledger.rows()],
+            "passes": [asdict(done) for done in self._passes],
+            "epochs": self._epochs,
+        }
+        part = _part_of(self._path)
+        try:
+            part.write_text(json.dumps(values) + "\n", encoding="utf-8")
+            part.replace(self._path)
+        except OSError as error:
+            log.warning("the trace %s of rank %d could not be written: %s", self._path, self._rank, error)
+
+
+def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]:
+    """Return the writer, None without ``folder``; or why there is none, which all ranks must hear."""
+    if folder is None:
+        return None, ""
+    try:
+        return TraceWriter(folder, rank), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _reserved(folder: Path, rank: int) -> Path:
+    """Return the name of a new file of ``rank``, kept free by an empty file beside it."""
+    number = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = folder / (f"rank-{rank}.{number}.json" if number else f"rank-{rank}.json")
+            number += 1
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(_part_of(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+                # Looked at last: another session may have given its reserved file the final name meanwhile.
+                if not path.exists():
+                    return path
+                _part_of(path).unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"DGLX_TRACE={str(folder)!r}: rank {rank} cannot write its trace there ({error}); name a folder "
+            "that every rank can write, or unset it"
+        ) from error
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(path.name + UNFINISHED)
+
+
+_FORMAT = "dglx_dist trace 1"
+_HEAD = f'{{"otherData": {{"format": "{_FORMAT}"'
+_ROWS = (COMPUTE, GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK, LOADER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpans:
+    """What one rank did."""
+
+    rank: int
+    host: str
+    spans: tuple[Span, ...]
+    """By begin. In seconds of a clock that all ranks share; in a file of the time since the first span."""
+    clock_error_s: float = 0.0
+    """How wrong the times of this rank may be beside rank 0's."""
+    dropped: int = 0
+    """Spans that were not kept, because there were too many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFile:
+    """What a trace file says."""
+
+    ranks: tuple[RankSpans, ...]
+    """By rank."""
+    facts: Mapping[str, Any]
+    """Strategy, options, versions, what was recorded."""
+
+
+def check_replaceable(path: Path) -> None:
+    """Find out whether :func:`write_trace` may write ``path``; makes its folder if need be.
+
+    Raises:
+        StorageError: the folder cannot be made or written, or something other than a trace is at ``path``.
+    """
+    try:
+        if path.is_dir():
+            raise StorageError(f"the trace {path} is a folder; name a file, such as {path / 'trace.json'}")
+        if path.exists() and not _is_trace(path):
+            raise StorageError(
+                f"{path} holds something other than a trace, and is not overwritten; choose another file, or "
+                "remove it yourself"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = _partial(path)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot write the trace {path}: {error}; choose another place") from error
+
+
+def remove_trace(path: Path) -> None:
+    """Remove ``path`` if it is a trace; anything else stays.
+
+    Raises:
+        StorageError: it cannot be removed.
+    """
+    try:
+        if path.is_file() and _is_trace(path):
+            path.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot remove the earlier trace {path}: {error}; remove it yourself") from error
+
+
+def write_trace(path: Path, trace: TraceFile) -> None:
+    """Write ``path``, under another name first; an earlier trace there is replaced.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    zero = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
+    partial = _partial(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            # The head first, by which a trace is known without reading all of it.
+            file.write(_HEAD + ", " + json.dumps(_facts(trace), default=str)[1:])
+            file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write(",\n".join(json.dumps(event) for one in trace.ranks for event in _events(one, zero)))
+            file.write("\n]}\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(f"cannot write the trace {path}: {error}; free some space") from error
+
+
+def read_trace(path: str | Path) -> TraceFile:
+    """Read what :func:`write_trace` wrote.
+
+    Raises:
+        StorageError: there is no such file, it is no trace of ours, or damaged.
+    """
+    try:
+        fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"there is no file {path}; `dglx train --trace FILE` and fit(trace=) write one"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise StorageError(f"{path} is no trace, or damaged ({error}); run the command again") from error
+    facts = fields.record("otherData")
+    facts.choice("format", [_FORMAT])
+    events = fields.records("traceEvents")
+    spans: dict[int, list[Span]] = {}
+    for event in (one for one in events if one.text("ph") == "X"):
+        spans.setdefault(event.integer("pid", at_least=0), []).append(_span(event))
+    ranks = tuple(_rank(one, spans) for one in facts.records("ranks"))
+    return TraceFile(ranks=ranks, facts=facts.mapping("run"))
+
+
+def _is_trace(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEAD)) == _HEAD.encode()
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _facts(trace: TraceFile) -> dict[str, Any]:
+    ranks = [
+        {
+            "rank": one.rank,
+            "host": one.host,
+            "clock_error_us": 1e6 * one.clock_error_s,
+            "dropped": one.dropped,
+        }
+        for one in trace.ranks
+    ]
+    return {"run": trace.facts, "ranks": ranks}
+
+
+def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
+    def told(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
+        return {"name": name, "ph": "M", "pid": one.rank, "tid": thread, "args": args}
+
+    yield told("process_name", 0, {"name": f"rank {one.rank} on {one.host}"})
+    yield told("process_sort_index", 0, {"sort_index": one.rank})
+    thread = 0
+    rows = sorted({span.row for span in one.spans}, key=lambda row: (_place(row), row))
+    for row in rows:
+        for number, lane in enumerate(deal_out(span for span in one.spans if span.row == row)):
+            thread += 1
+            name = row if number == 0 else f"{row} {number + 1}"
+            yield told("thread_name", thread, {"name": name})
+            yield told("thread_sort_index", thread, {"sort_index": thread})
+            for span in lane:
+                yield _event(span, one.rank, thread, zero)
+
+
+def _place(row: str) -> int:
+    return _ROWS.index(row) if row in _ROWS else len(_ROWS)
+
+
+def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
+    return {
+        "name": span.name,
+        "cat": span.row,
+        "ph": "X",
+        "ts": round(1e6 * (span.begin_s - zero), 3),
+        "dur": round(1e6 * (span.end_s - span.begin_s), 3),
+        "pid": rank,
+        "tid": thread,
+        "args": {name: value for name, value in _numbers(span).items() if value is not None},
+    }
+
+
+def _numbers(span: Span) -> dict[str, int | None]:
+    return {"batch": span.batch, "interval": span.interval}
+
+
+def deal_out(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
+    """Deal spans out to as few lists as it takes for those of one list to be nested or apart, by begin.
+
+    Without ``nested`` they are apart.
+    """
+    lanes: list[list[Span]] = []
+    open_until: list[list[float]] = []
+    for span in sorted(spans, key=lambda one: (one.begin_s, -one.end_s)):
+        for lane, ends in zip(lanes, open_until, strict=True):
+            while ends and ends[-1] <= span.begin_s:
+                ends.pop()
+            if not ends or (nested and span.end_s <= ends[-1]):
+                lane.append(span)
+                ends.append(span.end_s)
+                break
+        else:
+            lanes.append([span])
+            open_until.append([span.end_s])
+    return lanes
+
+
+def _span(event: Fields) -> Span:
+    begin, duration = _number(event, "ts"), _number(event, "dur")
+    args = event.record("args")
+    batch, interval = (
+        args.integer(name) if name in event.mapping("args") else None for name in ("batch", "interval")
+    )
+    return Span(
+        name=event.text("name"),
+        row=event.text("cat"),
+        begin_s=begin / 1e6,
+        end_s=(begin + duration) / 1e6,
+        batch=batch,
+        interval=interval,
+    )
+
+
+def _number(event: Fields, key: str) -> float:
+    value = event.value(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise event.wrong(key, "microseconds")
+    return float(value)
+
+
+def _rank(fields: Fields, spans: Mapping[int, Sequence[Span]]) -> RankSpans:
+    rank = fields.integer("rank", at_least=0)
+    return RankSpans(
+        rank=rank,
+        host=fields.text("host"),
+        spans=tuple(sorted(spans.get(rank, ()), key=lambda span: span.begin_s)),
+        clock_error_s=_number(fields, "clock_error_us") / 1e6,
+        dropped=fields.integer("dropped", at_least=0),
+    )
+
+
+def moved(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
+    """Return ``spans`` on another clock, by begin."""
+    shifted = [replace(one, begin_s=one.begin_s + offset_s, end_s=one.end_s + offset_s) for one in spans]
+    return tuple(sorted(shifted, key=lambda one: one.begin_s))

@@ -1,0 +1,403 @@
+"""DGL's ``DistGraph``, over ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast, final
+
+import dgl
+import numpy as np
+import torch
+from dgl.frame import Scheme
+from torch import Tensor
+
+from dglx_dist.comm.session import Shared, current_session
+from dglx_dist.comm.topology import read_settings, read_topology
+from dglx_dist.compat.dist_tensor import DistTensor, KVClient, inner_tensor, lifetimes_of
+from dglx_dist.compat.partition_book import (
+    PartitionPolicy,
+    RangePartitionBook,
+    edge_type,
+    node_type,
+    outer_policy,
+    remember_graph,
+)
+from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DataView as InnerDataView
+from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
+from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
+from dglx_dist.graph.ids import Ids
+from dglx_dist.records import Array, EdgeType
+
+
+def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
+    """Return the graph or block without edge types that have no edges; where none has any, as it is.
+
+    Scripts rely on it: a model over several types then returns rows for the types of the seeds alone. All
+    node types stay, and so does the data of nodes and edges.
+    """
+    kept = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
+    if len(kept) in (0, len(graph.canonical_etypes)):
+        return graph
+    edges = {etype: graph.edges(etype=etype, order="eid") for etype in kept}
+    if graph.is_block:
+        made = dgl.create_block(
+            edges,
+            {ntype: graph.num_src_nodes(ntype) for ntype in graph.srctypes},
+            {ntype: graph.num_dst_nodes(ntype) for ntype in graph.dsttypes},
+            idtype=graph.idtype,
+            device=graph.device,
+        )
+        for ntype in graph.srctypes:
+            made.srcnodes[ntype].data.update(graph.srcnodes[ntype].data)
+        for ntype in graph.dsttypes:
+            made.dstnodes[ntype].data.update(graph.dstnodes[ntype].data)
+        made.step_share = getattr(graph, "step_share", None)
+    else:
+        counts = {ntype: graph.num_nodes(ntype) for ntype in graph.ntypes}
+        made = dgl.heterograph(edges, counts, idtype=graph.idtype, device=graph.device)
+        for ntype in graph.ntypes:
+            made.nodes[ntype].data.update(graph.nodes[ntype].data)
+    for etype in kept:
+        made.edges[etype].data.update(graph.edges[etype].data)
+    return made
+
+
+def local_partition(g: InnerDistGraph) -> dgl.DGLGraph:
+    """Return the own server's nodes, first, their in-edges, and the other sources of these; made anew.
+
+    Ids are homogeneous. ``ndata`` has ``dgl.NID`` and ``inner_node``; ``edata`` has ``dgl.EID`` and
+    ``inner_edge``, which is 1 for all; where there are several types, ``dgl.NTYPE`` and ``dgl.ETYPE`` too.
+    """
+    book = g.get_partition_book()
+    own = np.concatenate(
+        [book.map_to_homo_nid(book.partid2nids(book.partid, ntype), ntype).numpy() for ntype in book.ntypes]
+    )
+    sources, destinations, edges = _in_edges(g)
+    halo = np.setdiff1d(sources, own)
+    nodes = np.concatenate([own, halo])
+    order = np.argsort(nodes, kind="stable")
+    local = [order[np.searchsorted(nodes, ends, sorter=order)] for ends in (sources, destinations)]
+    graph = dgl.graph((torch.from_numpy(local[0]), torch.from_numpy(local[1])), num_nodes=len(nodes))
+    graph.ndata[dgl.NID] = torch.from_numpy(nodes)
+    graph.ndata["inner_node"] = (torch.arange(len(nodes)) < len(own)).to(torch.uint8)
+    graph.edata[dgl.EID] = torch.from_numpy(edges)
+    graph.edata["inner_edge"] = torch.ones(len(edges), dtype=torch.uint8)
+    if len(book.ntypes) > 1 or len(book.etypes) > 1:
+        graph.ndata[dgl.NTYPE] = book.map_to_per_ntype(nodes)[0].to(torch.int32)
+        graph.edata[dgl.ETYPE] = book.map_to_per_etype(edges)[0].to(torch.int32)
+    return graph
+
+
+def _in_edges(g: InnerDistGraph) -> tuple[Array, Array, Array]:
+    """Return sources, destinations and ids, (E,) homogeneous each, of the in-edges of the own nodes."""
+    book = g.get_partition_book()
+    pieces = []
+    for etype in book.canonical_etypes:
+        nodes = book.partid2nids(book.partid, etype[2]).numpy()
+        found = g.structure(etype).ask("in_edges", nodes)
+        destinations = np.repeat(nodes, np.diff(found.indptr))
+        pieces.append(
+            (
+                book.map_to_homo_nid(found.sources, etype[0]).numpy(),
+                book.map_to_homo_nid(destinations, etype[2]).numpy(),
+                book.map_to_homo_eid(found.edge_ids, etype).numpy(),
+            )
+        )
+    sources, destinations, edges = (np.concatenate(one) for one in zip(*pieces, strict=True))
+    return sources, destinations, edges
+
+
+K = TypeVar("K")
+
+
+@final
+class DataView(MutableMapping[str, DistTensor]):
+    """The named tensors of the nodes or edges of one type."""
+
+    def __init__(self, inner: InnerDataView) -> None:
+        self._inner = inner
+
+    def __getitem__(self, key: str) -> DistTensor:
+        return DistTensor.over(self._inner[key])
+
+    def __setitem__(self, key: str, val: DistTensor) -> None:
+        self._inner[key] = cast("InnerTensor", inner_tensor(val))
+        # From now on the view refers to it, whatever becomes of the script's own name for it.
+        kept = self._inner[key]
+        lifetimes_of(kept.kvstore).use(kept.kvstore_key, kept)
+
+    def __delitem__(self, key: str) -> None:
+        del self._inner[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __repr__(self) -> str:
+        return repr({name: repr(self._inner[name]) for name in self._inner})
+
+
+@final
+@dataclass(frozen=True)
+class Space:
+    """What ``g.nodes[ntype]`` and ``g.edges[etype]`` are."""
+
+    data: DataView
+
+
+@final
+class Spaces(Generic[K]):
+    """``g.nodes`` and ``g.edges``."""
+
+    def __init__(self, view_of: Callable[[K], InnerDataView]) -> None:
+        self._view_of = view_of
+
+    def __getitem__(self, key: K) -> Space:
+        return Space(DataView(self._view_of(key)))
+
+
+@final
+class DistGraph(Shared):
+    """A partitioned graph with DGL's methods; ``.inner`` is ours, whose other attributes are here as well.
+
+    Opening one is collective, and joins the ranks if they have not met yet.
+
+    Args:
+        graph_name: As when it was partitioned.
+        gpb: Not needed, with a warning: the book is read from the partition.
+        part_config: DGL's JSON file, or the folder of a dataset of ours; None: what DGL_CONF_PATH names.
+
+    Raises:
+        ConfigError: no partition is named, or it is of a graph of another name.
+        StorageError: on all ranks, when it cannot be opened on one of them.
+    """
+
+    def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:
+        if gpb is not None and read_topology().rank == 0:
+            warnings.warn("gpb is not used: the partition has its book", stacklevel=2)
+        path = Path(part_config) if part_config is not None else read_settings().part_config
+        if path is None:
+            raise ConfigError(
+                "give DistGraph(..., part_config=), the JSON file that partition_graph wrote: there are no "
+                "servers that would know it"
+            )
+        session = current_session()
+        if (path / MANIFEST).is_file():
+            self.inner = InnerDistGraph(path, session=session)
+        else:
+            self.inner = InnerDistGraph(part_config=path, session=session)
+        remember_graph(self.inner)
+        self.graph_name = graph_name
+        if not path.is_dir() and self.inner.name != graph_name:
+            raise ConfigError(f"{path} is of the graph {self.inner.name!r}, not {graph_name!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        """What is ours beyond DGL's, such as ``orig_ids`` and ``cache_rows``."""
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def _client(self) -> KVClient:
+        return KVClient.over(self.inner.kvstore)
+
+    @property
+    def local_partition(self) -> dgl.DGLGraph:
+        """The own server's nodes, their in-edges and the sources of these, as a homogeneous DGLGraph."""
+        return local_partition(self.inner)
+
+    @property
+    def ntypes(self) -> list[str]:
+        """Node types."""
+        return self.inner.ntypes
+
+    @property
+    def etypes(self) -> list[str]:
+        """Relations."""
+        return self.inner.etypes
+
+    @property
+    def canonical_etypes(self) -> list[EdgeType]:
+        """Edge types."""
+        return self.inner.canonical_etypes
+
+    @property
+    def idtype(self) -> torch.dtype:
+        """int64."""
+        return self.inner.idtype
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return self.inner.device
+
+    @property
+    def ndata(self) -> DataView:
+        """Tensors of the nodes of a graph of one node type."""
+        return DataView(self.inner.ndata)
+
+    @property
+    def edata(self) -> DataView:
+        """Tensors of the edges of a graph of one edge type."""
+        return DataView(self.inner.edata)
+
+    @property
+    def nodes(self) -> Spaces[str]:
+        """``g.nodes[ntype].data``."""
+        return Spaces(lambda ntype: self.inner.nodes[ntype].data)
+
+    @property
+    def edges(self) -> Spaces[str | EdgeType]:
+        """``g.edges[etype].data``."""
+        return Spaces(lambda etype: self.inner.edges[etype].data)
+
+    def is_pinned(self) -> bool:
+        """Return False."""
+        return False
+
+    def num_nodes(self, ntype: str | None = None) -> int:
+        """Return the number of nodes of a type, or of all."""
+        return self.inner.num_nodes(None if ntype is None else node_type(self.inner, ntype))
+
+    def num_edges(self, etype: str | EdgeType | None = None) -> int:
+        """Return the number of edges of a type, or of all."""
+        return self.inner.num_edges(None if etype is None else edge_type(self.inner, etype))
+
+    number_of_nodes, number_of_edges = num_nodes, num_edges
+
+    def in_degrees(self, v: Ids | None = None) -> Tensor:
+        """Return the numbers of in-edges, of all nodes when None."""
+        return self.inner.in_degrees(v)
+
+    def out_degrees(self, u: Ids | None = None) -> Tensor:
+        """Return the numbers of out-edges, of all nodes when None."""
+        return self.inner.out_degrees(u)
+
+    def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
+        """Return the triple of an edge type."""
+        return self.inner.to_canonical_etype(etype)
+
+    def get_ntype_id(self, ntype: str | None) -> int:
+        """Return the number of a node type; None: of the only one.
+
+        Raises:
+            ConfigError: there is no such type, or None and several.
+        """
+        known = self.ntypes
+        if ntype is None and len(known) == 1:
+            return 0
+        if ntype not in known:
+            raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(known)})")
+        return known.index(ntype)
+
+    def get_etype_id(self, etype: str | EdgeType | None) -> int:
+        """Return the number of an edge type; None: of the only one.
+
+        Raises:
+            ConfigError: there is no such type, or None and several.
+        """
+        if etype is None and len(self.etypes) == 1:
+            return 0
+        if etype is None:
+            raise ConfigError(f"name one of the edge types {', '.join(self.etypes)}")
+        return self.canonical_etypes.index(self.to_canonical_etype(etype))
+
+    def node_attr_schemes(self) -> dict[str, Scheme]:
+        """Return shape and dtype of each tensor of the nodes."""
+        return {name: Scheme(tensor.shape[1:], tensor.dtype) for name, tensor in self.ndata.items()}
+
+    def edge_attr_schemes(self) -> dict[str, Scheme]:
+        """Return shape and dtype of each tensor of the edges."""
+        return {name: Scheme(tensor.shape[1:], tensor.dtype) for name, tensor in self.edata.items()}
+
+    def rank(self) -> int:
+        """Return the rank of this process."""
+        return self.inner.rank()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; what was written before is seen by all afterwards."""
+        self.inner.barrier()
+
+    def get_partition_book(self) -> RangePartitionBook:
+        """Return who owns which ids; the partitions are the servers."""
+        return RangePartitionBook.over(self.inner.get_partition_book())
+
+    def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
+        """Return how tensors of the nodes of a type are laid."""
+        return outer_policy(self.inner.get_node_partition_policy(ntype))
+
+    def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy:
+        """Return how tensors of the edges of a type are laid."""
+        return outer_policy(self.inner.get_edge_partition_policy(etype))
+
+    def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
+        """Return (sources, destinations) of edges of one type."""
+        return self.inner.find_edges(edges, etype)
+
+    def edge_subgraph(
+        self, edges: Tensor | Mapping[Any, Tensor], relabel_nodes: bool = True, store_ids: bool = True
+    ) -> dgl.DGLGraph:
+        """Return the graph of some edges, with ``dgl.EID``, and ``dgl.NID`` when nodes are relabelled.
+
+        Raises:
+            ConfigError: ``store_ids`` is False, as with DGL; or ids without a type and several types.
+        """
+        if not store_ids:
+            raise ConfigError("edge_subgraph always stores the ids; leave store_ids out")
+        by_type = edges if isinstance(edges, Mapping) else {self._only_etype(): edges}
+        ids = {self.to_canonical_etype(etype): torch.as_tensor(given) for etype, given in by_type.items()}
+        ends = {etype: self.find_edges(given, etype) for etype, given in ids.items()}
+        graph = dgl.heterograph(ends, {ntype: self.num_nodes(ntype) for ntype in self.ntypes})
+        for etype, given in ids.items():
+            graph.edges[etype].data[dgl.EID] = given
+        return dgl.compact_graphs(graph) if relabel_nodes else graph
+
+    def sample_neighbors(
+        self,
+        seed_nodes: Any,
+        fanout: int | Mapping[Any, int],
+        edge_dir: str = "in",
+        prob: str | None = None,
+        exclude_edges: Any = None,
+        replace: bool = False,
+        etype_sorted: bool = True,
+        output_device: torch.device | str | None = None,
+    ) -> dgl.DGLGraph:
+        """Draw in-edges of nodes, none of them of ``exclude_edges``, which DGL 1.1.3 ignores."""
+        drawn = self.inner.sample_neighbors(
+            seed_nodes, fanout, edge_dir, prob, exclude_edges, replace, etype_sorted, output_device
+        )
+        return without_empty_types(drawn)
+
+    def add_edge_attribute(self, name: str, padding: Any = None) -> None:
+        """Of GraphBolt.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")
+
+    def _only_etype(self) -> EdgeType:
+        if len(self.canonical_etypes) != 1:
+            raise ConfigError(f"give a dict of ids by edge type: {', '.join(self.etypes)}")
+        return self.canonical_etypes[0]
+
+
+def inner_graph(g: object) -> InnerDistGraph:
+    """Return our graph behind DGL's view of it, or itself.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(g, DistGraph):
+        return g.inner
+    if isinstance(g, InnerDistGraph):
+        return g
+    raise ConfigError(f"the graph is a {type(g).__name__}; give a dgl.distributed.DistGraph")

@@ -1,0 +1,1 @@
+"""Datasets: sources, tables, partitioning and the format on disk."""

@@ -1,0 +1,1 @@
+"""Ingestion of tables larger than memory."""

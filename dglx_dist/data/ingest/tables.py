@@ -1,0 +1,295 @@
+"""Tables of many files, read a piece at a time; a piece knows its file and row, for messages."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet
+
+from dglx_dist.data.ingest.config import FileSet
+from dglx_dist.data.tables import as_int64, plain, refuse_gaps
+from dglx_dist.data.validate import check_finite
+from dglx_dist.errors import DatasetError
+from dglx_dist.records import Array
+
+_LEAST_ROW_BYTES = 32
+_MOST_ROWS = 1 << 16
+_LEAST_BLOCK, _MOST_BLOCK = 1 << 16, 1 << 20
+_PROBED_ROWS = 1 << 8
+_TEXTS = "BYTE_ARRAY"
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+"""Bytes of one value of Parquet's types, once it is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some rows of one file."""
+
+    path: Path
+    first_row: int
+    """Number of the first one in its file, from 0, the header not counted."""
+    row: int
+    """Number of the first one in the table."""
+    columns: dict[str, Any]
+    """Name -> pyarrow array in one chunk; everything in a CSV file is text, as it is written."""
+    num_rows: int
+
+    @property
+    def where(self) -> str:
+        """The file, as messages begin."""
+        return str(self.path)
+
+
+class Table:
+    """The files of one node or edge type.
+
+    Args:
+        files: Which.
+        batch_bytes: About how much is read at a time.
+    """
+
+    def __init__(self, files: FileSet, batch_bytes: int) -> None:
+        self.files = files
+        self._batch_bytes = batch_bytes
+        self._ends: list[int] = []
+
+    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
+        """Yield the columns ``names`` of all rows in order, one row at least; without names count rows.
+
+        Raises:
+            DatasetError: a file cannot be read, or has none or several of a column.
+        """
+        row, ends = 0, []
+        for path in self.files.paths:
+            first = row
+            for batch in self._read(path, list(dict.fromkeys(names))):
+                if not batch.num_rows:
+                    continue
+                columns = {name: plain(batch.column(name)) for name in names}
+                yield Piece(
+                    path=path, first_row=row - first, row=row, columns=columns, num_rows=batch.num_rows
+                )
+                row += batch.num_rows
+            ends.append(row)
+        self._ends = ends
+
+    def count(self) -> int:
+        """Return how many rows there are; a CSV file is read for it."""
+        if self.files.format == "csv":
+            return sum(piece.num_rows for piece in self.pieces([]))
+        ends = [0]
+        for path in self.files.paths:
+            ends.append(ends[-1] + _metadata(path).num_rows)
+        self._ends = ends[1:]
+        return ends[-1]
+
+    def place(self, row: int) -> tuple[Path, int]:
+        """Return the file of a row, and its number there; after :meth:`count` or all :meth:`pieces`."""
+        first = 0
+        for path, end in zip(self.files.paths, self._ends, strict=True):
+            if row < end:
+                return path, row - first
+            first = end
+        raise AssertionError(f"row {row} of {first}")
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise DatasetError unless every file can be opened and has each of these columns once."""
+        for path in self.files.paths:
+            if self.files.format == "csv":
+                _check_names(path, _header(path, self.files.separator), names)
+            else:
+                _schema(path, names)
+
+    def is_whole_number(self, name: str) -> bool:
+        """Return whether every file holds ``name`` as whole numbers; what is in CSV is text."""
+        if self.files.format == "csv":
+            return False
+        return all(pa.types.is_integer(_schema(path, [name]).field(name).type) for path in self.files.paths)
+
+    def _read(self, path: Path, names: list[str]) -> Iterator[Any]:
+        try:
+            if self.files.format == "csv":
+                yield from self._read_csv(path, names)
+            else:
+                yield from self._read_parquet(path, names)
+        except (pa.ArrowException, OSError) as problem:
+            # What Arrow says of a row that does not end within a block.
+            longest = self._block_bytes() >> 10
+            is_long = self.files.format == "csv" and "straddling" in str(problem)
+            hint = f"; a quote is open, or a row has over {longest} KB: write Parquet" if is_long else ""
+            raise DatasetError(
+                f"{path}: not readable as a {self.files.format} table: {problem}{hint}"
+            ) from problem
+
+    def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
+        names = names or _schema(path, []).names[:1]
+        _schema(path, names)
+        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 16, pre_buffer=False) as file:
+            for number in range(file.metadata.num_row_groups):
+                row_bytes = max(_row_bytes(file, number, names), _LEAST_ROW_BYTES)
+                rows = min(max(self._batch_bytes // row_bytes, 1), _MOST_ROWS)
+                yield from file.iter_batches(
+                    batch_size=rows, row_groups=[number], columns=names, use_threads=False
+                )
+
+    def _block_bytes(self) -> int:
+        """Return how much of a CSV file is a piece: Arrow reads 32 of them ahead."""
+        return min(max(self._batch_bytes // 4, _LEAST_BLOCK), _MOST_BLOCK)
+
+    def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
+        names = names or _header(path, self.files.separator)[:1]
+        _check_names(path, _header(path, self.files.separator), names)
+        with pyarrow.csv.open_csv(
+            path,
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=self.files.separator, newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                include_columns=names, column_types=dict.fromkeys(names, pa.string())
+            ),
+        ) as reader:
+            yield from reader
+
+
+def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
+    """Return about what a row of a row group takes once it is read.
+
+    What repeats is stored once: thousands of 0 or of one text take some bits each in the file. Numbers tell
+    how many there are; texts have to be looked at.
+    """
+    group = file.metadata.row_group(number)
+    total, texts = 0, []
+    for i in range(group.num_columns):
+        column = group.column(i)
+        if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
+            width = _WIDTHS.get(column.physical_type, file.schema.column(i).length)
+            total += max(column.total_uncompressed_size, column.num_values * width)
+            if column.physical_type == _TEXTS and column.has_dictionary_page:
+                texts.append(column.path_in_schema)
+    probe = 0
+    if texts and group.num_rows:
+        rows = file.iter_batches(
+            batch_size=_PROBED_ROWS, row_groups=[number], columns=texts, use_threads=False
+        )
+        first = next(rows)
+        probe = sum(plain(column).nbytes for column in first.columns) // first.num_rows
+    return int(total // max(group.num_rows, 1)) + probe
+
+
+def _schema(path: Path, names: Sequence[str]) -> Any:
+    """Return the schema of a Parquet file that has the columns ``names``."""
+    schema = _metadata(path).schema.to_arrow_schema()
+    _check_names(path, schema.names, names)
+    return schema
+
+
+def _metadata(path: Path) -> Any:
+    try:
+        return pyarrow.parquet.read_metadata(path)
+    except (pa.ArrowException, OSError) as problem:
+        raise DatasetError(f"{path}: not readable as a parquet table: {problem}") from problem
+
+
+def _header(path: Path, separator: str) -> list[str]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return next(csv.reader(file, delimiter=separator), [])
+    except (UnicodeDecodeError, csv.Error, OSError) as problem:
+        raise DatasetError(f"{path}: not readable as a csv table: {problem}") from problem
+
+
+def _check_names(path: Path, known: Sequence[str], names: Sequence[str]) -> None:
+    for name in names:
+        count = list(known).count(name)
+        if count == 0:
+            raise DatasetError(f"{path}: has no column {name!r} (it has {', '.join(known) or 'none'})")
+        if count > 1:
+            raise DatasetError(f"{path}: has {count} columns {name!r}; rename all but one")
+
+
+_WHOLE = "^(0|-?[1-9][0-9]*)$"
+"""A whole number as it is written."""
+
+
+def numbers_of_text(
+    values: Any, name: str, where: str, first_row: int, separator: str | None = None
+) -> Array:
+    """Return texts as (K,) float64, or as (K, F) where each holds F numbers between separators.
+
+    Raises:
+        DatasetError: naming the first row that is empty, no number, not finite, or of another length.
+    """
+    refuse_gaps(values, name, where, first_row)
+    width = None
+    if separator is not None:
+        lists = pc.split_pattern(values, separator)
+        lengths = np.asarray(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
+        if (lengths != lengths[:1]).any():
+            row = int(np.argmax(lengths != lengths[0]))
+            raise DatasetError(
+                f"{where}: column {name!r}, row {first_row + row}: {lengths[row]} numbers, but row "
+                f"{first_row} has {lengths[0]}"
+            )
+        width = int(lengths[0]) if len(lengths) else 0
+        values = lists.flatten()
+    trimmed = pc.utf8_trim_whitespace(values)
+    try:
+        numbers = np.asarray(trimmed.cast(pa.float64()).to_numpy(zero_copy_only=False))
+    except pa.ArrowInvalid:
+        row = _first_that_is_no_number(trimmed)
+        raise DatasetError(
+            f"{where}: column {name!r}, row {first_row + row // (width or 1)}: {values[row].as_py()!r} is no "
+            "number; mend the table, or encode the column with to_categorical"
+        ) from None
+    numbers = numbers if width is None else numbers.reshape(-1, width)
+    check_finite(numbers, name, where, first_row)
+    return numbers
+
+
+def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool) -> Any:
+    """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False.
+
+    Raises:
+        DatasetError: naming the first row that is empty, or what the column holds instead of ids.
+    """
+    refuse_gaps(values, name, where, first_row)
+    is_string = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+    if not is_string and not pa.types.is_integer(values.type):
+        raise DatasetError(
+            f"{where}: column {name!r} must hold integer or string ids; it holds {values.type}"
+        )
+    if is_text:
+        texts = values.cast(pa.large_string())
+        empty = np.asarray(pc.equal(texts, "").to_numpy(zero_copy_only=False))
+        if empty.any():
+            raise DatasetError(
+                f"{where}: column {name!r}, row {first_row + int(np.argmax(empty))}: the id is empty"
+            )
+        return texts
+    if not is_string:
+        return as_int64(values, name, where)
+    # Arrow would read 0x10 and 007, too, which is not how the id is written.
+    odd = ~np.asarray(pc.match_substring_regex(values, _WHOLE).to_numpy(zero_copy_only=False))
+    if odd.any():
+        row = int(np.argmax(odd))
+        raise DatasetError(
+            f"{where}: column {name!r}, row {first_row + row}: node id {values[row].as_py()!r} is no whole "
+            "number, as those of its nodes are (their row numbers where they have no node_id_col)"
+        )
+    return as_int64(values, name, where)
+
+
+def _first_that_is_no_number(texts: Any) -> int:
+    for row, text in enumerate(texts.to_pylist()):
+        try:
+            pa.scalar(text).cast(pa.float64())
+        except pa.ArrowInvalid:
+            return row
+    raise AssertionError("every text is a number by itself")

@@ -1,0 +1,1 @@
+"""Partitioners: one owner for every node."""

@@ -1,0 +1,287 @@
+"""How good a partition is: what it cuts, how even it is, how much every part must fetch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.data.partition.graph_views import (
+    MASKS,
+    BalanceWeights,
+    SymmetricGraph,
+    constraint_columns,
+    first_ids,
+    from_assignment,
+    has_column,
+    imbalance,
+    in_degrees,
+    part_shares,
+)
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array, Assignment, RawGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionQuality:
+    """Figures of one partition; an edge belongs to the owner of its destination (section 1.1)."""
+
+    num_parts: int
+    num_nodes: tuple[int, ...]
+    """(P,) owned nodes."""
+    num_edges: tuple[int, ...]
+    """(P,) in-edges of owned nodes."""
+    cut_edges: int
+    """Directed edges whose ends have different owners."""
+    edge_cut: float
+    """``cut_edges`` / E, in [0, 1]; a random partition has (P - 1) / P. 0 without edges."""
+    remote_fraction: tuple[float, ...]
+    """(P,) share of a part's in-edges whose source is elsewhere: rho of section 0 for one-hop reads."""
+    halo_nodes: tuple[int, ...]
+    """(P,) distinct foreign sources of the in-edges of a part."""
+    halo_factor: tuple[float, ...]
+    """(P,) halo nodes per owned node; 0 for an empty part."""
+    replication_factor: float
+    """Copies of a node on average when every part keeps its halo: 1 + sum of halo nodes / N."""
+    balance: dict[str, float]
+    """Constraint -> largest load / share of the load (max / mean when the shares are equal); 1 is even."""
+    tolerance: dict[str, float]
+    """Constraint -> what the partitioner promised."""
+    missed: dict[str, float]
+    """Constraint -> what was reached where the promise was not kept; empty is good."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as JSON values: lists for tuples."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
+    """Return the figures of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times, one process.
+
+    Raises:
+        ConfigError: ``assignment`` is not one owner in [0, P) for each node of ``graph``.
+    """
+    _check_fits(graph, assignment)
+    num_parts = assignment.num_parts
+    part = from_assignment(graph, assignment)
+    owned = np.bincount(part, minlength=num_parts)
+    edges = np.bincount(part, weights=in_degrees(graph), minlength=num_parts).astype(np.int64)
+    remote, halo = _remote_and_halo(graph, part, num_parts)
+    num_cut, num_edges = int(remote.sum()), graph.total_edges
+    tolerance, missed = assignment.parameters.get("tolerance"), assignment.parameters.get("missed")
+    return PartitionQuality(
+        num_parts=num_parts,
+        num_nodes=tuple(owned.tolist()),
+        num_edges=tuple(edges.tolist()),
+        cut_edges=num_cut,
+        edge_cut=num_cut / num_edges if num_edges else 0.0,
+        remote_fraction=tuple((remote / np.maximum(edges, 1)).tolist()),
+        halo_nodes=tuple(halo.tolist()),
+        halo_factor=tuple((halo / np.maximum(owned, 1)).tolist()),
+        replication_factor=1.0 + int(halo.sum()) / max(graph.total_nodes, 1),
+        balance=_balance(graph, part, assignment),
+        tolerance=dict(tolerance) if isinstance(tolerance, dict) else {},
+        missed=dict(missed) if isinstance(missed, dict) else {},
+    )
+
+
+def _check_fits(graph: RawGraph, assignment: Assignment) -> None:
+    for node_type, count in graph.num_nodes.items():
+        owners = assignment.part_of.get(node_type)
+        if owners is None or len(owners) != count:
+            have = "none" if owners is None else len(owners)
+            raise ConfigError(
+                f"the assignment has {have} owners for the {count} nodes of type {node_type!r}; "
+                "it was made for another graph"
+            )
+        if count and (owners.min() < 0 or owners.max() >= assignment.num_parts):
+            raise ConfigError(
+                f"an owner of type {node_type!r} is outside 0..{assignment.num_parts - 1}: "
+                f"they span {owners.min()}..{owners.max()}"
+            )
+
+
+def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
+    """Return the imbalance of everything that can be balanced in ``graph``, asked for or not."""
+    asked = assignment.parameters.get("balance")
+    constraints = ["nodes", "degree", *(c for c, column in MASKS.items() if has_column(graph, column))]
+    if len(graph.num_nodes) > 1:
+        constraints.append("ntype")
+    constraints += [c for c in asked if c not in constraints] if isinstance(asked, list) else []
+    targets = assignment.parameters.get("target_weights")
+    shares = part_shares(targets if isinstance(targets, list) else None, assignment.num_parts)
+    return {
+        name: imbalance(np.bincount(part, weights=column, minlength=assignment.num_parts), shares)
+        for constraint in constraints
+        for name, column in constraint_columns(graph, constraint)
+    }
+
+
+def _remote_and_halo(graph: RawGraph, part: Array, num_parts: int) -> tuple[Array, Array]:
+    """Return (P,) int64 in-edges from elsewhere and (P,) int64 distinct foreign sources."""
+    first_id = first_ids(graph)
+    remote = np.zeros(num_parts, dtype=np.int64)
+    halo = np.zeros(num_parts, dtype=np.int64)
+    for first_part in range(0, num_parts, 64):
+        # One bit per (source, part): 8 bytes a node for each 64 parts, however many edges there are.
+        readers = np.zeros(graph.total_nodes, dtype=np.uint64)
+        for (src_type, _, dst_type), (src, dst) in graph.edges.items():
+            _mark(src, dst, first_id[src_type], first_id[dst_type], part, first_part, readers, remote)
+        _count_bits(readers, first_part, halo)
+    return remote, halo
+
+
+@njit(cache=True, nogil=True)
+def _mark(
+    src: Array,
+    dst: Array,
+    first_src: int,
+    first_dst: int,
+    part: Array,
+    first_part: int,
+    readers: Array,
+    remote: Array,
+) -> None:
+    for e in range(len(src)):
+        u = src[e] + first_src
+        reader = part[dst[e] + first_dst]
+        if reader != part[u] and first_part <= reader < first_part + 64:
+            remote[reader] += 1
+            readers[u] |= np.uint64(1) << np.uint64(reader - first_part)
+
+
+@njit(cache=True, nogil=True)
+def _count_bits(readers: Array, first_part: int, halo: Array) -> None:
+    for u in range(len(readers)):
+        bits = readers[u]
+        bit = 0
+        while bits != np.uint64(0):
+            if bits & np.uint64(1):
+                halo[first_part + bit] += 1
+            bits >>= np.uint64(1)
+            bit += 1
+
+
+LOG = logging.getLogger(__name__)
+MAX_PASSES = 12
+EPSILON = 1e-12
+
+
+def settle(
+    graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array, method: str
+) -> tuple[Array, dict[str, float]]:
+    """Return ``part_of_node`` within its capacities as far as moves allow, and what is still missed.
+
+    Moves cost cut edges, so the nodes that lose least go first. What stays too heavy is logged as a
+    warning, with the figure reached.
+
+    Args:
+        graph: Whose neighbours decide where a node goes.
+        weights: Constraints and capacities.
+        part_of_node: (N,) int32; not changed.
+        method: Whose result it is, for the message.
+    """
+    missed = weights.missed(part_of_node)
+    if not missed:
+        return part_of_node, missed
+    LOG.info("%s left %s above tolerance; moving nodes", method, missed)
+    part_of_node = rebalance(graph, weights, part_of_node)
+    missed = weights.missed(part_of_node)
+    for name, reached in missed.items():
+        LOG.warning(
+            "%s could not balance %s within its tolerance: the heaviest part carries %.3f of its share",
+            method,
+            name,
+            reached,
+        )
+    return part_of_node, missed
+
+
+def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:
+    """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved from heavy parts to where room is.
+
+    A move must lower the total excess, each constraint measured in its own total. One constraint may
+    thus push another a little over, which a later move of another node mends: that is how two nodes
+    change places.
+    """
+    part = part_of_node.copy()
+    # Weights are whole numbers: what is above the whole part of the room is excess in full.
+    loads, room = weights.loads(part), np.floor(weights.capacities() + 1e-6)
+    totals = np.maximum(loads.sum(axis=1), 1.0)
+    matrix = weights.matrix() / totals
+    loads /= totals[:, None]
+    room /= totals[:, None]
+    for attempt in range(MAX_PASSES):
+        # First only nodes that lose no neighbour, then twice as many each time, at last any number.
+        allowed_loss = 2**attempt - 1 if attempt < MAX_PASSES // 2 else 2**62
+        _move(graph.indptr, graph.indices, matrix, loads, room, part, np.int64(allowed_loss))
+        if (loads <= room * (1 + 1e-9)).all():
+            break
+    return part
+
+
+def deal(weights: BalanceWeights) -> Array:
+    """Return (N,) int32 parts that are even in all constraints, whatever the edges are."""
+    return _deal(weights.matrix(), np.maximum(weights.capacities(), 1.0))
+
+
+@njit(cache=True, nogil=True)
+def _deal(matrix: Array, room: Array) -> Array:
+    num_nodes, num_constraints = matrix.shape
+    num_parts = room.shape[1]
+    part = np.zeros(num_nodes, dtype=np.int32)
+    loads = np.zeros(room.shape)
+    for u in range(num_nodes):
+        best_fill = np.inf
+        for p in range(num_parts):
+            # Constraints in which the node weighs count double or more.
+            fill = 0.0
+            for c in range(num_constraints):
+                fill += (loads[c, p] + matrix[u, c]) / room[c, p] * (1.0 + matrix[u, c])
+            if fill < best_fill:
+                best_fill = fill
+                part[u] = p
+        for c in range(num_constraints):
+            loads[c, part[u]] += matrix[u, c]
+    return part
+
+
+@njit(cache=True, nogil=True)
+def _move(
+    indptr: Array, indices: Array, matrix: Array, loads: Array, room: Array, part: Array, allowed_loss: int
+) -> None:
+    num_parts = loads.shape[1]
+    links = np.zeros(num_parts, dtype=np.int64)
+    for u in range(len(part)):
+        home = part[u]
+        relief = _excess(loads[:, home], room[:, home], matrix[u], 0.0)
+        relief -= _excess(loads[:, home], room[:, home], matrix[u], -1.0)
+        if relief <= EPSILON:
+            continue
+        links[:] = 0
+        for e in range(indptr[u], indptr[u + 1]):
+            links[part[indices[e]]] += 1
+        best, best_links, best_burden = -1, np.int64(-1), 0.0
+        for p in range(num_parts):
+            burden = _excess(loads[:, p], room[:, p], matrix[u], 1.0)
+            burden -= _excess(loads[:, p], room[:, p], matrix[u], 0.0)
+            if p == home or burden > relief - EPSILON:
+                continue
+            if links[p] > best_links or (links[p] == best_links and burden < best_burden):
+                best, best_links, best_burden = p, links[p], burden
+        if best >= 0 and links[home] - best_links <= allowed_loss:
+            part[u] = best
+            loads[:, home] -= matrix[u]
+            loads[:, best] += matrix[u]
+
+
+@njit(cache=True, nogil=True)
+def _excess(load: Array, room: Array, weight: Array, sign: float) -> float:
+    """Return by how much a part exceeds its room over all constraints, with the node taken out or put in."""
+    excess = 0.0
+    for c in range(len(load)):
+        excess += max(load[c] + sign * weight[c] - room[c], 0.0)
+    return excess

@@ -1,0 +1,404 @@
+"""What every node weighs in each balance constraint, and how much a part may carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph, SparseRows
+from dglx_dist.registry import did_you_mean
+
+MASKS = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
+COUNT_EDGES = ("degree", "etype")
+"""Constraints whose weights are numbers of edges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceWeights:
+    """C balance constraints over the N nodes of all types and the P parts."""
+
+    names: tuple[str, ...]
+    columns: tuple[Array, ...]
+    """C arrays (N,) int64, not negative."""
+    tolerance: Array
+    """(C,) float64."""
+    shares: Array
+    """(P,) float64, the part of the whole that each part should carry; they sum to 1."""
+
+    def matrix(self) -> Array:
+        """Return (N, C) int64, row by row."""
+        return np.ascontiguousarray(np.stack(self.columns, axis=1))
+
+    def loads(self, part_of_node: Array) -> Array:
+        """Return (C, P) float64: what each part carries under the (N,) int parts."""
+        return np.stack(
+            [np.bincount(part_of_node, weights=w, minlength=len(self.shares)) for w in self.columns]
+        )
+
+    def capacities(self) -> Array:
+        """Return (C, P) float64: share x (1 + tolerance), or share + one heaviest node where that is more.
+
+        No partition of indivisible nodes can promise less than the second.
+        """
+        rows = []
+        for weights, tolerance in zip(self.columns, self.tolerance, strict=True):
+            target = float(weights.sum()) * self.shares
+            heaviest = float(weights.max(initial=0))
+            rows.append(np.maximum(target * (1.0 + tolerance), target + heaviest))
+        return np.stack(rows)
+
+    def missed(self, part_of_node: Array) -> dict[str, float]:
+        """Return, for each constraint beyond its capacity, the largest load / share."""
+        loads, capacities = self.loads(part_of_node), self.capacities()
+        return {
+            name: imbalance(loads[c], self.shares)
+            for c, name in enumerate(self.names)
+            # Shares are rounded, so exactly full may look a hair above full.
+            if (loads[c] > capacities[c] * (1 + 1e-9)).any()
+        }
+
+
+def imbalance(loads: Array, shares: Array) -> float:
+    """Return the largest load / (total x share) of the (P,) loads, 1.0 when there is nothing to carry."""
+    total = float(loads.sum())
+    return float((loads / (total * shares)).max()) if total > 0 else 1.0
+
+
+def balance_weights(
+    graph: RawGraph, options: PartitionOptions, num_parts: int, max_constraints: int | None
+) -> BalanceWeights:
+    """Return the constraints of ``options`` as weights of the nodes of ``graph``.
+
+    Raises:
+        ConfigError: a constraint names neither a known weight nor a node column, its column is not
+            numeric or negative, there are more than ``max_constraints``, or target_weights do not have
+            one value per part.
+    """
+    names: list[str] = []
+    columns: list[Array] = []
+    tolerance: list[float] = []
+    for constraint in options.constraints:
+        for name, column in constraint_columns(graph, constraint):
+            names.append(name)
+            columns.append(column)
+            tolerance.append(options.tolerance_of(constraint))
+    if max_constraints is not None and len(names) > max_constraints:
+        raise ConfigError(
+            f"this method balances {max_constraints} weight at a time, but {len(names)} are asked for "
+            f"({', '.join(names)}); choose method metis, or balance one of nodes, degree"
+        )
+    return BalanceWeights(
+        names=tuple(names),
+        columns=tuple(columns),
+        tolerance=np.array(tolerance),
+        shares=part_shares(options.target_weights, num_parts),
+    )
+
+
+def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array:
+    """Return (P,) float64 shares that sum to 1.
+
+    Raises:
+        ConfigError: there is not one weight per part.
+    """
+    if target_weights is None:
+        return np.full(num_parts, 1.0 / num_parts)
+    if len(target_weights) != num_parts:
+        raise ConfigError(
+            f"target_weights has {len(target_weights)} values for {num_parts} parts; give one per part"
+        )
+    weights = np.asarray(target_weights, dtype=np.float64)
+    return weights / weights.sum()
+
+
+def constraint_columns(graph: RawGraph, constraint: str) -> list[tuple[str, Array]]:
+    """Return (name, (N,) int64 weights) of ``constraint``: one, or one per type for ``ntype`` and ``etype``.
+
+    Raises:
+        ConfigError: ``graph`` has no such weight.
+    """
+    if constraint == "nodes":
+        return [("nodes", np.ones(graph.total_nodes, dtype=np.int64))]
+    if constraint == "degree":
+        return [("degree", in_degrees(graph))]
+    if constraint == "ntype":
+        return [(f"ntype:{node_type}", _only(graph, node_type)) for node_type in graph.num_nodes]
+    if constraint == "etype":
+        return [(f"etype:{'.'.join(etype)}", _in_degrees_by(graph, etype)) for etype in graph.edges]
+    return [(constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint)))]
+
+
+def in_degrees(graph: RawGraph) -> Array:
+    """Return (N,) int64: in-edges of every node over all edge types, which is what its owner stores."""
+    parts = {t: np.zeros(count, dtype=np.int64) for t, count in graph.num_nodes.items()}
+    for (_, _, dst_type), (_, dst) in graph.edges.items():
+        parts[dst_type] += np.bincount(dst, minlength=graph.num_nodes[dst_type])
+    return np.concatenate([*parts.values(), np.zeros(0, dtype=np.int64)])
+
+
+def _in_degrees_by(graph: RawGraph, etype: EdgeType) -> Array:
+    return in_degrees(replace(graph, edges={etype: graph.edges[etype]}))
+
+
+def has_column(graph: RawGraph, column: str) -> bool:
+    """Whether any node type carries ``column``."""
+    return any(column in columns for columns in graph.node_data.values())
+
+
+def _only(graph: RawGraph, wanted: str) -> Array:
+    pieces = [np.full(count, t == wanted, dtype=np.int64) for t, count in graph.num_nodes.items()]
+    return np.concatenate(pieces)
+
+
+def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
+    if not has_column(graph, column):
+        existing = sorted({name for columns in graph.node_data.values() for name in columns})
+        hint = did_you_mean(constraint, ["nodes", "degree", "ntype", "etype", *MASKS, *existing])
+        raise ConfigError(
+            f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} (node columns: "
+            f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"
+        )
+    pieces = [np.zeros(0, dtype=np.int64)]
+    for node_type, count in graph.num_nodes.items():
+        values = graph.node_data.get(node_type, {}).get(column)
+        pieces.append(
+            np.zeros(count, dtype=np.int64) if values is None else _weight_of(values, constraint, node_type)
+        )
+    return np.concatenate(pieces)
+
+
+def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:
+    if isinstance(values, SparseRows) or values.ndim != 1 or values.dtype.kind not in "biu":
+        raise ConfigError(
+            f"cannot balance {constraint!r}: node type {node_type!r} has it as {values.shape} "
+            f"{values.dtype}; a weight is one integer or bool per node"
+        )
+    if values.dtype.kind == "i" and len(values) and values.min() < 0:
+        row = int(np.argmax(values < 0))
+        raise ConfigError(
+            f"cannot balance {constraint!r}: node {row} of type {node_type!r} weighs {values[row]}; "
+            "weights are 0 or more"
+        )
+    return values.astype(np.int64)
+
+
+def check_request(num_parts: int, seed: int) -> None:
+    """Raise ConfigError unless there is a part to put nodes in and the seed is not negative."""
+    if num_parts < 1:
+        raise ConfigError(f"num_parts is {num_parts}; it must be at least 1")
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}; it must be at least 0")
+
+
+def trivial_parts(num_nodes: int, num_parts: int) -> Array | None:
+    """Return the (N,) int32 parts that need no thought: one part, or a part for each node; else None."""
+    if num_parts == 1:
+        return np.zeros(num_nodes, dtype=np.int32)
+    if num_parts >= num_nodes:
+        return np.arange(num_nodes, dtype=np.int32)
+    return None
+
+
+def to_assignment(
+    graph: RawGraph,
+    part_of_node: Array,
+    num_parts: int,
+    *,
+    method: str,
+    seed: int,
+    parameters: Mapping[str, object],
+) -> Assignment:
+    """Cut the (N,) vector over all types into one owned int32 vector per type."""
+    part_of: dict[str, Array] = {}
+    first = 0
+    for node_type, count in graph.num_nodes.items():
+        part_of[node_type] = part_of_node[first : first + count].astype(np.int32)
+        first += count
+    return Assignment(
+        num_parts=num_parts, part_of=part_of, method=method, seed=seed, parameters=dict(parameters)
+    )
+
+
+def from_assignment(graph: RawGraph, assignment: Assignment) -> Array:
+    """Return the (N,) int32 owners over all types, in the order of ``graph.num_nodes``."""
+    if not graph.num_nodes:
+        return np.zeros(0, dtype=np.int32)
+    return np.concatenate([np.asarray(assignment.part_of[t], dtype=np.int32) for t in graph.num_nodes])
+
+
+def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[str, object]:
+    """Return what a partitioner was told and promises, as JSON values for ``Assignment.parameters``.
+
+    ``weights`` are the constraints that it holds to; None: it promises no balance.
+    """
+    told: dict[str, object] = {"tolerance": {}}
+    if weights is not None:
+        told["tolerance"] = dict(zip(weights.names, weights.tolerance.tolist(), strict=True))
+    if options.balance:
+        told["balance"] = list(options.balance)
+    if options.target_weights is not None:
+        told["target_weights"] = list(options.target_weights)
+    if options.objective != "cut":
+        told["objective"] = options.objective
+    if options.fast:
+        told["fast"] = True
+    return told
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymmetricGraph:
+    """Rows of neighbours without direction, self loops or repetition; u lists v iff v lists u."""
+
+    indptr: Array
+    """(N + 1,) int64."""
+    indices: Array
+    """(M,) int32 or int64, in no particular order within a row; M is even."""
+    edge_weights: Array | None
+    """(M,) int32: how many directed edges join the pair; None when (99 in 100) pairs have the same number."""
+
+    @property
+    def num_nodes(self) -> int:
+        """N, over all node types."""
+        return len(self.indptr) - 1
+
+
+def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> SymmetricGraph:
+    """Join all edge types of ``graph`` into one symmetric graph; ids of the node types follow each other.
+
+    Needs, beside the edges, 2 E ids (and 2 E int32 weights if ``weighted``) and two arrays of N int64.
+
+    Args:
+        graph: Homogeneous or heterogeneous.
+        dtype: Of the indices; None: int32 if N fits, else int64.
+        weighted: Whether to count parallel (and opposite) edges; False: each pair weighs the same.
+    """
+    num_nodes = graph.total_nodes
+    if dtype is None:
+        dtype = np.int32 if num_nodes <= np.iinfo(np.int32).max else np.int64
+    first_id = first_ids(graph)
+    # One slot more than rows + 1: while filling, indptr[v + 1] is where row v goes on, and ends as its end.
+    indptr = np.zeros(num_nodes + 2, dtype=np.int64)
+    for (src_type, _, dst_type), (src, dst) in graph.edges.items():
+        _count(src, dst, first_id[src_type], first_id[dst_type], indptr)
+    np.cumsum(indptr, out=indptr)
+    indices = np.empty(indptr[-1], dtype=dtype)
+    for (src_type, _, dst_type), (src, dst) in graph.edges.items():
+        _fill(src, dst, first_id[src_type], first_id[dst_type], indptr, indices)
+    indptr = indptr[:-1]
+    weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
+    num_kept = _merge(indptr, indices, weights, weighted)
+    # Shrinks in place where the allocator can: no second copy of the largest array.
+    indices.resize(num_kept, refcheck=False)
+    if not weighted:
+        return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=None)
+    weights.resize(num_kept, refcheck=False)
+    weights_or_none = None if _nearly_uniform(weights) else weights
+    return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights_or_none)
+
+
+def first_ids(graph: RawGraph) -> dict[str, int]:
+    """Return, per node type, the id of its first node when all types follow each other."""
+    firsts, first = {}, 0
+    for node_type, count in graph.num_nodes.items():
+        firsts[node_type] = first
+        first += count
+    return firsts
+
+
+def _nearly_uniform(weights: Array) -> bool:
+    """Whether all but 1 in 100 weights are the same: they then cost memory and hardly change a cut.
+
+    A directed graph without structure has a few pairs joined both ways; a symmetric one has none joined
+    once.
+    """
+    if len(weights) == 0:
+        return True
+    commonest = int(np.median(weights[:: max(len(weights) // 1000, 1)]))
+    return int(np.count_nonzero(weights != commonest)) <= len(weights) // 100
+
+
+@njit(cache=True, nogil=True)
+def _count(src: Array, dst: Array, first_src: int, first_dst: int, indptr: Array) -> None:
+    for e in range(len(src)):
+        u, v = src[e] + first_src, dst[e] + first_dst
+        if u != v:
+            indptr[u + 2] += 1
+            indptr[v + 2] += 1
+
+
+@njit(cache=True, nogil=True)
+def _fill(src: Array, dst: Array, first_src: int, first_dst: int, indptr: Array, indices: Array) -> None:
+    for e in range(len(src)):
+        u, v = src[e] + first_src, dst[e] + first_dst
+        if u != v:
+            indices[indptr[u + 1]] = v
+            indptr[u + 1] += 1
+            indices[indptr[v + 1]] = u
+            indptr[v + 1] += 1
+
+
+@njit(cache=True, nogil=True)
+def _merge(indptr: Array, indices: Array, weights: Array, weighted: bool) -> int:
+    """Merge repeated neighbours in place, moving rows forward; return how many entries are left."""
+    num_nodes = len(indptr) - 1
+    place = np.full(num_nodes, -1, dtype=np.int64)
+    written = 0
+    begin = indptr[0]
+    for u in range(num_nodes):
+        end = indptr[u + 1]
+        row = written
+        for e in range(begin, end):
+            v = indices[e]
+            # Places only grow, so one before this row belongs to another row.
+            if place[v] >= row:
+                if weighted:
+                    weights[place[v]] += 1
+                continue
+            place[v] = written
+            indices[written] = v
+            if weighted:
+                weights[written] = 1
+            written += 1
+        begin = end
+        indptr[u + 1] = written
+    return written
+
+
+def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> RawGraph:
+    """Return the graph of ``nodes`` and the edges among them, renumbered in the given order per type.
+
+    Only the node columns that ``constraints`` weigh are kept.
+
+    Args:
+        graph: The whole.
+        nodes: (K,) int64 ascending ids over all node types.
+        constraints: Names as in ``PartitionOptions.balance``.
+    """
+    new_id = np.full(graph.total_nodes, -1, dtype=np.int64)
+    num_nodes: dict[str, int] = {}
+    node_data: dict[str, dict[str, NodeColumn]] = {}
+    wanted = {MASKS.get(c, c) for c in constraints}
+    first_id = first_ids(graph)
+    for node_type, first in first_id.items():
+        low, high = np.searchsorted(nodes, (first, first + graph.num_nodes[node_type]))
+        mine = nodes[low:high] - first
+        new_id[nodes[low:high]] = np.arange(len(mine))
+        num_nodes[node_type] = len(mine)
+        columns = graph.node_data.get(node_type, {})
+        node_data[node_type] = {
+            n: v[mine] for n, v in columns.items() if n in wanted and isinstance(v, np.ndarray)
+        }
+    edges: dict[EdgeType, tuple[Array, Array]] = {}
+    for edge_type, (src, dst) in graph.edges.items():
+        # Views, since adding the first id to int32 ids overflows where all types together exceed 2**31.
+        new_src = new_id[first_id[edge_type[0]] :][src]
+        new_dst = new_id[first_id[edge_type[2]] :][dst]
+        inside = (new_src >= 0) & (new_dst >= 0)
+        edges[edge_type] = (new_src[inside], new_dst[inside])
+    return RawGraph(name=f"a piece of {graph.name}", num_nodes=num_nodes, edges=edges, node_data=node_data)

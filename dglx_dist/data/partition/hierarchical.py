@@ -1,0 +1,227 @@
+"""Servers first, then the workers inside each: the expensive border is cut best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from dglx_dist.data.partition.balance import settle
+from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
+from dglx_dist.data.partition.graph_views import (
+    COUNT_EDGES,
+    balance_weights,
+    check_request,
+    constraint_columns,
+    describe,
+    from_assignment,
+    induced_graph,
+    part_shares,
+    symmetrise,
+    to_assignment,
+)
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph
+
+OF_THE_WHOLE = "in the whole graph"
+
+
+@final
+class Hierarchical(Partitioner):
+    """Splits over ``options.servers``, then each piece over ``options.workers``, with ``options.inner``.
+
+    Parts are numbered server by server: server s has the parts s x workers to (s + 1) x workers - 1.
+    Everything else in the options is handed to the inner method, which may refuse it.
+    """
+
+    honours = frozenset(
+        {"balance", "tolerance", "target_weights", "objective", "fast", "threads"}
+        | {"servers", "workers", "inner"}
+    )
+    max_constraints = None
+
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        """Partition at both levels; see :meth:`Partitioner.assign`.
+
+        Raises:
+            ConfigError: as there, or num_parts is not servers x workers.
+        """
+        check_request(num_parts, seed)
+        servers, workers = self._shape(num_parts)
+        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
+        inner = self._inner()
+        plugin = PARTITIONERS.get(inner)
+        whole, options = _with_whole_weights(graph, _inner_options(self.options, plugin.honours))
+        shares = weights.shares.reshape(servers, workers)
+        of_server = options
+        if self.options.target_weights is not None:
+            of_server = replace(options, target_weights=tuple(shares.sum(axis=1)))
+        upper = plugin(of_server).assign(whole, servers, seed)
+        first = from_assignment(whole, upper)
+        part_of_node = np.empty(len(first), dtype=np.int32)
+        for server in range(servers):
+            mine = np.flatnonzero(first == server)
+            of_worker = options
+            if self.options.target_weights is not None:
+                of_worker = replace(options, target_weights=tuple(shares[server]))
+            piece = induced_graph(whole, mine, options.constraints)
+            second = plugin(of_worker).assign(piece, workers, seed)
+            part_of_node[mine] = server * workers + from_assignment(piece, second)
+        promised = weights if upper.parameters.get("tolerance") else None
+        parameters = describe(self.options, promised)
+        parameters |= {"servers": servers, "workers": workers, "inner": inner}
+        if promised is not None and weights.missed(part_of_node):
+            # Two levels may each be one heavy node above their share.
+            part_of_node, missed = settle(symmetrise(graph), weights, part_of_node, "hierarchical")
+            if missed:
+                parameters["missed"] = missed
+        return to_assignment(
+            graph, part_of_node, num_parts, method="hierarchical", seed=seed, parameters=parameters
+        )
+
+    def _shape(self, num_parts: int) -> tuple[int, int]:
+        """Return (servers, workers); what was not said follows from the other one."""
+        servers, workers = self.options.servers, self.options.workers
+        if servers is None and workers is None:
+            raise ConfigError(
+                "method hierarchical needs the number of servers or of workers in each; set one"
+            )
+        if servers is None:
+            servers = max(num_parts // (workers or 1), 1)
+        if workers is None:
+            workers = max(num_parts // servers, 1)
+        if servers * workers != num_parts:
+            raise ConfigError(
+                f"{num_parts} parts are not {servers} servers x {workers} workers = {servers * workers}; "
+                f"ask for {servers * workers} parts or another number of servers"
+            )
+        return servers, workers
+
+    def _inner(self) -> str:
+        inner = PARTITIONERS.resolve(self.options.inner or default_partitioner(self.options))
+        if inner in ("hierarchical", "file"):
+            raise ConfigError(f"hierarchical cannot use {inner!r} at its two levels; use metis or kaminpar")
+        return inner
+
+
+def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:
+    """Return what each of the two levels is told: the same, at a tolerance that compounds to the whole."""
+    inner = replace(options, servers=None, workers=None, inner=None)
+    if "tolerance" not in honours and not options.tolerance:
+        return inner
+    tolerance = {c: float(np.sqrt(1.0 + options.tolerance_of(c)) - 1.0) for c in options.constraints}
+    return replace(inner, tolerance=tolerance)
+
+
+def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
+    """Make weights that count edges node columns: a piece of the graph has lost the edges from outside."""
+    names = {constraint: [constraint] for constraint in options.constraints}
+    added: dict[str, Array] = {}
+    for constraint in [name for name in names if name in COUNT_EDGES]:
+        columns = constraint_columns(graph, constraint)
+        names[constraint] = [f"{name} {OF_THE_WHOLE}" for name, _ in columns]
+        added |= dict(zip(names[constraint], (column for _, column in columns), strict=True))
+    if not added:
+        return graph, options
+    node_data: dict[str, dict[str, NodeColumn]] = {}
+    first = 0
+    for node_type, count in graph.num_nodes.items():
+        mine: dict[str, NodeColumn] = {name: column[first : first + count] for name, column in added.items()}
+        node_data[node_type] = {**graph.node_data.get(node_type, {}), **mine}
+        first += count
+    tolerance = options.tolerance
+    if isinstance(tolerance, Mapping):
+        tolerance = {name: t for constraint, t in tolerance.items() for name in names[constraint]}
+    balance = tuple(name for constraint in options.constraints for name in names[constraint])
+    return replace(graph, node_data=node_data), replace(options, balance=balance, tolerance=tolerance)
+
+
+TRAINER_ID = "trainer_id"
+"""Node and edge data that names the trainer, numbered machine by machine: DGL's name."""
+TRAINERS_PER_PART = "trainers_per_part"
+"""Key in ``Assignment.parameters`` and so in the manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLevelSplit:
+    """One cut at both levels: part p holds the trainers p x t to (p + 1) x t - 1."""
+
+    parts: Assignment
+    """The owner of every node among the P parts."""
+    trainers: Assignment
+    """Its trainer among the P x t."""
+
+
+def assign_two_levels(
+    graph: RawGraph, method: str, options: PartitionOptions, size: tuple[int, int], seed: int
+) -> TwoLevelSplit:
+    """Cut ``graph`` over the parts, and each part over its trainers, with the same method and balance.
+
+    Every constraint holds at both levels: a trainer carries at most (1 + tolerance) of its share, and so
+    does a part. ``parameters["missed"]`` of each level says where it does not.
+
+    Args:
+        graph: Of any types.
+        method: The partitioner for both levels; neither ``hierarchical`` nor ``file``.
+        options: ``target_weights`` are those of the P parts; the trainers of a part are equal.
+        size: (P, t).
+        seed: At least 0.
+
+    Raises:
+        ConfigError: the method cannot be used at two levels, or the options do not fit.
+    """
+    num_parts, per_part = size
+    if options.servers is not None or options.workers is not None or options.inner is not None:
+        raise ConfigError(
+            f"servers, workers and inner are for method hierarchical alone, and {per_part} trainers for each "
+            "part ask for two levels already; leave them out"
+        )
+    part_shares(options.target_weights, num_parts)
+    targets = None
+    if options.target_weights is not None:
+        targets = tuple(weight / per_part for weight in options.target_weights for _ in range(per_part))
+    two = replace(options, servers=num_parts, workers=per_part, inner=method, target_weights=targets)
+    trainers = Hierarchical(two).assign(graph, num_parts * per_part, seed)
+    part_of = {ntype: owners // np.int32(per_part) for ntype, owners in trainers.part_of.items()}
+    of_levels = ("servers", "workers", "inner", "missed", "target_weights")
+    told = {name: value for name, value in trainers.parameters.items() if name not in of_levels}
+    told[TRAINERS_PER_PART] = per_part
+    if options.target_weights is not None:
+        told["target_weights"] = list(options.target_weights)
+    parts = Assignment(num_parts=num_parts, part_of=part_of, method=method, seed=seed, parameters=told)
+    if told.get("tolerance"):
+        weights = balance_weights(graph, options, num_parts, None)
+        missed = weights.missed(from_assignment(graph, parts))
+        if missed:
+            parts = replace(parts, parameters={**told, "missed": missed})
+    return TwoLevelSplit(parts=parts, trainers=trainers)
+
+
+def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
+    """Return ``graph`` with the trainer of each node, and of each edge by its destination, as int32 columns.
+
+    Raises:
+        ConfigError: the graph has a column of that name.
+    """
+    check_no_trainer_ids(graph)
+    node_data: dict[str, dict[str, NodeColumn]] = {
+        ntype: {**graph.node_data.get(ntype, {}), TRAINER_ID: trainers.part_of[ntype]}
+        for ntype in graph.num_nodes
+    }
+    edge_data: dict[EdgeType, dict[str, Array]] = {
+        etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: trainers.part_of[etype[2]][destinations]}
+        for etype, (_, destinations) in graph.edges.items()
+    }
+    return replace(graph, node_data=node_data, edge_data=edge_data)
+
+
+def check_no_trainer_ids(graph: RawGraph) -> None:
+    """Raise ConfigError when the graph has a column where the trainers' numbers shall stand."""
+    for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
+        if TRAINER_ID in columns:
+            raise ConfigError(
+                f"{graph.name} has {TRAINER_ID!r} as data of {name!r} already; remove it, or cut for one "
+                "trainer per part"
+            )

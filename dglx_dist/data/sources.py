@@ -1,0 +1,762 @@
+"""Graphs that DGL holds: an object, one of its datasets, or a file of saved graphs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import tokenize
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import dgl
+import numpy as np
+import torch
+
+from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole
+from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
+from dglx_dist.records import (
+    EDGE_TYPE,
+    FEATURE,
+    LABEL,
+    NODE_TYPE,
+    SPLITS,
+    Array,
+    EdgeType,
+    NodeColumn,
+    RawGraph,
+    SparseRows,
+)
+from dglx_dist.registry import Registry, did_you_mean
+
+
+class DatasetSource(ABC):
+    """One way of getting at a graph; made with where it is, then asked once.
+
+    Args:
+        location: What followed the source's name in the spec: a path, a dataset's name, or settings.
+        options: The keyword arguments of ``load_dataset``.
+
+    Raises:
+        ConfigError: an option that this source does not have.
+    """
+
+    @abstractmethod
+    def __init__(self, location: str, options: Mapping[str, object]) -> None: ...
+
+    @abstractmethod
+    def load(self) -> RawGraph:
+        """Read the whole graph; nodes are 0..N-1 per type, splits are boolean masks.
+
+        Raises:
+            DatasetError: the data is missing or wrong; the text names file, column and first row.
+        """
+
+
+_OTHER_NAMES = {"features": FEATURE, "feats": FEATURE, "labels": LABEL}
+
+
+def standard_columns(
+    columns: Mapping[str, NodeColumn], where: str, *, rename: bool = True
+) -> dict[str, NodeColumn]:
+    """Rename and cast columns: features float, labels int64, splits boolean; others stay as they are.
+
+    ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
+    Whole-number features become float32, since that is what a model multiplies.
+
+    Args:
+        columns: name -> (N, ...).
+        where: What messages start with.
+        rename: False for a script that goes on with its own columns: names and dtypes stay, but for splits
+            and for labels that number classes, or that would be refused for their gaps.
+
+    Raises:
+        DatasetError: a split holds something else than 0 and 1, or a label is not a whole number.
+    """
+    standard: dict[str, NodeColumn] = {}
+    for given, column in columns.items():
+        name = _OTHER_NAMES.get(given, given)
+        if not rename or (name != given and name in columns):
+            name = given
+        if isinstance(column, SparseRows):
+            standard[name] = column
+        elif name in SPLITS:
+            standard[name] = _as_mask(column, name, where)
+        elif name == LABEL and (rename or column.dtype.kind != "f" or np.isnan(column).any()):
+            standard[name] = _as_label(column, where)
+        elif rename and name == FEATURE and column.dtype.kind in "iub":
+            standard[name] = column.astype(np.float32)
+        else:
+            standard[name] = column
+    return standard
+
+
+def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
+    """Return classes of the column ``label``: largest + 1, or its width; None without any label."""
+    label = columns.get(LABEL)
+    if label is None or isinstance(label, SparseRows) or label.size == 0:
+        return None
+    if label.ndim > 1:
+        return int(label.shape[1])
+    if label.dtype.kind not in "iu":
+        return None
+    largest = int(label.max())
+    return largest + 1 if largest >= 0 else None
+
+
+def masks_of_split(split_of: Array) -> dict[str, Array]:
+    """Return the three masks of ``split_of`` ((N,) 0 = train, 1 = validation, 2 = test, else none)."""
+    return {name: split_of == code for code, name in enumerate(SPLITS)}
+
+
+def _as_mask(column: Array, name: str, where: str) -> Array:
+    if column.dtype == np.bool_:
+        return column
+    odd = (column != 0) & (column != 1)
+    if odd.any():
+        row = int(np.argmax(odd.reshape(len(odd), -1).any(axis=1)))
+        raise DatasetError(
+            f"{where}: column {name!r}, row {row}: {column[row]} is neither 0 nor 1 (false nor true)"
+        )
+    return column.astype(np.bool_)
+
+
+def _as_label(column: Array, where: str) -> Array:
+    if column.ndim == 2 and column.shape[1] == 1:
+        column = column[:, 0]
+    if column.dtype.kind in "iub":
+        return column.astype(np.int64) if column.ndim == 1 else column
+    if column.dtype.kind != "f":
+        raise DatasetError(f"{where}: column {LABEL!r} must hold numbers; it is {column.dtype}")
+    if column.ndim > 1:
+        return column
+    # A source with gaps stores labels as floating point, with NaN where there is none.
+    known = np.nan_to_num(column, nan=-1.0)
+    odd = known != np.floor(known)
+    if odd.any():
+        row = int(np.argmax(odd))
+        raise DatasetError(f"{where}: column {LABEL!r}, row {row}: {column[row]} is not a whole number")
+    return known.astype(np.int64)
+
+
+def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: str) -> None:
+    """Raise ConfigError when ``options`` has a name that is not in ``known``, with the nearest one."""
+    allowed = sorted(known)
+    for name in options:
+        if name not in allowed:
+            hint = did_you_mean(name, allowed)
+            raise ConfigError(
+                f"the dataset source {source!r} has no option {name!r}{hint} "
+                f"(known: {', '.join(allowed) or 'none'})"
+            )
+
+
+def whole_number(options: Mapping[str, object], name: str) -> int | None:
+    """Return the option ``name`` as an int >= 0; None when it was not given.
+
+    Raises:
+        ConfigError: it is not a whole number, or negative.
+    """
+    if options.get(name) is None:
+        return None
+    text = str(options[name])
+    if not text.isdecimal():
+        raise ConfigError(f"the option {name}={text!r} must be a whole number, 0 or more")
+    return int(text)
+
+
+_OWN_OPTIONS = ("index", "split")
+_MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
+"""What a file of ``dgl.save_graphs`` starts with."""
+
+
+def raw_graph_from_dgl(
+    graph: dgl.DGLGraph,
+    *,
+    name: str = "graph",
+    split: int | None = None,
+    num_classes: int | None = None,
+    rename: bool = True,
+) -> RawGraph:
+    """Convert a DGLGraph with all its node and edge data; homogeneous or heterogeneous.
+
+    Arrays share memory with the graph where dtype and device allow it. bfloat16 becomes float32,
+    which NumPy has. ``labels`` is read as ``label`` and ``features`` as ``feat``, unless ``rename`` is False.
+    The ids that DGL keeps in subgraphs (``dgl.NID``) are left out.
+
+    Args:
+        graph: On any device; edges keep their order.
+        name: What the dataset will be called.
+        split: Which column of masks that hold several splits; None when they hold one.
+        num_classes: Of the labelled node types; None to take the largest label + 1.
+        rename: False to keep the names of all columns.
+
+    Raises:
+        ConfigError: ``graph`` is not a DGLGraph, or a block.
+        DatasetError: a mask holds several splits and ``split`` names none of them.
+    """
+    if not isinstance(graph, dgl.DGLGraph):
+        raise ConfigError(
+            f"a graph is given as a path, a spec or a DGLGraph, not as {type(graph).__module__}."
+            f"{type(graph).__qualname__}; of a dataset of DGL give dataset[0]"
+        )
+    if graph.is_block:
+        raise ConfigError("the graph is a block of a mini-batch; give the graph that it was drawn from")
+    known = graph.formats()
+    if "coo" not in (*known["created"], *known["not created"]):
+        # No other format tells the edges in the order of their ids.
+        graph = graph.formats(["coo", "csr", "csc"])
+    node_data, classes = {}, {}
+    for node_type in graph.ntypes:
+        where = f"{name}, nodes {node_type!r}"
+        arrays = {
+            key: _one_split(key, _as_array(tensor), split, where)
+            for key, tensor in graph.nodes[node_type].data.items()
+            if key != dgl.NID
+        }
+        node_data[node_type] = standard_columns(arrays, where, rename=rename)
+        counted = count_classes(node_data[node_type])
+        if LABEL in node_data[node_type] and counted is not None:
+            classes[node_type] = max(counted, num_classes or 0)
+    edges, edge_data = {}, {}
+    for edge_type in graph.canonical_etypes:
+        source_ids, destination_ids = graph.edges(etype=edge_type, order="eid")
+        edges[edge_type] = (_as_array(source_ids), _as_array(destination_ids))
+        edge_data[edge_type] = _edge_columns(graph, edge_type, name)
+    return RawGraph(
+        name=name,
+        num_nodes={node_type: graph.num_nodes(node_type) for node_type in graph.ntypes},
+        edges=edges,
+        node_data=node_data,
+        edge_data=edge_data,
+        num_classes=classes,
+    )
+
+
+@final
+class DglDataSource(DatasetSource):
+    """``dgl:CoraGraphDataset``: a class of ``dgl.data``, which downloads what it needs.
+
+    Options: ``index`` of the graph when the dataset has several, ``split`` when its masks hold
+    several; all others go to the class (``raw_dir=``, ``force_reload=`` ...).
+    """
+
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        self._name = location
+        self._factory = _dataset_class(location)
+        self._index = whole_number(options, "index")
+        self._split = whole_number(options, "split")
+        self._arguments = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
+        parameters = inspect.signature(self._factory).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            refuse_unknown(self._arguments, parameters, f"dgl:{location}")
+        if "verbose" in parameters:
+            self._arguments.setdefault("verbose", False)
+
+    def load(self) -> RawGraph:
+        """Build the dataset, downloading it if it is not there yet."""
+        try:
+            dataset = self._factory(**self._arguments)
+        except (OSError, RuntimeError) as error:
+            raise DatasetError(
+                f"dgl:{self._name} could not be downloaded or read ({error}); with the files at hand, "
+                f"give their folder as raw_dir="
+            ) from error
+        graph = _graph_of(dataset[_position(len(dataset), self._index, f"dgl:{self._name}")])
+        # Not every dataset of DGL says how many classes it has.
+        num_classes = getattr(dataset, "num_classes", None)
+        if not isinstance(num_classes, (int, np.integer)):
+            num_classes = None
+        return raw_graph_from_dgl(
+            graph,
+            name=self._name,
+            split=self._split,
+            num_classes=None if num_classes is None else int(num_classes),
+        )
+
+
+@final
+class DglBinarySource(DatasetSource):
+    """A file that ``dgl.save_graphs`` wrote; options ``index`` and ``split`` as above."""
+
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        refuse_unknown(options, _OWN_OPTIONS, "dgl_binary")
+        self._path = Path(location).expanduser()
+        self._index = whole_number(options, "index")
+        self._split = whole_number(options, "split")
+
+    def load(self) -> RawGraph:
+        """Read every graph of the file and return the one asked for."""
+        if not self._path.is_file():
+            raise DatasetError(f"there is no file {self._path.absolute()}; expected one of dgl.save_graphs")
+        with self._path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise DatasetError(
+                    f"{self._path}: not a file of saved DGL graphs; write one with dgl.save_graphs"
+                )
+        try:
+            graphs, _ = dgl.load_graphs(str(self._path))
+        except (dgl.DGLError, RuntimeError) as error:
+            # DGL's text is a check of its C++ and a stack; neither helps here.
+            raise DatasetError(
+                f"{self._path}: this file of saved DGL graphs is damaged or cut off; copy it again, or write "
+                "it again with dgl.save_graphs"
+            ) from error
+        graph = graphs[_position(len(graphs), self._index, str(self._path))]
+        return raw_graph_from_dgl(graph, name=self._path.stem, split=self._split)
+
+
+def _dataset_class(name: str) -> Any:
+    known = sorted(
+        key
+        for key, value in vars(dgl.data).items()
+        if inspect.isclass(value) and issubclass(value, dgl.data.DGLDataset)
+    )
+    if name in known:
+        return getattr(dgl.data, name)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UnknownNameError(f"dgl.data has no dataset {name!r}{hint} (write e.g. dgl:CoraGraphDataset)")
+
+
+def _graph_of(item: Any) -> Any:
+    # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
+    return item[0] if isinstance(item, tuple) else item
+
+
+def _position(num_graphs: int, index: int | None, where: str) -> int:
+    if index is None and num_graphs == 1:
+        return 0
+    if index is None or index >= num_graphs:
+        asked = "no index was given" if index is None else f"index={index} is not among them"
+        raise ConfigError(f"{where} has {num_graphs} graphs and {asked}; choose index=0 to {num_graphs - 1}")
+    return index
+
+
+def _edge_columns(graph: Any, edge_type: tuple[str, str, str], name: str) -> dict[str, Array]:
+    columns = {
+        key: _as_array(tensor) for key, tensor in graph.edges[edge_type].data.items() if key != dgl.EID
+    }
+    masks = {key: columns.pop(key) for key in SPLITS if key in columns}
+    standard = standard_columns(masks, f"{name}, edges {edge_type[1]!r}")
+    return columns | {key: mask for key, mask in standard.items() if isinstance(mask, np.ndarray)}
+
+
+def _as_array(tensor: torch.Tensor) -> Array:
+    tensor = tensor.detach().cpu()
+    return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
+
+
+def _one_split(name: str, column: Array, split: int | None, where: str) -> Array:
+    if name not in SPLITS or column.ndim != 2:
+        return column
+    if split is None or split >= column.shape[1]:
+        raise DatasetError(
+            f"{where}: column {name!r} holds {column.shape[1]} splits; choose one with split=0 to "
+            f"{column.shape[1] - 1}, or in the graph: g.ndata[{name!r}] = g.ndata[{name!r}][:, 0]"
+        )
+    return column[:, split]
+
+
+DATASETS: Registry[DatasetSource] = Registry(
+    "dataset source",
+    DatasetSource,  # type: ignore[type-abstract]  # the base is only compared with
+    builtin={
+        "synthetic": "dglx_dist.data.synthetic:SyntheticSource",
+        "npz": "dglx_dist.data.sources:NpzSource",
+        "dgl": "dglx_dist.data.sources:DglDataSource",
+        "dgl_binary": "dglx_dist.data.sources:DglBinarySource",
+        "ogb": "dglx_dist.data.sources:OgbSource",
+        "tables": "dglx_dist.data.tables:TablesSource",
+    },
+    group="dglx_dist.data",
+)
+
+
+_SOURCE_OF_SUFFIX = {".npz": "npz", ".bin": "dgl_binary", ".dgl": "dgl_binary", ".json": "tables"}
+_EXPECTED = (
+    "a .npz file, a .bin file of saved DGL graphs, a folder or a .json description of CSV / Parquet "
+    "tables, or NAME:WHERE with NAME one of"
+)
+
+
+def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: object) -> RawGraph:
+    """Load the graph that ``spec`` means and check it; any process alone.
+
+    Args:
+        spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
+            saved DGL graphs, a folder or ``.json`` of tables), ``dgl:CoraGraphDataset``,
+            ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source, whatever the suffix.
+        options: What the source takes besides; see its class.
+
+    Returns:
+        The graph, with everything that :func:`check_raw_graph` asserts.
+
+    Raises:
+        DatasetError: there is nothing at that path, or the data is wrong.
+        UnknownNameError: no source has the name before the colon.
+        ConfigError: an option that the source does not have, or with a wrong value.
+    """
+    if not isinstance(spec, (str, os.PathLike)):
+        # Only here, so that reading a file needs no DGL.
+
+        graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # it checks its options
+        check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
+        return graph
+    name, location = _source_and_location(os.fspath(spec))
+    graph = DATASETS.get(name)(location, options).load()
+    check_raw_graph(graph, where=str(spec))
+    return graph
+
+
+def _source_and_location(spec: str) -> tuple[str, str]:
+    path = Path(spec).expanduser()
+    if path.exists():
+        return _source_of_path(path), str(path)
+    if spec in DATASETS.names():
+        return spec, ""
+    name, colon, location = spec.partition(":")
+    if colon and "/" not in name and "\\" not in name:
+        return DATASETS.resolve(name), location
+    raise DatasetError(_nothing_at(path))
+
+
+def _source_of_path(path: Path) -> str:
+    if path.is_dir():
+        return "tables"
+    if path.suffix in _SOURCE_OF_SUFFIX:
+        return _SOURCE_OF_SUFFIX[path.suffix]
+    raise DatasetError(
+        f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {_EXPECTED} "
+        f"{', '.join(DATASETS.names())} (a lone table goes into a folder as edges.csv or edges.parquet)"
+    )
+
+
+def _nothing_at(path: Path) -> str:
+    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, [*beside, *DATASETS.names()], n=3, cutoff=0.5)
+    hint = f"; near it: {', '.join(near)}" if near else ""
+    if not path.parent.is_dir():
+        hint = f"; the folder {path.parent} does not exist either"
+    return (
+        f"there is no file or folder {path} (that is {path.absolute()}){hint}. "
+        f"Expected {_EXPECTED} {', '.join(DATASETS.names())}"
+    )
+
+
+_SPARSE = ("feat_indptr", "feat_indices", "feat_data", "feat_dim")
+_STRUCTURE = {
+    *("src", "dst", "head", "tail", "rel", "etype", "etype_names", "relation_names", "triple_split"),
+    *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
+    *_SPARSE,
+}
+# What NumPy lets through from a damaged archive: it reads an array's header before its checksum.
+_UNREADABLE = (
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, EOFError, OSError),
+    *(ValueError, TypeError, AttributeError, RuntimeError, MemoryError),
+)
+
+
+@final
+class NpzSource(DatasetSource):
+    """A ``.npz`` of arrays; takes no options.
+
+    ``src``, ``dst`` and ``num_nodes`` make a graph; with ``etype`` and ``etype_names`` it gets one
+    edge type ("_N", name, "_N") per relation; with ``head``, ``rel``, ``tail`` and
+    ``triple_split`` it is a knowledge graph whose edges carry the three masks. Features lie in
+    ``features`` or as compressed rows in ``feat_indptr``, ``feat_indices``, ``feat_data``,
+    ``feat_dim``, which stay compressed; ``num_classes`` may state the classes. Any other array is a
+    node column when it has as many rows as there are nodes, else an edge column when it has as many as
+    there are edges. A ``val_mask`` without any node counts as absent, since official splits often have
+    none. Pickled objects are refused.
+    """
+
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        refuse_unknown(options, (), "npz")
+        self._path = Path(location).expanduser()
+
+    def load(self) -> RawGraph:
+        """Read the file whole."""
+        arrays = _read(self._path)
+        where = str(self._path)
+        triples = "head" in arrays
+        _require(arrays, ("head", "rel", "tail") if triples else ("src", "dst"), where)
+        ends = ("head", "tail") if triples else ("src", "dst")
+        source_ids, destination_ids = (_ids(arrays[name], name, where) for name in ends)
+        num_nodes = _num_nodes(arrays, source_ids, destination_ids)
+        node_columns, edge_columns = _columns(arrays, num_nodes, len(source_ids), where)
+        if "triple_split" in arrays:
+            _same_length(source_ids, arrays["triple_split"], "splits", where)
+            masks = masks_of_split(arrays["triple_split"])
+            edge_columns.update({name: mask for name, mask in masks.items() if mask.any()})
+        edges, edge_data = {EDGE_TYPE: (source_ids, destination_ids)}, {EDGE_TYPE: edge_columns}
+        relation = arrays.get("rel", arrays.get("etype"))
+        if relation is not None:
+            names = arrays.get("relation_names", arrays.get("etype_names"))
+            edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, relation, names, where)
+        num_classes = int(arrays["num_classes"]) if "num_classes" in arrays else count_classes(node_columns)
+        return RawGraph(
+            name=self._path.stem,
+            num_nodes={NODE_TYPE: num_nodes},
+            edges=edges,
+            node_data={NODE_TYPE: node_columns},
+            edge_data=edge_data,
+            num_classes={} if num_classes is None else {NODE_TYPE: num_classes},
+        )
+
+
+def _read(path: Path) -> dict[str, Array]:
+    if not path.is_file():
+        raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except _UNREADABLE as error:
+        raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
+
+
+def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) -> None:
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise DatasetError(
+            f"{where}: lacks the array {missing[0]!r}; a graph needs src and dst, a knowledge graph head, "
+            f"rel and tail (the file has {', '.join(sorted(arrays)) or 'none'})"
+        )
+
+
+def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array) -> int:
+    for name in ("num_nodes", "num_entities"):
+        if name in arrays:
+            return int(arrays[name])
+    if len(source_ids) == 0:
+        return 0
+    return 1 + max(int(source_ids.max()), int(destination_ids.max()))
+
+
+def _columns(
+    arrays: Mapping[str, Array], num_nodes: int, num_edges: int, where: str
+) -> tuple[dict[str, NodeColumn], dict[str, Array]]:
+    of_nodes: dict[str, NodeColumn] = {}
+    of_edges: dict[str, Array] = {}
+    for name, array in arrays.items():
+        if name in _STRUCTURE:
+            continue
+        if array.ndim and len(array) == num_nodes:
+            of_nodes[name] = array
+        elif array.ndim and len(array) == num_edges:
+            of_edges[name] = array
+        else:
+            raise DatasetError(
+                f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
+                f"{num_nodes} nodes nor one for each of the {num_edges} edges"
+            )
+    if any(name in arrays for name in _SPARSE):
+        _require(arrays, _SPARSE, where)
+        of_nodes[FEATURE] = _sparse_features(arrays)
+    columns = standard_columns(of_nodes, where)
+    empty = columns.get("val_mask")
+    if empty is not None and not isinstance(empty, SparseRows) and not empty.any():
+        del columns["val_mask"]
+    return columns, of_edges
+
+
+def _sparse_features(arrays: Mapping[str, Array]) -> SparseRows:
+    values = arrays["feat_data"]
+    return SparseRows(
+        indptr=arrays["feat_indptr"].astype(np.int64),
+        indices=arrays["feat_indices"].astype(np.int32, copy=False),
+        # Counts and flags are stored small; a model multiplies floats.
+        values=values if values.dtype.kind == "f" else values.astype(np.float32),
+        num_columns=int(arrays["feat_dim"]),
+    )
+
+
+def _by_relation(
+    source_ids: Array,
+    destination_ids: Array,
+    columns: Mapping[str, Array],
+    relation: Array,
+    names: Array | None,
+    where: str,
+) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
+    relation = _ids(relation, "rel or etype", where)
+    if names is None:
+        names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
+    check_ids(relation, len(names), "rel or etype", where, what="relation")
+    _same_length(source_ids, relation, "relations", where)
+    # One stable sort puts each relation's edges together without changing their order.
+    order = np.argsort(relation, kind="stable")
+    first = np.searchsorted(relation[order], np.arange(len(names) + 1))
+    edges, edge_data = {}, {}
+    for code, name in enumerate(_short_names([str(name) for name in names])):
+        rows = order[first[code] : first[code + 1]]
+        if len(rows):
+            edge_type = (NODE_TYPE, name, NODE_TYPE)
+            edges[edge_type] = (source_ids[rows], destination_ids[rows])
+            # A split may have no triple of a rare relation; the mask is absent there.
+            pieces = {key: column[rows] for key, column in columns.items()}
+            edge_data[edge_type] = {
+                key: piece for key, piece in pieces.items() if not key.endswith("_mask") or piece.any()
+            }
+    return edges, edge_data
+
+
+def _ids(array: Array, name: str, where: str) -> Array:
+    """Return an array of ids as int32 or int64 in the machine's byte order, which compiled loops need."""
+    check_whole(array, name, where)
+    if array.dtype in (np.int32, np.int64):
+        return array
+    return array.astype(np.int32 if array.itemsize < 4 else np.int64)
+
+
+def _same_length(source_ids: Array, others: Array, what: str, where: str) -> None:
+    if len(source_ids) != len(others):
+        raise DatasetError(f"{where}: {len(source_ids)} edges but {len(others)} {what} of edges")
+
+
+def _short_names(names: list[str]) -> list[str]:
+    """Return names that files can carry: the last piece of an IRI where that is unique, else all of it."""
+    tails = [re.split(r"[#/]", name.strip("<>").rstrip("#/"))[-1] for name in names]
+    times = Counter(tails)
+    chosen = [tail if times[tail] == 1 else name.strip("<>") for tail, name in zip(tails, names, strict=True)]
+    clean = [re.sub(r"[^0-9A-Za-z_-]", "_", name) or "_" for name in chosen]
+    if len(set(clean)) == len(clean):
+        return clean
+    return [f"{name}_{code}" for code, name in enumerate(clean)]
+
+
+_MASK_OF_PART = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
+
+
+@final
+class OgbSource(DatasetSource):
+    """``ogb:ogbn-arxiv``; needs the package ogb. Option ``root``: where downloads are kept."""
+
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        refuse_unknown(options, ("root",), "ogb")
+        if not location.startswith("ogbn-"):
+            raise ConfigError(
+                f"ogb:{location} is no node dataset; those that can be loaded start with ogbn-, "
+                f"e.g. ogb:ogbn-arxiv"
+            )
+        if importlib.util.find_spec("ogb") is None:
+            raise ConfigError(
+                f"ogb:{location} needs the package ogb, which is not installed; run "
+                f"pip install 'dglx_dist[ogb]' (or pip install ogb)"
+            )
+        self._name = location
+        self._root = Path(str(options.get("root", "dataset"))).expanduser()
+
+    def load(self) -> RawGraph:
+        """Read the dataset, downloading it if it is not under ``root`` yet; ogb asks before large ones."""
+        datasets = importlib.import_module("ogb.nodeproppred")
+        with cache_set_aside(self._root / self._name.replace("-", "_")):
+            try:
+                dataset = datasets.NodePropPredDataset(name=self._name, root=str(self._root))
+            except (OSError, ValueError) as error:
+                raise DatasetError(
+                    f"ogb:{self._name} could not be read or downloaded below {self._root.absolute()}: {error}"
+                ) from error
+        graph, labels = dataset[0]
+        return raw_graph_from_ogb(self._name, graph, labels, dataset.get_idx_split())
+
+
+def raw_graph_from_ogb(
+    name: str, graph: Mapping[str, Any], labels: Any, split: Mapping[str, Any]
+) -> RawGraph:
+    """Convert what ``NodePropPredDataset`` yields, one node type or several.
+
+    Args:
+        name: What the dataset will be called.
+        graph: ``edge_index`` (2, E) and columns named ``node_*`` and ``edge_*``, or for several types
+            ``edge_index_dict`` and the like.
+        labels: (N, 1) or (N, tasks); for several types a mapping of those.
+        split: ``train``, ``valid``, ``test`` -> node ids; for several types a mapping of those.
+    """
+    if "edge_index_dict" not in graph:
+        graph, labels, split = _as_several_types(graph, labels, split)
+    num_nodes = {node_type: int(count) for node_type, count in graph["num_nodes_dict"].items()}
+    edges: dict[EdgeType, tuple[Array, Array]] = {
+        edge_type: (index[0], index[1]) for edge_type, index in graph["edge_index_dict"].items()
+    }
+    node_data: dict[str, dict[str, NodeColumn]] = {}
+    classes: dict[str, int] = {}
+    for node_type, count in num_nodes.items():
+        columns = dict(_columns_of(graph, "node_", node_type))
+        if node_type in labels:
+            columns[LABEL] = np.asarray(labels[node_type])
+        for part, mask_name in _MASK_OF_PART.items():
+            if node_type in split[part]:
+                columns[mask_name] = np.zeros(count, dtype=np.bool_)
+                columns[mask_name][split[part][node_type]] = True
+        node_data[node_type] = standard_columns(columns, f"ogb:{name}, nodes {node_type!r}")
+        counted = count_classes(node_data[node_type])
+        if counted is not None:
+            classes[node_type] = counted
+    return RawGraph(
+        name=name,
+        num_nodes=num_nodes,
+        edges=edges,
+        node_data=node_data,
+        edge_data={edge_type: dict(_columns_of(graph, "edge_", edge_type)) for edge_type in edges},
+        num_classes=classes,
+    )
+
+
+def _as_several_types(
+    graph: Mapping[str, Any], labels: Any, split: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    by_type: dict[str, Any] = {"num_nodes_dict": {NODE_TYPE: graph["num_nodes"]}}
+    for key, value in graph.items():
+        if key != "num_nodes" and value is not None:
+            owner: object = NODE_TYPE if key.startswith("node_") else EDGE_TYPE
+            by_type[key if key != "edge_index" else "edge_index_dict"] = {owner: value}
+    return by_type, {NODE_TYPE: labels}, {part: {NODE_TYPE: ids} for part, ids in split.items()}
+
+
+def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> list[tuple[str, Array]]:
+    found = []
+    for key, values in graph.items():
+        name = key.removesuffix("_dict")
+        if name == "edge_index" or not name.startswith(prefix) or values is None:
+            continue
+        value = values.get(owner)
+        if value is not None:
+            value = np.asarray(value)
+            # Scalars come as (K, 1) columns, e.g. the year of a paper.
+            flat = (
+                value[:, 0] if name != f"{prefix}feat" and value.ndim == 2 and value.shape[1] == 1 else value
+            )
+            found.append((FEATURE if name == f"{prefix}feat" else name.removeprefix(prefix), flat))
+    return found
+
+
+@contextmanager
+def cache_set_aside(folder: Path) -> Iterator[None]:
+    """Hide ogb's cache in ``folder`` while the block runs, and leave no new one.
+
+    ogb writes its cache as a pickle that ``torch.load`` refuses since version 2.6, for good reason;
+    without one it reads its raw files, which hold plain numbers.
+    """
+    cache = folder / "processed" / "data_processed"
+    aside = cache.with_name("data_processed.set_aside")
+    if cache.is_file():
+        cache.replace(aside)
+    elif (folder / "raw").is_dir():
+        # ogb writes there without looking; before a download nothing may exist, or it asks to update.
+        cache.parent.mkdir(exist_ok=True)
+    try:
+        yield
+    finally:
+        cache.unlink(missing_ok=True)
+        if aside.is_file():
+            aside.replace(cache)

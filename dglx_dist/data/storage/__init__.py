@@ -1,0 +1,1 @@
+"""The partitioned dataset on disk: manifest and memory-mapped Arrow files."""

@@ -1,0 +1,311 @@
+"""One array in one Arrow IPC file, written in one pass and read without a copy.
+
+A file holds one primitive column of one record batch, so its values are one contiguous piece that
+NumPy can view in a memory map. Rows are stored one after the other; dtype and shape stand in the
+schema's metadata, since Arrow has neither bytes-wide booleans nor bfloat16 nor multi-dimensional rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.records import Array, ColumnInfo, EdgeType
+
+DTYPES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+"""Every dtype that a dataset can hold, by torch's name."""
+
+_STORED_AS = {"bool": "uint8", "bfloat16": "uint16"}
+_COLUMN = "values"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileInfo:
+    """What the manifest knows of one file."""
+
+    num_bytes: int
+    checksum: str
+    """CRC-32 of all bytes, eight hexadecimal digits: every single damaged byte changes it."""
+
+
+def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
+    """Return the NumPy dtype in which values of ``dtype`` are handed out; bfloat16 comes as uint16."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def column_info(array: Array, what: str) -> ColumnInfo:
+    """Return the :class:`ColumnInfo` of an array (N, *row).
+
+    Raises:
+        ConfigError: values of this dtype cannot be stored.
+    """
+    if array.dtype.name not in DTYPES:
+        raise ConfigError(
+            f"{what} has dtype {array.dtype}, which a dataset cannot hold; convert it to one of "
+            f"{', '.join(DTYPES)}"
+        )
+    return ColumnInfo(dtype=array.dtype.name, row_shape=tuple(int(size) for size in array.shape[1:]))
+
+
+def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> FileInfo:
+    """Write rows that arrive in chunks as one file, reach the disk, and return its size and checksum.
+
+    Args:
+        path: File to create; its folder is made.
+        info: Dtype and row shape.
+        num_rows: Rows of all chunks together.
+        chunks: Arrays (k, *row) of ``info``'s dtype, in order; held one at a time.
+    """
+    stored = np.dtype(_STORED_AS.get(info.dtype, info.dtype))
+    num_values = num_rows * math.prod(info.row_shape)
+    num_bytes = num_values * stored.itemsize
+    # Arrow lays out the file around a body that is address space only; the sink puts the chunks there.
+    body = pa.py_buffer(_space(num_bytes)).slice(0, num_bytes)
+    values = pa.Array.from_buffers(pa.from_numpy_dtype(stored), num_values, [None, body], 0)
+    metadata = {"dtype": info.dtype, "shape": json.dumps([num_rows, *info.row_shape])}
+    return _write_file(path, values, metadata, [_Body((_bytes(chunk) for chunk in chunks), num_bytes)])
+
+
+def write_strings(path: Path, values: Array) -> FileInfo:
+    """Write a unicode array (N,) as an Arrow string column; return the file's size and checksum."""
+    return _write_file(path, pa.array(values.tolist(), pa.large_string()), {"dtype": "string"}, ())
+
+
+def write_string_chunks(
+    path: Path, num_rows: int, num_bytes: int, ends: Iterable[Array], data: Iterable[Array]
+) -> FileInfo:
+    """Write texts that arrive in chunks as an Arrow string column; return the file's size and checksum.
+
+    Args:
+        path: File to create; its folder is made.
+        num_rows: Texts.
+        num_bytes: Of all texts together, in UTF-8.
+        ends: Chunks of the (num_rows + 1,) int64 places at which texts begin, from 0 on, and the last ends.
+        data: Chunks of the (num_bytes,) uint8 bytes.
+    """
+    space = _space(8 * (num_rows + 1), writable=True)
+    # Arrow reads the length of the bytes from here.
+    np.frombuffer(space, np.int64)[num_rows] = num_bytes
+    buffers = [None, pa.py_buffer(space).slice(0, 8 * (num_rows + 1)), pa.py_buffer(_space(num_bytes))]
+    values = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
+    bodies = [_Body(map(_bytes, ends), 8 * (num_rows + 1)), _Body(map(_bytes, data), num_bytes)]
+    return _write_file(path, values, {"dtype": "string"}, bodies)
+
+
+def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows: int | None = None) -> Array:
+    """Map one file and return its read-only values (N, *row) without reading them.
+
+    Args:
+        path: The file.
+        name: How messages call it.
+        info: The dtype and row shape it must have; any when None.
+        num_rows: The rows it must have; any when None.
+
+    Raises:
+        StorageError: the file is missing, damaged, or holds something else.
+    """
+    column, metadata = _open_column(path, name)
+    try:
+        dtype, shape = metadata["dtype"], tuple(int(size) for size in json.loads(metadata["shape"]))
+        array = _view(column, dtype, shape)
+    except (KeyError, ValueError, TypeError) as problem:
+        raise _damaged(name, path, problem) from problem
+    found = ColumnInfo(dtype=dtype, row_shape=shape[1:])
+    if (info is not None and found != info) or (num_rows is not None and shape[0] != num_rows):
+        raise StorageError(
+            f"{path} holds {dtype} of shape {shape}, but the manifest says "
+            f"{info.dtype if info else dtype} of shape {(num_rows, *(info or found).row_shape)}; "
+            f"partition the graph again"
+        )
+    return array
+
+
+def read_strings(path: Path, name: str, num_rows: int) -> Array:
+    """Return the unicode array (N,) of one file, copied into memory.
+
+    Raises:
+        StorageError: the file is missing, damaged, or holds something else.
+    """
+    column, metadata = _open_column(path, name)
+    if metadata.get("dtype") != "string" or len(column) != num_rows:
+        raise StorageError(f"{path} does not hold {num_rows} strings; partition the graph again")
+    return np.array(column.to_pylist(), dtype=np.str_)
+
+
+def checksum(path: Path) -> FileInfo:
+    """Read one file and return its size and checksum."""
+    value, num_bytes, block = 0, 0, bytearray(1 << 15)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            value = zlib.crc32(memoryview(block)[:count], value)
+            num_bytes += count
+    return FileInfo(num_bytes=num_bytes, checksum=f"{value:08x}")
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What one buffer of a column really holds."""
+
+    pieces: Iterator[Array]
+    num_bytes: int
+
+
+def _space(num_bytes: int, *, writable: bool = False) -> mmap.mmap:
+    """Return memory that is address space only, until somebody touches it."""
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE, prot=access)
+
+
+def _bytes(chunk: Array) -> Array:
+    return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+
+
+class _Sink(io.RawIOBase):
+    """Takes what Arrow writes, puts the real values where Arrow writes the buffers, and sums up."""
+
+    def __init__(self, file: BinaryIO, bodies: Sequence[_Body]) -> None:
+        super().__init__()
+        self._file = file
+        # Arrow writes no buffer without bytes.
+        self._bodies = [body for body in bodies if body.num_bytes]
+        self._is_real = not self._bodies
+        self.num_bytes = 0
+        self.checksum = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        # Arrow hands bodies over as its own buffers, and everything else as bytes.
+        if self._is_real or not isinstance(data, pa.Buffer):
+            return self._put(memoryview(data))  # type: ignore[arg-type]  # any buffer
+        body = self._bodies.pop(0)
+        written = sum(self._put(piece.data) for piece in body.pieces)
+        assert written == body.num_bytes == data.size, "chunks do not add up to the column"
+        return written
+
+    def _put(self, data: memoryview) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        self.num_bytes += data.nbytes
+        self._file.write(data)
+        return data.nbytes
+
+
+def _write_file(path: Path, values: pa.Array, metadata: dict[str, str], bodies: Sequence[_Body]) -> FileInfo:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    schema = pa.schema([pa.field(_COLUMN, values.type, nullable=False)], metadata=metadata)
+    with path.open("xb") as file:
+        sink = _Sink(file, bodies)
+        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
+            writer.write_batch(pa.record_batch([values], schema=schema))
+        file.flush()
+        os.fsync(file.fileno())
+    return FileInfo(num_bytes=sink.num_bytes, checksum=f"{sink.checksum:08x}")
+
+
+def _open_column(path: Path, name: str) -> tuple[pa.Array, dict[str, str]]:
+    try:
+        with pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source)
+            column = reader.get_batch(0).column(_COLUMN)
+            metadata = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}
+    except FileNotFoundError as problem:
+        raise StorageError(
+            f"{path} ({name}) is missing; copy it here or partition the graph again"
+        ) from problem
+    except (pa.ArrowException, OSError, ValueError, KeyError, IndexError) as problem:
+        raise _damaged(name, path, problem) from problem
+    return column, metadata
+
+
+def _view(column: pa.Array, dtype: str, shape: tuple[int, ...]) -> Array:
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}")
+    stored = np.dtype(_STORED_AS.get(dtype, dtype))
+    if column.type != pa.from_numpy_dtype(stored) or len(column) != math.prod(shape) or column.offset != 0:
+        raise ValueError(f"{len(column)} values of {column.type} are not {dtype} of shape {shape}")
+    body = column.buffers()[1]
+    flat = np.frombuffer(body, stored, count=len(column)) if len(column) else np.empty(0, stored)
+    flat.flags.writeable = False
+    return flat.view(numpy_dtype(dtype)).reshape(shape)
+
+
+def _damaged(name: str, path: Path, problem: Exception) -> StorageError:
+    return StorageError(f"{path} ({name}) is damaged ({problem}); copy it again or partition the graph again")
+
+
+MANIFEST = "manifest.json"
+CACHE = "cache"
+PARTIAL_SUFFIX = ".partial"
+"""Ends the name of a folder that is still being written."""
+
+_LONGEST = 80
+"""Characters of one encoded name; three of them make an edge type's folder, and 255 is the limit."""
+
+
+def safe_name(name: str) -> str:
+    """Return ``name`` as a file name: letters, digits, ``_`` and ``-`` stay, the rest is %-encoded.
+
+    Different names give different file names; none contains a dot or a slash, none is empty.
+    """
+    encoded = quote(name, safe="").replace(".", "%2E").replace("~", "%7E") or "%"
+    if len(encoded) <= _LONGEST:
+        return encoded
+    digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    return f"{encoded[: _LONGEST - 34].rstrip('%')}%-{digest}"
+
+
+def node_folder(part: int, ntype: str) -> str:
+    """Return the folder of one node type in one part."""
+    return f"part{part}/nodes/{safe_name(ntype)}"
+
+
+def edge_folder(part: int, etype: EdgeType) -> str:
+    """Return the folder of one edge type in one part."""
+    return f"part{part}/edges/{edge_type_name(etype)}"
+
+
+def edge_type_name(etype: EdgeType) -> str:
+    """Return the edge type as one file name."""
+    return ".".join(safe_name(piece) for piece in etype)
+
+
+def data_path(folder: str, column: str) -> str:
+    """Return the file of one feature, label, mask or weight."""
+    return f"{folder}/data/{safe_name(column)}.arrow"
+
+
+def part_files(
+    part: int,
+    node_columns: Mapping[str, Mapping[str, ColumnInfo]],
+    edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]],
+    user_ids: tuple[str, ...],
+) -> Iterator[str]:
+    """Yield the path of every file of one part, relative to the dataset."""
+    for ntype, columns in node_columns.items():
+        folder = node_folder(part, ntype)
+        yield f"{folder}/original_ids.arrow"
+        if ntype in user_ids:
+            yield f"{folder}/user_ids.arrow"
+        yield from (data_path(folder, name) for name in columns)
+    for etype, columns in edge_columns.items():
+        folder = edge_folder(part, etype)
+        yield from (f"{folder}/{name}.arrow" for name in ("indptr", "indices", "original_ids"))
+        yield from (data_path(folder, name) for name in columns)

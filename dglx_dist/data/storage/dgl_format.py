@@ -1,0 +1,551 @@
+"""A graph and the owner of every node -> DGL's partition files, which stock DGL loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import torch
+from dgl.data.utils import load_tensors, save_tensors
+
+from dglx_dist.data.storage.columns import safe_name
+from dglx_dist.data.storage.files import named_failures, partial_folder, publish
+from dglx_dist.data.storage.manifest import Fields, Manifest
+from dglx_dist.data.storage.writer import EdgeOrder, NodeOrder, relabel_edges, relabel_nodes, write_dataset
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.progress import progress
+from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, RawGraph
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IdLine:
+    """Where the ids of each (type, part) lie on the line; T types, P parts."""
+
+    starts: Array
+    """(T, P) int64: first id of the type's nodes (or edges) in the part."""
+    counts: Array
+    """(T, P) int64."""
+
+    @staticmethod
+    def of_offsets(offsets: Sequence[Array]) -> IdLine:
+        """Return the line for T arrays (P + 1,) of per-type offsets."""
+        counts = np.stack([np.diff(one) for one in offsets]).astype(np.int64)
+        flat = np.concatenate([[0], np.cumsum(counts.T.ravel())])[:-1]
+        return IdLine(starts=np.ascontiguousarray(flat.reshape(counts.T.shape).T), counts=counts)
+
+    @property
+    def offsets(self) -> Array:
+        """(T, P + 1): per-type ids of part p are ``offsets[t, p] .. offsets[t, p + 1] - 1``."""
+        return np.pad(np.cumsum(self.counts, axis=1), ((0, 0), (1, 0)))
+
+    def part_range(self, part: int) -> tuple[int, int]:
+        """Return the first id of one part and the first one after it."""
+        first = int(self.starts[0, part])
+        return first, first + int(self.counts[:, part].sum())
+
+    def from_typed(self, kind: int, ids: Array) -> Array:
+        """Return the ids on the line of per-type ids (K,) of type number ``kind``."""
+        offsets = self.offsets[kind]
+        part = np.searchsorted(offsets[1:], ids, side="right")
+        return self.starts[kind][part] + (ids - offsets[part])
+
+    def place(self, ids: Array) -> tuple[Array, Array]:
+        """Return the type number and the part of ids (K,) on the line."""
+        ends = (self.starts + self.counts).T.ravel()
+        slot = np.searchsorted(ends, ids, side="right")
+        return slot % len(self.starts), slot // len(self.starts)
+
+    def to_typed(self, ids: Array) -> tuple[Array, Array]:
+        """Return the type number and the per-type id of ids (K,) on the line."""
+        kind, part = self.place(ids)
+        return kind, ids - self.starts[kind, part] + self.offsets[kind, part]
+
+
+def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = False) -> Manifest:
+    """Write a partitioned dataset from the files of DGL's ``partition_graph``.
+
+    Parts and node ids stay: new ids are DGL's per-type global ids. Edge ids follow our order;
+    ``original_edge_ids`` are DGL's per-type global edge ids. Ids of ``orig_nids.dgl``, where it lies beside
+    ``graph.dgl``, become the user's ids. DGL keeps booleans as uint8, so uint8 columns named ``*mask`` are
+    taken for booleans. The whole graph is held in memory. Called by one process.
+
+    Args:
+        part_config: DGL's JSON file.
+        folder: Where the dataset goes; as for ``write_dataset``.
+        overwrite: Replace the dataset that is there.
+
+    Raises:
+        StorageError: a file is missing or damaged, or the parts are of a kind that cannot be read.
+    """
+    config = read_part_config(Path(part_config).absolute())
+    collected = _Collected(config)
+    with progress("Reading DGL's parts", config.num_parts) as advance:
+        for part in range(config.num_parts):
+            collected.add_part(part)
+            advance(1)
+    assignment = Assignment(
+        num_parts=config.num_parts,
+        part_of={
+            ntype: np.repeat(np.arange(config.num_parts, dtype=np.int32), config.nodes.counts[kind])
+            for kind, ntype in enumerate(config.ntypes)
+        },
+        method=config.method,
+        seed=0,
+        parameters={"imported_from": "dgl"},
+    )
+    return write_dataset(
+        collected.graph(), assignment, folder, overwrite=overwrite, bfloat16=collected.bfloat16
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartConfig:
+    """What DGL's JSON file says, checked."""
+
+    path: Path
+    name: str
+    method: str
+    num_parts: int
+    ntypes: list[str]
+    etypes: list[EdgeType]
+    nodes: IdLine
+    edges: IdLine
+    files: list[Mapping[str, object]]
+
+    def file(self, part: int, kind: str) -> Path:
+        """Return the path of one of a part's files."""
+        name = self.files[part].get(kind)
+        if not isinstance(name, str):
+            raise StorageError(
+                f"{self.path}: key 'part-{part}.{kind}' is {name!r}, expected a file name; "
+                f"parts saved for GraphBolt only cannot be read, partition again without it"
+            )
+        return self.path.parent / name
+
+
+def read_part_config(path: Path) -> PartConfig:
+    """Read DGL's JSON file.
+
+    Raises:
+        StorageError: it is missing, or not of that kind.
+    """
+    try:
+        top = Fields(json.loads(path.read_bytes()), str(path))
+    except OSError as problem:
+        raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
+    except ValueError as problem:
+        raise StorageError(f"{path} is not JSON ({problem})") from problem
+    num_parts = top.integer("num_parts", at_least=1)
+    ntypes = _numbered(top, "ntypes", NODE_TYPE)
+    etypes = _numbered(top, "etypes", ":".join(EDGE_TYPE))
+    return PartConfig(
+        path=path,
+        name=top.text("graph_name"),
+        method=top.text("part_method") if "part_method" in top.keys() else "dgl",  # noqa: SIM118  # no mapping
+        num_parts=num_parts,
+        ntypes=ntypes,
+        etypes=[_edge_type(name, path) for name in etypes],
+        nodes=_line(top, "node_map", ntypes, num_parts),
+        edges=_line(top, "edge_map", etypes, num_parts),
+        files=[top.mapping(f"part-{part}") for part in range(num_parts)],
+    )
+
+
+def _numbered(top: Fields, key: str, default: str) -> list[str]:
+    if key not in top.keys():  # noqa: SIM118  # a method of Fields, not a mapping
+        return [default]
+    numbers = top.record(key)
+    names = sorted(numbers.keys(), key=numbers.integer)
+    if [numbers.integer(name) for name in names] != list(range(len(names))):
+        raise top.wrong(key, "the numbers 0, 1, 2, ...")
+    return names
+
+
+def _edge_type(name: str, path: Path) -> EdgeType:
+    pieces = name.split(":")
+    if len(pieces) != 3:
+        raise StorageError(
+            f"{path}: the edge type {name!r} is not of the form source:relation:destination; "
+            f"convert the file with DGL's tools/change_etype_to_canonical_etype.py"
+        )
+    return pieces[0], pieces[1], pieces[2]
+
+
+def _line(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdLine:
+    """Return the id ranges of one map; ``ranges[t][p]`` is [first, end), or the end alone in old files."""
+    expected = (
+        f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
+    )
+    value: object = top.mapping(key) if len(names) > 1 else _only(top, key, names[0])
+    lists = [value.get(name) for name in names] if isinstance(value, Mapping) else [value]
+    try:
+        array = np.array(lists, dtype=np.int64)
+    except (TypeError, ValueError) as problem:
+        raise top.wrong(key, expected) from problem
+    if array.shape == (1, num_parts):
+        array = np.stack([np.concatenate([array[:, :1] * 0, array[:, :-1]], axis=1), array], axis=-1)
+    if array.shape != (len(names), num_parts, 2):
+        raise top.wrong(key, expected)
+    counts = array[..., 1] - array[..., 0]
+    offsets = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
+    line = IdLine.of_offsets(list(offsets))
+    if (counts < 0).any() or not np.array_equal(line.starts, array[..., 0]):
+        raise top.wrong(key, expected)
+    return line
+
+
+def _only(top: Fields, key: str, name: str) -> object:
+    """Return the ranges of the only type, which old files do not name."""
+    value = top.value(key)
+    return value.get(name) if isinstance(value, Mapping) else value
+
+
+class _Collected:
+    """The whole graph under DGL's per-type ids, filled part by part."""
+
+    def __init__(self, config: PartConfig) -> None:
+        self._config = config
+        self._ends = [np.full((2, int(count)), -1, np.int64) for count in config.edges.counts.sum(axis=1)]
+        self._columns: tuple[dict[tuple[int, str], Array], dict[tuple[int, str], Array]] = ({}, {})
+        self._user_ids: dict[int, Array] = {}
+        self.bfloat16: list[tuple[str | EdgeType, str]] = []
+
+    def add_part(self, part: int) -> None:
+        """Read one part.
+
+        Raises:
+            StorageError: naming the file that is missing, damaged, or does not fit the JSON file.
+        """
+        config = self._config
+        path = config.file(part, "part_graph")
+        structure = _load(path, lambda name: dgl.load_graphs(name)[0][0])
+        for data, name in (
+            *((structure.ndata, name) for name in (dgl.NID, "inner_node")),
+            *((structure.edata, name) for name in (dgl.EID, "inner_edge")),
+        ):
+            if name not in data:
+                raise StorageError(f"{path} has no {name!r} of its nodes or edges; it is no part of DGL's")
+        nodes, edges = structure.ndata[dgl.NID].numpy(), structure.edata[dgl.EID].numpy()
+        inner_nodes = structure.ndata["inner_node"].numpy() == 1
+        # Only edges into owned nodes are whole in a part.
+        inner_edges = structure.edata["inner_edge"].numpy() == 1
+        _check_ids(nodes[inner_nodes], config.nodes.part_range(part), "nodes", path)
+        _check_ids(edges[inner_edges], config.edges.part_range(part), "edges", path)
+        source, destination = (end.numpy()[inner_edges] for end in structure.edges(order="eid"))
+        self._add_edges(edges[inner_edges], nodes[source], nodes[destination], path)
+        node_types = {name: kind for kind, name in enumerate(config.ntypes)}
+        edge_types = {":".join(name): kind for kind, name in enumerate(config.etypes)}
+        self._add_columns(0, config.file(part, "node_feats"), node_types, nodes[inner_nodes])
+        self._add_columns(1, config.file(part, "edge_feats"), edge_types, edges[inner_edges])
+        self._add_user_ids(path.with_name("orig_nids.dgl"), part)
+
+    def graph(self) -> RawGraph:
+        """Return the whole graph."""
+        config = self._config
+        node_data: dict[str, dict[str, Array]] = {}
+        edge_data: dict[EdgeType, dict[str, Array]] = {}
+        for (kind, name), column in self._columns[0].items():
+            node_data.setdefault(config.ntypes[kind], {})[name] = column
+        for (kind, name), column in self._columns[1].items():
+            edge_data.setdefault(config.etypes[kind], {})[name] = column
+        return RawGraph(
+            name=config.name,
+            num_nodes={
+                ntype: int(config.nodes.counts[kind].sum()) for kind, ntype in enumerate(config.ntypes)
+            },
+            edges={
+                etype: (self._ends[kind][0], self._ends[kind][1]) for kind, etype in enumerate(config.etypes)
+            },
+            node_data=node_data,
+            edge_data=edge_data,
+            num_classes={
+                ntype: int(columns[LABEL].max(initial=-1)) + 1
+                for ntype, columns in node_data.items()
+                if LABEL in columns and columns[LABEL].ndim == 1 and columns[LABEL].dtype.kind in "iu"
+            },
+            user_ids={config.ntypes[kind]: ids for kind, ids in self._user_ids.items()},
+        )
+
+    def _add_edges(self, ids: Array, sources: Array, destinations: Array, path: Path) -> None:
+        config = self._config
+        kinds, typed = config.edges.to_typed(ids)
+        source_kinds, sources = config.nodes.to_typed(sources)
+        destination_kinds, destinations = config.nodes.to_typed(destinations)
+        for kind, etype in enumerate(config.etypes):
+            chosen = kinds == kind
+            ends = (etype[0], source_kinds), (etype[2], destination_kinds)
+            if any((found[chosen] != config.ntypes.index(ntype)).any() for ntype, found in ends):
+                raise StorageError(f"{path} has edges of type {etype} between nodes of other types")
+            self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
+
+    def _add_columns(self, which: int, path: Path, types: Mapping[str, int], ids: Array) -> None:
+        line = self._config.edges if which else self._config.nodes
+        kinds, typed = line.to_typed(ids)
+        for kind, name, tensor in _named(_load(path, load_tensors), types, path):
+            chosen = typed[kinds == kind]
+            if len(tensor) != len(chosen):
+                raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(chosen)} owned ids")
+            rows = self._as_array(which, kind, name, tensor)
+            total = int(line.counts[kind].sum())
+            column = self._columns[which].setdefault(
+                (kind, name), np.zeros((total, *rows.shape[1:]), rows.dtype)
+            )
+            if column.shape[1:] != rows.shape[1:] or column.dtype != rows.dtype:
+                raise StorageError(f"{path}: {name!r} has another shape or dtype than in the other parts")
+            column[chosen] = rows
+
+    def _as_array(self, which: int, kind: int, name: str, tensor: torch.Tensor) -> Array:
+        if tensor.dtype == torch.bfloat16:
+            owner: str | EdgeType = self._config.etypes[kind] if which else self._config.ntypes[kind]
+            self.bfloat16.append((owner, name))
+            return tensor.view(torch.int16).numpy().view(np.uint16)
+        array: Array = tensor.numpy()
+        if array.dtype == np.uint8 and array.ndim == 1 and name.endswith("mask"):
+            return array != 0
+        return array
+
+    def _add_user_ids(self, path: Path, part: int) -> None:
+        if not path.exists():
+            return
+        nodes = self._config.nodes
+        for name, ids in _load(path, load_tensors).items():
+            if (
+                name not in self._config.ntypes
+                or len(ids) != nodes.counts[self._config.ntypes.index(name), part]
+            ):
+                raise StorageError(f"{path}: {len(ids)} original ids of {name!r} do not fit the part")
+            kind = self._config.ntypes.index(name)
+            column = self._user_ids.setdefault(kind, np.zeros(int(nodes.counts[kind].sum()), np.int64))
+            column[nodes.offsets[kind, part] : nodes.offsets[kind, part + 1]] = ids.numpy()
+
+
+def _load(path: Path, read: Callable[[str], Any]) -> Any:
+    # DGL aborts the process on some paths that do not exist.
+    if not path.is_file():
+        raise StorageError(f"{path} is missing; copy it here or partition the graph again")
+    try:
+        return read(str(path))
+    except (dgl.DGLError, ValueError, RuntimeError) as problem:
+        raise StorageError(f"{path} cannot be read by DGL ({problem}); copy it again") from problem
+
+
+def _named(
+    tensors: Mapping[str, torch.Tensor], types: Mapping[str, int], path: Path
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield (type number, column, tensor) of the keys ``type/column``; old files leave out the only type."""
+    for key, tensor in tensors.items():
+        owner, slash, name = key.partition("/")
+        if not slash and len(types) == 1:
+            yield 0, key, tensor
+        elif owner in types:
+            yield types[owner], name, tensor
+        else:
+            raise StorageError(f"{path}: {key!r} names none of the types {', '.join(types)}")
+
+
+def _check_ids(ids: Array, expected: tuple[int, int], what: str, path: Path) -> None:
+    if not np.array_equal(np.sort(ids), np.arange(*expected)):
+        raise StorageError(
+            f"{path} owns {len(ids)} {what}, but the JSON file says {expected[0]}..{expected[1] - 1}; "
+            f"its files are not of one partitioning"
+        )
+
+
+_FILES = {"node_feats": "node_feat.dgl", "edge_feats": "edge_feat.dgl", "part_graph": "graph.dgl"}
+
+
+def write_dgl_format(
+    graph: RawGraph,
+    assignment: Assignment,
+    folder: Path,
+    *,
+    bfloat16: Collection[tuple[str | EdgeType, str]] = (),
+    formats: str | Sequence[str] | None = None,
+) -> Path:
+    """Write ``<folder>/<graph name>.json`` and ``part<p>/`` as DGL's ``partition_graph`` does.
+
+    Each part holds its nodes first, then the halo: the other ends of its nodes' in-edges. Ids are those of a
+    dataset written from the same arguments: DGL's per-type ids are our new ids. Booleans become uint8, which
+    is all that DGL's files know. ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source. One
+    part's features are held in memory at a time. Called by one process.
+
+    Args:
+        graph: What to write.
+        assignment: The owner of every node.
+        folder: Must not exist, or be empty.
+        bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
+        formats: As which of ``coo``, ``csc`` and ``csr`` structure is stored; None: ``coo``.
+
+    Returns:
+        The JSON file, which DGL calls ``part_config``.
+
+    Raises:
+        ConfigError: graph and assignment do not fit, or DGL's files cannot hold a value or a name.
+        StorageError: ``folder`` holds something, or cannot be written.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StorageError(f"{folder} exists already; choose another folder")
+    _check_names(graph)
+    job = _Job(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
+    config = f"{safe_name(graph.name)}.json"
+    with (
+        named_failures(folder),
+        partial_folder(folder) as partial,
+        progress("Writing DGL's format", assignment.num_parts) as advance,
+    ):
+        for part in range(assignment.num_parts):
+            job.write_part(part, partial / f"part{part}")
+            advance(1)
+        text = json.dumps(job.config(assignment), indent=4)
+        (partial / config).write_text(text)
+        if not publish(partial, folder):
+            raise StorageError(f"{folder} appeared while it was being written; choose another folder")
+    return folder / config
+
+
+class _Job:
+    """One write: the graph under its new ids."""
+
+    def __init__(
+        self,
+        graph: RawGraph,
+        nodes: Mapping[str, NodeOrder],
+        bfloat16: Collection[tuple[str | EdgeType, str]],
+        formats: str | Sequence[str] | None,
+    ) -> None:
+        self._graph, self._formats = graph, formats
+        self._nodes = nodes
+        self._bfloat16 = bfloat16
+        self._ntypes = list(graph.num_nodes)
+        self._edges: dict[EdgeType, EdgeOrder] = {
+            etype: relabel_edges(graph, etype, nodes[etype[0]], nodes[etype[2]]) for etype in graph.edges
+        }
+        self._node_line = IdLine.of_offsets([order.offsets for order in nodes.values()])
+        self._edge_line = IdLine.of_offsets([order.offsets for order in self._edges.values()])
+
+    def write_part(self, part: int, folder: Path) -> None:
+        """Write structure, features and original ids of one part."""
+        folder.mkdir()
+        dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)], formats=self._formats)
+        node_rows = {ntype: _rows(order, part) for ntype, order in self._nodes.items()}
+        edge_rows = {etype: _rows(order, part) for etype, order in self._edges.items()}
+        node_feats = {
+            f"{ntype}/{name}": self._tensor((ntype, name), rows)
+            for ntype, rows in node_rows.items()
+            for name in self._graph.node_data.get(ntype, {})
+        }
+        edge_feats = {
+            f"{':'.join(etype)}/{name}": self._tensor((etype, name), rows)
+            for etype, rows in edge_rows.items()
+            for name in self._graph.edge_data.get(etype, {})
+        }
+        save_tensors(str(folder / _FILES["node_feats"]), node_feats)
+        save_tensors(str(folder / _FILES["edge_feats"]), edge_feats)
+        save_tensors(str(folder / "orig_nids.dgl"), {ntype: _ids(rows) for ntype, rows in node_rows.items()})
+        orig_eids = {":".join(etype): _ids(rows) for etype, rows in edge_rows.items()}
+        save_tensors(str(folder / "orig_eids.dgl"), orig_eids)
+
+    def config(self, assignment: Assignment) -> dict[str, object]:
+        """Return what DGL's JSON file says."""
+        etypes = [":".join(etype) for etype in self._edges]
+        parts = {
+            f"part-{part}": {kind: f"part{part}/{name}" for kind, name in _FILES.items()}
+            for part in range(assignment.num_parts)
+        }
+        return {
+            "graph_name": self._graph.name,
+            "num_nodes": self._graph.total_nodes,
+            "num_edges": self._graph.total_edges,
+            "part_method": assignment.method,
+            "num_parts": assignment.num_parts,
+            "halo_hops": 1,
+            "node_map": _ranges(self._ntypes, self._node_line),
+            "edge_map": _ranges(etypes, self._edge_line),
+            "ntypes": {name: number for number, name in enumerate(self._ntypes)},
+            "etypes": {name: number for number, name in enumerate(etypes)},
+            **parts,
+        }
+
+    def _structure(self, part: int) -> dgl.DGLGraph:
+        first, last = self._node_line.part_range(part)
+        source, destination = self._ends(part, first)
+        owned = (source >= first) & (source < last)
+        halo = np.unique(source[~owned])
+        local = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
+        global_ids = np.concatenate([np.arange(first, last), halo])
+        kinds, owners = self._node_line.place(global_ids)
+        structure = dgl.graph(
+            (torch.from_numpy(local), torch.from_numpy(destination)), num_nodes=len(global_ids)
+        )
+        structure.ndata[dgl.NID] = _ids(global_ids)
+        structure.ndata["part_id"] = _ids(owners)
+        structure.ndata["inner_node"] = torch.from_numpy((owners == part).astype(np.uint8))
+        edge_ids = np.arange(*self._edge_line.part_range(part))
+        structure.edata[dgl.EID] = _ids(edge_ids)
+        structure.edata["inner_edge"] = torch.ones(len(edge_ids), dtype=torch.uint8)
+        if len(self._ntypes) > 1 or len(self._edges) > 1:
+            structure.ndata[dgl.NTYPE] = torch.from_numpy(kinds.astype(np.int32))
+            edge_kinds, _ = self._edge_line.place(edge_ids)
+            structure.edata[dgl.ETYPE] = torch.from_numpy(edge_kinds.astype(np.int32))
+        return structure
+
+    def _ends(self, part: int, first: int) -> tuple[Array, Array]:
+        """Return (global sources, local destinations) of the part's edges in the order of their ids."""
+        sources, destinations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for etype, order in self._edges.items():
+            nodes = self._nodes[etype[2]].offsets
+            kind = self._ntypes.index(etype[2])
+            degrees = np.diff(order.indptr[nodes[part] : nodes[part + 1] + 1])
+            shift = self._node_line.starts[kind, part] - first
+            destinations.append(np.repeat(np.arange(len(degrees)) + shift, degrees))
+            indices = order.indices[order.offsets[part] : order.offsets[part + 1]]
+            sources.append(self._node_line.from_typed(self._ntypes.index(etype[0]), indices))
+        return np.concatenate(sources), np.concatenate(destinations)
+
+    def _tensor(self, column: tuple[str | EdgeType, str], rows: Array) -> torch.Tensor:
+        kind, name = column
+        if isinstance(kind, str):
+            values = self._graph.node_data[kind][name]
+            array = values[rows] if isinstance(values, np.ndarray) else values.dense(rows)
+        else:
+            array = self._graph.edge_data[kind][name][rows]
+        if column in self._bfloat16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == np.bool_:
+            array = array.view(np.uint8)
+        try:
+            return torch.from_numpy(np.ascontiguousarray(array))
+        except (TypeError, ValueError) as problem:
+            raise ConfigError(
+                f"{kind}/{name} has dtype {array.dtype}, which DGL's files cannot hold"
+            ) from problem
+
+
+def _rows(order: NodeOrder | EdgeOrder, part: int) -> Array:
+    return order.new_to_old[order.offsets[part] : order.offsets[part + 1]]
+
+
+def _ids(ids: Array) -> torch.Tensor:
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def _ranges(names: Sequence[str], line: IdLine) -> dict[str, list[list[int]]]:
+    ends = line.starts + line.counts
+    return {
+        name: [[int(first), int(end)] for first, end in zip(line.starts[kind], ends[kind], strict=True)]
+        for kind, name in enumerate(names)
+    }
+
+
+def _check_names(graph: RawGraph) -> None:
+    if not graph.edges:
+        raise ConfigError("the graph has no edge type; DGL's files need one")
+    for name in {*graph.num_nodes, *(piece for etype in graph.edges for piece in etype)}:
+        if ":" in name or "/" in name:
+            raise ConfigError(f"DGL's files cannot hold the type name {name!r}, which has a ':' or a '/'")

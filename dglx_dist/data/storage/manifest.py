@@ -1,0 +1,435 @@
+"""The manifest of a dataset: what is in the folder, as a frozen record and as JSON."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeGuard, TypeVar
+
+import numpy as np
+
+from dglx_dist.data.storage.columns import DTYPES, MANIFEST, FileInfo, part_files
+from dglx_dist.errors import StorageError
+from dglx_dist.records import Array, ColumnInfo, EdgeType
+
+T = TypeVar("T")
+
+
+class Fields:
+    """One JSON object; every accessor raises StorageError naming the file, the key and the value.
+
+    Args:
+        value: What the parser returned.
+        where: The file.
+        key: Path of this object inside the file; empty for the whole.
+    """
+
+    def __init__(self, value: object, where: str, key: str = "") -> None:
+        if not isinstance(value, dict):
+            raise StorageError(f"{where}: {_shown(key, value)}, expected an object")
+        self._value: dict[str, object] = value
+        self._key = key
+        self._seen: set[str] = set()
+        self.where = where
+
+    def keys(self) -> Sequence[str]:
+        """Return the keys in the order of the file."""
+        return list(self._value)
+
+    def wrong(self, key: str, expected: str) -> StorageError:
+        """Return the error that ``key`` should have been ``expected``."""
+        if key not in self._value:
+            return StorageError(f"{self.where}: key {self._path(key)!r} is missing, expected {expected}")
+        return StorageError(f"{self.where}: {_shown(self._path(key), self._value[key])}, expected {expected}")
+
+    def value(self, key: str) -> object:
+        """Return a value of any kind."""
+        return self._get(key)
+
+    def text(self, key: str) -> str:
+        """Return a string."""
+        value = self._get(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def integer(self, key: str, *, at_least: int | None = None) -> int:
+        """Return a whole number."""
+        value = self._get(key)
+        expected = "a whole number" + ("" if at_least is None else f" of at least {at_least}")
+        if not _is_integer(value) or (at_least is not None and value < at_least):
+            raise self.wrong(key, expected)
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        """Return a whole number of at least 0, or None."""
+        return None if key in self._value and self._get(key) is None else self.integer(key, at_least=0)
+
+    def choice(self, key: str, known: Sequence[T]) -> T:
+        """Return the one of ``known`` that the value equals."""
+        value = self._get(key)
+        for one in known:
+            if value == one and type(value) is type(one):
+                return one
+        raise self.wrong(key, f"one of {', '.join(repr(one) for one in known)}")
+
+    def integers(self, key: str, *, count: int | None = None) -> list[int]:
+        """Return a list of whole numbers of at least 0, ``count`` of them."""
+        values = [item for item in self._list(key) if _is_integer(item) and item >= 0]
+        if len(values) != len(self._list(key)) or count not in (None, len(values)):
+            raise self.wrong(key, f"{'' if count is None else f'{count} '}whole numbers of at least 0")
+        return values
+
+    def texts(self, key: str, *, count: int) -> list[str]:
+        """Return a list of ``count`` strings."""
+        values = [item for item in self._list(key) if isinstance(item, str)]
+        if len(values) != len(self._list(key)) or len(values) != count:
+            raise self.wrong(key, f"{count} strings")
+        return values
+
+    def mapping(self, key: str) -> Mapping[str, object]:
+        """Return an object of any values."""
+        value = self._get(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return value
+
+    def record(self, key: str) -> Fields:
+        """Return an object to be read field by field."""
+        return Fields(self._get(key), self.where, self._path(key))
+
+    def records(self, key: str) -> list[Fields]:
+        """Return a list of objects."""
+        return [
+            Fields(item, self.where, f"{self._path(key)}[{index}]")
+            for index, item in enumerate(self._list(key))
+        ]
+
+    def finish(self) -> None:
+        """Raise StorageError when there is a key that nobody asked for."""
+        for key in self._value:
+            if key not in self._seen:
+                raise StorageError(f"{self.where}: key {self._path(key)!r} is unknown in this format version")
+
+    def _get(self, key: str) -> object:
+        if key not in self._value:
+            raise self.wrong(key, "a value")
+        self._seen.add(key)
+        return self._value[key]
+
+    def _list(self, key: str) -> list[object]:
+        value = self._get(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list")
+        return value
+
+    def _path(self, key: str) -> str:
+        return f"{self._key}.{key}" if self._key else key
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(key: str, value: object) -> str:
+    text = repr(value)
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return f"key {key!r} is {shown}" if key else f"the file holds {shown}"
+
+
+FORMAT = "dglx-dataset"
+VERSION = 1
+_NO_CHECKSUM = "00000000"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Manifest:
+    """What a partitioned dataset holds; compare two by :attr:`checksum` or :func:`to_json`."""
+
+    name: str
+    num_parts: int
+    node_offsets: Mapping[str, Array]
+    """node type -> (P + 1,) int64: new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
+    edge_offsets: Mapping[EdgeType, Array]
+    """edge type -> (P + 1,) int64, the same for global edge ids."""
+    node_columns: Mapping[str, Mapping[str, ColumnInfo]]
+    """Every node type, with its named tensors."""
+    edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]]
+    """Every edge type, with its named tensors."""
+    num_classes: Mapping[str, int]
+    user_ids: Mapping[str, str]
+    """node type -> ``int64`` or ``string``, for types whose users know other ids than 0..N-1."""
+    method: str
+    seed: int
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    quality: Mapping[str, object] = field(default_factory=dict)
+    """Figures of the partition as the partitioner's caller gave them, JSON values only."""
+    files: Mapping[str, FileInfo] = field(default_factory=dict)
+    """Path relative to the folder -> size and checksum, for every file but the manifest."""
+    version: int = VERSION
+    checksum: str = ""
+    """Of the manifest's bytes on disk; empty until it was written or read. Names the dataset's content."""
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        """Node types in the order of the source."""
+        return tuple(self.node_columns)
+
+    @property
+    def edge_types(self) -> tuple[EdgeType, ...]:
+        """Canonical edge types in the order of the source."""
+        return tuple(self.edge_columns)
+
+    def num_nodes(self, ntype: str) -> int:
+        """Return N of one node type."""
+        return int(self.node_offsets[ntype][-1])
+
+    def num_edges(self, etype: EdgeType) -> int:
+        """Return E of one edge type."""
+        return int(self.edge_offsets[etype][-1])
+
+
+def to_json(manifest: Manifest) -> dict[str, object]:
+    """Return the manifest as JSON values, its checksum left out."""
+    return {
+        "format": FORMAT,
+        "version": manifest.version,
+        "name": manifest.name,
+        "num_parts": manifest.num_parts,
+        "node_types": [
+            {
+                "name": ntype,
+                "offsets": manifest.node_offsets[ntype].tolist(),
+                "columns": _columns_to_json(columns),
+                "num_classes": manifest.num_classes.get(ntype),
+                "user_ids": manifest.user_ids.get(ntype),
+            }
+            for ntype, columns in manifest.node_columns.items()
+        ],
+        "edge_types": [
+            {
+                "name": list(etype),
+                "offsets": manifest.edge_offsets[etype].tolist(),
+                "columns": _columns_to_json(columns),
+            }
+            for etype, columns in manifest.edge_columns.items()
+        ],
+        "method": manifest.method,
+        "seed": manifest.seed,
+        "parameters": dict(manifest.parameters),
+        "quality": dict(manifest.quality),
+        "files": {
+            path: {"bytes": info.num_bytes, "crc32": info.checksum} for path, info in manifest.files.items()
+        },
+    }
+
+
+def from_json(value: object, where: str) -> Manifest:
+    """Return the manifest of JSON values, every field checked.
+
+    Args:
+        value: What a JSON parser returned.
+        where: The file, for messages.
+
+    Raises:
+        StorageError: naming ``where`` and the key that is missing, unknown or of the wrong kind, or
+            the format version when it is newer than this program.
+    """
+    top = Fields(value, where)
+    _check_format(top)
+    num_parts = top.integer("num_parts", at_least=1)
+    node_types = [_NodeType.read(item, num_parts) for item in top.records("node_types")]
+    edge_types = [_EdgeType.read(item, num_parts) for item in top.records("edge_types")]
+    manifest = Manifest(
+        name=top.text("name"),
+        num_parts=num_parts,
+        node_offsets={kind.name: kind.offsets for kind in node_types},
+        edge_offsets={kind.name: kind.offsets for kind in edge_types},
+        node_columns={kind.name: kind.columns for kind in node_types},
+        edge_columns={kind.name: kind.columns for kind in edge_types},
+        num_classes={kind.name: kind.num_classes for kind in node_types if kind.num_classes is not None},
+        user_ids={kind.name: kind.user_ids for kind in node_types if kind.user_ids is not None},
+        method=top.text("method"),
+        seed=top.integer("seed"),
+        parameters=top.mapping("parameters"),
+        quality=top.mapping("quality"),
+        files=_files(top.record("files")),
+    )
+    top.finish()
+    _check_types(manifest, where)
+    _check_files(manifest, where)
+    return manifest
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
+    """Write ``manifest.json`` into ``folder``; return the manifest with its checksum."""
+    blank = json.dumps({**to_json(manifest), "checksum": _NO_CHECKSUM}, indent=1, ensure_ascii=True)
+    value = f"{zlib.crc32(blank.encode()):08x}"
+    head, _, tail = blank.rpartition(_NO_CHECKSUM)
+    (folder / MANIFEST).write_text(f"{head}{value}{tail}")
+    return replace(manifest, checksum=value)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the checked manifest of a dataset.
+
+    Raises:
+        StorageError: there is none, perhaps because the files are DGL's, or it is damaged, or of a newer
+            format version.
+    """
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except OSError as problem:
+        raise StorageError(_why_unreadable(folder, problem)) from problem
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as problem:
+        raise StorageError(f"{path} is damaged ({problem}); copy it again or partition again") from problem
+    top = Fields(value, str(path))
+    # The version comes first: a newer format may compute its checksum differently.
+    _check_format(top)
+    stated = top.text("checksum")
+    head, _, tail = raw.rpartition(f'"{stated}"'.encode(errors="replace"))
+    blank = head + f'"{_NO_CHECKSUM}"'.encode() + tail
+    if f"{zlib.crc32(blank):08x}" != stated:
+        raise StorageError(
+            f"{path} does not match its checksum {stated!r}: it was damaged or edited; "
+            f"copy it again or partition again"
+        )
+    del value["checksum"]
+    return replace(from_json(value, str(path)), checksum=stated)
+
+
+def _why_unreadable(folder: Path, problem: OSError) -> str:
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else [folder]:
+        if _is_dgl_config(path):
+            return f'{folder} is in the format of DGL; open it with dx.DistGraph(part_config="{path}")'
+    if not folder.exists():
+        reason = "it does not exist"
+    elif isinstance(problem, (FileNotFoundError, NotADirectoryError)):
+        reason = f"it has no {MANIFEST}"
+    else:
+        reason = f"its {MANIFEST} cannot be read ({problem.strerror})"
+    return (
+        f"{folder} is no partitioned dataset: {reason}; write one with `dglx partition DATA --out DIR` "
+        "or dx.partition_graph"
+    )
+
+
+def _is_dgl_config(path: Path) -> bool:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        # Whatever it is, it is not what DGL writes.
+        return False
+    return isinstance(value, dict) and {"node_map", "part_method"} <= value.keys()
+
+
+def _check_format(top: Fields) -> None:
+    name = top.text("format")
+    if name != FORMAT:
+        raise StorageError(f"{top.where}: key 'format' is {name!r}, expected {FORMAT!r}")
+    version = top.integer("version", at_least=1)
+    if version > VERSION:
+        raise StorageError(
+            f"{top.where} is of format version {version}, and this program reads up to version {VERSION}; "
+            f"update dglx_dist, or partition again with this version"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NodeType:
+    name: str
+    offsets: Array
+    columns: Mapping[str, ColumnInfo]
+    num_classes: int | None
+    user_ids: str | None
+
+    @staticmethod
+    def read(item: Fields, num_parts: int) -> _NodeType:
+        kind = _NodeType(
+            name=item.text("name"),
+            offsets=_offsets(item, num_parts),
+            columns=_columns(item.record("columns")),
+            num_classes=item.optional_integer("num_classes"),
+            user_ids=item.choice("user_ids", ("int64", "string", None)),
+        )
+        item.finish()
+        return kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EdgeType:
+    name: EdgeType
+    offsets: Array
+    columns: Mapping[str, ColumnInfo]
+
+    @staticmethod
+    def read(item: Fields, num_parts: int) -> _EdgeType:
+        source, relation, destination = item.texts("name", count=3)
+        kind = _EdgeType(
+            name=(source, relation, destination),
+            offsets=_offsets(item, num_parts),
+            columns=_columns(item.record("columns")),
+        )
+        item.finish()
+        return kind
+
+
+def _offsets(item: Fields, num_parts: int) -> Array:
+    offsets = item.integers("offsets", count=num_parts + 1)
+    if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)) or offsets[-1] >= 1 << 63:
+        raise item.wrong("offsets", "64-bit numbers that start at 0 and never fall")
+    return np.array(offsets, dtype=np.int64)
+
+
+def _columns(items: Fields) -> dict[str, ColumnInfo]:
+    columns = {}
+    for name in items.keys():  # noqa: SIM118  # a method of Fields, not a mapping
+        item = items.record(name)
+        dtype = item.choice("dtype", DTYPES)
+        columns[name] = ColumnInfo(dtype=dtype, row_shape=tuple(item.integers("row_shape")))
+        item.finish()
+    return columns
+
+
+def _columns_to_json(columns: Mapping[str, ColumnInfo]) -> dict[str, object]:
+    return {name: {"dtype": info.dtype, "row_shape": list(info.row_shape)} for name, info in columns.items()}
+
+
+def _files(items: Fields) -> dict[str, FileInfo]:
+    files = {}
+    for path in items.keys():  # noqa: SIM118  # a method of Fields, not a mapping
+        item = items.record(path)
+        files[path] = FileInfo(num_bytes=item.integer("bytes", at_least=0), checksum=item.text("crc32"))
+        item.finish()
+    return files
+
+
+def _check_types(manifest: Manifest, where: str) -> None:
+    for source, relation, destination in manifest.edge_types:
+        for ntype in (source, destination):
+            if ntype not in manifest.node_columns:
+                raise StorageError(
+                    f"{where}: key 'edge_types' has {(source, relation, destination)}, "
+                    f"but there is no node type {ntype!r}"
+                )
+
+
+def _check_files(manifest: Manifest, where: str) -> None:
+    """Raise unless the manifest lists the files that its types and columns make, and no others."""
+    user_ids = tuple(manifest.user_ids)
+    expected = {
+        path
+        for part in range(manifest.num_parts)
+        for path in part_files(part, manifest.node_columns, manifest.edge_columns, user_ids)
+    }
+    wrong = sorted(expected ^ manifest.files.keys())
+    if wrong:
+        problem = "lacks" if wrong[0] in expected else "has the unexpected"
+        raise StorageError(f"{where}: key 'files' {problem} {wrong[0]!r}; partition the graph again")

@@ -1,0 +1,511 @@
+"""A dataset on disk -> memory-mapped arrays."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, final
+
+import numpy as np
+
+from dglx_dist.data.storage.columns import (
+    CACHE,
+    PARTIAL_SUFFIX,
+    FileInfo,
+    checksum,
+    data_path,
+    edge_folder,
+    edge_type_name,
+    node_folder,
+    part_files,
+    read_column,
+    read_strings,
+    write_column,
+)
+from dglx_dist.data.storage.files import partial_folder, publish, replace_folder, seal, unseal
+from dglx_dist.data.storage.manifest import Manifest, read_manifest
+from dglx_dist.errors import ConfigError, DatasetError, StorageError
+from dglx_dist.progress import progress
+from dglx_dist.records import Array, ColumnInfo, EdgeType, RawGraph
+
+Verify: TypeAlias = Literal["auto", "full", "never"]
+
+_LOG = logging.getLogger(__name__)
+_WORTH_SHOWING = 1 << 28
+"""Bytes that take long enough to read for somebody to wonder."""
+
+_VALUES = 1 << 20
+"""Ids that are compared at a time."""
+
+Stamps: TypeAlias = dict[str, list[object]]
+"""Path -> [size, time of change in ns, checksum] of a file that was read and found whole, and behind those,
+where it holds ids that were found in range, the checksum of the manifest that has the ranges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ids:
+    """An array that compiled code indexes with, unchecked."""
+
+    path: str
+    part: int
+    num_rows: int
+    bound: int
+    """Above all values."""
+    of: str
+    """What has these ids."""
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).stem
+
+    @property
+    def is_indptr(self) -> bool:
+        return self.name == "indptr"
+
+
+def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
+    """Compare the files that are on this machine with their checksums, and ids with their ranges.
+
+    ``auto`` reads each file once: files whose size and time of change are as they were when they were
+    last read are taken as whole. What was read is remembered in ``cache/verified.json`` of the dataset;
+    in a folder that cannot be written every opening reads all files, and logs that. ``full`` reads all.
+
+    Raises:
+        StorageError: naming the first file that is not what was written.
+        DatasetError: naming the first id that is out of range.
+    """
+    if verify == "never":
+        return
+    files, ids = manifest.files, {one.path: one for one in _arrays_of_ids(manifest)}
+    stamps = _read_stamps(folder) if verify == "auto" else {}
+    found = {
+        path: [*_stamp(folder / path, info), *([manifest.checksum] if path in ids else [])]
+        for path, info in files.items()
+        if (folder / path).exists()
+    }
+    changed = [path for path in found if stamps.get(path) != found[path]]
+    if not changed:
+        return
+    num_bytes = sum(files[path].num_bytes for path in changed)
+    with progress("Checking files", num_bytes, enabled=num_bytes > _WORTH_SHOWING) as advance:
+        for path in changed:
+            _check_file(folder / path, files[path])
+            if path in ids:
+                _check_ids(folder, ids[path])
+            advance(files[path].num_bytes)
+    _write_stamps(folder, found)
+
+
+def _arrays_of_ids(manifest: Manifest) -> Iterator[_Ids]:
+    for part in range(manifest.num_parts):
+        for ntype, offsets in manifest.node_offsets.items():
+            path, num_nodes = f"{node_folder(part, ntype)}/original_ids.arrow", int(offsets[-1])
+            owned = int(offsets[part + 1] - offsets[part])
+            yield _Ids(path=path, part=part, num_rows=owned, bound=num_nodes, of=f"{ntype!r} nodes")
+        for etype, offsets in manifest.edge_offsets.items():
+            owned, nodes = int(offsets[part + 1] - offsets[part]), manifest.node_offsets[etype[2]]
+            for name, num_rows, bound, of in (
+                ("indptr", int(nodes[part + 1] - nodes[part]) + 1, owned + 1, f"edges {etype} of the part"),
+                ("indices", owned, manifest.num_nodes(etype[0]), f"{etype[0]!r} nodes"),
+                ("original_ids", owned, int(offsets[-1]), f"edges {etype}"),
+            ):
+                path = f"{edge_folder(part, etype)}/{name}.arrow"
+                yield _Ids(path=path, part=part, num_rows=num_rows, bound=bound, of=of)
+
+
+def _check_ids(folder: Path, ids: _Ids) -> None:
+    values = read_column(folder / ids.path, ids.name, num_rows=ids.num_rows)
+    where = f"{folder}: part {ids.part} is wrong: in {ids.path}, {ids.name}"
+    remedy = "copy the part again or partition the graph again"
+    dtypes = ("int32", "int64") if ids.name == "indices" else ("int64",)
+    if values.ndim != 1 or values.dtype.name not in dtypes:
+        kinds = " or ".join(dtypes)
+        raise DatasetError(f"{where} is {values.dtype} of shape {values.shape}, expected {kinds}; {remedy}")
+    at = _first_wrong(values, ids)
+    if at is not None:
+        ranges = f"0 to {ids.bound - 1}"
+        if ids.is_indptr:
+            ranges = f"numbers that never fall, from 0 at first to {ids.bound - 1} at last"
+        raise DatasetError(f"{where}[{at}] is {values[at]}, expected {ranges} ({ids.of}); {remedy}")
+
+
+def _first_wrong(values: Array, ids: _Ids) -> int | None:
+    if ids.is_indptr and values[0] != 0:
+        return 0
+    for start in range(0, len(values), _VALUES):
+        # With the last value of the chunk before, for comparing neighbours.
+        first = max(start - 1, 0)
+        chunk = values[first : start + _VALUES]
+        wrong = (chunk < 0) | (chunk >= ids.bound)
+        if ids.is_indptr:
+            wrong[1:] |= chunk[1:] < chunk[:-1]
+        if wrong.any():
+            return first + int(wrong.argmax())
+    return len(values) - 1 if ids.is_indptr and values[-1] != ids.bound - 1 else None
+
+
+def _check_file(path: Path, expected: FileInfo) -> None:
+    # The size first: it costs nothing, and tells a half-copied file from a damaged one.
+    size = path.stat().st_size
+    if size != expected.num_bytes:
+        raise StorageError(
+            f"{path} has {size} bytes instead of {expected.num_bytes}; "
+            f"copy it again or partition the graph again"
+        )
+    found = checksum(path)
+    if found != expected:
+        raise StorageError(
+            f"{path} is damaged: its checksum is {found.checksum}, the manifest says {expected.checksum}; "
+            f"copy it again or partition the graph again"
+        )
+
+
+def _stamp(path: Path, info: FileInfo) -> list[object]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, info.checksum]
+
+
+def _stamp_file(folder: Path) -> Path:
+    return folder / CACHE / "verified.json"
+
+
+def _read_stamps(folder: Path) -> Stamps:
+    try:
+        stamps = json.loads(_stamp_file(folder).read_bytes())
+    except (OSError, ValueError):
+        # No stamp, or a broken one, only means that the files are read again.
+        return {}
+    return stamps if isinstance(stamps, dict) else {}
+
+
+def _write_stamps(folder: Path, stamps: Stamps) -> None:
+    target = _stamp_file(folder)
+    partial = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        target.parent.mkdir(exist_ok=True)
+        partial.write_text(json.dumps(stamps))
+        partial.replace(target)
+    except OSError as problem:
+        _LOG.warning(
+            "%s cannot be written (%s), so every opening of this dataset reads all its files; "
+            "open it with verify='never' to avoid that",
+            target,
+            problem.strerror,
+        )
+
+
+K = TypeVar("K")
+
+_IDS = ColumnInfo(dtype="int64", row_shape=())
+
+
+def open_dataset(folder: str | Path, *, verify: Verify = "auto") -> StoredDataset:
+    """Open a partitioned dataset; nothing but the manifest is read, apart from verifying.
+
+    Any process may call it alone. The first opening reads every file once to compare checksums, and ids with
+    their ranges; later ones compare sizes and times of change only. Let one
+    process of each machine open it before the others do, and they need not all read it.
+
+    Args:
+        folder: What ``write_dataset`` wrote.
+        verify: ``auto``, ``full`` (read everything now) or ``never``.
+
+    Raises:
+        StorageError: it is missing, half-written, damaged, or of a newer format version.
+        DatasetError: an id in it is out of range.
+        ConfigError: ``verify`` is none of the three.
+    """
+    if verify not in ("auto", "full", "never"):
+        raise ConfigError(f"verify is {verify!r}; choose 'auto', 'full' or 'never'")
+    folder = Path(folder).absolute()
+    if folder.name.endswith(PARTIAL_SUFFIX):
+        raise StorageError(f"{folder} was left behind by a write that was killed; delete it")
+    manifest = read_manifest(folder)
+    verify_files(folder, manifest, verify)
+    return StoredDataset(folder, manifest)
+
+
+@final
+class StoredDataset:
+    """The parts of a dataset, of which this machine may have some only."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._parts: dict[int, StoredPart] = {}
+
+    def has_part(self, part: int) -> bool:
+        """Whether all files of ``part`` are on this machine."""
+        return not self._missing(part)
+
+    def part(self, part: int) -> StoredPart:
+        """Return one part; nothing is read.
+
+        Raises:
+            ConfigError: there is no such part.
+            StorageError: naming its files that are not on this machine.
+        """
+        if part not in self._parts:
+            missing = self._missing(part)
+            if missing:
+                shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+                raise StorageError(
+                    f"part {part} of {self.folder} is not on this machine: {shown} missing; "
+                    f"copy the folder part{part} here"
+                )
+            self._parts[part] = StoredPart(self.folder, self.manifest, part)
+        return self._parts[part]
+
+    def _missing(self, part: int) -> list[str]:
+        manifest = self.manifest
+        if not 0 <= part < manifest.num_parts:
+            raise ConfigError(f"{self.folder} has the parts 0..{manifest.num_parts - 1}, not {part}")
+        paths = part_files(part, manifest.node_columns, manifest.edge_columns, tuple(manifest.user_ids))
+        return [path for path in paths if not (self.folder / path).exists()]
+
+
+@final
+class StoredPart:
+    """One part: every array is a read-only view of a memory map, made when first asked for.
+
+    Methods raise ConfigError for a type or name that the dataset does not have, and StorageError
+    naming the file when it is damaged or missing.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, part: int) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._part = part
+        self._arrays: dict[str, Array] = {}
+
+    def num_nodes(self, ntype: str) -> int:
+        """Return how many nodes of one type this part owns."""
+        offsets = _known(self._manifest.node_offsets, ntype, "node type", self._folder)
+        return int(offsets[self._part + 1] - offsets[self._part])
+
+    def num_edges(self, etype: EdgeType) -> int:
+        """Return how many edges of one type this part owns."""
+        offsets = _known(self._manifest.edge_offsets, etype, "edge type", self._folder)
+        return int(offsets[self._part + 1] - offsets[self._part])
+
+    def indptr(self, etype: EdgeType) -> Array:
+        """Return (n_dst + 1,) int64 starting at 0: in-edges of the owned destinations."""
+        folder = self._edge_folder(etype)
+        return self._column(f"{folder}/indptr.arrow", _IDS, self.num_nodes(etype[2]) + 1)
+
+    def indices(self, etype: EdgeType) -> Array:
+        """Return (E_part,) int32 or int64 new global source ids, ascending within a destination."""
+        return self._column(f"{self._edge_folder(etype)}/indices.arrow", None, self.num_edges(etype))
+
+    def node_data(self, ntype: str, name: str) -> Array:
+        """Return (n, *row) of one node tensor; bfloat16 comes as its bits in uint16."""
+        columns = _known(self._manifest.node_columns, ntype, "node type", self._folder)
+        info = _known(columns, name, f"tensor of {ntype!r} nodes", self._folder)
+        path = data_path(node_folder(self._part, ntype), name)
+        return self._column(path, info, self.num_nodes(ntype))
+
+    def edge_data(self, etype: EdgeType, name: str) -> Array:
+        """Return (E_part, *row) of one edge tensor, in the order of :meth:`indices`."""
+        columns = _known(self._manifest.edge_columns, etype, "edge type", self._folder)
+        info = _known(columns, name, f"tensor of {etype} edges", self._folder)
+        return self._column(data_path(self._edge_folder(etype), name), info, self.num_edges(etype))
+
+    def original_node_ids(self, ntype: str) -> Array:
+        """Return (n,) int64: the id that each owned node had in the source, ascending."""
+        num_nodes = self.num_nodes(ntype)
+        return self._column(f"{node_folder(self._part, ntype)}/original_ids.arrow", _IDS, num_nodes)
+
+    def original_edge_ids(self, etype: EdgeType) -> Array:
+        """Return (E_part,) int64: the position that each edge had in the source's list."""
+        return self._column(f"{self._edge_folder(etype)}/original_ids.arrow", _IDS, self.num_edges(etype))
+
+    def user_ids(self, ntype: str) -> Array | None:
+        """Return (n,) int64 or unicode ids that the user knows, or None; strings are copied."""
+        num_nodes = self.num_nodes(ntype)
+        kind = self._manifest.user_ids.get(ntype)
+        path = f"{node_folder(self._part, ntype)}/user_ids.arrow"
+        if kind is None:
+            return None
+        if kind == "int64":
+            return self._column(path, _IDS, num_nodes)
+        return self._kept(path, lambda: read_strings(self._folder / path, path, num_nodes))
+
+    def _edge_folder(self, etype: EdgeType) -> str:
+        _known(self._manifest.edge_columns, etype, "edge type", self._folder)
+        return edge_folder(self._part, etype)
+
+    def _column(self, path: str, info: ColumnInfo | None, num_rows: int) -> Array:
+        return self._kept(path, lambda: read_column(self._folder / path, path, info, num_rows))
+
+    def _kept(self, path: str, read: Callable[[], Array]) -> Array:
+        # Two threads may both map a file once; either view serves.
+        if path not in self._arrays:
+            self._arrays[path] = read()
+        return self._arrays[path]
+
+
+def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> Any:
+    if key not in mapping:
+        known = ", ".join(repr(one) for one in mapping) or "none"
+        raise ConfigError(f"{folder} has no {kind} {key!r} (known: {known})")
+    return mapping[key]
+
+
+def graph_of(dataset: StoredDataset) -> RawGraph:
+    """Return nodes and edges in the order of the source, where that is cheap: in a dataset of one part.
+
+    Node data stays in its memory map. Edges go back to their original order in memory, and their data with
+    them.
+
+    Raises:
+        ConfigError: there are several parts, or a tensor is stored as bfloat16.
+        StorageError: a file is missing or damaged.
+    """
+    manifest = dataset.manifest
+    if manifest.num_parts != 1:
+        raise ConfigError(
+            f"{dataset.folder} is cut into {manifest.num_parts} parts already; train on it, or cut the graph "
+            "that it was made from"
+        )
+    for tensors in (*manifest.node_columns.values(), *manifest.edge_columns.values()):
+        for name, info in tensors.items():
+            if info.dtype == "bfloat16":
+                raise ConfigError(
+                    f"{dataset.folder} holds {name!r} as bfloat16; cut the graph that it was made from"
+                )
+    part = dataset.part(0)
+    edges = {etype: _edges(part, etype) for etype in manifest.edge_types}
+    found = {ntype: part.user_ids(ntype) for ntype in manifest.user_ids}
+    return RawGraph(
+        name=manifest.name,
+        num_nodes={ntype: manifest.num_nodes(ntype) for ntype in manifest.node_types},
+        edges=edges,
+        node_data={
+            ntype: {name: part.node_data(ntype, name) for name in columns}
+            for ntype, columns in manifest.node_columns.items()
+        },
+        edge_data={
+            etype: {name: _by_source(part, etype, part.edge_data(etype, name)) for name in columns}
+            for etype, columns in manifest.edge_columns.items()
+        },
+        num_classes=dict(manifest.num_classes),
+        user_ids={ntype: ids for ntype, ids in found.items() if ids is not None},
+    )
+
+
+def _edges(part: StoredPart, etype: EdgeType) -> tuple[Array, Array]:
+    indptr = part.indptr(etype)
+    dtype = np.int32 if len(indptr) <= np.iinfo(np.int32).max else np.int64
+    destinations = np.repeat(np.arange(len(indptr) - 1, dtype=dtype), np.diff(indptr))
+    return _by_source(part, etype, part.indices(etype)), _by_source(part, etype, destinations)
+
+
+def _by_source(part: StoredPart, etype: EdgeType, rows: Array) -> Array:
+    """Return rows of edges in the order of the source's list."""
+    ordered = np.empty_like(rows)
+    ordered[part.original_edge_ids(etype)] = rows
+    return ordered
+
+
+_INDPTR_FILE, _INDICES_FILE = "indptr.arrow", "indices.arrow"
+_INDPTR = ColumnInfo(dtype="int64", row_shape=())
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CSC:
+    """In-edges of every node of one edge type, over new global ids; read-only."""
+
+    indptr: Array
+    """(N_dst + 1,) int64."""
+    indices: Array
+    """(E,) int32 or int64 source ids; the position of an edge here is its global edge id."""
+
+
+def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
+    """Return the whole graph's in-edges of one type, memory-mapped.
+
+    One part: the part's own arrays. More: a copy under ``<folder>/cache``, made by the first process that
+    asks and used by all later ones as long as the manifest is the same; its checksums are compared each time,
+    and a damaged one is logged and made anew. Processes may race: each writes under a name of its own and the
+    first to finish wins. In a folder that cannot be written the copy is made in memory, and that is logged.
+
+    Raises:
+        ConfigError: there is no such edge type.
+        StorageError: a part is not on this machine, or damaged.
+    """
+    manifest = dataset.manifest
+    if etype not in manifest.edge_offsets:
+        raise ConfigError(f"{dataset.folder} has no edge type {etype} (known: {manifest.edge_types})")
+    if manifest.num_parts == 1:
+        part = dataset.part(0)
+        return CSC(indptr=part.indptr(etype), indices=part.indices(etype))
+    target = dataset.folder / CACHE / f"structure-{manifest.checksum}" / edge_type_name(etype)
+    if damage := _damage(target):
+        if target.exists():
+            _LOG.warning("%s", damage)
+        try:
+            _build(dataset, etype, target)
+        except OSError as problem:
+            if problem.errno in _READ_ONLY:
+                _LOG.warning("%s cannot be written (%s): the structure is copied to memory", target, problem)
+                return _in_memory(dataset, etype)
+            raise StorageError(f"{target} cannot be written ({problem}); make room for it") from problem
+    return CSC(
+        indptr=read_column(target / _INDPTR_FILE, "indptr", _INDPTR, manifest.num_nodes(etype[2]) + 1),
+        indices=read_column(target / _INDICES_FILE, "indices", None, manifest.num_edges(etype)),
+    )
+
+
+def _damage(target: Path) -> str:
+    """Return what is wrong with the copy, "" if nothing."""
+    try:
+        unseal(target)
+    except StorageError as problem:
+        return str(problem)
+    return ""
+
+
+def _build(dataset: StoredDataset, etype: EdgeType, target: Path) -> None:
+    manifest = dataset.manifest
+    num_edges = manifest.num_edges(etype)
+    with (
+        partial_folder(target) as partial,
+        progress("Putting the structure together", num_edges, enabled=num_edges > 1 << 24) as advance,
+    ):
+        num_rows = manifest.num_nodes(etype[2]) + 1
+        indptr = write_column(partial / _INDPTR_FILE, _INDPTR, num_rows, _indptr_pieces(dataset, etype))
+        info = ColumnInfo(dtype=dataset.part(0).indices(etype).dtype.name, row_shape=())
+
+        def pieces() -> Iterator[Array]:
+            for part in range(manifest.num_parts):
+                indices = dataset.part(part).indices(etype)
+                yield indices
+                advance(len(indices))
+
+        indices = write_column(partial / _INDICES_FILE, info, num_edges, pieces())
+        seal(partial, {}, {_INDPTR_FILE: indptr, _INDICES_FILE: indices})
+        if not publish(partial, target) and _damage(target):
+            # Somebody else's damaged copy is in the way.
+            replace_folder(partial, target)
+
+
+def _indptr_pieces(dataset: StoredDataset, etype: EdgeType) -> Iterator[Array]:
+    yield np.zeros(1, dtype=np.int64)
+    offsets = dataset.manifest.edge_offsets[etype]
+    for part in range(dataset.manifest.num_parts):
+        yield dataset.part(part).indptr(etype)[1:] + offsets[part]
+
+
+def _in_memory(dataset: StoredDataset, etype: EdgeType) -> CSC:
+    parts = [dataset.part(part) for part in range(dataset.manifest.num_parts)]
+    indptr = np.concatenate(list(_indptr_pieces(dataset, etype)))
+    indices = np.concatenate([part.indices(etype) for part in parts])
+    indptr.flags.writeable = indices.flags.writeable = False
+    return CSC(indptr=indptr, indices=indices)

@@ -1,0 +1,291 @@
+"""Rows of named tensors in a folder: each writer one Arrow file per tensor, and one index over all of them.
+
+The rows of a tensor are numbered, and a file holds a run of them. Which run a reader takes is its own affair:
+what some number of writers wrote, any number of readers can read. The folder is written under another name
+and renamed when its index stands, see :mod:`dglx_dist.data.storage.files`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from dglx_dist.data.storage.columns import (
+    FileInfo,
+    checksum,
+    column_info,
+    read_column,
+    safe_name,
+    write_column,
+)
+from dglx_dist.errors import StorageError
+from dglx_dist.records import Array, ColumnInfo
+
+INDEX = "index.json"
+SUFFIX = ".arrow"
+"""Ends the names of the files with rows."""
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFile:
+    """One file: the rows ``first`` to ``first + num_rows - 1`` of the tensor ``name``."""
+
+    name: str
+    first: int
+    num_rows: int
+    dtype: str
+    row_shape: tuple[int, ...]
+    path: str
+    """Relative to the folder."""
+    num_bytes: int
+    checksum: str
+    """CRC-32 of all bytes, eight hexadecimal digits."""
+
+    @property
+    def info(self) -> ColumnInfo:
+        """Dtype and row shape."""
+        return ColumnInfo(dtype=self.dtype, row_shape=self.row_shape)
+
+    @property
+    def last(self) -> int:
+        """The row after the last one here."""
+        return self.first + self.num_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRows:
+    """One tensor of an index."""
+
+    name: str
+    info: ColumnInfo
+    files: tuple[RowFile, ...]
+    """In order of their rows, without gaps."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files."""
+        return self.files[-1].last
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return (self.num_rows, *self.info.row_shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowIndex:
+    """What a folder holds."""
+
+    tensors: Mapping[str, SavedRows]
+    facts: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    """What the writer said of the whole, JSON values."""
+
+    def tensor(self, name: str, folder: Path) -> SavedRows:
+        """Return one tensor.
+
+        Raises:
+            StorageError: there is none of that name; the message lists those that exist.
+        """
+        if name not in self.tensors:
+            known = ", ".join(map(repr, self.tensors)) or "none"
+            raise StorageError(
+                f"{folder} holds no tensor {name!r} (known: {known}); give another name or folder"
+            )
+        return self.tensors[name]
+
+
+def write_rows(
+    folder: Path, name: str, first: int, rows: Array, *, info: ColumnInfo | None = None
+) -> RowFile:
+    """Write a run of rows as one file of ``folder``, reach the disk, and return its line of the index.
+
+    Not collective: each writer calls it for its own run, also an empty one.
+
+    Args:
+        folder: Exists; holds no file of this tensor that starts at the same row with as many rows.
+        name: Of the tensor.
+        first: Number of the first row.
+        rows: (n, *row); bfloat16 as uint16.
+        info: Dtype and row shape; None: those of ``rows``. Needed for bfloat16.
+
+    Raises:
+        ConfigError: values of this dtype cannot be stored.
+        OSError: the system refuses; see ``named_failures``.
+    """
+    info = info or column_info(rows, name)
+    path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
+    # Two writers may both have an empty run at one row, and need not write it at all.
+    written = (
+        write_column(folder / path, info, len(rows), [rows])
+        if len(rows)
+        else FileInfo(num_bytes=0, checksum="")
+    )
+    return RowFile(
+        name=name,
+        first=first,
+        num_rows=len(rows),
+        dtype=info.dtype,
+        row_shape=info.row_shape,
+        path=path,
+        num_bytes=written.num_bytes,
+        checksum=written.checksum,
+    )
+
+
+def write_index(
+    folder: Path, files: Iterable[RowFile], facts: Mapping[str, object] | None = None
+) -> RowIndex:
+    """Write the index over the files of all writers, last of all; one writer does it.
+
+    Args:
+        folder: Where the files lie.
+        files: Of all writers, any order.
+        facts: More to keep, JSON values.
+
+    Raises:
+        StorageError: the runs of a tensor overlap, have gaps or differ in dtype or row shape.
+        OSError: the system refuses.
+    """
+    index = _index_of(folder, files, dict(facts or {}))
+    lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
+    body = {"version": VERSION, "facts": dict(index.facts), "files": lines}
+    text = json.dumps({"checksum": _checksum(body), **body}, indent=1)
+    temporary = folder / f"{INDEX}.{os.getpid()}.writing"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / INDEX)
+    return index
+
+
+def read_index(folder: Path) -> RowIndex:
+    """Return what ``folder`` holds.
+
+    Raises:
+        StorageError: it has no index, or one that is damaged or of another version.
+    """
+    path = folder / INDEX
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        told = body.pop("checksum")
+        if told != _checksum(body):
+            raise ValueError("its checksum differs")
+        version, facts = body["version"], body["facts"]
+        files = [RowFile(**{**line, "row_shape": tuple(line["row_shape"])}) for line in body["files"]]
+        if any(Path(file.path).name != file.path for file in files):
+            raise ValueError("it names files outside the folder")
+        if not isinstance(facts, dict) or not all(map(_sound, files)):
+            raise ValueError("it has values of a wrong type")
+    except FileNotFoundError:
+        raise StorageError(
+            f"{folder} has no {INDEX}: nothing was saved there; give the folder of a finished save"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise StorageError(f"{path} is damaged ({problem}); use another copy") from problem
+    if version != VERSION:
+        raise StorageError(f"{path} has version {version}, this package reads {VERSION}; save it again")
+    return _index_of(folder, files, facts)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise StorageError when ``folder`` holds anything else than saved rows, even beside them."""
+    if not folder.is_dir():
+        if folder.exists():
+            raise StorageError(f"{folder} is a file; choose another folder")
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    other = [name for name in names if name != INDEX and not name.endswith(SUFFIX)]
+    if other or (names and INDEX not in names):
+        raise StorageError(
+            f"{folder} holds something else than saved rows, such as {(other or names)[0]!r}; choose another "
+            "folder, or empty it"
+        )
+
+
+def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
+    """Compare the files that hold the rows ``first`` to ``last - 1`` with their checksums.
+
+    Raises:
+        StorageError: one of them is missing or damaged; it is named.
+    """
+    for file in _overlapping(saved, first, last):
+        try:
+            if not (folder / file.path).is_file():  # a device or a pipe may never end
+                raise FileNotFoundError("there is no such file")
+            found = checksum(folder / file.path)
+        except OSError as problem:
+            raise StorageError(
+                f"{folder / file.path} cannot be read ({problem}); use another copy"
+            ) from problem
+        if (found.num_bytes, found.checksum) != (file.num_bytes, file.checksum):
+            raise StorageError(
+                f"{folder / file.path} is damaged: {found.num_bytes} bytes with checksum {found.checksum}, "
+                f"the index says {file.num_bytes} with {file.checksum}; use another copy"
+            )
+
+
+def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:
+    """Copy the rows ``first`` to ``last - 1`` into ``out``; :func:`check_rows` tells whether they are intact.
+
+    Args:
+        folder: Where the files lie.
+        saved: The tensor, of ``read_index(folder)``.
+        first: Number of the first row wanted.
+        last: Number of the row after the last wanted.
+        out: (last - first, *row) of the tensor's dtype; bfloat16 as uint16.
+
+    Raises:
+        StorageError: a file is missing or holds something else, or the tensor has no such rows.
+    """
+    if not 0 <= first <= last <= saved.num_rows:
+        raise StorageError(
+            f"{folder} has {saved.num_rows} rows of {saved.name!r}, not those from {first} to {last - 1}; "
+            "load it into a tensor of its shape"
+        )
+    for file in _overlapping(saved, first, last):
+        begin, end = max(first, file.first), min(last, file.last)
+        rows = read_column(folder / file.path, file.name, saved.info, file.num_rows)
+        np.copyto(out[begin - first : end - first], rows[begin - file.first : end - file.first], casting="no")
+
+
+def _sound(file: RowFile) -> bool:
+    numbers = (file.first, file.num_rows, *file.row_shape)
+    return isinstance(file.name, str) and all(isinstance(one, int) and one >= 0 for one in numbers)
+
+
+def _overlapping(saved: SavedRows, first: int, last: int) -> list[RowFile]:
+    return [file for file in saved.files if file.num_rows and file.first < last and file.last > first]
+
+
+def _index_of(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> RowIndex:
+    """Put the lines of an index together, and look whether they make whole tensors."""
+    by_name: dict[str, list[RowFile]] = {}
+    for file in files:
+        by_name.setdefault(file.name, []).append(file)
+    tensors = {}
+    for name, parts in by_name.items():
+        parts.sort(key=lambda file: (file.first, file.last))
+        row = 0
+        for part in parts:
+            if part.first != row or part.info != parts[0].info:
+                raise StorageError(
+                    f"{folder}: row {row} of the tensor {name!r} should follow, but {part.path} has "
+                    f"{part.dtype} rows of shape {part.row_shape} from {part.first} to {part.last - 1}; "
+                    "save it again"
+                )
+            row = part.last
+        tensors[name] = SavedRows(name=name, info=parts[0].info, files=tuple(parts))
+    return RowIndex(tensors=tensors, facts=facts)
+
+
+def _checksum(body: Mapping[str, object]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"

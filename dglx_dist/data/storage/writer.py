@@ -1,0 +1,619 @@
+"""A graph in memory and the owner of every node -> a dataset on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.data.storage.columns import (
+    CACHE,
+    MANIFEST,
+    FileInfo,
+    column_info,
+    data_path,
+    edge_folder,
+    node_folder,
+    numpy_dtype,
+    write_column,
+    write_strings,
+)
+from dglx_dist.data.storage.files import named_failures, partial_folder, publish, replace_folder
+from dglx_dist.data.storage.manifest import FORMAT, Manifest, write_manifest
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.progress import Advance, progress
+from dglx_dist.records import LABEL, Array, Assignment, ColumnInfo, EdgeType, NodeColumn, RawGraph, SparseRows
+from dglx_dist.registry import did_you_mean
+
+FeatureDtype: TypeAlias = str | Mapping[str, str]
+"""``float16``, ``bfloat16`` or ``float32`` for all feature columns, or column name to one of them."""
+
+ALLOWED = ("float16", "bfloat16", "float32")
+CHUNK_VALUES = 1 << 22
+
+
+def check_feature_dtype(wanted: FeatureDtype | None) -> None:
+    """Raise ConfigError when a dtype is not one that features can be stored in on request."""
+    named = {} if wanted is None else wanted if isinstance(wanted, Mapping) else {"all features": wanted}
+    for column, dtype in named.items():
+        if dtype not in ALLOWED:
+            raise ConfigError(f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(ALLOWED)}")
+
+
+def in_precision(
+    graph: RawGraph, wanted: FeatureDtype
+) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
+    """Return ``graph`` with feature columns in another floating-point type, rounded to the nearest.
+
+    One dtype for all goes to every floating-point column of nodes and edges with a row of one or more
+    dimensions, ``label`` excepted; single numbers per node or edge (weights, times) keep their type unless
+    they are named. Needs the new columns beside the old ones.
+
+    Args:
+        graph: What to convert; it is not changed.
+        wanted: Dtype, or column name to dtype.
+
+    Returns:
+        The graph, and (type, column) of each column that now holds bfloat16 bits as uint16.
+
+    Raises:
+        ConfigError: no column has a name, it is not floating point, or a finite value would become infinite:
+            the message names its column and row.
+    """
+    check_feature_dtype(wanted)
+    if isinstance(wanted, Mapping):
+        _check_names(graph, wanted)
+    bits: set[tuple[str | EdgeType, str]] = set()
+    node_data: dict[str, dict[str, NodeColumn]] = {}
+    for ntype, columns in graph.node_data.items():
+        node_data[ntype] = dict(columns)
+        for name, dtype in _chosen(columns, wanted).items():
+            what = f"node data {name!r}" + (f" of {ntype!r}" if len(graph.num_nodes) > 1 else "")
+            node_data[ntype][name] = _converted(columns[name], dtype, what)
+            bits |= {(ntype, name)} if dtype == "bfloat16" else set()
+    edge_data: dict[EdgeType, dict[str, Array]] = {}
+    for etype, values in graph.edge_data.items():
+        edge_data[etype] = dict(values)
+        for name, dtype in _chosen(values, wanted).items():
+            what = f"edge data {name!r}" + (f" of {etype}" if len(graph.edges) > 1 else "")
+            edge_data[etype][name] = _narrowed(values[name], dtype, what, None)
+            bits |= {(etype, name)} if dtype == "bfloat16" else set()
+    return replace(graph, node_data=node_data, edge_data=edge_data), frozenset(bits)
+
+
+def _chosen(columns: Mapping[str, Any], wanted: FeatureDtype) -> dict[str, str]:
+    if isinstance(wanted, Mapping):
+        return {name: wanted[name] for name, column in columns.items() if name in wanted}
+    return {
+        name: wanted
+        for name, column in columns.items()
+        if column.dtype.kind == "f" and len(column.shape) > 1 and name != LABEL
+    }
+
+
+def _check_names(graph: RawGraph, wanted: Mapping[str, str]) -> None:
+    dtypes = {
+        name: column.dtype
+        for columns in (*graph.node_data.values(), *graph.edge_data.values())
+        for name, column in columns.items()
+    }
+    for name in wanted:
+        if name not in dtypes:
+            raise ConfigError(
+                f"feature_dtype names {name!r}, which {graph.name} does not have"
+                f"{did_you_mean(name, dtypes)} (columns: {', '.join(sorted(dtypes)) or 'none'})"
+            )
+        if dtypes[name].kind != "f":
+            raise ConfigError(
+                f"feature_dtype names {name!r}, which is {dtypes[name]}; only floating-point columns are "
+                "stored in another precision"
+            )
+
+
+def _converted(column: NodeColumn, dtype: str, what: str) -> NodeColumn:
+    if isinstance(column, SparseRows):
+        # Zero is all zero bits in every type, so what is not stored stays zero.
+        return replace(column, values=_narrowed(column.values, dtype, what, column.indptr))
+    return _narrowed(column, dtype, what, None)
+
+
+def _narrowed(values: Array, dtype: str, what: str, indptr: Array | None) -> Array:
+    """Convert (n, ...) values a piece at a time; ``indptr`` tells the rows of sparse ones."""
+    if values.dtype.name == dtype:
+        return values
+    out = np.empty(values.shape, dtype=np.uint16 if dtype == "bfloat16" else dtype)
+    width = max(int(np.prod(values.shape[1:])), 1)
+    step = max(CHUNK_VALUES // width, 1)
+    for first in range(0, len(values), step):
+        piece = np.asarray(values[first : first + step])
+        target = out[first : first + step]
+        if dtype == "bfloat16":
+            _round_to_bfloat16(_single_bits(piece), target.reshape(-1))
+            is_finite = (target & 0x7F80) != 0x7F80
+        else:
+            target[...] = _quietly(piece, dtype)
+            is_finite = np.isfinite(target)
+        lost = ~is_finite & np.isfinite(piece)
+        if lost.any():
+            place = np.argwhere(lost)[0]
+            row = first + int(place[0])
+            if indptr is not None:
+                row = int(np.searchsorted(indptr, row, side="right")) - 1
+            raise ConfigError(
+                f"{what} has {piece[tuple(place)]} in row {row}, too large for {dtype}; store it as "
+                f"{'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
+            )
+    return out
+
+
+def _single_bits(values: Array) -> Array:
+    """Return the bits of float32, such that rounding them once more rounds ``values`` to the nearest.
+
+    What float32 cannot hold is cut, not rounded, and gets an odd last bit: it is then on the right side of
+    any tie of 16 bits.
+    """
+    single = np.ascontiguousarray(_quietly(values, np.float32))
+    bits = single.view(np.uint32)
+    if values.dtype.itemsize > single.itemsize:
+        rounded = (single != values) & np.isfinite(values)
+        bits -= rounded & (np.abs(single) > np.abs(values))
+        bits |= rounded
+    return bits.reshape(-1)
+
+
+def _quietly(values: Array, dtype: Any) -> Array:
+    """Convert; what becomes infinite is looked for afterwards."""
+    with np.errstate(over="ignore"):
+        return values.astype(dtype)
+
+
+@njit(cache=True, nogil=True)
+def _round_to_bfloat16(single: Array, out: Array) -> None:
+    """Round the bits of float32 to the nearest 16, ties to even; not-a-number stays one."""
+    for i in range(len(single)):
+        bits = single[i]
+        if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            out[i] = np.uint16((bits >> np.uint32(16)) | np.uint32(0x0040))
+        else:
+            odd = (bits >> np.uint32(16)) & np.uint32(1)
+            out[i] = np.uint16((np.uint64(bits) + np.uint64(0x7FFF) + np.uint64(odd)) >> np.uint64(16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOrder:
+    """The new ids of one node type; both permutations are int32 when N fits."""
+
+    new_to_old: Array
+    """(N,) original id of each new id; ascending within a part."""
+    old_to_new: Array
+    """(N,) new id of each original id."""
+    offsets: Array
+    """(P + 1,) int64: new ids of part p are ``offsets[p] .. offsets[p + 1] - 1``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeOrder:
+    """The edges of one type as CSC over new ids, all parts together."""
+
+    indptr: Array
+    """(N_dst + 1,) int64."""
+    indices: Array
+    """(E,) new source ids, ascending within a destination; int32 when N_src fits."""
+    new_to_old: Array
+    """(E,) original edge id (position in the source's list) of each new edge id."""
+    offsets: Array
+    """(P + 1,) int64: edges owned by part p, which owns their destinations."""
+
+
+def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrder]:
+    """Return the new ids of every node type; nodes of one part keep their order.
+
+    Raises:
+        ConfigError: the assignment does not fit the graph.
+    """
+    if assignment.num_parts < 1:
+        raise ConfigError(f"the assignment has {assignment.num_parts} parts; there must be at least 1")
+    orders = {}
+    for ntype, num_nodes in graph.num_nodes.items():
+        if ntype not in assignment.part_of:
+            raise ConfigError(f"the assignment names no owners for nodes of type {ntype!r}")
+        part_of = np.asarray(assignment.part_of[ntype])
+        _check_owners(part_of, num_nodes, assignment.num_parts, ntype)
+        # Stable, so that nodes keep their order; NumPy's stable sort of 16-bit keys is a radix sort.
+        narrow = part_of.astype(np.uint16 if assignment.num_parts <= 1 << 16 else np.int32)
+        new_to_old = np.argsort(narrow, kind="stable").astype(_id_dtype(num_nodes), copy=False)
+        old_to_new = np.empty_like(new_to_old)
+        old_to_new[new_to_old] = np.arange(num_nodes, dtype=new_to_old.dtype)
+        counts = np.bincount(part_of, minlength=assignment.num_parts)
+        orders[ntype] = NodeOrder(new_to_old=new_to_old, old_to_new=old_to_new, offsets=_cumulate(counts))
+    return orders
+
+
+def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> EdgeOrder:
+    """Return the edges of one type ordered by (new destination, new source, original edge id).
+
+    Needs 2 E ids beside its result, and no sort by comparison.
+
+    Raises:
+        ConfigError: an edge names a node that does not exist, or the ids are no (E,) whole numbers.
+    """
+    src, dst = graph.edges[etype]
+    _check_ends(src, len(sources.new_to_old), etype, "source")
+    _check_ends(dst, len(destinations.new_to_old), etype, "destination")
+    if len(src) != len(dst):
+        raise ConfigError(f"edge type {etype} has {len(src)} sources but {len(dst)} destinations")
+    id_dtype = _id_dtype(len(src))
+    by_source = np.empty(len(src), dtype=id_dtype)
+    _fill(src, sources.old_to_new, _count(src, sources.old_to_new), by_source)
+    indptr = _count(dst, destinations.old_to_new)
+    new_to_old = np.empty(len(src), dtype=id_dtype)
+    # Sorting by source first and then stably by destination gives ascending sources per destination.
+    _fill_in_order(dst, destinations.old_to_new, by_source, indptr[:-1].copy(), new_to_old)
+    del by_source
+    indices = np.empty(len(src), dtype=sources.old_to_new.dtype)
+    _gather_twice(src, sources.old_to_new, new_to_old, indices)
+    return EdgeOrder(
+        indptr=indptr, indices=indices, new_to_old=new_to_old, offsets=indptr[destinations.offsets]
+    )
+
+
+def _id_dtype(count: int) -> type[np.signedinteger]:
+    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
+
+
+def _cumulate(counts: Array) -> Array:
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _check_owners(part_of: Array, num_nodes: int, num_parts: int, ntype: str) -> None:
+    if part_of.shape != (num_nodes,) or part_of.dtype.kind not in "iu":
+        raise ConfigError(
+            f"the owners of nodes of type {ntype!r} are {part_of.dtype} of shape {part_of.shape}; "
+            f"expected one whole number for each of the {num_nodes} nodes"
+        )
+    bad = np.flatnonzero((part_of < 0) | (part_of >= num_parts))
+    if len(bad):
+        raise ConfigError(
+            f"node {bad[0]} of type {ntype!r} is assigned to part {part_of[bad[0]]}, "
+            f"but the parts are 0..{num_parts - 1}"
+        )
+
+
+def _check_ends(ids: Array, num_nodes: int, etype: EdgeType, end: str) -> None:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ConfigError(
+            f"edge type {etype} has {end} ids of {ids.dtype} and shape {ids.shape}; "
+            f"give one whole number an edge"
+        )
+    if len(ids) and (ids.min() < 0 or ids.max() >= num_nodes):
+        row = int(np.flatnonzero((ids < 0) | (ids >= num_nodes))[0])
+        raise ConfigError(
+            f"edge {row} of type {etype} has {end} {ids[row]}, but there are {num_nodes} such nodes"
+        )
+
+
+def _count(ids: Array, old_to_new: Array) -> Array:
+    counts = np.zeros(len(old_to_new) + 1, dtype=np.int64)
+    _count_into(ids, old_to_new, counts)
+    return np.cumsum(counts, out=counts)
+
+
+@njit(cache=True, nogil=True)
+def _count_into(ids: Array, old_to_new: Array, counts: Array) -> None:
+    for edge in range(len(ids)):
+        counts[old_to_new[ids[edge]] + 1] += 1
+
+
+@njit(cache=True, nogil=True)
+def _fill(ids: Array, old_to_new: Array, cursor: Array, out: Array) -> None:
+    for edge in range(len(ids)):
+        node = old_to_new[ids[edge]]
+        out[cursor[node]] = edge
+        cursor[node] += 1
+
+
+@njit(cache=True, nogil=True)
+def _fill_in_order(ids: Array, old_to_new: Array, order: Array, cursor: Array, out: Array) -> None:
+    for position in range(len(order)):
+        edge = order[position]
+        node = old_to_new[ids[edge]]
+        out[cursor[node]] = edge
+        cursor[node] += 1
+
+
+@njit(cache=True, nogil=True)
+def _gather_twice(ids: Array, old_to_new: Array, edges: Array, out: Array) -> None:
+    for position in range(len(edges)):
+        out[position] = old_to_new[ids[edges[position]]]
+
+
+_PART = re.compile(r"part\d+")
+
+
+def check_target(folder: Path, overwrite: bool) -> None:
+    """Raise StorageError when ``folder`` holds something that may not be replaced; costs nothing."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise StorageError(f"{folder} is a file; choose another folder")
+    if not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise StorageError(f"{folder} exists already; choose another folder, or ask for overwriting")
+    if not _is_ours(folder):
+        raise StorageError(
+            f"{folder} holds something that is no dataset of this program, and is not overwritten; "
+            f"choose another folder, or remove it yourself"
+        )
+
+
+def put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
+    """Rename the finished dataset ``partial`` to ``folder``; what was there is lost only when it stands.
+
+    Raises:
+        StorageError: ``folder`` has come to hold something that may not be replaced.
+    """
+    if publish(partial, folder):
+        return
+    if not overwrite:
+        raise StorageError(f"{folder} appeared while it was being written; choose another folder")
+    check_target(folder, overwrite)
+    replace_folder(partial, folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether there is nothing but a dataset, which may be damaged or of another version."""
+    names = {path.name for path in folder.iterdir()}
+    others = {name for name in names - {MANIFEST, CACHE} if not _PART.fullmatch(name)}
+    return MANIFEST in names and not others and FORMAT.encode() in (folder / MANIFEST).read_bytes()
+
+
+CHUNK_BYTES = 1 << 24
+"""Rows are gathered this many bytes at a time, so that writing needs no second copy of a column."""
+
+_IDS = ColumnInfo(dtype="int64", row_shape=())
+
+
+def write_dataset(
+    graph: RawGraph,
+    assignment: Assignment,
+    folder: Path,
+    *,
+    quality: Mapping[str, object] | None = None,
+    overwrite: bool = False,
+    bfloat16: Collection[tuple[str | EdgeType, str]] = (),
+) -> Manifest:
+    """Relabel ``graph`` and write it as a dataset that appears at ``folder`` whole or not at all.
+
+    Needs about three times the edge ids beside the graph; features are streamed. Called by one process.
+
+    Args:
+        graph: What to write; sparse features are stored dense.
+        assignment: The owner of every node.
+        folder: Must not exist, or be empty, unless ``overwrite``.
+        quality: Figures to keep in the manifest, JSON values only.
+        overwrite: Replace the dataset that is there; it is lost only when the new one stands.
+        bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
+
+    Returns:
+        The manifest of what was written.
+
+    Raises:
+        ConfigError: graph and assignment do not fit, or a value cannot be stored.
+        StorageError: ``folder`` holds something that may not be replaced, or cannot be written.
+    """
+    folder = Path(folder).absolute()
+    check_target(folder, overwrite)
+    node_columns = _node_columns(graph, bfloat16)
+    edge_columns = _edge_columns(graph, bfloat16)
+    user_ids = _user_id_kinds(graph)
+    settings = _json_only({"parameters": dict(assignment.parameters), "quality": dict(quality or {})})
+    orders = relabel_nodes(graph, assignment)
+    num_bytes = _expected_bytes(graph, node_columns, edge_columns)
+    with (
+        named_failures(folder),
+        partial_folder(folder) as partial,
+        progress("Writing the dataset", num_bytes) as advance,
+    ):
+        job = _Job(partial, assignment.num_parts, advance)
+        for ntype in graph.num_nodes:
+            job.write_node_type(graph, ntype, orders[ntype], node_columns[ntype])
+        edge_offsets = {
+            etype: job.write_edge_type(graph, etype, orders, edge_columns[etype]) for etype in graph.edges
+        }
+        manifest = Manifest(
+            name=graph.name,
+            num_parts=assignment.num_parts,
+            node_offsets={ntype: order.offsets for ntype, order in orders.items()},
+            edge_offsets=edge_offsets,
+            node_columns=node_columns,
+            edge_columns=edge_columns,
+            num_classes=dict(graph.num_classes),
+            user_ids=user_ids,
+            method=assignment.method,
+            seed=assignment.seed,
+            parameters=settings["parameters"],
+            quality=settings["quality"],
+            files=job.files,
+        )
+        manifest = write_manifest(manifest, partial)
+        put_in_place(partial, folder, overwrite)
+    return manifest
+
+
+class _Job:
+    """One write: collects what each file came to."""
+
+    def __init__(self, folder: Path, num_parts: int, advance: Advance) -> None:
+        self._folder = folder
+        self._num_parts = num_parts
+        self._advance = advance
+        self.files: dict[str, FileInfo] = {}
+
+    def write_node_type(
+        self, graph: RawGraph, ntype: str, order: NodeOrder, columns: Mapping[str, ColumnInfo]
+    ) -> None:
+        """Write ids and columns of one node type in all parts."""
+        user_ids = graph.user_ids.get(ntype)
+        for part in range(self._num_parts):
+            folder = node_folder(part, ntype)
+            rows = order.new_to_old[order.offsets[part] : order.offsets[part + 1]]
+            self._ids(f"{folder}/original_ids.arrow", rows)
+            if user_ids is not None:
+                self._user_ids(f"{folder}/user_ids.arrow", user_ids, rows)
+            for name, info in columns.items():
+                take = _taker(graph.node_data[ntype][name])
+                self._gathered(data_path(folder, name), info, rows, take)
+
+    def write_edge_type(
+        self,
+        graph: RawGraph,
+        etype: EdgeType,
+        orders: Mapping[str, NodeOrder],
+        columns: Mapping[str, ColumnInfo],
+    ) -> Array:
+        """Write structure, ids and columns of one edge type in all parts; return its offsets (P + 1,)."""
+        source, _, destination = etype
+        order = relabel_edges(graph, etype, orders[source], orders[destination])
+        nodes = orders[destination].offsets
+        for part in range(self._num_parts):
+            folder = edge_folder(part, etype)
+            first, last = int(order.offsets[part]), int(order.offsets[part + 1])
+            rows = order.new_to_old[first:last]
+            indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - first
+            self._column(f"{folder}/indptr.arrow", _IDS, len(indptr), [indptr])
+            indices = order.indices[first:last]
+            info = ColumnInfo(dtype=indices.dtype.name, row_shape=())
+            self._column(f"{folder}/indices.arrow", info, len(indices), [indices])
+            self._ids(f"{folder}/original_ids.arrow", rows)
+            for name, info in columns.items():
+                take = _taker(graph.edge_data[etype][name])
+                self._gathered(data_path(folder, name), info, rows, take)
+        return order.offsets
+
+    def _user_ids(self, path: str, user_ids: Array, rows: Array) -> None:
+        if user_ids.dtype.kind == "U":
+            self.files[path] = write_strings(self._folder / path, user_ids[rows])
+        else:
+            self._gathered(path, _IDS, rows, _taker(user_ids))
+
+    def _ids(self, path: str, ids: Array) -> None:
+        self._gathered(path, _IDS, ids, lambda rows: rows)
+
+    def _gathered(self, path: str, info: ColumnInfo, rows: Array, take: Callable[[Array], Array]) -> None:
+        """Write ``take(rows)`` a chunk at a time."""
+        dtype = numpy_dtype(info.dtype)
+        step = max(1, CHUNK_BYTES // max(1, math.prod(info.row_shape) * dtype.itemsize))
+        chunks = (
+            take(rows[first : first + step]).astype(dtype, copy=False) for first in range(0, len(rows), step)
+        )
+        self._column(path, info, len(rows), chunks)
+
+    def _column(self, path: str, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> None:
+        self.files[path] = write_column(self._folder / path, info, num_rows, self._counted(chunks))
+
+    def _counted(self, chunks: Iterable[Array]) -> Iterator[Array]:
+        for chunk in chunks:
+            yield chunk
+            self._advance(chunk.nbytes)
+
+
+def _taker(column: NodeColumn) -> Callable[[Array], Array]:
+    if isinstance(column, SparseRows):
+        return column.dense
+    return lambda rows: column[rows]
+
+
+def _node_columns(
+    graph: RawGraph, bfloat16: Collection[tuple[str | EdgeType, str]]
+) -> dict[str, dict[str, ColumnInfo]]:
+    return {
+        ntype: {
+            name: _checked_info(column, num_nodes, f"{ntype}/{name}", (ntype, name) in bfloat16)
+            for name, column in graph.node_data.get(ntype, {}).items()
+        }
+        for ntype, num_nodes in graph.num_nodes.items()
+    }
+
+
+def _edge_columns(
+    graph: RawGraph, bfloat16: Collection[tuple[str | EdgeType, str]]
+) -> dict[EdgeType, dict[str, ColumnInfo]]:
+    return {
+        etype: {
+            name: _checked_info(column, len(src), f"{etype}/{name}", (etype, name) in bfloat16)
+            for name, column in graph.edge_data.get(etype, {}).items()
+        }
+        for etype, (src, _) in graph.edges.items()
+    }
+
+
+def _checked_info(column: NodeColumn, num_rows: int, what: str, is_bfloat16: bool) -> ColumnInfo:
+    if not column.shape or column.shape[0] != num_rows:
+        raise ConfigError(f"{what} has shape {column.shape}, but there are {num_rows} rows to describe")
+    if isinstance(column, SparseRows):
+        info = ColumnInfo(dtype=column_info(column.values, what).dtype, row_shape=(column.num_columns,))
+    else:
+        info = column_info(column, what)
+    if not is_bfloat16:
+        return info
+    if info.dtype != "uint16":
+        raise ConfigError(f"{what} has dtype {info.dtype}; the bits of bfloat16 values are passed as uint16")
+    return ColumnInfo(dtype="bfloat16", row_shape=info.row_shape)
+
+
+def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
+    kinds = {}
+    for ntype, ids in graph.user_ids.items():
+        if ids.shape != (graph.num_nodes.get(ntype, 0),):
+            raise ConfigError(
+                f"user ids of {ntype!r} have shape {ids.shape}, but there are "
+                f"{graph.num_nodes.get(ntype, 0)} such nodes"
+            )
+        if ids.dtype.kind == "U":
+            kinds[ntype] = "string"
+        elif ids.dtype.kind in "iu" and ids.max(initial=0) <= np.iinfo(np.int64).max:
+            kinds[ntype] = "int64"
+        else:
+            raise ConfigError(
+                f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or what fits into int64"
+            )
+    return kinds
+
+
+def _expected_bytes(
+    graph: RawGraph,
+    node_columns: Mapping[str, Mapping[str, ColumnInfo]],
+    edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]],
+) -> int:
+    rows = [(graph.num_nodes[ntype], columns) for ntype, columns in node_columns.items()]
+    rows += [(len(graph.edges[etype][0]), columns) for etype, columns in edge_columns.items()]
+    ids = 16 * (graph.total_nodes + graph.total_edges)
+    return ids + sum(count * _row_bytes(info) for count, columns in rows for info in columns.values())
+
+
+def _row_bytes(info: ColumnInfo) -> int:
+    return math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize
+
+
+def _json_only(settings: Mapping[str, dict[str, object]]) -> Mapping[str, dict[str, object]]:
+    """Return ``settings`` as they will be read back, or say now which one JSON cannot hold."""
+    for name, values in settings.items():
+        for key, value in values.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as problem:
+                raise ConfigError(
+                    f"{name}[{key!r}] is {value!r}, which JSON cannot hold ({problem})"
+                ) from problem
+    read: Mapping[str, dict[str, object]] = json.loads(json.dumps(settings))
+    return read

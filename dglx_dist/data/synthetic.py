@@ -1,0 +1,414 @@
+"""The built-in graph: settings, features, labels and splits; ``blockmodel`` draws its edges."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from dglx_dist.data.sources import DatasetSource, refuse_unknown
+from dglx_dist.errors import ConfigError
+from dglx_dist.progress import progress
+from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, RawGraph
+
+_PAIRS_AT_ONCE = 1 << 21
+_STUBS_PER_NODE = 16
+_MAX_ROUNDS = 50
+_SHOWN_FROM = 5_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockModel:
+    """Who links with whom: communities of equal size, several to a class, and weighted nodes."""
+
+    communities: Array
+    """(N,) int32; community c belongs to class c modulo ``num_classes``."""
+    num_classes: int
+    num_communities: int
+    mean_degree: float
+    exponent: float
+    """Of the power law of the node weights, above 2."""
+    within_community: float
+    """Share of links that stay in the community."""
+    within_class: float
+    """Share of links that stay in the class, including the former."""
+    both_directions: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stubs:
+    """Every node as often as it weighs, by community: a uniform draw is a weighted one."""
+
+    nodes: Array
+    """(T,) int32."""
+    first: Array
+    """(communities + 1,) int64: community c is at ``first[c]:first[c + 1]``."""
+
+
+def draw_edges(model: BlockModel, generator: np.random.Generator) -> tuple[Array, Array]:
+    """Draw distinct links without self-loops until there are nodes x degree edges.
+
+    Every node gets a link first, so none is isolated; the rest go by weight. Repeated links and
+    self-loops are dropped and drawn again.
+
+    Returns:
+        Source and destination ids, (E,) int32 (int64 above 2**31 nodes), sorted by (source,
+        destination).
+    """
+    num_nodes = len(model.communities)
+    stubs = _make_stubs(model, generator)
+    directions = 2 if model.both_directions else 1
+    num_links = round(num_nodes * model.mean_degree / directions)
+    keys = np.empty(0, dtype=np.int64)
+    first_ends: Array = np.arange(num_nodes, dtype=np.int32 if num_nodes < 2**31 else np.int64)
+    with progress("drawing edges", num_links, enabled=num_links >= _SHOWN_FROM) as advance:
+        for _ in range(_MAX_ROUNDS):
+            fresh = _draw_keys(model, stubs, first_ends, num_links - len(keys), generator)
+            before = len(keys)
+            keys = _distinct(fresh) if not before else _merged(keys, _distinct(fresh))
+            del fresh
+            advance(len(keys) - before)
+            if len(keys) >= num_links:
+                break
+            first_ends = _isolated(keys, num_nodes)
+    return _directed(keys, num_nodes, model.both_directions, generator)
+
+
+def _make_stubs(model: BlockModel, generator: np.random.Generator) -> _Stubs:
+    num_nodes = len(model.communities)
+    # Inverse of the power law's distribution function; the smallest weight is 1.
+    weights = (1.0 - generator.random(num_nodes)) ** (-1.0 / (model.exponent - 1.0))
+    # Half a community is as many distinct neighbours as a hub can hope for.
+    size = num_nodes / model.num_communities
+    np.minimum(weights, max(2.0, weights.mean() * size / (2 * model.mean_degree)), out=weights)
+    weights *= _STUBS_PER_NODE / weights.mean()
+    # Rounded up at random as often as the fraction says, so that the expectation stays.
+    copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
+    order = np.argsort(model.communities, kind="stable").astype(np.int32 if num_nodes < 2**31 else np.int64)
+    per_community = np.bincount(model.communities, copies, model.num_communities).astype(np.int64)
+    first = np.concatenate([[0], np.cumsum(per_community)]).astype(np.int64)
+    return _Stubs(nodes=np.repeat(order, copies[order]), first=first)
+
+
+def _draw_keys(
+    model: BlockModel, stubs: _Stubs, first_ends: Array, num_links: int, generator: np.random.Generator
+) -> Array:
+    """Return keys lower x N + higher of at most ``num_links`` links, unsorted; self-loops are left out."""
+    num_nodes = len(model.communities)
+    keys = np.empty(num_links, dtype=np.int64)
+    written = 0
+    for first in range(0, num_links, _PAIRS_AT_ONCE):
+        count = min(_PAIRS_AT_ONCE, num_links - first)
+        forced = first_ends[first : first + count]
+        drawn = stubs.nodes[generator.integers(0, len(stubs.nodes), count - len(forced))]
+        one_end = np.concatenate([forced, drawn])
+        other_end = _neighbours(model, stubs, one_end, generator)
+        differ = one_end != other_end
+        low = np.minimum(one_end, other_end)[differ].astype(np.int64)
+        low *= num_nodes
+        low += np.maximum(one_end, other_end)[differ]
+        keys[written : written + len(low)] = low
+        written += len(low)
+    return keys[:written]
+
+
+def _neighbours(model: BlockModel, stubs: _Stubs, nodes: Array, generator: np.random.Generator) -> Array:
+    """Return for each of ``nodes`` one node of a community that it links with, drawn by weight."""
+    count = len(nodes)
+    classes = model.num_classes
+    blocks = model.num_communities // classes
+    own = model.communities[nodes]
+    class_of, block_of = own % classes, own // classes
+    kind = generator.random(count, dtype=np.float32)
+    leave_block = kind >= model.within_community
+    leave_class = kind >= model.within_class if classes > 1 else np.zeros(count, dtype=np.bool_)
+    if blocks > 1:
+        # A non-zero step round the ring reaches each other block alike; another class takes any block.
+        step = generator.integers(1, blocks, count, dtype=np.int32)
+        anywhere = generator.integers(0, blocks, count, dtype=np.int32)
+        step = np.where(leave_class, anywhere, step)
+        block_of = np.where(leave_block, (block_of + step) % blocks, block_of)
+    if classes > 1:
+        turn = generator.integers(1, classes, count, dtype=np.int32)
+        class_of = np.where(leave_class, (class_of + turn) % classes, class_of)
+    target = block_of * classes + class_of
+    begin = stubs.first[target]
+    position = generator.random(count)
+    position *= stubs.first[target + 1] - begin
+    return stubs.nodes[begin + position.astype(np.int64)]
+
+
+def _distinct(keys: Array) -> Array:
+    keys.sort()
+    keep = np.ones(len(keys), dtype=np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=keep[1:])
+    return keys[keep]
+
+
+def _merged(keys: Array, more: Array) -> Array:
+    """Return the sorted union of two sorted arrays of distinct keys; ``more`` is the short one."""
+    position = np.searchsorted(keys, more)
+    known = keys[np.minimum(position, len(keys) - 1)] == more
+    return np.insert(keys, position[~known], more[~known])
+
+
+def _isolated(keys: Array, num_nodes: int) -> Array:
+    linked = np.zeros(num_nodes, dtype=np.bool_)
+    for first in range(0, len(keys), _PAIRS_AT_ONCE):
+        piece = keys[first : first + _PAIRS_AT_ONCE]
+        linked[piece // num_nodes] = True
+        linked[piece % num_nodes] = True
+    return np.flatnonzero(~linked).astype(np.int32 if num_nodes < 2**31 else np.int64)
+
+
+def _directed(
+    keys: Array, num_nodes: int, both_directions: bool, generator: np.random.Generator
+) -> tuple[Array, Array]:
+    """Turn links into edges sorted by (source, destination); a single direction is drawn at random."""
+    num_links = len(keys)
+    turned = np.empty(2 * num_links if both_directions else num_links, dtype=np.int64)
+    for first in range(0, num_links, _PAIRS_AT_ONCE):
+        piece = keys[first : first + _PAIRS_AT_ONCE]
+        reverse = piece % num_nodes * num_nodes + piece // num_nodes
+        if both_directions:
+            turned[first : first + len(piece)] = piece
+            turned[num_links + first : num_links + first + len(piece)] = reverse
+        else:
+            turn = generator.random(len(piece)) < 0.5
+            turned[first : first + len(piece)] = np.where(turn, reverse, piece)
+    del keys
+    turned.sort()
+    id_dtype = np.int32 if num_nodes < 2**31 else np.int64
+    source_ids = np.empty(len(turned), dtype=id_dtype)
+    destination_ids = np.empty(len(turned), dtype=id_dtype)
+    for first in range(0, len(turned), _PAIRS_AT_ONCE):
+        piece = turned[first : first + _PAIRS_AT_ONCE]
+        source_ids[first : first + len(piece)], destination_ids[first : first + len(piece)] = divmod(
+            piece, num_nodes
+        )
+    return source_ids, destination_ids
+
+
+_FEATURE_VALUES_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticConfig:
+    """A degree-corrected stochastic block model with labels, noisy features and splits."""
+
+    nodes: int = 20_000
+    degree: float = 25.0
+    """Mean in-degree; there are nodes x degree stored edges, each direction counted."""
+    classes: int = 10
+    features: int = 100
+    """Columns of ``feat``; 0 for none."""
+    homophily: float = 0.8
+    """Share of edges whose ends have the same class, before ``label_noise``."""
+    locality: float = 0.9
+    """Share of those same-class edges that stay within one community."""
+    exponent: float = 2.5
+    """Of the power law of the degrees, above 2; smaller has larger hubs."""
+    communities: int = 0
+    """A multiple of ``classes``: every class consists of several. 0: they grow with sqrt(nodes)."""
+    signal: float = 0.15
+    """Distance of a class's mean feature from zero per column; noise has standard deviation 1."""
+    label_noise: float = 0.05
+    """Share of nodes whose label is drawn anew, so that no model can be perfect."""
+    train_rate: float = 0.1
+    """Label rate: share of nodes that are training nodes."""
+    val_rate: float = 0.1
+    test_rate: float = 0.2
+    skew: float = 0.0
+    """Share of the training nodes that lie in one tenth of the communities; 0 spreads them evenly."""
+    seed: int = 0
+    both_directions: bool = True
+    """Whether (v, u) is stored for every (u, v); without, a node may have no in-edge."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value outside its range."""
+        self._require(self.nodes >= 2, "nodes", "2 or more")
+        self._require(self.classes >= 1, "classes", "1 or more")
+        self._require(self.features >= 0, "features", "0 or more")
+        self._require(self.exponent > 2, "exponent", "above 2, so that the mean degree exists")
+        self._require(self.signal >= 0, "signal", "0 or more")
+        self._require(self.seed >= 0, "seed", "0 or more")
+        for name in ("homophily", "locality", "label_noise", "skew", "train_rate", "val_rate", "test_rate"):
+            self._require(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
+        if self.train_rate + self.val_rate + self.test_rate > 1 + 1e-9:
+            raise ConfigError(
+                f"train_rate={self.train_rate}, val_rate={self.val_rate} and test_rate={self.test_rate} "
+                f"sum to more than 1; lower one of them"
+            )
+        count = self.num_communities
+        self._require(
+            count % self.classes == 0 and 0 < count <= self.nodes,
+            "communities",
+            f"a multiple of classes={self.classes} and at most nodes={self.nodes}",
+        )
+        # Pairs are drawn until they are distinct, which needs room in each community.
+        room = self.nodes / count / 2
+        self._require(
+            2 <= self.degree <= room,
+            "degree",
+            f"between 2 and {room:g}, half of a community of nodes / communities = "
+            f"{self.nodes} / {count}; take more nodes or fewer communities",
+        )
+
+    @property
+    def num_communities(self) -> int:
+        """``communities``, or the default: enough per class that each has about 3.5 sqrt(nodes) nodes."""
+        if self.communities:
+            return self.communities
+        size = max(20 * self.degree, 3.5 * self.nodes**0.5)
+        return self.classes * max(1, int(self.nodes / (self.classes * size)))
+
+    def _require(self, holds: bool, name: str, wanted: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name}={getattr(self, name)!r} of the synthetic graph must be {wanted}")
+
+
+def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
+    """Read ``nodes=20000,degree=25`` and add ``options``, which win.
+
+    Raises:
+        ConfigError: an unknown name, or a value that does not read as the field's type.
+    """
+    given: dict[str, object] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"{item!r} in synthetic:{text} is not of the form name=value")
+        given[name.strip()] = value.strip()
+    given.update(options)
+    fields = {field.name: type(field.default) for field in dataclasses.fields(SyntheticConfig)}
+    refuse_unknown(given, fields, "synthetic")
+    values = {name: _parsed(name, value, fields[name]) for name, value in given.items()}
+    return SyntheticConfig(**values)  # type: ignore[arg-type]  # parsed to the type of the default
+
+
+def generate(config: SyntheticConfig) -> RawGraph:
+    """Draw the graph of ``config``; the same settings give the same graph, any process alone.
+
+    Edges (E,) int32 are distinct, without self-loops, and sorted by (src, dst); with
+    ``both_directions`` every node has at least one. Node ids say nothing about communities.
+    Columns: feat (N, F) float32, label (N,) int64 and the splits whose rate is above zero. Memory
+    stays below three times the result.
+    """
+    communities = assign_communities(config)
+    model = BlockModel(
+        communities=communities,
+        num_classes=config.classes,
+        num_communities=config.num_communities,
+        mean_degree=config.degree,
+        exponent=config.exponent,
+        within_community=config.homophily * config.locality,
+        within_class=config.homophily,
+        both_directions=config.both_directions,
+    )
+    source_ids, destination_ids = draw_edges(model, _generator(config, stage=1))
+    true_classes = communities % config.classes
+    columns: dict[str, Array] = {}
+    if config.features:
+        columns[FEATURE] = _features(config, true_classes)
+    columns[LABEL] = _labels(config, true_classes)
+    columns.update(_splits(config, communities))
+    return RawGraph(
+        name="synthetic",
+        num_nodes={NODE_TYPE: config.nodes},
+        edges={EDGE_TYPE: (source_ids, destination_ids)},
+        node_data={NODE_TYPE: columns},
+        num_classes={NODE_TYPE: config.classes},
+    )
+
+
+def assign_communities(config: SyntheticConfig) -> Array:
+    """Return (N,) int32, the planted community of every node; its class is that modulo ``classes``."""
+    communities = np.arange(config.nodes, dtype=np.int32) % config.num_communities
+    return _generator(config, stage=0).permutation(communities)
+
+
+@final
+class SyntheticSource(DatasetSource):
+    """``synthetic`` or ``synthetic:nodes=20000,degree=25``; options are the fields of SyntheticConfig."""
+
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        self._config = parse_config(location, options)
+
+    def load(self) -> RawGraph:
+        """Draw the graph."""
+        return generate(self._config)
+
+
+def _generator(config: SyntheticConfig, stage: int) -> np.random.Generator:
+    # A stream per stage, so that more features, say, leave the edges of a seed as they are.
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([config.seed, stage])))
+
+
+def _features(config: SyntheticConfig, true_classes: Array) -> Array:
+    generator = _generator(config, stage=2)
+    centres = generator.standard_normal((config.classes, config.features), dtype=np.float32)
+    centres *= np.float32(config.signal)
+    features = np.empty((config.nodes, config.features), dtype=np.float32)
+    rows_at_once = max(1, _FEATURE_VALUES_AT_ONCE // config.features)
+    for first in range(0, config.nodes, rows_at_once):
+        piece = features[first : first + rows_at_once]
+        generator.standard_normal(out=piece, dtype=np.float32)
+        piece += centres[true_classes[first : first + rows_at_once]]
+    return features
+
+
+def _labels(config: SyntheticConfig, true_classes: Array) -> Array:
+    generator = _generator(config, stage=3)
+    labels = true_classes.astype(np.int64)
+    drawn_anew = generator.random(config.nodes) < config.label_noise
+    labels[drawn_anew] = generator.integers(0, config.classes, int(drawn_anew.sum()))
+    return labels
+
+
+def _splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
+    generator = _generator(config, stage=4)
+    order = generator.permutation(config.nodes)
+    num_train, num_val, num_test = (
+        round(rate * config.nodes) for rate in (config.train_rate, config.val_rate, config.test_rate)
+    )
+    in_hot = communities[order] < max(1, config.num_communities // 10)
+    hot, others = order[in_hot], order[~in_hot]
+    even_share = round(num_train * len(hot) / config.nodes)
+    num_hot = min(even_share + round(config.skew * (num_train - even_share)), len(hot))
+    num_others = min(num_train - num_hot, len(others))
+    train = np.concatenate([hot[:num_hot], others[:num_others]])
+    rest = generator.permutation(np.concatenate([hot[num_hot:], others[num_others:]]))
+    chosen = {
+        "train_mask": train,
+        "val_mask": rest[:num_val],
+        "test_mask": rest[num_val : num_val + num_test],
+    }
+    masks = {}
+    for name, ids in chosen.items():
+        if len(ids):
+            masks[name] = np.zeros(config.nodes, dtype=np.bool_)
+            masks[name][ids] = True
+    return masks
+
+
+def _parsed(name: str, value: object, kind: type) -> object:
+    text = str(value)
+    if kind is bool:
+        meaning = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if text.lower() in meaning:
+            return meaning[text.lower()]
+        raise ConfigError(f"{name}={text!r} of the synthetic graph must be true or false")
+    if kind is int and text.removeprefix("-").isdecimal():
+        return int(text)  # a float would round a seed of more than 53 bits
+    try:
+        number = float(text.replace("_", ""))
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} of the synthetic graph must be a number") from None
+    if kind is float:
+        return number
+    if not number.is_integer():
+        raise ConfigError(f"{name}={text!r} of the synthetic graph must be a whole number")
+    return int(number)

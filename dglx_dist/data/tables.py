@@ -1,0 +1,582 @@
+"""Graphs in CSV or Parquet tables of nodes and edges, with the user's own ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet
+
+from dglx_dist.data.sources import (
+    DatasetSource,
+    count_classes,
+    masks_of_split,
+    refuse_unknown,
+    standard_columns,
+)
+from dglx_dist.data.validate import check_columns, check_finite, check_unique
+from dglx_dist.errors import DatasetError
+from dglx_dist.records import (
+    EDGE_TYPE,
+    FEATURE,
+    LABEL,
+    NODE_TYPE,
+    SPLITS,
+    Array,
+    EdgeType,
+    NodeColumn,
+    RawGraph,
+)
+
+SUFFIXES = (".csv", ".parquet")
+
+
+def read_table(path: Path) -> Any:
+    """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table.
+
+    Raises:
+        DatasetError: no such file, another suffix, or not readable as what the suffix says.
+    """
+    if not path.is_file():
+        raise DatasetError(f"there is no table {path.absolute()}")
+    if path.suffix not in SUFFIXES:
+        raise DatasetError(f"{path}: a table must be one of {', '.join(SUFFIXES)}, not {path.suffix!r}")
+    try:
+        if path.suffix == ".csv":
+            return pyarrow.csv.read_csv(path)
+        return pyarrow.parquet.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DatasetError(f"{path}: not readable as a {path.suffix[1:]} table: {error}") from error
+
+
+def column(table: Any, name: str, where: str) -> Any:
+    """Return the column ``name`` in one chunk; DatasetError when the table has none of it, or several."""
+    count = table.column_names.count(name)
+    if count == 0:
+        raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(table.column_names)})")
+    if count > 1:
+        raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
+    combined = table.column(name).combine_chunks()
+    # A chunked column of no chunks combines to another type than one of several.
+    return plain(combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined)
+
+
+def plain(values: Any) -> Any:
+    """Return a pyarrow array with what categories of pandas and views of Polars stand for spelt out."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    return values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
+
+
+def id_column(table: Any, name: str, where: str) -> Any:
+    """Return the ids in column ``name`` as a pyarrow int64 or string array without gaps.
+
+    Raises:
+        DatasetError: the table has no row; the column is missing, has an empty row, or holds neither
+            integers nor strings.
+    """
+    ids = column(table, name, where)
+    if table.num_rows == 0:
+        raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
+    refuse_gaps(ids, name, where)
+    if pa.types.is_integer(ids.type):
+        return as_int64(ids, name, where)
+    if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
+        return ids.cast(pa.large_string())
+    raise DatasetError(f"{where}: column {name!r} must hold integer or string ids; it holds {ids.type}")
+
+
+def as_int64(values: Any, name: str, where: str) -> Any:
+    """Return integers (a pyarrow array) as int64; DatasetError where one is beyond."""
+    try:
+        return values.cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise DatasetError(f"{where}: column {name!r} has a number beyond 64 signed bits: {error}") from error
+
+
+def refuse_gaps(values: Any, name: str, where: str, first_row: int = 0) -> None:
+    """Raise DatasetError naming the first row of ``values`` (a pyarrow array) that is empty."""
+    if values.null_count:
+        row = first_row + int(np.argmax(pc.is_null(values).to_numpy(zero_copy_only=False)))
+        raise DatasetError(f"{where}: column {name!r}, row {row}: is empty ({values.null_count} rows in all)")
+
+
+def number_column(table: Any, name: str, where: str) -> Array:
+    """Return the column ``name`` as (K,) numbers or booleans, or (K, F) when its rows are lists.
+
+    Raises:
+        DatasetError: it is missing, has gaps, NaN or infinities, holds no numbers, or lists of
+            different lengths.
+    """
+    return number_values(column(table, name, where), name, where)
+
+
+def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Array:
+    """Return ``values`` (a pyarrow array) as (K,) numbers or booleans, or (K, F) when its rows are lists.
+
+    Args:
+        values: Some rows of a column.
+        name: Of the column.
+        where: The file.
+        first_row: The number of the first row in the file.
+
+    Raises:
+        DatasetError: there are gaps, NaN or infinities, no numbers, or lists of different lengths.
+    """
+    refuse_gaps(values, name, where, first_row)
+    width = None
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
+        if len(lengths) and (lengths != lengths[0]).any():
+            row = int(np.argmax(lengths != lengths[0]))
+            raise DatasetError(
+                f"{where}: column {name!r}, row {first_row + row}: a list of {lengths[row]} values, but row "
+                f"{first_row} has {lengths[0]}"
+            )
+        width = int(lengths[0]) if len(lengths) else 0
+    elif pa.types.is_fixed_size_list(values.type):
+        width = values.type.list_size
+    flat = values if width is None else values.flatten()
+    if not (
+        pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type) or pa.types.is_boolean(flat.type)
+    ):
+        raise DatasetError(
+            f"{where}: column {name!r} must hold numbers; it holds {values.type}. Encode it as numbers or "
+            f"leave it out"
+        )
+    if flat.null_count:
+        row = first_row + int(np.argmax(pc.is_null(flat).to_numpy(zero_copy_only=False))) // max(
+            width or 1, 1
+        )
+        raise DatasetError(f"{where}: column {name!r}, row {row}: has an empty value")
+    array = np.asarray(flat.to_numpy(zero_copy_only=False))
+    array = array if width is None else array.reshape(len(values), width)
+    check_finite(array, name, where, first_row)
+    return array
+
+
+def stacked_columns(table: Any, names: Sequence[str], where: str) -> Array:
+    """Return the named number columns side by side as (K, F) float32.
+
+    Raises:
+        DatasetError: one of them is missing or has a row that is no finite number.
+    """
+    stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
+    for position, name in enumerate(names):
+        values = number_column(table, name, where)
+        if values.ndim != 1:
+            raise DatasetError(f"{where}: column {name!r} holds lists; name it alone as the features")
+        stacked[:, position] = values
+    return stacked
+
+
+DESCRIPTION = "graph.json"
+_CONVENTION = (
+    "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and edges/SOURCE__RELATION__DESTINATION.csv, "
+    f"each .csv or .parquet, or {DESCRIPTION}"
+)
+_NODE_KEYS = {"file", "id", "label", "classes", "split", "features", "ignore"}
+_EDGE_KEYS = {"file", "source", "destination", "split", "features", "ignore"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """One table and what its columns mean; None where the usual names decide."""
+
+    path: Path
+    keys: tuple[str, ...] | None = None
+    """The id column of a node table; source and destination columns of an edge table."""
+    label: str | None = None
+    classes: int | None = None
+    """How many there are; None to take the largest label + 1."""
+    split: str | None = None
+    features: tuple[str, ...] | None = None
+    ignore: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLayout:
+    """The tables of one graph."""
+
+    name: str
+    nodes: Mapping[str, TableSpec]
+    """Node types without a table get their nodes from the edges."""
+    edges: Mapping[EdgeType, TableSpec]
+
+
+def find_layout(location: Path, ignore: tuple[str, ...]) -> TableLayout:
+    """Read the layout of a folder or of a ``.json`` description; no table is opened.
+
+    Args:
+        location: The folder or the description; paths in it are relative to its own folder.
+        ignore: Columns that no table's data is taken from.
+
+    Raises:
+        DatasetError: neither exists, nothing in the folder fits, or the description is wrong.
+    """
+    if location.is_file():
+        return _described(location, ignore)
+    if not location.is_dir():
+        raise DatasetError(f"there is no folder or description {location.absolute()}")
+    if (location / DESCRIPTION).is_file():
+        return _described(location / DESCRIPTION, ignore)
+    if (location / "manifest.json").is_file():
+        raise DatasetError(
+            f"{location} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
+            f"directly, or partition the graph that it was made from"
+        )
+    single = _one_file(location, "edges")
+    if single is not None:
+        nodes = _one_file(location, "nodes")
+        return TableLayout(
+            name=location.resolve().name,
+            nodes={} if nodes is None else {NODE_TYPE: TableSpec(path=nodes, ignore=ignore)},
+            edges={EDGE_TYPE: TableSpec(path=single, ignore=ignore)},
+        )
+    edges = {_edge_type(path.stem, "__", path): path for path in _tables(location / "edges")}
+    if not edges:
+        raise DatasetError(f"{location.absolute()} has no table of edges; expected {_CONVENTION}")
+    return TableLayout(
+        name=location.resolve().name,
+        nodes={path.stem: TableSpec(path=path, ignore=ignore) for path in _tables(location / "nodes")},
+        edges={edge_type: TableSpec(path=path, ignore=ignore) for edge_type, path in edges.items()},
+    )
+
+
+def _tables(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
+
+
+def _one_file(folder: Path, stem: str) -> Path | None:
+    found = [folder / f"{stem}{suffix}" for suffix in SUFFIXES if (folder / f"{stem}{suffix}").is_file()]
+    if len(found) > 1:
+        raise DatasetError(f"{folder} has both {found[0].name} and {found[1].name}; remove one")
+    return found[0] if found else None
+
+
+def _edge_type(text: str, separator: str, where: Path) -> EdgeType:
+    pieces = text.split(separator)
+    if len(pieces) != 3 or not all(pieces):
+        raise DatasetError(
+            f"{where}: an edge type is SOURCE{separator}RELATION{separator}DESTINATION, not {text!r}"
+        )
+    return pieces[0], pieces[1], pieces[2]
+
+
+def _described(path: Path, ignore: tuple[str, ...]) -> TableLayout:
+    try:
+        description = json.loads(path.read_text())
+    except ValueError as error:
+        raise DatasetError(f"{path}: not valid JSON: {error}") from error
+    _require_keys(description, {"name", "nodes", "edges"}, {"edges"}, path, "the description")
+    nodes = _entries(description, "nodes", path)
+    edges = _entries(description, "edges", path)
+    return TableLayout(
+        name=str(description.get("name", path.resolve().parent.name)),
+        nodes={
+            node_type: _spec(entry, ("id",), _NODE_KEYS, path, f"nodes {node_type!r}", ignore)
+            for node_type, entry in nodes.items()
+        },
+        edges={
+            _edge_type(key, ":", path): _spec(
+                entry, ("source", "destination"), _EDGE_KEYS, path, f"edges {key!r}", ignore
+            )
+            for key, entry in edges.items()
+        },
+    )
+
+
+def _entries(description: Mapping[str, object], key: str, path: Path) -> dict[str, object]:
+    entries = description.get(key, {})
+    if not isinstance(entries, dict):
+        raise DatasetError(f"{path}: {key!r} must be an object of type -> table, not {entries!r}")
+    return entries
+
+
+def _spec(
+    entry: object, key_names: tuple[str, ...], known: set[str], path: Path, what: str, ignore: tuple[str, ...]
+) -> TableSpec:
+    _require_keys(entry, known, {"file"}, path, what)
+    assert isinstance(entry, dict)  # what _require_keys has just found out
+    given = [entry.get(name) for name in key_names]
+    if any(given) and not all(given):
+        raise DatasetError(f"{path}: {what} must name both or none of {', '.join(key_names)}")
+    features = entry.get("features")
+    return TableSpec(
+        path=path.parent / str(entry["file"]),
+        keys=tuple(map(str, given)) if all(given) else None,
+        label=_text(entry, "label"),
+        classes=_count(entry, "classes", path, what),
+        split=_text(entry, "split"),
+        features=None if features is None else _names(features, path, what, "features"),
+        ignore=(*_names(entry.get("ignore", []), path, what, "ignore"), *ignore),
+    )
+
+
+def _text(entry: Mapping[str, object], key: str) -> str | None:
+    return None if entry.get(key) is None else str(entry[key])
+
+
+def _count(entry: Mapping[str, object], key: str, path: Path, what: str) -> int | None:
+    value = entry.get(key)
+    if value is None or (isinstance(value, int) and value > 0):
+        return value
+    raise DatasetError(f"{path}: {what}: {key!r} must be a whole number above 0, not {value!r}")
+
+
+def _names(value: object, path: Path, what: str, key: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise DatasetError(f"{path}: {what}: {key!r} must be a list of column names, not {value!r}")
+    return tuple(value)
+
+
+def _require_keys(entry: object, known: set[str], needed: set[str], path: Path, what: str) -> None:
+    if not isinstance(entry, dict):
+        raise DatasetError(f"{path}: {what} must be a JSON object with {', '.join(sorted(known))}")
+    for key in entry:
+        if key not in known:
+            raise DatasetError(f"{path}: {what} has no setting {key!r} (known: {', '.join(sorted(known))})")
+    for key in sorted(needed):
+        if key not in entry:
+            raise DatasetError(f"{path}: {what} lacks {key!r}")
+
+
+_KEYS_OF_EDGES = (("src", "dst"), ("source", "destination"))
+_SPLIT_CODES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, "": -1, "none": -1}
+
+
+@final
+class TablesSource(DatasetSource):
+    """A folder of tables, or a ``.json`` that describes them.
+
+    By convention: ``nodes.csv`` (may be absent: the nodes are then those of the edges) and
+    ``edges.csv``; for several types ``nodes/TYPE.csv`` and
+    ``edges/SOURCE__RELATION__DESTINATION.csv``; each may be ``.parquet``. In node tables, ``id`` holds
+    integer or string ids (absent: the row number; in CSV an id of digits only is an integer, so 007
+    is 7: write Parquet to keep the zeros), ``label`` numbers or strings (empty: none;
+    strings are numbered in alphabetical order), ``split`` train, val or test, ``feat`` lists or
+    ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids. Every other
+    column is kept under its own name and must hold numbers. A description says the same with other
+    names: see ``table_layout``. Ids other than 0..N-1 in order are kept in ``user_ids``.
+
+    Option ``ignore``: columns to leave out, separated by commas.
+    """
+
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        refuse_unknown(options, ("ignore",), "tables")
+        ignore = tuple(filter(None, str(options.get("ignore", "")).split(",")))
+        self._layout = find_layout(Path(location).expanduser(), ignore)
+
+    def load(self) -> RawGraph:
+        """Read every table, map the ids, and check each column while its file is known."""
+        edge_tables = {edge_type: read_table(spec.path) for edge_type, spec in self._layout.edges.items()}
+        ends = {
+            edge_type: _ends(table, self._layout.edges[edge_type]) for edge_type, table in edge_tables.items()
+        }
+        ids: dict[str, Any] = {}
+        node_data: dict[str, dict[str, NodeColumn]] = {}
+        for node_type, spec in self._layout.nodes.items():
+            table = read_table(spec.path)
+            ids[node_type], key = _node_ids(table, spec)
+            node_data[node_type] = _columns(table, spec, {key})
+        # Sorted: the order of a set of texts changes from run to run, and new ids follow the order of types.
+        for node_type in sorted({name for kind in ends for name in (kind[0], kind[2])} - ids.keys()):
+            ids[node_type] = _ids_in_edges(node_type, ends)
+        edges, edge_data = {}, {}
+        for edge_type, (sources, destinations, keys) in ends.items():
+            spec = self._layout.edges[edge_type]
+            edges[edge_type] = (
+                _positions(sources, ids[edge_type[0]], keys[0], spec.path, self._layout, edge_type[0]),
+                _positions(destinations, ids[edge_type[2]], keys[1], spec.path, self._layout, edge_type[2]),
+            )
+            data = _columns(edge_tables[edge_type], spec, set(keys))
+            edge_data[edge_type] = {
+                key: value for key, value in data.items() if isinstance(value, np.ndarray)
+            }
+        counted = {
+            node_type: self._layout.nodes[node_type].classes or count_classes(columns)
+            for node_type, columns in node_data.items()
+        }
+        return RawGraph(
+            name=self._layout.name,
+            num_nodes={node_type: len(values) for node_type, values in ids.items()},
+            edges=edges,
+            node_data=node_data,
+            edge_data=edge_data,
+            num_classes={node_type: count for node_type, count in counted.items() if count is not None},
+            user_ids={
+                node_type: _user_ids(values) for node_type, values in ids.items() if not _is_range(values)
+            },
+        )
+
+
+def _node_ids(table: Any, spec: TableSpec) -> tuple[Any, str]:
+    """Return the ids of a node table as a pyarrow array, and the column they came from."""
+    if spec.keys is None and "id" not in table.column_names:
+        return pa.array(np.arange(table.num_rows)), "id"
+    key = spec.keys[0] if spec.keys is not None else "id"
+    ids = id_column(table, key, str(spec.path))
+    if len(pc.unique(ids)) < len(ids):
+        check_unique(ids.to_numpy(zero_copy_only=False).astype(_numpy_dtype(ids)), key, str(spec.path))
+    return ids, key
+
+
+def _ends(table: Any, spec: TableSpec) -> tuple[Any, Any, tuple[str, str]]:
+    """Return source and destination ids of an edge table, and their columns."""
+    where = str(spec.path)
+    keys = (spec.keys[0], spec.keys[1]) if spec.keys is not None else None
+    for names in _KEYS_OF_EDGES:
+        if keys is None and set(names) <= set(table.column_names):
+            keys = names
+    if keys is None:
+        raise DatasetError(
+            f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, or "
+            f"name them in a graph.json"
+        )
+    return id_column(table, keys[0], where), id_column(table, keys[1], where), keys
+
+
+def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Any, Any, tuple[str, str]]]) -> Any:
+    """Return the distinct ids that edges name for a node type without a table, sorted."""
+    found = []
+    for edge_type, (sources, destinations, _) in ends.items():
+        found += [pc.unique(sources)] if edge_type[0] == node_type else []
+        found += [pc.unique(destinations)] if edge_type[2] == node_type else []
+    if len({str(values.type) for values in found}) > 1:
+        raise DatasetError(
+            f"node type {node_type!r} has no table, and the edges name its nodes by integers in one place "
+            f"and by strings in another; use one of them"
+        )
+    distinct = pc.unique(pa.chunked_array(found))
+    return distinct.take(pc.sort_indices(distinct))
+
+
+def _positions(values: Any, ids: Any, key: str, path: Path, layout: TableLayout, node_type: str) -> Array:
+    """Return (E,) int32 or int64, the row in ``ids`` of each of ``values``."""
+    spec = layout.nodes.get(node_type)
+    owner = f"among the ids of {spec.path}" if spec is not None else "a node"
+    if values.type != ids.type:
+        raise DatasetError(
+            f"{path}: column {key!r} holds {values.type} ids, but those {owner} are {ids.type}; "
+            f"write both alike"
+        )
+    if _is_range(ids):
+        numbers = np.asarray(values.to_numpy(zero_copy_only=False))
+        unknown = (numbers < 0) | (numbers >= len(ids))
+        positions = numbers.astype(np.int32 if len(ids) < 2**31 else np.int64)
+    else:
+        found = pc.index_in(values, value_set=ids)
+        unknown = pc.is_null(found).to_numpy(zero_copy_only=False)
+        positions = np.asarray(pc.fill_null(found, -1).to_numpy(zero_copy_only=False))
+    if unknown.any():
+        row = int(np.argmax(unknown))
+        raise DatasetError(
+            f"{path}: column {key!r}, row {row}: node id {values[row].as_py()!r} is not {owner} "
+            f"({int(unknown.sum())} rows in all)"
+        )
+    return positions
+
+
+def _columns(table: Any, spec: TableSpec, keys: set[str]) -> dict[str, NodeColumn]:
+    """Return the data columns of a node or edge table under their standard names, checked."""
+    where = str(spec.path)
+    names = table.column_names
+    taken = keys | set(spec.ignore)
+    columns: dict[str, NodeColumn] = {}
+    label = spec.label if spec.label is not None else (LABEL if LABEL in names else None)
+    if label is not None and label not in taken:
+        columns[LABEL] = _label_column(table, label, where)
+        taken.add(label)
+    split = spec.split if spec.split is not None else ("split" if "split" in names else None)
+    if split is not None and split not in taken:
+        columns.update(_split_masks(table, split, where))
+        taken.add(split)
+    features = spec.features if spec.features is not None else _numbered_features(names)
+    if len(features) == 1 and number_column(table, features[0], where).ndim == 2:
+        columns[FEATURE] = number_column(table, features[0], where)
+    elif features:
+        columns[FEATURE] = stacked_columns(table, features, where)
+    taken.update(features)
+    for name in names:
+        if name not in taken:
+            columns[name] = _other_column(table, name, where)
+    columns = standard_columns(columns, where)
+    check_columns(columns, table.num_rows, spec.classes or count_classes(columns), where)
+    return columns
+
+
+def _numbered_features(names: list[str]) -> tuple[str, ...]:
+    numbered = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"feat_?(\d+)", name))]
+    return tuple(name for _, name in sorted(numbered))
+
+
+def _other_column(table: Any, name: str, where: str) -> Array:
+    values = column(table, name, where)
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        raise DatasetError(
+            f"{where}: column {name!r} holds strings, which no model can use; leave it out with "
+            f"ignore={name} (an option, or a list in graph.json), or encode it as numbers"
+        )
+    return number_column(table, name, where)
+
+
+def _label_column(table: Any, name: str, where: str) -> Array:
+    values = column(table, name, where)
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+        if not pa.types.is_integer(values.type):
+            return number_column(table, name, where)
+        return np.asarray(pc.fill_null(as_int64(values, name, where), -1).to_numpy(zero_copy_only=False))
+    known = pc.if_else(pc.equal(values, ""), None, values)
+    classes = pc.unique(known.drop_null())
+    in_order = classes.take(pc.sort_indices(classes))
+    codes = pc.index_in(known, value_set=in_order, skip_nulls=True)
+    return np.asarray(pc.fill_null(codes, -1).to_numpy(zero_copy_only=False)).astype(np.int64)
+
+
+def _split_masks(table: Any, name: str, where: str) -> dict[str, Array]:
+    values = column(table, name, where)
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if pa.types.is_integer(values.type):
+        refuse_gaps(values, name, where)
+        codes = np.asarray(values.to_numpy(zero_copy_only=False))
+        odd = (codes < -1) | (codes > 2)
+    else:
+        lower = pc.utf8_lower(pc.fill_null(values.cast(pa.large_string()), ""))
+        place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
+        odd = pc.is_null(place).to_numpy(zero_copy_only=False)
+        places = np.asarray(pc.fill_null(place, 0).to_numpy(zero_copy_only=False))
+        codes = np.array(list(_SPLIT_CODES.values()))[places]
+    if odd.any():
+        row = int(np.argmax(odd))
+        raise DatasetError(
+            f"{where}: column {name!r}, row {row}: {values[row].as_py()!r} is no split; write train, val or "
+            f"test (or 0, 1, 2), and nothing (or -1) where there is none"
+        )
+    masks = masks_of_split(codes)
+    return {mask_name: masks[mask_name] for mask_name in SPLITS if masks[mask_name].any()}
+
+
+def _is_range(ids: Any) -> bool:
+    """Whether ``ids`` are 0..N-1 in this order, so that they need no mapping."""
+    if not pa.types.is_integer(ids.type):
+        return False
+    return bool(np.array_equal(ids.to_numpy(zero_copy_only=False), np.arange(len(ids))))
+
+
+def _user_ids(ids: Any) -> Array:
+    return np.asarray(ids.to_numpy(zero_copy_only=False)).astype(_numpy_dtype(ids))
+
+
+def _numpy_dtype(ids: Any) -> type:
+    return np.int64 if pa.types.is_integer(ids.type) else np.str_

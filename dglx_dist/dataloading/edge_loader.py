@@ -1,0 +1,707 @@
+"""The loader of edges: this rank's edges, negatives, and blocks around them, in step with the other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import dgl
+import numpy as np
+import torch
+from dgl.dataloading import EdgePredictionSampler
+from dgl.heterograph import DGLBlock
+from torch import Tensor
+
+from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
+from dglx_dist.dataloading.loader import check_alike, moved, open_maker
+from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, NodeIds
+from dglx_dist.dataloading.negative import (
+    DrawAll,
+    NegativeSampler,
+    Pairs,
+    Positives,
+    open_negative,
+    read_negative,
+)
+from dglx_dist.dataloading.sampler_spec import read_sampler
+from dglx_dist.dataloading.step_loader import (
+    Items,
+    LoaderOptions,
+    Pace,
+    StepLoader,
+    read_items,
+    read_options,
+    seed_of,
+)
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
+from dglx_dist.graph.column import PendingPull
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.ids import Ids, as_array, as_ids
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.partition_book import Answered
+from dglx_dist.graph.sampling import by_type
+from dglx_dist.records import Array, EdgeType, StepShare
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+Edges: TypeAlias = Mapping[EdgeType, Array]
+"""Edge type to the (B,) int64 edge ids of a batch."""
+
+Exclude: TypeAlias = Callable[[Edges], Excluded]
+"""The edges of a batch to those that its blocks must not have."""
+
+ReverseOf: TypeAlias = Callable[[Array], Array]
+"""(K,) edge ids to their reverse edges' ids, -1 for none."""
+
+MODES = ("self", "reverse_id", "reverse_types")
+
+_CHECKED = 1024
+"""How many of a rank's edges are looked up to see whether the given reverse edges are reverse edges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExcludeRule:
+    """What the user said, as DGL names it."""
+
+    exclude: Any = None
+    """None, one of :data:`MODES`, or a function of the batch's edge ids to edge ids."""
+    reverse_eids: Any = None
+    """For ``reverse_id``: (E,) ids by edge id, or a dict of them by edge type."""
+    reverse_etypes: Any = None
+    """For ``reverse_types``: edge type to the type of its reverse edges."""
+
+
+def check_rule(g: DistGraph, rule: ExcludeRule, etypes: Collection[EdgeType]) -> None:
+    """Check what can be checked without the other ranks, for edges of ``etypes``.
+
+    Raises:
+        ConfigError: an unknown mode; what the mode needs is missing or of the wrong length or dtype, or
+            something is given that the mode does not need.
+    """
+    exclude = rule.exclude
+    if exclude is not None and not callable(exclude) and exclude not in MODES:
+        raise ConfigError(f"exclude={exclude!r}; choose None, {', '.join(map(repr, MODES))}, or a function")
+    for name, mode, given in (
+        ("reverse_eids", "reverse_id", rule.reverse_eids),
+        ("reverse_etypes", "reverse_types", rule.reverse_etypes),
+    ):
+        if exclude == mode and given is None:
+            raise ConfigError(
+                f"exclude={mode!r} needs {name}=; "
+                + (
+                    "dx.reverse_edge_ids(g) finds them in the ids of the partitioned graph"
+                    if name == "reverse_eids"
+                    else "give {edge type: type of its reverse edges}"
+                )
+            )
+        if exclude != mode and given is not None:
+            raise ConfigError(
+                f"{name} is given but exclude={exclude!r} does not use it; pass exclude={mode!r}"
+            )
+    known: Collection[EdgeType] = etypes
+    if exclude == "reverse_id":
+        known = _reverse_tables(g, rule.reverse_eids)
+    if exclude == "reverse_types":
+        known = _reverse_types(g, rule.reverse_etypes)
+    missing = [etype for etype in etypes if etype not in known]
+    if missing:
+        raise ConfigError(
+            f"exclude={exclude!r}: nothing is said about the reverse of {missing[0]}, of which there are "
+            "edges to train on; add it, or leave the type out of the edges"
+        )
+
+
+def open_exclude(g: DistGraph, rule: ExcludeRule) -> Exclude:
+    """Return the rule as a function, callable on any thread. Collective for ``reverse_types``.
+
+    What a batch excludes is what DGL excludes: its own edges, and their reverse edges, at every hop.
+
+    Raises:
+        ConfigError: see :func:`check_rule`.
+    """
+    if rule.exclude is None:
+        return lambda _: NOTHING_EXCLUDED
+    if rule.exclude == "self":
+        return lambda edges: _distinct((etype, ids) for etype, ids in edges.items())
+    if rule.exclude == "reverse_id":
+        tables = _reverse_tables(g, rule.reverse_eids)
+        return lambda edges: _with_reverse(edges, {etype: (etype, table) for etype, table in tables.items()})
+    if rule.exclude == "reverse_types":
+        types = _reverse_types(g, rule.reverse_etypes)
+        found = {etype: (back, _looked_up(_mirrored(g, etype, back))) for etype, back in types.items()}
+        return lambda edges: _with_reverse(edges, found)
+    return lambda edges: _asked(g, rule.exclude, edges)
+
+
+def _mirrored(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
+    """Return the reverse edges: those at the same places of the source's list, where these lead back.
+
+    Where they do not, as in parts that DGL has cut, whose list is of the cut graph: those with the same ends.
+    Collective.
+    """
+    placed = reverse_edge_ids(g, etype, reverse_etype=back, by="position")
+    first, last = placed.local_range
+    ids = np.arange(first, min(last, first + _CHECKED))
+    ends, there = g.find_edges(ids, etype), g.find_edges(placed[ids], back)
+    wrong = int((ends[0] != there[1]).sum() + (ends[1] != there[0]).sum())
+    if gather_int64([wrong], g.session).any():
+        return reverse_edge_ids(g, etype, reverse_etype=back)
+    return placed
+
+
+def check_reverse(g: DistGraph, rule: ExcludeRule, edges: Edges) -> None:
+    """Look up the ends of some of a rank's ``edges`` and of what is given as their reverse.
+
+    Raises:
+        ConfigError: an edge's reverse does not lead from its destination to its source. That is what ids of
+            the unpartitioned graph look like here.
+    """
+    if rule.exclude != "reverse_id":
+        return
+    for etype, table in _reverse_tables(g, rule.reverse_eids).items():
+        ids = edges.get(etype, np.empty(0, np.int64))[:_CHECKED]
+        reverse = table(ids)
+        ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
+        sources, destinations = g.find_edges(ids, etype)
+        back_sources, back_destinations = g.find_edges(reverse, etype)
+        wrong = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
+        if len(wrong):
+            at = int(wrong[0])
+            edge, back = (
+                f"{sources[at]} -> {destinations[at]}",
+                f"{back_sources[at]} -> {back_destinations[at]}",
+            )
+            raise ConfigError(
+                f"reverse_eids[{ids[at]}] of {etype} is {reverse[at]}, but edge {ids[at]} is {edge} and edge "
+                f"{reverse[at]} is {back}; ids change when a graph is partitioned: pass "
+                "reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is meant"
+            )
+
+
+def _with_reverse(edges: Edges, reverse: Mapping[EdgeType, tuple[EdgeType, ReverseOf]]) -> Excluded:
+    found = list(edges.items())
+    for etype, (back, table) in reverse.items():
+        if etype in edges and len(edges[etype]):
+            ids = table(edges[etype])
+            found.append((back, ids[ids != NO_REVERSE]))
+    return _distinct(found)
+
+
+def _distinct(found: Any) -> dict[EdgeType, Array]:
+    together: dict[EdgeType, list[Array]] = {}
+    for etype, ids in found:
+        together.setdefault(etype, []).append(ids)
+    return {etype: np.unique(np.concatenate(pieces)) for etype, pieces in together.items()}
+
+
+def _asked(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> Excluded:
+    """Return what the user's function says, called as DGL calls it: ids alone where there is one type."""
+    given = {etype: torch.from_numpy(ids) for etype, ids in edges.items() if len(ids)}
+    if not given:
+        return NOTHING_EXCLUDED
+    answer = exclude(given if len(g.canonical_etypes) > 1 else next(iter(given.values())))
+    if answer is None:
+        return NOTHING_EXCLUDED
+    counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
+    return _distinct(by_type(answer, counts, "edge").items())
+
+
+def _reverse_types(g: DistGraph, given: Any) -> dict[EdgeType, EdgeType]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"reverse_etypes is {given!r}; give {{edge type: type of its reverse edges}}")
+    types = {g.to_canonical_etype(key): g.to_canonical_etype(value) for key, value in given.items()}
+    for etype, back in types.items():
+        if (back[0], back[2]) != (etype[2], etype[0]) or etype == back:
+            raise ConfigError(
+                f"reverse_etypes says {back} is the reverse of {etype}; it must be another type, from "
+                f"{etype[2]!r} to {etype[0]!r}"
+            )
+        if g.num_edges(etype) != g.num_edges(back):
+            raise ConfigError(
+                f"reverse_etypes: {etype} has {g.num_edges(etype)} edges and {back} {g.num_edges(back)}, but "
+                "edge i of one must be the reverse of edge i of the other; pass as exclude= a function that "
+                "uses dx.reverse_edge_ids(g, etype, reverse_etype=...)"
+            )
+    return types
+
+
+def _reverse_tables(g: DistGraph, given: Any) -> dict[EdgeType, ReverseOf]:
+    if not isinstance(given, Mapping):
+        if len(g.canonical_etypes) != 1:
+            raise ConfigError(
+                f"reverse_eids is one list, and the graph has the edge types {', '.join(g.etypes)}; give a "
+                "dict of lists by edge type"
+            )
+        given = {g.canonical_etypes[0]: given}
+    return {(etype := g.to_canonical_etype(key)): _table(g, etype, reverse) for key, reverse in given.items()}
+
+
+def _table(g: DistGraph, etype: EdgeType, reverse: Any) -> ReverseOf:
+    count = g.num_edges(etype)
+    shape, kind = (
+        (reverse.shape, str(reverse.dtype).removeprefix("torch."))
+        if isinstance(reverse, DistTensor | Tensor)
+        else (np.shape(reverse), str(np.asarray(reverse).dtype))
+    )
+    if tuple(shape) != (count,) or kind not in ("int32", "int64"):
+        raise ConfigError(
+            f"reverse_eids of {etype} are {kind} of shape {tuple(shape)}; give int64 of shape ({count},), "
+            "one per edge: dx.reverse_edge_ids(g) makes them"
+        )
+    if isinstance(reverse, DistTensor):
+        return _looked_up(reverse)
+    ids = as_array(reverse).astype(np.int64)
+    real = ids[ids != NO_REVERSE]
+    try:
+        as_ids(real, count, f"the edges {etype} (reverse_eids)")
+    except IndexError as error:
+        raise ConfigError(f"reverse_eids: {error}; -1 stands for none") from None
+    return lambda edges: ids[edges]
+
+
+def _looked_up(reverse: DistTensor) -> ReverseOf:
+    store, key = reverse.kvstore, reverse.kvstore_key
+    return lambda edges: store.pull(key, edges, phase="sampling").numpy().astype(np.int64, copy=False)
+
+
+EdgePairs = Mapping[EdgeType, Pairs]
+"""Edge type to (sources, destinations), (P,) int64 global node ids each; every type of the graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairGraphs:
+    """Positive and negative pairs over one set of nodes."""
+
+    nodes: Mapping[str, Array]
+    """Node type to the (n,) int64 ascending distinct ids that occur: the seeds of the blocks."""
+    positive: dgl.DGLGraph
+    """``ndata[dgl.NID]`` on every type, ``edata[dgl.EID]`` on every type; edges in the order of the batch."""
+    negative: dgl.DGLGraph | None
+    """Over the same nodes; None without a negative sampler."""
+
+
+def build_pairs(
+    ntypes: Sequence[str],
+    ids: Mapping[EdgeType, Array],
+    positive: EdgePairs,
+    negative: EdgePairs | None,
+    idtype: torch.dtype = torch.int64,
+) -> PairGraphs:
+    """Return graphs with all types of the whole graph over the nodes that occur in the pairs.
+
+    Args:
+        ntypes: Every node type.
+        ids: Every edge type to the (B,) int64 ids of its positive edges.
+        positive: Their ends.
+        negative: Negative pairs, or None.
+        idtype: Of the graphs: int32 or int64.
+    """
+    both = [positive] if negative is None else [positive, negative]
+    nodes = _nodes(ntypes, both)
+    order = {ntype: torch.from_numpy(found) for ntype, found in nodes.items()}
+    graphs = [_graph(pairs, nodes, idtype) for pairs in both]
+    for graph in graphs:
+        for ntype, found in order.items():
+            graph.nodes[ntype].data[dgl.NID] = found
+    for etype, edges in ids.items():
+        graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
+    return PairGraphs(nodes=nodes, positive=graphs[0], negative=graphs[1] if negative is not None else None)
+
+
+def _nodes(ntypes: Sequence[str], both: Sequence[EdgePairs]) -> dict[str, Array]:
+    found: dict[str, list[Array]] = {ntype: [np.empty(0, np.int64)] for ntype in ntypes}
+    for pairs in both:
+        for (source_type, _, destination_type), (sources, destinations) in pairs.items():
+            found[source_type].append(sources)
+            found[destination_type].append(destinations)
+    return {ntype: np.unique(np.concatenate(ids)) for ntype, ids in found.items()}
+
+
+def _graph(pairs: EdgePairs, nodes: Mapping[str, Array], idtype: torch.dtype) -> dgl.DGLGraph:
+    local = {
+        etype: (
+            torch.from_numpy(np.searchsorted(nodes[etype[0]], sources)),
+            torch.from_numpy(np.searchsorted(nodes[etype[2]], destinations)),
+        )
+        for etype, (sources, destinations) in pairs.items()
+    }
+    counts = {ntype: len(ids) for ntype, ids in nodes.items()}
+    return dgl.heterograph(local, num_nodes_dict=counts, idtype=idtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeBatch:
+    """What a loader of edges yields, and how long it took."""
+
+    input_nodes: NodeIds
+    """The sources of the first block."""
+    positive: dgl.DGLGraph
+    """The batch's edges over the destinations of the last block, in their order."""
+    negative: dgl.DGLGraph | None
+    """Negative pairs over the same nodes; None without a negative sampler."""
+    blocks: list[DGLBlock]
+    """Layer 1 first."""
+    sample_s: float
+    """Seconds of drawing, sampling and building."""
+    fetch_s: float
+    """Seconds of fetching columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgePlan:
+    """What a batch of edges is made of, beside the blocks."""
+
+    seed: int
+    exclude: Exclude
+    negative: DrawAll | None
+    columns: Mapping[EdgeType, Mapping[str, str]]
+    """Edge type to name in the frame to name in the store: what the positive pair graph gets."""
+    unkeyed: str = ""
+    """Which option is code of the user's own, which may draw anew when called again; "" when none is."""
+    told: str = ""
+    """What says how pairs are drawn, the same on ranks that draw alike."""
+
+
+@final
+class EdgeMaker:
+    """Makes the batches of one loader of edges; called from several threads at a time.
+
+    Args:
+        g: The graph.
+        blocks: Makes the blocks around the nodes of a batch.
+        plan: The rest.
+    """
+
+    def __init__(self, g: DistGraph, blocks: BatchMaker, plan: EdgePlan) -> None:
+        self._g, self._blocks, self._plan = g, blocks, plan
+
+    def offline(self) -> EdgeMaker:
+        """Return what makes the same batches without columns; see :meth:`BatchMaker.alone`."""
+        if self._plan.unkeyed:
+            raise ConfigError(
+                f"{self._plan.unkeyed} is a function, and may not say the same when it is called again; use "
+                "dglx_dist.negative and the modes of exclude"
+            )
+        return EdgeMaker(self._g, self._blocks.offline(), replace(self._plan, columns={}))
+
+    def sampling_signature(self) -> str:
+        """See :meth:`BatchMaker.sampling_signature`."""
+        return f"{self._blocks.sampling_signature()}, {self._plan.told}"
+
+    def make(self, edges: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
+        """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``epoch``.
+
+        Raises:
+            ConfigError: a function of the user returned what cannot be used.
+            PeerError: another rank that was asked is dead or silent.
+        """
+        begin = time.perf_counter()
+        pulls = self._ask_columns(edges)
+        pairs = self._pairs(edges, epoch)
+        exclude = self._plan.exclude(edges)
+        paired = time.perf_counter()
+        batch = self._blocks.make(pairs.nodes, epoch, exclude)
+        sampled = time.perf_counter()
+        for etype, columns in pulls.items():
+            for name, pull in columns.items():
+                pairs.positive.edges[etype].data[name] = pull.result()
+        return EdgeBatch(
+            input_nodes=batch.input_nodes,
+            positive=pairs.positive,
+            negative=pairs.negative,
+            blocks=batch.blocks,
+            sample_s=(paired - begin) + batch.sample_s,
+            fetch_s=batch.fetch_s + time.perf_counter() - sampled,
+        )
+
+    def _ask_columns(self, edges: Mapping[EdgeType, Array]) -> dict[EdgeType, dict[str, PendingPull]]:
+        """Ask for the labels of the positive edges before anything else, so that they come meanwhile."""
+        return {
+            etype: {
+                name: self._g.kvstore.submit_pull(key, edges[etype], phase=EDGE_PHASE)
+                for name, key in columns.items()
+            }
+            for etype, columns in self._plan.columns.items()
+        }
+
+    def _pairs(self, edges: Mapping[EdgeType, Array], epoch: int) -> PairGraphs:
+        """Return the pair graphs of the batch."""
+        # The requests of all types leave before any is waited for.
+        found = [self._g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()]
+        batch = [
+            self._positives(number, etype, ids, epoch, found[number])
+            for number, (etype, ids) in enumerate(edges.items())
+        ]
+        ends = {one.etype: (one.sources, one.destinations) for one in batch}
+        if self._plan.negative is None:
+            return build_pairs(self._g.ntypes, edges, ends, None, self._g.idtype)
+        drawn = self._plan.negative([one for one in batch if len(one.ids)]) if _any(edges) else {}
+        nothing: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
+        negative = {etype: drawn.get(etype, nothing) for etype in edges}
+        return build_pairs(self._g.ntypes, edges, ends, negative, self._g.idtype)
+
+    def _positives(self, number: int, etype: EdgeType, ids: Array, epoch: int, ends: Answered) -> Positives:
+        structure = self._g.structure(etype)
+        sources, destinations = ends()
+        return Positives(
+            etype=etype,
+            number=number,
+            ids=ids,
+            sources=sources,
+            destinations=destinations,
+            num_sources=structure.num_sources,
+            num_destinations=structure.num_destinations,
+            seed=self._plan.seed,
+            epoch=epoch,
+        )
+
+
+def _any(edges: Mapping[EdgeType, Array]) -> bool:
+    return any(len(ids) for ids in edges.values())
+
+
+EdgesBatch: TypeAlias = (
+    tuple[NodeIds, dgl.DGLGraph, list[DGLBlock]] | tuple[NodeIds, dgl.DGLGraph, dgl.DGLGraph, list[DGLBlock]]
+)
+"""(input node ids, pair graph, blocks), or with negatives (input node ids, pair graph, negative pair graph,
+blocks)."""
+
+
+@final
+class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
+    """Iterates over batches of edges, like DGL's loader of that name.
+
+    Yields ``(input_nodes, pair_graph, blocks)``, with negatives ``(input_nodes, pair_graph,
+    negative_pair_graph, blocks)``. The pair graphs have all types and lie over the same nodes, which are the
+    destinations of ``blocks[-1]`` in the same order; ``pair_graph.edata[dgl.EID]`` are the batch's edges.
+
+    Every rank must make it and iterate over it alike. All ranks have the same number of steps, and one
+    that has run out of edges gets pair graphs without edges. A step's share counts positive edges, so that a
+    mean over positive and negative pairs weighs right where each has equally many negatives: those of
+    ``InBatch`` are fewer in a batch of k edges or less. What is drawn does not depend on the number of
+    ranks, again but for ``InBatch``. Iterating calls no collective.
+
+    Args:
+        g: The distributed graph.
+        eids: This rank's edges: (K,) ids, a mask over all edges, or {edge type: either}; K may be 0. Ids are
+            those of ``g``, as :func:`edge_split` gives them.
+        sampler: A node sampler of ``dgl.dataloading``, for the blocks around the edges' ends; or
+            ``dgl.dataloading.as_edge_prediction_sampler(...)``, with the options below inside it.
+        exclude: Which edges no block of a batch has: ``self``, the batch's own; ``reverse_id``, these and
+            their reverse edges by ``reverse_eids``; ``reverse_types``, these and those at the same place of
+            the source's list of the type in ``reverse_etypes``; a function of the batch's ids to ids; or
+            fixed ids. They are left out before drawing, so destinations keep their fan-out.
+        reverse_eids: (E,) by edge id, in ids of ``g``, -1 for none, or a dict of it by edge type: what
+            :func:`reverse_edge_ids` returns.
+        reverse_etypes: Edge type to the type of its reverse edges.
+        negative_sampler: One of ``dglx_dist.negative``, DGL's ``Uniform`` or ``PerSourceUniform``, or a
+            function of (g, the batch's ids) to (sources, destinations), called on the loader's threads.
+        batch_size: Edges per rank and step, all types together.
+        shuffle: Whether each epoch has an order of its own, keyed by seed, epoch, type and id.
+        drop_last: Whether a rank leaves out its last batch when it is not full.
+        options: As for :class:`DataLoader`.
+
+    Raises:
+        ConfigError: on all ranks when something cannot be honoured on one: an unknown type, an edge twice,
+            a mode of ``exclude`` without what it needs, reverse edges that are none, or when the ranks were
+            given another ``batch_size`` or ``drop_last``.
+        IndexError: an id is no edge; ConfigError on the other ranks.
+        PeerError: a rank did not take part.
+    """
+
+    def __init__(  # noqa: PLR0913 - DGL's signature
+        self,
+        g: DistGraph,
+        eids: Ids | Mapping[Any, Ids],
+        sampler: Any,
+        *,
+        exclude: Any = None,
+        reverse_eids: Any = None,
+        reverse_etypes: Any = None,
+        negative_sampler: Any = None,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        asked = _Asked(
+            sampler=sampler,
+            rule=ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes),
+            negative=negative_sampler,
+        )
+        pace, read = together(
+            g.session,
+            lambda: (
+                Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
+                _read(g, eids, asked, options),
+            ),
+            ConfigError,
+        )
+        check_alike(g.session, "exclude", _told(read.asked.rule))
+        seed = seed_of(read.options, g.session)
+        blocks = open_maker(g, read.asked.sampler, read_sampler(read.asked.sampler), read.options, seed)
+        plan = EdgePlan(
+            seed=seed,
+            exclude=open_exclude(g, read.asked.rule),
+            negative=together(
+                g.session,
+                lambda: open_negative(g, read.asked.negative, _drawn_for(g, read.items)),
+                ConfigError,
+            ),
+            columns=read.columns,
+            unkeyed=_unkeyed(read.asked),
+            told=f"exclude {_told(read.asked.rule)}, negative_sampler={read.asked.negative!r}",
+        )
+        self._maker = EdgeMaker(g, blocks, plan)
+        super().__init__(g.session, read.items, pace, read.options)
+
+    def offline(self) -> Callable[[Mapping[EdgeType, Array], int], EdgeBatch]:
+        """See :meth:`StepLoader.alone`."""
+        return self._maker.offline().make
+
+    def sampling_signature(self) -> str:
+        """See :meth:`StepLoader.sampling_signature`."""
+        return f"{super().sampling_signature()}, {self._maker.sampling_signature()}"
+
+    def _make(self, items: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
+        return self._maker.make(items, epoch)
+
+    def _hand_over(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
+        blocks, nodes = batch.blocks, batch.input_nodes
+        graphs = [graph for graph in (batch.positive, batch.negative) if graph is not None]
+        if self._device.type != "cpu":
+            blocks = [block.to(self._device) for block in blocks]
+            graphs = [graph.to(self._device) for graph in graphs]
+            nodes = moved(nodes, self._device)
+        # On each of them, since a model may be given the blocks, a pair graph, or both.
+        for stamped in (blocks[-1], *graphs):
+            stamped.step_share = share
+        if len(graphs) == 1:
+            return nodes, graphs[0], blocks
+        return nodes, graphs[0], graphs[1], blocks
+
+
+def samples_edges(sampler: object) -> bool:
+    """Whether ``sampler`` is DGL's ``as_edge_prediction_sampler(...)``."""
+    return isinstance(sampler, EdgePredictionSampler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the user gave, with DGL's wrapper taken off the node sampler."""
+
+    sampler: Any
+    rule: ExcludeRule
+    negative: Any
+    labels: Any = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """The same, checked as far as one rank can."""
+
+    asked: _Asked
+    items: Items[EdgeType]
+    options: LoaderOptions
+    columns: Mapping[EdgeType, Mapping[str, str]]
+
+
+def _read(g: DistGraph, eids: Ids | Mapping[Any, Ids], given: _Asked, options: Mapping[str, Any]) -> _Read:
+    asked = _unwrapped(given)
+    read_sampler(asked.sampler)
+    read = read_options(options)
+    fixed = asked.rule.exclude
+    if fixed is not None and not isinstance(fixed, str) and not callable(fixed):
+        read = replace(read, exclude=fixed)
+        asked = replace(asked, rule=replace(asked.rule, exclude=None))
+    items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
+    check_rule(g, asked.rule, _with_items(items))
+    check_reverse(g, asked.rule, items.ids)
+    return _Read(
+        asked=replace(asked, negative=read_negative(asked.negative)),
+        items=items,
+        options=read,
+        columns=_columns(g, asked.labels),
+    )
+
+
+def _unwrapped(asked: _Asked) -> _Asked:
+    """Take the options out of DGL's ``as_edge_prediction_sampler``.
+
+    Raises:
+        ConfigError: options are given twice, or the wrapper is of the user's own making.
+    """
+    wrapper = asked.sampler
+    if not isinstance(wrapper, EdgePredictionSampler):
+        return asked
+    rule = asked.rule
+    given = (rule.exclude, rule.reverse_eids, rule.reverse_etypes, asked.negative)
+    if any(option is not None for option in given):
+        raise ConfigError(
+            "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the loader or to "
+            "as_edge_prediction_sampler(...), not to both"
+        )
+    if type(wrapper).sample is not EdgePredictionSampler.sample:
+        raise ConfigError(
+            f"{type(wrapper).__qualname__} samples edges with code of its own; pass its node sampler, and "
+            "its negative_sampler= and exclude= as functions"
+        )
+    rule = ExcludeRule(
+        exclude=wrapper.exclude, reverse_eids=wrapper.reverse_eids, reverse_etypes=wrapper.reverse_etypes
+    )
+    return _Asked(
+        sampler=wrapper.sampler,
+        rule=rule,
+        negative=wrapper.negative_sampler,
+        labels=wrapper.prefetch_labels,
+    )
+
+
+def _columns(g: DistGraph, labels: Any) -> dict[EdgeType, dict[str, str]]:
+    """Find the columns for the positive pair graph, a list for the only edge type or a dict of lists."""
+    if not isinstance(labels, Mapping):
+        if labels and len(g.canonical_etypes) != 1:
+            raise ConfigError(
+                f"prefetch_labels is {labels!r}, and the graph has the edge types {', '.join(g.etypes)}; "
+                "give {edge type: list of names}"
+            )
+        labels = {g.canonical_etypes[0]: labels} if labels else {}
+    found: dict[EdgeType, dict[str, str]] = {}
+    for key, names in labels.items():
+        etype = g.to_canonical_etype(key)
+        data = g.edges[etype].data
+        for name in [names] if isinstance(names, str) else names:
+            if name not in data:
+                raise ConfigError(f"prefetch_labels names {name!r}, and edges of {etype} have {sorted(data)}")
+            found.setdefault(etype, {})[name] = data[name].kvstore_key
+    return found
+
+
+def _told(rule: ExcludeRule) -> str:
+    """Return what of ``rule`` must be the same on all ranks, for :func:`check_alike`."""
+    mode = "a function" if callable(rule.exclude) else repr(rule.exclude)
+    return mode if rule.reverse_etypes is None else f"{mode}, reverse_etypes={dict(rule.reverse_etypes)}"
+
+
+def _unkeyed(asked: _Asked) -> str:
+    """Return which option draws by code of the user's own, "" when none does."""
+    if callable(asked.rule.exclude):
+        return f"exclude={asked.rule.exclude!r}"
+    if asked.negative is not None and not isinstance(asked.negative, NegativeSampler):
+        return f"negative_sampler={asked.negative!r}"
+    return ""
+
+
+def _drawn_for(g: DistGraph, items: Items[EdgeType]) -> list[EdgeType]:
+    """Return for which edge types negatives are drawn here: where there is one, other ranks' edges may be."""
+    return list(g.canonical_etypes) if len(g.canonical_etypes) == 1 else _with_items(items)
+
+
+def _with_items(items: Items[EdgeType]) -> list[EdgeType]:
+    return [etype for etype, ids in items.ids.items() if len(ids)]

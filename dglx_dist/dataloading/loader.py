@@ -1,0 +1,367 @@
+"""The loader of nodes: mini-batches of this rank's seeds, in step with the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import numpy as np
+import torch
+from dgl.heterograph import DGLBlock
+from torch import Tensor
+
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.session import Session
+from dglx_dist.dataloading.feature_fetch import Columns
+from dglx_dist.dataloading.kernels import Schema
+from dglx_dist.dataloading.minibatch import (
+    BatchMaker,
+    Draws,
+    Excluded,
+    KernelMaker,
+    LocalColumn,
+    LocalSlicer,
+    MiniBatch,
+    NodeIds,
+    SamplerMaker,
+    TypedMaker,
+)
+from dglx_dist.dataloading.row_buffers import Precision, RowMemory
+from dglx_dist.dataloading.sampler import (
+    RemoteSource,
+    RemoteTypedSource,
+    TypedDraws,
+    TypedSource,
+    WholeSource,
+    WholeTypedSource,
+    csc_of,
+    keyed_draw,
+)
+from dglx_dist.dataloading.sampler_spec import (
+    Fanout,
+    SamplePlan,
+    all_weights,
+    check_every_type_has,
+    find_columns,
+    read_sampler,
+    shard_weights,
+)
+from dglx_dist.dataloading.step_loader import (
+    LoaderOptions,
+    Pace,
+    StepLoader,
+    read_items,
+    read_options,
+    seed_of,
+)
+from dglx_dist.dataloading.step_loader import LoaderTimes as LoaderTimes
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.graph.sampling import by_type, fanout_by_type
+from dglx_dist.keyed_random import Csc, Rule
+from dglx_dist.records import Array, EdgeType, StepShare
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+_SPARE_BUFFERS = 2
+"""Beside the batches made ahead: the one the training loop holds, and the one its backward pass holds."""
+
+
+def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> BatchMaker:
+    """Return what makes the batches. Every rank must call it.
+
+    Raises:
+        ConfigError: on all ranks, when ``g``, the plan and the options do not go together on one, or the
+            ranks have other plans.
+        IndexError: an excluded edge does not exist; ConfigError on the other ranks.
+    """
+    columns, draws = together(g.session, lambda: _read(g, sampler, plan, options, seed), ConfigError)
+    told = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}"
+    check_alike(g.session, "samplers with", told)
+    if draws is None:
+        return SamplerMaker(
+            lambda seeds, out: _own_code(sampler, g, seeds, out), g.kvstore, columns, g.ntypes
+        )
+    if len(g.ntypes) == len(g.canonical_etypes) == 1:
+        return _homogeneous_maker(g, plan, draws, columns, options)
+    return TypedMaker(_typed_source(g, plan, draws), draws, g.kvstore, columns)
+
+
+def check_alike(session: Session, what: str, mine: str) -> None:
+    """Raise ConfigError on all ranks unless each says the same of ``what``. Collective.
+
+    Ranks that go different ways would wait for each other in different collectives.
+    """
+    told = gather_json(mine, session)
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise ConfigError(
+                f"the ranks were given different {what}: rank 0 {told[0]}, rank {rank} {other}; give all the "
+                "same"
+            )
+
+
+def _read(
+    g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
+) -> tuple[Columns, TypedDraws | None]:
+    """Return what one rank can tell alone: the columns, and how to draw unless the sampler does it itself."""
+    alive = options.depth + _SPARE_BUFFERS
+    columns = find_columns(g, plan, Precision(options.feature_dtype, alive))
+    columns = replace(columns, memory=RowMemory(alive))
+    if plan.fanouts is None:
+        if options.exclude is not None:
+            raise ConfigError(
+                f"exclude= cannot be passed into {type(sampler).__qualname__}'s own code; use "
+                "NeighborSampler, or leave the edges out in the sampler"
+            )
+        return columns, None
+    if plan.weights is not None:
+        check_every_type_has(g, plan.weights)
+    return columns, TypedDraws(
+        schema=_schema(g),
+        fanouts=_fanouts(plan.fanouts, g.canonical_etypes),
+        replace=plan.replace,
+        exclude=_excluded(options.exclude, g),
+        seed=seed,
+        idtype=np.dtype(np.int32 if g.idtype == torch.int32 else np.int64),
+    )
+
+
+def _homogeneous_maker(
+    g: DistGraph, plan: SamplePlan, typed: TypedDraws, columns: Columns, options: LoaderOptions
+) -> KernelMaker:
+    """The maker for one type, which has a kernel of its own: it copies features in the same call."""
+    (etype,) = g.canonical_etypes
+    structure, slicer = g.structure(etype), None
+    draws = Draws(
+        fanouts=tuple(typed.fanouts[::-1, 0].tolist()),
+        replace=typed.replace,
+        exclude=typed.exclude.get(etype, np.empty(0, np.int64)),
+        seed=typed.seed,
+        idtype=typed.idtype,
+    )
+    source: WholeSource | RemoteSource
+    if structure.is_whole:
+        source = WholeSource(_whole(g, plan.weights)[0])
+        columns, slicer = _sliced(g, source, columns, options)
+    else:
+        source = RemoteSource(structure, _serve(g, plan.weights, typed))
+    return KernelMaker(
+        source,
+        draws,
+        g.kvstore,
+        columns,
+        num_nodes=structure.num_sources,
+        etype=structure.etype,
+        slicer=slicer,
+    )
+
+
+def _typed_source(g: DistGraph, plan: SamplePlan, draws: TypedDraws) -> TypedSource:
+    structures = [g.structure(etype) for etype in draws.schema.etypes]
+    if all(structure.is_whole for structure in structures):
+        return WholeTypedSource(draws.schema, _whole(g, plan.weights))
+    return RemoteTypedSource(draws.schema, structures, _serve(g, plan.weights, draws))
+
+
+def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
+    """Return the structure of every edge type, with its weights; collective when there are any."""
+    shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
+    if weights is None:
+        return [csc_of(shard) for shard in shards.values()]
+    return together(
+        g.session,
+        lambda: [csc_of(shard, all_weights(g, etype, weights)) for etype, shard in shards.items()],
+        ConfigError,
+    )
+
+
+def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
+    """Let the servers draw for each other by this loader's rule; return the operation's name. Collective.
+
+    Its name tells the rules of all ranks, so that later loaders of the same rule use what is served already.
+    """
+    by_shard: Mapping[EdgeType, Mapping[int, Array]] = {}
+    if weights is not None:
+        by_shard = together(
+            g.session,
+            lambda: {etype: shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes},
+            ConfigError,
+        )
+    rules = gather_json(_rule_digest(draws, by_shard), g.session)
+    op = f"sample.{hashlib.sha256(str(rules).encode()).hexdigest()}"
+    for etype in g.canonical_etypes:
+        if g.structure(etype).serves(op):
+            continue
+        rule = Rule(draws.replace, draws.exclude.get(etype, np.empty(0, np.int64)))
+        g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
+    # Whoever returns first may ask at once.
+    barrier(g.session, "opening a loader")
+    return op
+
+
+def _rule_digest(draws: TypedDraws, weights: Mapping[EdgeType, Mapping[int, Array]]) -> str:
+    """Return what differs where this rank would draw differently: by contents, as weights may change."""
+    digest = hashlib.sha256(str(draws.replace).encode())
+    for etype in draws.schema.etypes:
+        excluded = draws.exclude.get(etype, np.empty(0, np.int64))
+        for values in (excluded, *(values for _, values in sorted(weights.get(etype, {}).items()))):
+            digest.update(f"{etype} {len(values)} ".encode())
+            digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
+
+
+def _schema(g: DistGraph) -> Schema:
+    return Schema(
+        ntypes=tuple(g.ntypes),
+        num_nodes=tuple(g.num_nodes(ntype) for ntype in g.ntypes),
+        etypes=tuple(g.canonical_etypes),
+    )
+
+
+def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
+    """Return (L, R) int64, the hop at the seeds first.
+
+    Raises:
+        ConfigError: a dict names an unknown edge type, or leaves some out.
+    """
+    rows = []
+    for layer, fanout in enumerate(fanouts):
+        if isinstance(fanout, Mapping):
+            named = [etype for etype in etypes if etype in fanout or etype[1] in fanout]
+            missing = [etype for etype in etypes if etype not in named]
+            if missing:
+                raise ConfigError(
+                    f"fanouts[{layer}] names {len(named)} of {len(etypes)} edge types; missing: "
+                    f"{', '.join(map(str, missing))} (0 draws none of a type)"
+                )
+        by_etype = fanout_by_type(fanout, etypes)
+        rows.append([by_etype[etype] for etype in etypes])
+    return np.array(rows[::-1], np.int64)
+
+
+def _excluded(exclude: Any, g: DistGraph) -> dict[EdgeType, Array]:
+    """Return edge type -> (X,) int64 ascending distinct ids."""
+    if exclude is None:
+        return {}
+    counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
+    return {etype: np.unique(ids) for etype, ids in by_type(exclude, counts, "edge").items() if len(ids)}
+
+
+def _sliced(
+    g: DistGraph, source: WholeSource, columns: Columns, options: LoaderOptions
+) -> tuple[Columns, LocalSlicer | None]:
+    """Let the sampling call copy the first input column that is all local; return what else there is."""
+    for ntype, keys in columns.inputs.items():
+        for name, key in keys.items():
+            local = _local_column(g, name, key)
+            if local is not None:
+                slicer = LocalSlicer(source, local, options.depth + _SPARE_BUFFERS)
+                rest = {other: value for other, value in keys.items() if other != name}
+                return replace(columns, inputs={ntype: rest}), slicer
+    return columns, None
+
+
+def _local_column(g: DistGraph, name: str, key: str) -> LocalColumn | None:
+    """Return the column if all of its rows lie in this server's memory in one piece."""
+    shards = g.kvstore.shards(key)
+    if len(shards) != 1 or len(shards[0][1]) != g.num_nodes() or shards[0][1].size == 0:
+        return None
+    return LocalColumn(name=name, rows=shards[0][1], dtype=torch_dtype(g.kvstore.column(key).info.dtype))
+
+
+def _own_code(sampler: Any, g: DistGraph, seeds: NodeIds, exclude: Excluded) -> Any:
+    edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}
+    if not edges:
+        return sampler.sample(g, seeds)
+    # DGL's samplers take plain ids where there is one edge type.
+    excluded = edges if len(g.canonical_etypes) > 1 else next(iter(edges.values()))
+    return sampler.sample(g, seeds, exclude_eids=excluded)
+
+
+Batch: TypeAlias = tuple[NodeIds, NodeIds, list[DGLBlock]]
+"""(input node ids, output node ids, blocks with the input-most first); the ids as a dict by node type when
+there are several."""
+
+
+@final
+class DataLoader(StepLoader[str, MiniBatch, Batch]):
+    """Iterates over ``(input_nodes, output_nodes, blocks)``, like DGL's loader of nodes.
+
+    Every rank must make it and iterate over it alike: all ranks have the same number of steps, and a rank
+    that has run out of seeds gets blocks with no destination. Each iteration is the next epoch. The same
+    seed draws the same neighbours on any number of ranks. Iterating calls no collective.
+
+    Args:
+        g: The distributed graph.
+        indices: This rank's seeds: (K,) ids, a mask over all nodes, or {node type: either}; K may be 0.
+        sampler: A sampler of ``dgl.dataloading``; what it prefetches is attached to the blocks.
+        batch_size: Seeds per rank and step.
+        shuffle: Whether each epoch has an order of its own, keyed by seed, epoch and ids.
+        drop_last: Whether a rank leaves out its last batch when it is not full.
+        options: :class:`LoaderOptions`: ``seed``, ``depth``, ``num_threads``, ``device``, ``exclude``.
+            Options of DGL's loader that are of no use here are accepted with a warning.
+
+    Raises:
+        ConfigError: on all ranks when an option cannot be honoured or a seed is given twice on one, or the
+            ranks were given another ``batch_size`` or ``drop_last``.
+        IndexError: a seed is no node; ConfigError on the other ranks.
+        PeerError: a rank did not take part.
+    """
+
+    def __init__(
+        self,
+        g: DistGraph,
+        indices: Ids | Mapping[str, Ids],
+        sampler: Any,
+        *,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
+        read, plan, pace, seeds = together(
+            g.session,
+            lambda: (
+                read_options(options),
+                read_sampler(sampler),
+                Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
+                read_items(indices, counts, "node"),
+            ),
+            ConfigError,
+        )
+        self._maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
+        super().__init__(g.session, seeds, pace, read)
+
+    def offline(self) -> Callable[[Mapping[str, Any], int], MiniBatch]:
+        """See :meth:`StepLoader.alone`."""
+        return self._maker.offline().make
+
+    def sampling_signature(self) -> str:
+        """See :meth:`StepLoader.sampling_signature`."""
+        return f"{super().sampling_signature()}, {self._maker.sampling_signature()}"
+
+    def _make(self, items: Mapping[str, Any], epoch: int) -> MiniBatch:
+        return self._maker.make(items, epoch)
+
+    def _hand_over(self, batch: MiniBatch, share: StepShare) -> Batch:
+        blocks, nodes, seeds = batch.blocks, batch.input_nodes, batch.output_nodes
+        if self._device.type != "cpu":
+            blocks = [block.to(self._device) for block in blocks]
+            nodes, seeds = moved(nodes, self._device), moved(seeds, self._device)
+        blocks[-1].step_share = share
+        return nodes, seeds, blocks
+
+
+def moved(nodes: NodeIds, device: torch.device) -> NodeIds:
+    """Return ``nodes`` on ``device``."""
+    if isinstance(nodes, Tensor):
+        return nodes.to(device)
+    return {ntype: ids.to(device) for ntype, ids in nodes.items()}

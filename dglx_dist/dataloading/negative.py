@@ -1,0 +1,345 @@
+"""Negative samplers: pairs of nodes that a model shall tell from edges. Public as ``dglx_dist.negative``.
+
+Draws are keyed by (seed, epoch, edge or node id, number of the draw), so they do not depend on the number of
+ranks, on threads or on the batch; :class:`InBatch` alone depends on the batch. As in DGL, a negative pair may
+happen to be an edge: in a large sparse graph few are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+
+import numpy as np
+import torch
+from dgl.dataloading import negative_sampler as dgl_negative
+from numba import njit
+
+from dglx_dist.dataloading.step_loader import whole_number
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.ids import as_ids
+from dglx_dist.keyed_random import bounded, hash_ids, item_key, stream_key, unit
+from dglx_dist.records import Array, EdgeType
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+Corrupt: TypeAlias = Literal["tail", "head", "both"]
+"""Which end of an edge is replaced: the destination, the source, or each of them once."""
+
+Pairs: TypeAlias = tuple[Array, Array]
+"""(sources, destinations), (P,) int64 each."""
+
+_HOP = 1 << 40
+"""The hop number of the first negative draws, far beyond those of real hops."""
+_TAIL, _HEAD = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positives:
+    """The edges of one type in one batch."""
+
+    etype: EdgeType
+    number: int
+    """Place of the type among those of the graph."""
+    ids: Array
+    """(B,) int64 edge ids."""
+    sources: Array
+    """(B,) int64."""
+    destinations: Array
+    """(B,) int64."""
+    num_sources: int
+    """Nodes of the source type."""
+    num_destinations: int
+    """Nodes of the destination type."""
+    seed: int
+    epoch: int
+
+    def stream(self, side: int) -> np.uint64:
+        """Return the key of all draws that replace one side (0: destinations, 1: sources)."""
+        return stream_key(self.seed, self.epoch, _HOP + 2 * self.number + side)
+
+    def ends(self, side: int) -> Array:
+        """Return the (B,) ends on one side."""
+        return self.sources if side == _HEAD else self.destinations
+
+    def bound(self, side: int) -> int:
+        """Return how many nodes an end on one side may be."""
+        return self.num_sources if side == _HEAD else self.num_destinations
+
+
+Draw: TypeAlias = Callable[[Positives], Pairs]
+"""Edges to negative pairs, those of one edge together, in the order of the edges. Called on any thread."""
+
+
+class NegativeSampler(ABC):
+    """What is told about negative pairs; :meth:`open` makes it ready for a graph.
+
+    For each positive edge there are k pairs, one after another, so that scores of pairs may be viewed as
+    (B, k). With ``corrupt="both"`` there are 2 k: k with another destination, then k with another source.
+    """
+
+    @abstractmethod
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """Return what draws for edges of ``etypes``; not collective, may ask other servers.
+
+        Raises:
+            PeerError: another server was asked and is silent.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class Uniform(NegativeSampler):
+    """Each edge keeps one end; the other is drawn uniformly among the nodes of its type.
+
+    With ``corrupt="tail"`` this is what DGL's ``Uniform`` and ``PerSourceUniform`` do.
+
+    Raises:
+        ConfigError: ``k`` is no whole number of at least 1, or ``corrupt`` none of its three values.
+    """
+
+    k: int
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check(self.k, self.corrupt)
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """See :meth:`NegativeSampler.open`."""
+
+        def ends(edges: Positives, side: int) -> Array:
+            return _uniform(edges.ids, edges.stream(side), self.k, edges.bound(side))
+
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
+@final
+@dataclass(frozen=True)
+class PerSourceUniform(NegativeSampler):
+    """As :class:`Uniform`, but edges with the same kept end share its k negatives: fewer nodes to sample.
+
+    A node has the same negatives in a whole epoch, in whichever batch its edges are.
+
+    Raises:
+        ConfigError: as for :class:`Uniform`.
+    """
+
+    k: int
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check(self.k, self.corrupt)
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """See :meth:`NegativeSampler.open`."""
+
+        def ends(edges: Positives, side: int) -> Array:
+            return _uniform(edges.ends(1 - side), edges.stream(side), self.k, edges.bound(side))
+
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
+@final
+@dataclass(frozen=True)
+class DegreeWeighted(NegativeSampler):
+    """As :class:`Uniform`, but a node is drawn in proportion to its number of edges to the power ``power``.
+
+    Destinations by in-degree, sources by out-degree, both of the edge type. Opening it gathers the degrees
+    of all nodes of a type (8 bytes each) into a table; a draw is a binary search in it.
+
+    Raises:
+        ConfigError: as for :class:`Uniform`; ``power`` is not finite, or negative.
+    """
+
+    k: int
+    power: float = 0.75
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check(self.k, self.corrupt)
+        if not isinstance(self.power, (int, float)) or not 0 <= self.power < float("inf"):
+            raise ConfigError(f"power={self.power!r}; give a finite number of at least 0, e.g. 0.75")
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """See :meth:`NegativeSampler.open`."""
+        sides = _SIDES[self.corrupt]
+        tables: Mapping[tuple[EdgeType, int], Array] = {
+            (etype, side): _cumulative(g, etype, side, self.power) for etype in etypes for side in sides
+        }
+
+        def ends(edges: Positives, side: int) -> Array:
+            return _weighted(edges.ids, edges.stream(side), self.k, tables[edges.etype, side])
+
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
+@final
+@dataclass(frozen=True)
+class InBatch(NegativeSampler):
+    """The other ends of the batch's other edges of the type: no nodes beyond those of the positive edges.
+
+    These depend on the batch, so they differ between numbers of ranks and batch sizes. The edges of a batch
+    are put in a circle by keyed hash of their ids, and each takes the ends of the next k: its order in the
+    batch is of no matter. There are min(k, B - 1) for each of B edges; a single edge has none, so keep k
+    below the smallest batch (``drop_last=True``) where the loss is a mean over pairs. An end may equal the
+    edge's own when another edge has it too.
+
+    Raises:
+        ConfigError: as for :class:`Uniform`, but ``k`` may be None: all others.
+    """
+
+    k: int | None = None
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check(1 if self.k is None else self.k, self.corrupt)
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """See :meth:`NegativeSampler.open`."""
+
+        def ends(edges: Positives, side: int) -> Array:
+            others = max(len(edges.ids) - 1, 0)
+            count = others if self.k is None else min(self.k, others)
+            circle = np.argsort(hash_ids(edges.ids, edges.stream(side)), kind="stable")
+            place = np.empty_like(circle)
+            place[circle] = np.arange(len(circle))
+            steps = place[:, None] + np.arange(1, count + 1)
+            return edges.ends(side)[circle[steps % max(len(circle), 1)]]
+
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
+_SIDES: Mapping[str, tuple[int, ...]] = {"tail": (_TAIL,), "head": (_HEAD,), "both": (_TAIL, _HEAD)}
+
+
+def _check(k: object, corrupt: object) -> None:
+    whole_number("k", k, least=1)
+    if corrupt not in _SIDES:
+        raise ConfigError(f"corrupt={corrupt!r}; choose 'tail', 'head' or 'both'")
+
+
+def _corrupted(edges: Positives, corrupt: Corrupt, ends: Callable[[Positives, int], Array]) -> Pairs:
+    """Return the pairs of edges with (B, k) other ``ends`` on each side that ``corrupt`` names."""
+    sources, destinations = [], []
+    for side in _SIDES[corrupt]:
+        other = ends(edges, side)
+        kept = np.broadcast_to(edges.ends(1 - side)[:, None], other.shape)
+        sources.append(other if side == _HEAD else kept)
+        destinations.append(kept if side == _HEAD else other)
+    return np.concatenate(sources, axis=1).reshape(-1), np.concatenate(destinations, axis=1).reshape(-1)
+
+
+def _cumulative(g: DistGraph, etype: EdgeType, side: int, power: float) -> Array:
+    """Return the (N,) float64 sums of degree ** power up to and with each node."""
+    degrees = (g.out_degrees if side == _HEAD else g.in_degrees)(None, etype).numpy()
+    # Nodes without an edge stay out even at power 0, where 0 ** 0 would be 1.
+    with np.errstate(over="ignore"):
+        sums = np.cumsum(np.where(degrees > 0, degrees.astype(np.float64) ** power, 0.0))
+    if len(sums) and not np.isfinite(sums[-1]):
+        raise ConfigError(f"power={power} is too large for degrees up to {degrees.max()}; give e.g. 0.75")
+    return sums
+
+
+@njit(cache=True, nogil=True)
+def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
+    """Return (len(ids), k) draws in [0, bound), row i keyed by ``ids[i]``."""
+    out = np.empty((len(ids), k), np.int64)
+    for i in range(len(ids)):
+        key = item_key(stream, ids[i])
+        number = 0
+        for j in range(k):
+            out[i, j], number = bounded(key, number, bound)
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _weighted(ids: Array, stream: np.uint64, k: int, sums: Array) -> Array:
+    """Return (len(ids), k) draws in proportion to the steps of the cumulative ``sums``."""
+    out = np.empty((len(ids), k), np.int64)
+    for i in range(len(ids)):
+        key = item_key(stream, ids[i])
+        for j in range(k):
+            slot = np.searchsorted(sums, unit(key, j) * sums[-1], side="right")
+            # A product rounded up to the whole sum would fall behind the last node that has an edge.
+            out[i, j] = slot if slot < len(sums) else np.searchsorted(sums, sums[-1], side="left")
+    return out
+
+
+DrawAll: TypeAlias = Callable[[Sequence[Positives]], dict[EdgeType, Pairs]]
+"""The edges of a batch, type by type, to negative pairs by type."""
+
+
+def read_negative(given: Any) -> Any:
+    """Return a :class:`NegativeSampler`, the user's own function, or None.
+
+    Raises:
+        ConfigError: it is none of these, or one of DGL's that cannot be honoured.
+    """
+    if given is None or isinstance(given, NegativeSampler):
+        return given
+    if isinstance(given, type) or not callable(given):
+        raise ConfigError(
+            f"negative_sampler={given!r}; give one of dx.negative, e.g. dx.negative.Uniform(5), one of "
+            "dgl.dataloading.negative_sampler, or a function of (g, edge ids)"
+        )
+    # Only DGL's own class, not a user's subclass of it: that one's code is to be run.
+    if type(given) is dgl_negative.PerSourceUniform:
+        return Uniform(given.k)
+    if type(given) is dgl_negative.GlobalUniform:
+        raise ConfigError(
+            "GlobalUniform looks for pairs that are no edges anywhere in the graph, which no server can tell "
+            "alone; use dx.negative.Uniform(k, corrupt='both'), where few pairs of a large graph are edges"
+        )
+    return given
+
+
+def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> DrawAll | None:
+    """Return what draws negative pairs for edges of ``etypes``; ``sampler`` is from :func:`read_negative`.
+
+    Raises:
+        PeerError: a server that was asked for degrees is silent.
+    """
+    if sampler is None:
+        return None
+    if isinstance(sampler, NegativeSampler):
+        draw = sampler.open(g, etypes)
+        return lambda batch: {edges.etype: draw(edges) for edges in batch}
+    return lambda batch: _asked(g, sampler, batch)
+
+
+def _asked(
+    g: DistGraph, sampler: Callable[[Any, Any], Any], batch: Sequence[Positives]
+) -> dict[EdgeType, Pairs]:
+    """Return what the user's function says, called as DGL calls it: ids alone where there is one type."""
+    ids = {edges.etype: torch.from_numpy(edges.ids) for edges in batch}
+    answer = sampler(g, ids if len(g.canonical_etypes) > 1 else next(iter(ids.values())))
+    if not isinstance(answer, Mapping):
+        if len(g.canonical_etypes) != 1:
+            raise ConfigError(
+                "the negative sampler returned one pair of lists, and the graph has the edge types "
+                f"{', '.join(g.etypes)}; return a dict of (sources, destinations) by edge type"
+            )
+        answer = {g.canonical_etypes[0]: answer}
+    return {(etype := g.to_canonical_etype(key)): _checked(g, etype, pairs) for key, pairs in answer.items()}
+
+
+def _checked(g: DistGraph, etype: EdgeType, pairs: Any) -> Pairs:
+    ends: list[Array] = [
+        as_ids(given, g.num_nodes(ntype), f"the nodes of type {ntype!r} (negative sampler)").astype(np.int64)
+        for given, ntype in zip(pairs, (etype[0], etype[2]), strict=True)
+    ]
+    sources, destinations = ends
+    if len(sources) != len(destinations):
+        raise ConfigError(
+            f"the negative sampler returned {len(sources)} sources and {len(destinations)} destinations of "
+            f"{etype}; return as many of each"
+        )
+    return sources, destinations

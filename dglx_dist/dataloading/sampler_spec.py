@@ -1,0 +1,276 @@
+"""What a DGL sampler object asks for, read once into a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+from dgl.dataloading import BlockSampler, EdgePredictionSampler, NeighborSampler
+from numba import njit
+
+from dglx_dist.dataloading.feature_fetch import Columns
+from dglx_dist.dataloading.row_buffers import Precision
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.row_kernels import numpy_view
+from dglx_dist.graph.structure import Structure
+from dglx_dist.records import Array, ColumnInfo, EdgeType
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+Fanout: TypeAlias = int | Mapping[str | EdgeType, int]
+"""In-edges per destination and edge type, -1 for all; a dict by relation or triple names every edge type."""
+
+Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
+"""Columns of the only type, or by type."""
+
+_WORKS = (
+    "dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler and subclasses of BlockSampler whose "
+    "sample_blocks uses g.sample_neighbors work"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePlan:
+    """How mini-batches are sampled and what is attached to them."""
+
+    fanouts: tuple[Fanout, ...] | None
+    """Layer 1 (input-most) first. None: the sampler's own code runs."""
+    replace: bool = False
+    """Whether an edge may be drawn more than once."""
+    weights: str | None = None
+    """Name of the edge column that says how likely each edge is; None for all alike."""
+    node_feats: Names = ()
+    """Node columns for the sources of the first block."""
+    labels: Names = ()
+    """Node columns for the destinations of the last block."""
+    edge_feats: Names = ()
+    """Edge columns for every block."""
+
+
+def read_sampler(sampler: object) -> SamplePlan:
+    """Read a DGL sampler.
+
+    Args:
+        sampler: Any object; those that override how blocks are made are run as they are.
+
+    Raises:
+        ConfigError: the sampler, or an option of it, cannot be honoured; the message says what can.
+    """
+    if isinstance(sampler, EdgePredictionSampler):
+        raise ConfigError(
+            "as_edge_prediction_sampler(...) samples around edges, and this loader around nodes; pass it to "
+            "dx.DataLoader or dx.DistEdgeDataLoader"
+        )
+    if not isinstance(sampler, BlockSampler):
+        raise ConfigError(
+            f"{type(sampler).__qualname__} does not make blocks for a loader of nodes; {_WORKS}"
+        )
+    plan = SamplePlan(
+        fanouts=None,
+        node_feats=_names(sampler.prefetch_node_feats, "prefetch_node_feats"),
+        labels=_names(sampler.prefetch_labels, "prefetch_labels"),
+        edge_feats=_names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
+    )
+    if not _is_stock(sampler):
+        return plan
+    if sampler.edge_dir != "in":
+        raise ConfigError(
+            f"edge_dir={sampler.edge_dir!r} needs the out-edges, and a partition holds the in-edges of its "
+            "nodes; use edge_dir='in' on the reversed graph (dgl.reverse) instead"
+        )
+    return replace(
+        plan, fanouts=_fanouts(sampler.fanouts), replace=bool(sampler.replace), weights=sampler.prob
+    )
+
+
+def _is_stock(sampler: BlockSampler) -> bool:
+    """Whether the sampler makes its blocks with DGL's own code, so that ours can take its place."""
+    kind = type(sampler)
+    return (
+        isinstance(sampler, NeighborSampler)
+        and kind.sample_blocks is NeighborSampler.sample_blocks
+        and kind.sample is BlockSampler.sample
+        and kind.assign_lazy_features is BlockSampler.assign_lazy_features
+    )
+
+
+def _fanouts(fanouts: object) -> tuple[Fanout, ...]:
+    if not isinstance(fanouts, (list, tuple, np.ndarray)) or len(fanouts) == 0:
+        raise ConfigError(f"fanouts is {fanouts!r}; give one number per layer, e.g. [15, 10, 5]")
+    read: list[Fanout] = []
+    for layer, fanout in enumerate(fanouts):
+        where = f"fanouts[{layer}]"
+        if isinstance(fanout, Mapping):
+            read.append({etype: _number(number, f"{where}[{etype!r}]") for etype, number in fanout.items()})
+        else:
+            read.append(_number(fanout, where))
+    return tuple(read)
+
+
+def _number(fanout: Any, where: str) -> int:
+    whole = isinstance(fanout, (int, np.integer)) and not isinstance(fanout, bool)
+    if not whole or not -1 <= fanout < 1 << 63:
+        raise ConfigError(f"{where} is {fanout!r}; give a number of in-edges, 0 or more, or -1 for all")
+    return int(fanout)
+
+
+def _names(asked: object, option: str) -> Names:
+    """Column names out of a list of names or DGL's {type: list of names}."""
+    if not asked:
+        return ()
+    if isinstance(asked, Mapping):
+        return {
+            kind: _listed([names] if isinstance(names, str) else names, f"{option}[{kind!r}]")
+            for kind, names in asked.items()
+        }
+    return _listed(asked, option)
+
+
+def _listed(asked: object, option: str) -> tuple[str, ...]:
+    if isinstance(asked, str):
+        raise ConfigError(f"{option} is the string {asked!r}; give a list: [{asked!r}]")
+    if not isinstance(asked, (list, tuple)) or not all(isinstance(name, str) for name in asked):
+        raise ConfigError(f"{option} is {asked!r}; give a list of column names")
+    return tuple(asked)
+
+
+K = TypeVar("K")
+
+
+def find_columns(g: DistGraph, plan: SamplePlan, precision: Precision) -> Columns:
+    """Return the columns of ``g`` that ``plan`` attaches.
+
+    Raises:
+        ConfigError: a type or column does not exist, or a list of names does not say of which of several
+            types; the message lists what there is.
+    """
+    feats = _by_type(plan.node_feats, g.ntypes, lambda name: _node_type(g, name), "prefetch_node_feats")
+    labels = _by_type(plan.labels, g.ntypes, lambda name: _node_type(g, name), "prefetch_labels")
+    edges = _by_type(plan.edge_feats, g.canonical_etypes, g.to_canonical_etype, "prefetch_edge_feats")
+    return Columns(
+        inputs={ntype: _node_keys(g, ntype, names, "prefetch_node_feats") for ntype, names in feats.items()},
+        targets={ntype: _node_keys(g, ntype, names, "prefetch_labels") for ntype, names in labels.items()},
+        edges={etype: edge_keys(g, etype, names, "prefetch_edge_feats") for etype, names in edges.items()},
+        precision=precision,
+    )
+
+
+def edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:
+    """Return the names under which the store knows the edge columns ``names``.
+
+    Raises:
+        ConfigError: there is no such column; the message lists those that exist.
+    """
+    where = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
+    return _keys(g.edges[etype].data, names, option, where)
+
+
+def _node_keys(g: DistGraph, ntype: str, names: Sequence[str], option: str) -> dict[str, str]:
+    where = "g.ndata" if len(g.ntypes) == 1 else f"g.nodes[{ntype!r}].data"
+    return _keys(g.nodes[ntype].data, names, option, where)
+
+
+def _keys(data: Any, names: Sequence[str], option: str, where: str) -> dict[str, str]:
+    for name in names:
+        if name not in data:
+            raise ConfigError(f"{option} names {name!r}, and {where} has {sorted(data)}")
+    return {name: str(data[name].kvstore_key) for name in names}
+
+
+def _by_type(
+    names: Names, types: Sequence[K], known: Callable[[Any], K], option: str
+) -> dict[K, tuple[str, ...]]:
+    """Return the names per type; a plain list is for the only type, as with DGL."""
+    if isinstance(names, Mapping):
+        found: dict[K, tuple[str, ...]] = {}
+        for given, columns in names.items():
+            found[known(given)] = (*found.get(known(given), ()), *columns)
+        return found
+    if not names:
+        return {}
+    if len(types) > 1:
+        listed_types = ", ".join(map(str, types))
+        raise ConfigError(
+            f"{option} is the list {list(names)}, and the graph has the types {listed_types}; give "
+            "{type: list of names}"
+        )
+    return {types[0]: names}
+
+
+def _node_type(g: DistGraph, name: object) -> str:
+    if not isinstance(name, str) or name not in g.ntypes:
+        raise ConfigError(f"there is no node type {name!r} (known: {', '.join(g.ntypes)})")
+    return name
+
+
+def all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
+    """Return the (E,) float32 weights of all edges of a type, in this rank's memory.
+
+    Raises:
+        ConfigError: there is no such column, or it is not one finite number of at least 0 per edge.
+    """
+    key = edge_keys(g, etype, [name], "prob")[name]
+    pieces, info = g.kvstore.shards(key), g.kvstore.column(key).info
+    if len(pieces) == 1 and len(pieces[0][1]) == g.num_edges(etype):
+        return _checked(pieces[0][1], info, name, 0)
+    rows = g.kvstore.pull(key, np.arange(g.num_edges(etype)), phase="structure")
+    return _checked(numpy_view(rows), info, name, 0)
+
+
+def shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
+    """Return first node of each of this server's shards -> (E,) float32 weights of its edges.
+
+    Raises:
+        ConfigError: as :func:`all_weights`.
+    """
+    key = edge_keys(g, structure.etype, [name], "prob")[name]
+    shards, info = g.kvstore.shards(key), g.kvstore.column(key).info
+    by_edge = {first: _checked(rows, info, name, first) for first, rows in shards}
+    return {shard.first_node: by_edge[shard.first_edge] for shard in structure.shards if len(shard.indices)}
+
+
+def check_every_type_has(g: DistGraph, name: str) -> None:
+    """Raise ConfigError unless every edge type has the column ``name``, naming those that lack it."""
+    lacking = [etype for etype in g.canonical_etypes if name not in g.edges[etype].data]
+    if lacking:
+        raise ConfigError(
+            f"prob names {name!r}, and {len(lacking)} of {len(g.canonical_etypes)} edge types have no such "
+            f"column: {', '.join(map(str, lacking))} (the first has {sorted(g.edges[lacking[0]].data)}); "
+            "give them one, of ones where all edges are alike"
+        )
+
+
+def _checked(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> Array:
+    """Return weights as float32; ``rows`` are as a column holds them: bfloat16 as its bits.
+
+    Raises:
+        ConfigError: they are not one number per edge, or one is negative or NaN.
+    """
+    if rows.ndim != 1 or rows.dtype.kind not in "bfiu":
+        raise ConfigError(
+            f"edata[{name!r}] has rows of shape {rows.shape[1:]} and dtype {rows.dtype}; a probability or "
+            "mask is one number per edge"
+        )
+    if info.dtype == "bfloat16":
+        # Its bits are the upper half of those of the float32 with the same value.
+        weights = (rows.astype(np.uint32) << 16).view(np.float32)
+    else:
+        weights = rows.astype(np.float32)
+    bad = _first_bad(weights)
+    if bad >= 0:
+        raise ConfigError(
+            f"edata[{name!r}] is {weights[bad]} at edge {first_edge + bad}; give finite weights of at least 0"
+        )
+    return weights
+
+
+@njit(cache=True, nogil=True)
+def _first_bad(weights: Array) -> int:
+    for i in range(len(weights)):
+        if not (weights[i] >= 0 and weights[i] < np.inf):
+            return i
+    return -1

@@ -1,1 +1,0 @@
-"""Keyed random numbers, and the kernels that draw in-edges with them: the same draws on any rank."""

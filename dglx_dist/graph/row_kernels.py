@@ -1,0 +1,626 @@
+"""Compiled copying of rows between arrays of any dtype, without the interpreter lock.
+
+Rows are moved as machine words: an array of N rows is seen as (N, words) unsigned integers of the
+widest size that divides a row and suits the alignment of both sides, so one kernel serves all dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from dglx_dist.data.storage.columns import DTYPES, numpy_dtype
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array, ColumnInfo
+
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a column's ``name``.
+
+    Raises:
+        ConfigError: no column has such a dtype.
+    """
+    if name not in _TORCH:
+        raise ConfigError(f"a column cannot have dtype {name!r}; use one of {', '.join(_TORCH)}")
+    return _TORCH[name]
+
+
+def column_info(dtype: torch.dtype | str, row_shape: tuple[int, ...]) -> ColumnInfo:
+    """Describe a column of ``dtype``, given as torch's or by name.
+
+    Raises:
+        ConfigError: no column can have that dtype.
+    """
+    name = str(dtype).removeprefix("torch.")
+    torch_dtype(name)
+    return ColumnInfo(dtype=name, row_shape=row_shape)
+
+
+def empty_rows(count: int, info: ColumnInfo) -> Tensor:
+    """Return an uninitialised (``count``, *row) tensor."""
+    return torch.empty((count, *info.row_shape), dtype=torch_dtype(info.dtype))
+
+
+def numpy_view(rows: Tensor) -> Array:
+    """See a contiguous CPU tensor as an array, bfloat16 as uint16, without a copy."""
+    if rows.dtype == torch.bfloat16:
+        return rows.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+    return rows.numpy()
+
+
+def tensor_view(rows: Array, info: ColumnInfo) -> Tensor:
+    """See an array, as a column holds it, as a tensor of the column's dtype, without a copy."""
+    if info.dtype == "bfloat16":
+        return torch.from_numpy(rows.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(rows)
+
+
+_LINE_BYTES = 64
+
+
+@njit(nogil=True, inline="always")
+def read_ahead(rows: Array, row: int) -> None:
+    """Ask for row ``row`` of (n, d) ``rows`` to read it; returns at once and changes nothing."""
+    step = max(1, _LINE_BYTES // rows.itemsize)
+    for column in range(0, rows.shape[1], step):
+        _ask_to_read(rows, row, column)
+
+
+@njit(nogil=True, inline="always")
+def change_ahead(rows: Array, row: int) -> None:
+    """As :func:`read_ahead`, to change it: no other processor keeps the row."""
+    step = max(1, _LINE_BYTES // rows.itemsize)
+    for column in range(0, rows.shape[1], step):
+        _ask_to_change(rows, row, column)
+
+
+@intrinsic
+def _ask_to_read(_context: Any, rows: Any, row: Any, column: Any) -> Any:
+    return _prefetch(rows, 0)
+
+
+@intrinsic
+def _ask_to_change(_context: Any, rows: Any, row: Any, column: Any) -> Any:
+    return _prefetch(rows, 1)
+
+
+def _prefetch(rows: Any, for_writing: int) -> Any:
+    """Return the signature and the code of LLVM's prefetch of ``rows[row, column]``."""
+
+    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        array = context.make_array(kind)(context, builder, arguments[0])
+        place = cgutils.get_item_pointer(context, builder, kind, array, list(arguments[1:]))
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        made = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        ask = cgutils.get_or_insert_function(builder.module, made, "llvm.prefetch.p0i8")
+        how, soon_again, of_data = (ir.Constant(word, value) for value in (for_writing, 3, 1))
+        builder.call(ask, [builder.bitcast(place, byte), how, soon_again, of_data])
+        return context.get_dummy_value()
+
+    return types.void(rows, types.intp, types.intp), make
+
+
+_WORDS: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("u8", "u4", "u2", "u1"))
+
+_AHEAD = 8
+"""So many rows before a row is copied the processor is asked for it: rows lie anywhere in memory."""
+
+
+def as_words(*arrays: Array) -> tuple[Array, ...]:
+    """See C-contiguous arrays with rows of equal size as (rows, words) arrays of one unsigned dtype, no copy.
+
+    Args:
+        arrays: (n, *row) each, with the same bytes per row.
+    """
+    row_bytes = row_size(arrays[0])
+    word = next(
+        word
+        for word in _WORDS
+        if row_bytes % word.itemsize == 0 and all(a.ctypes.data % word.itemsize == 0 for a in arrays)
+    )
+    words = row_bytes // word.itemsize
+    return tuple(_flat_bytes(array).view(word).reshape(len(array), words) for array in arrays)
+
+
+def row_size(array: Array) -> int:
+    """Return the bytes of one row of a (n, *row) array."""
+    return math.prod(array.shape[1:]) * array.itemsize
+
+
+def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
+    """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row ``source`` has; leave the others.
+
+    Args:
+        source: (n, *row), C-contiguous: the rows with ids ``first`` to ``first + n - 1``.
+        first: Id of the first row of ``source``.
+        ids: (K,) int64; ids of other shards are passed over.
+        out: (K, *row), same dtype, C-contiguous and writable.
+    """
+    if len(ids) == 0 or len(source) == 0 or row_size(source) == 0:
+        return
+    source_words, out_words = as_words(source, out)
+    _gather(source_words, first, ids, out_words)
+
+
+def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
+    """Copy the rows of a C-contiguous ``source`` at ``places`` ((K,) int64); faster than indexing.
+
+    Args:
+        source: (n, *row).
+        places: In [0, n).
+        out: (K, *row), same dtype, C-contiguous and writable; None: fresh memory.
+
+    Returns:
+        ``out``, or what took its place.
+    """
+    if out is None:
+        out = np.empty((len(places), *source.shape[1:]), source.dtype)
+    gather_rows(source, 0, places, out)
+    return out
+
+
+def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
+    """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row ``target`` has.
+
+    The last of several values for one row stays.
+
+    Args:
+        rows: (K, *row), C-contiguous.
+        target: (n, *row), same dtype, C-contiguous and writable: the ids ``first`` to ``first + n - 1``.
+        first: Id of the first row of ``target``.
+        ids: (K,) int64.
+    """
+    if len(ids) == 0 or len(target) == 0 or row_size(target) == 0:
+        return
+    row_words, target_words = as_words(rows, target)
+    _scatter(row_words, target_words, first, ids)
+
+
+def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
+    """Copy ``source[rows[k]]`` to ``out[places[k]]`` for every k.
+
+    Args:
+        source: (n, *row), C-contiguous.
+        rows: (k,) int64 in [0, n).
+        out: (K, *row), same dtype, C-contiguous and writable.
+        places: (k,) int64 in [0, K).
+    """
+    if len(rows) == 0 or row_size(source) == 0:
+        return
+    source_words, out_words = as_words(source, out)
+    _move(source_words, rows, out_words, places)
+
+
+def spread_rows(rows: Array, out: Array, starts: Array, positions: Array, first_slot: int) -> None:
+    """Copy row k of ``rows`` to each of its places in ``out``.
+
+    Args:
+        rows: (k, *row) the rows of the slots ``first_slot`` to ``first_slot + k - 1``; need not be aligned.
+        out: (K, *row), C-contiguous and writable.
+        starts: (slots + 1,) int64; the places of slot s are ``positions[starts[s]:starts[s + 1]]``.
+        positions: (places,) int64 in [0, K).
+        first_slot: Slot of ``rows[0]``.
+    """
+    if len(rows) == 0 or row_size(rows) == 0:
+        return
+    row_words, out_words = as_words(rows, out)
+    _spread(row_words, out_words, starts, positions, first_slot)
+
+
+def first_outside(ids: Array, count: int) -> int:
+    """Return the position of the first of the (K,) int64 ``ids`` outside [0, ``count``), or -1."""
+    return int(_first_outside(ids, count))
+
+
+def _flat_bytes(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
+
+
+@njit(cache=True, nogil=True)
+def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
+    count, words = source.shape
+    last = ids.shape[0] - 1
+    for k in range(ids.shape[0]):
+        # Unsigned, so that an id below `first` is a huge one: one comparison for both ends.
+        coming = np.uint64(ids[min(k + _AHEAD, last)] - first)
+        if coming < np.uint64(count):
+            read_ahead(source, coming)
+        row = np.uint64(ids[k] - first)
+        if row < np.uint64(count):
+            for word in range(words):
+                out[np.uint64(k), np.uint64(word)] = source[row, np.uint64(word)]
+
+
+@njit(cache=True, nogil=True)
+def _scatter(rows: Array, target: Array, first: int, ids: Array) -> None:
+    count, words = target.shape
+    for k in range(ids.shape[0]):
+        row = np.uint64(ids[k] - first)
+        if row < np.uint64(count):
+            for word in range(words):
+                target[row, np.uint64(word)] = rows[np.uint64(k), np.uint64(word)]
+
+
+@njit(cache=True, nogil=True)
+def _move(source: Array, rows: Array, out: Array, places: Array) -> None:
+    words = source.shape[1]
+    last = rows.shape[0] - 1
+    for k in range(rows.shape[0]):
+        read_ahead(source, rows[min(k + _AHEAD, last)])
+        row, place = np.uint64(rows[k]), np.uint64(places[k])
+        for word in range(words):
+            out[place, np.uint64(word)] = source[row, np.uint64(word)]
+
+
+@njit(cache=True, nogil=True)
+def _spread(rows: Array, out: Array, starts: Array, positions: Array, first_slot: int) -> None:
+    count, words = rows.shape
+    for k in range(count):
+        for place in range(starts[first_slot + k], starts[first_slot + k + 1]):
+            row = np.uint64(positions[place])
+            for word in range(words):
+                out[row, np.uint64(word)] = rows[np.uint64(k), np.uint64(word)]
+
+
+@njit(cache=True, nogil=True)
+def _first_outside(ids: Array, count: int) -> int:
+    num_bad = 0
+    # No early exit in the first loop: it then runs on vector registers.
+    for k in range(ids.shape[0]):
+        if np.uint64(ids[k]) >= np.uint64(count):
+            num_bad += 1
+    if num_bad:
+        for k in range(ids.shape[0]):
+            if np.uint64(ids[k]) >= np.uint64(count):
+                return k
+    return -1
+
+
+DIRECT_LIMIT = 1 << 26
+"""Most ids for which a table has an entry per id (4 bytes each, 256 MiB a server); beyond, it is hashed."""
+
+_LEAST_BITS = 4
+
+
+class SlotTable(NamedTuple):
+    """Where cached rows lie, as compiled code reads it; made by :func:`slot_table`."""
+
+    slots: Array
+    """(N,) int32, -1 for ids that are not cached; or beside ``keys`` the slot of each of them."""
+    keys: Array
+    """() when ``slots`` has an entry per id; else a power of two of int64 ids, -1 where there is none."""
+
+
+def no_slots() -> SlotTable:
+    """Return the table of a column of which no row is cached."""
+    return SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
+
+
+def table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
+    """Return the lengths of ``slots`` and ``keys`` for ``count`` cached ones of ``num_ids`` ids.
+
+    A hash table is at most half full: 24 to 48 bytes per cached row. The direct table takes 4 bytes for each
+    of all ids and is used while it is the smaller one, or ``num_ids`` at most ``direct_limit``.
+    """
+    bits = _LEAST_BITS
+    while (1 << bits) < 2 * count:
+        bits += 1
+    if num_ids <= direct_limit or 4 * num_ids <= 12 << bits:
+        return num_ids, 0
+    return 1 << bits, 1 << bits
+
+
+def fill_table(table: SlotTable, ids: Array) -> None:
+    """Give the (C,) int64 distinct ``ids`` the slots 0 to C - 1 in arrays as :func:`table_sizes` says."""
+    table.slots[:] = -1
+    if len(table.keys) == 0:
+        table.slots[ids] = np.arange(len(ids), dtype=np.int32)
+    else:
+        table.keys[:] = -1
+        _insert(table, ids)
+
+
+@njit(cache=True, nogil=True)
+def slot_of(table: SlotTable, key: int) -> int:
+    """Return the slot of the id ``key``, or -1."""
+    if len(table.keys) == 0:
+        if len(table.slots) == 0:
+            return -1
+        return int(table.slots[np.uint64(key)])
+    at = _first_place(key, len(table.keys))
+    mask = np.uint64(len(table.keys) - 1)
+    while table.keys[at] >= 0 and table.keys[at] != key:
+        at = (at + np.uint64(1)) & mask
+    return int(table.slots[at])
+
+
+@njit(cache=True, nogil=True)
+def _first_place(key: int, length: int) -> np.uint64:
+    # Fibonacci hashing: the high half of the product, cut to the length, which is a power of two.
+    mixed = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    return mixed & np.uint64(length - 1)
+
+
+@njit(cache=True, nogil=True)
+def _insert(table: SlotTable, ids: Array) -> None:
+    mask = np.uint64(len(table.keys) - 1)
+    for slot in range(len(ids)):
+        at = _first_place(ids[slot], len(table.keys))
+        while table.keys[at] >= 0:
+            at = (at + np.uint64(1)) & mask
+        table.keys[at] = ids[slot]
+        table.slots[at] = slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemotePlan:
+    """The remote part of K asked ids, without repeats, grouped by server.
+
+    A slot is a distinct remote id. Slots of one server are neighbours.
+    """
+
+    ids: Array
+    """(slots,) int64 distinct remote ids, grouped by server, inside one in order of appearance."""
+    server_starts: Array
+    """(S + 1,) int64; the slots of server s are ``[s]:[s + 1]``, none for one's own."""
+    starts: Array
+    """(slots + 1,) int64; slot s is asked for at ``positions[starts[s]:starts[s + 1]]``."""
+    positions: Array
+    """(remote places,) int64 positions in the asked ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hits:
+    """The asked ids that are another server's, and cached here."""
+
+    places: Array
+    """(hits,) int64 positions in the asked ids, ascending."""
+    slots: Array
+    """(hits,) int64 rows of the cache."""
+
+
+def plan_remote(ids: Array, bounds: Array, own_server: int) -> RemotePlan:
+    """Split off the remote ids of ``ids``, each once.
+
+    Args:
+        ids: (K,) int64 in [0, ``bounds[-1]``), any order, repeats allowed.
+        bounds: (S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``.
+        own_server: The server whose rows are not remote.
+    """
+    return plan_pull(ids, bounds, own_server, no_slots())[0]
+
+
+def plan_pull(
+    ids: Array, bounds: Array, own_server: int, cached: SlotTable, *, distinct: bool = False
+) -> tuple[RemotePlan, Hits]:
+    """Split ``ids`` into those of the own server, those that are cached, and those to ask for.
+
+    Args:
+        ids: (K,) int64 in [0, ``bounds[-1]``), any order, repeats allowed unless ``distinct``.
+        bounds: (S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``.
+        own_server: The server whose rows are not remote.
+        cached: Which remote rows are here.
+        distinct: Nothing is repeated, so that there is nothing to look for.
+    """
+    *remote, places, slots = _plan(ids, bounds, own_server, cached, distinct)
+    plan = RemotePlan(**dict(zip(_FIELDS, remote, strict=True)))
+    return plan, Hits(places=places, slots=slots)
+
+
+def number_distinct(ids: Array) -> tuple[Array, Array]:
+    """Return the distinct of (K,) int64 ``ids`` in order of appearance, and (K,) int64 the place of each."""
+    place_of = np.empty(len(ids), np.int64)
+    return _distinct(ids, np.arange(len(ids)), place_of), place_of
+
+
+_FIELDS = ("ids", "server_starts", "starts", "positions")
+
+
+@njit(cache=True, nogil=True)
+def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: bool) -> Any:
+    places, hit_places, hit_slots = _split(ids, bounds[own], bounds[own + 1], cached)
+    if is_distinct:
+        distinct = np.empty(len(places), np.int64)
+        for place in range(len(places)):
+            distinct[place] = ids[places[place]]
+        grouped, server_starts, new_slot = _grouped(distinct, bounds)
+        positions = np.empty(len(places), np.int64)
+        for place in range(len(places)):
+            positions[new_slot[place]] = places[place]
+        return grouped, server_starts, np.arange(len(places) + 1), positions, hit_places, hit_slots
+
+    slot_of_place = np.empty(len(places), np.int64)
+    distinct = _distinct(ids, places, slot_of_place)
+    grouped, server_starts, new_slot = _grouped(distinct, bounds)
+    starts = np.zeros(len(distinct) + 1, np.int64)
+    for place in range(len(places)):
+        starts[new_slot[slot_of_place[place]] + 1] += 1
+    starts = np.cumsum(starts)
+    fill = starts[:-1].copy()
+    positions = np.empty(len(places), np.int64)
+    for place in range(len(places)):
+        slot = new_slot[slot_of_place[place]]
+        positions[fill[slot]] = places[place]
+        fill[slot] += 1
+    return grouped, server_starts, starts, positions, hit_places, hit_slots
+
+
+@njit(cache=True, nogil=True)
+def _split(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
+    """Return the places of the ids to ask for, and places and slots of the cached ones."""
+    remote = _count_outside(ids, low, high)
+    places = np.empty(remote, np.int64)
+    # Without a cache there are no hits, and no room is needed for them.
+    most_hits = remote if len(cached.slots) else 0
+    hit_places = np.empty(most_hits, np.int64)
+    hit_slots = np.empty(most_hits, np.int64)
+    misses, hits = 0, 0
+    for position in range(ids.shape[0]):
+        key = ids[position]
+        if key < low or key >= high:
+            slot = slot_of(cached, key)
+            if slot >= 0:
+                hit_places[hits] = position
+                hit_slots[hits] = slot
+                hits += 1
+            else:
+                places[misses] = position
+                misses += 1
+    return places[:misses], hit_places[:hits], hit_slots[:hits]
+
+
+@njit(cache=True, nogil=True)
+def _grouped(distinct: Array, bounds: Array) -> tuple[Array, Array, Array]:
+    """Return the ids grouped by server, where each server's start, and the new place of each id."""
+    servers = len(bounds) - 1
+    server_of = np.empty(len(distinct), np.int64)
+    server_starts = np.zeros(servers + 1, np.int64)
+    for slot in range(len(distinct)):
+        server = np.searchsorted(bounds, distinct[slot], side="right") - 1
+        server_of[slot] = server
+        server_starts[server + 1] += 1
+    server_starts = np.cumsum(server_starts)
+
+    next_slot = server_starts[:-1].copy()
+    new_slot = np.empty(len(distinct), np.int64)
+    grouped = np.empty(len(distinct), np.int64)
+    for slot in range(len(distinct)):
+        to = next_slot[server_of[slot]]
+        next_slot[server_of[slot]] += 1
+        new_slot[slot] = to
+        grouped[to] = distinct[slot]
+    return grouped, server_starts, new_slot
+
+
+@njit(cache=True, nogil=True)
+def _count_outside(ids: Array, low: int, high: int) -> int:
+    count = 0
+    for k in range(ids.shape[0]):
+        count += ids[k] < low or ids[k] >= high
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _distinct(ids: Array, places: Array, slot_of_place: Array) -> Any:
+    """Number the distinct ids at ``places`` in order of appearance with an open-addressing hash table."""
+    bits = 4
+    while (1 << bits) < 2 * len(places):
+        bits += 1
+    mask = np.uint64((1 << bits) - 1)
+    shift = np.uint64(64 - bits)
+    slots = np.full(1 << bits, -1, np.int64)
+    distinct = np.empty(len(places), np.int64)
+    count = 0
+    for place in range(len(places)):
+        key = ids[places[place]]
+        # Fibonacci hashing: consecutive ids, which are common, land far apart.
+        at = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> shift
+        while slots[at] >= 0 and distinct[slots[at]] != key:
+            at = (at + np.uint64(1)) & mask
+        if slots[at] < 0:
+            slots[at] = count
+            distinct[count] = key
+            count += 1
+        slot_of_place[place] = slots[at]
+    return distinct[:count].copy()
+
+
+HALF = ("float16", "bfloat16")
+"""Dtypes whose rows are added in float32 and rounded once, to the nearest even."""
+
+
+def check_summable(name: str, info: ColumnInfo) -> None:
+    """Raise ConfigError when rows of that dtype have no sum."""
+    if info.dtype == "bool":
+        raise ConfigError(f"{name!r} holds bool, which cannot be added; push it without accumulate=True")
+
+
+def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
+    """Return one row per slot of ``plan``: the sum of the rows at its positions, in the order given.
+
+    Args:
+        rows: (K, *row) in ``info``'s dtype, C-contiguous; bfloat16 as uint16.
+        plan: Over the K ids that the rows are for.
+        info: Dtype and row shape.
+
+    Returns:
+        (slots, *row) in the same dtype; integers wrap around.
+    """
+    shape = (len(plan.ids), *rows.shape[1:])
+    if len(plan.positions) == len(plan.ids):
+        return take_rows(rows, plan.positions)  # nothing repeats
+    given = _widened(rows, info)
+    sums = np.empty(shape, given.dtype)
+    if sums.size:
+        _sum(given.reshape(len(given), -1), plan.starts, plan.positions, sums.reshape(len(sums), -1))
+    return _rounded(sums, info)
+
+
+def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInfo) -> None:
+    """Add ``rows[k]`` to ``target[ids[k] - first]``. One thread of one process at a time per row.
+
+    Args:
+        target: (n, *row), C-contiguous and writable: the rows with ids ``first`` to ``first + n - 1``.
+        first: Id of the first row of ``target``.
+        ids: (K,) int64, distinct; those of other shards are passed over.
+        rows: (K, *row) in the same dtype.
+        info: Dtype and row shape.
+    """
+    here = (ids >= first) & (ids < first + len(target))
+    if not here.all():
+        ids, rows = ids[here], rows[here]
+    if rows.size == 0:
+        return
+    if info.dtype not in HALF:
+        _add(target.reshape(len(target), -1), first, ids, rows.reshape(len(rows), -1))
+        return
+    before = np.empty_like(rows)
+    gather_rows(target, first, ids, before)
+    scatter_rows(_rounded(_widened(before, info) + _widened(rows, info), info), target, first, ids)
+
+
+def _widened(rows: Array, info: ColumnInfo) -> Array:
+    """See rows as numbers that can be added: half precision as float32."""
+    return tensor_view(rows, info).float().numpy() if info.dtype in HALF else rows
+
+
+def _rounded(sums: Array, info: ColumnInfo) -> Array:
+    if info.dtype not in HALF:
+        return sums
+    wide = ColumnInfo(dtype="float32", row_shape=info.row_shape)
+    return numpy_view(tensor_view(sums, wide).to(torch_dtype(info.dtype)))
+
+
+@njit(cache=True, nogil=True)
+def _sum(rows: Array, starts: Array, positions: Array, out: Array) -> None:
+    columns = rows.shape[1]
+    for slot in range(out.shape[0]):
+        at = np.uint64(positions[starts[slot]])
+        to = np.uint64(slot)
+        for column in range(columns):
+            out[to, np.uint64(column)] = rows[at, np.uint64(column)]
+        for place in range(starts[slot] + 1, starts[slot + 1]):
+            at = np.uint64(positions[place])
+            for column in range(columns):
+                out[to, np.uint64(column)] += rows[at, np.uint64(column)]
+
+
+@njit(cache=True, nogil=True)
+def _add(target: Array, first: int, ids: Array, rows: Array) -> None:
+    columns = rows.shape[1]
+    for k in range(ids.shape[0]):
+        row = np.uint64(ids[k] - first)
+        for column in range(columns):
+            target[row, np.uint64(column)] += rows[np.uint64(k), np.uint64(column)]

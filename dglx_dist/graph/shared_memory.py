@@ -1,0 +1,214 @@
+"""Rows in memory that the ranks of one server share, in a file that has no name any more."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.session import Session
+from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, numpy_dtype
+from dglx_dist.data.storage.files import named_failures, publish, replace_folder
+from dglx_dist.data.storage.row_files import RowFile, check_replaceable, write_index
+from dglx_dist.errors import ConfigError, DglxError, StorageError
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.row_kernels import numpy_view, torch_dtype
+from dglx_dist.records import Array, ColumnInfo
+
+
+def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, remedy: str) -> None:
+    """Refuse on all ranks what does not fit on one machine. Every rank must call it.
+
+    Args:
+        session: The run; rows lie in its ``scratch``.
+        bounds: (S + 1,) int64; server s will have the rows ``bounds[s]:bounds[s + 1]``.
+        row_bytes: Of one row, with everything that goes with it.
+        what: For the message.
+        remedy: What to do when it does not fit.
+
+    Raises:
+        ConfigError: on all ranks, when the rows of a machine's servers need more than is free there.
+    """
+
+    def check() -> None:
+        topology, host = session.topology, session.hosts[session.topology.rank]
+        here = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
+        rows = sum(int(bounds[server + 1] - bounds[server]) for server in here)
+        # Apart from the memory itself, its file system (/dev/shm) has a limit of its own.
+        free = min(psutil.virtual_memory().available, shutil.disk_usage(session.scratch).free)
+        if rows * row_bytes > free:
+            raise ConfigError(
+                f"{what} needs {rows * row_bytes / 1e9:.3f} GB for {rows} rows of {row_bytes} bytes on "
+                f"{host}, where {free / 1e9:.3f} GB are free; {remedy}"
+            )
+
+    together(session, check, ConfigError)
+
+
+WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
+"""Write this rank's rows into a folder; calls no collective."""
+
+
+def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
+    """Write rows of all ranks as ``target``, which holds all of them or what it held. All ranks call it.
+
+    Args:
+        session: The run.
+        target: Seen by all ranks under this name; rows that were saved there before are replaced.
+        write_own: See :data:`WriteOwn`.
+        facts: What the index keeps of the whole; those of rank 0 count.
+
+    Raises:
+        StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
+            something else than saved rows; what was there is unchanged.
+    """
+    is_first = session.topology.rank == 0
+    temporary = target.with_name(f".{target.name}.writing{PARTIAL_SUFFIX}")
+
+    def make() -> None:
+        with named_failures(target):
+            check_replaceable(target)
+            # Left by a save that was killed.
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        with named_failures(target):
+            # Once more: much may have been put there meanwhile.
+            check_replaceable(target)
+            if not publish(temporary, target):
+                replace_folder(temporary, target)
+
+    try:
+        together(session, lambda: make() if is_first else None)
+        fill_folder(session, temporary, write_own, facts)
+        together(session, lambda: finish() if is_first else None)
+    except DglxError:
+        if is_first:
+            # What is half written would keep a full disk full.
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
+    """Let every rank write its rows into an empty folder, then rank 0 the index. Every rank must call it.
+
+    Raises:
+        StorageError: on all ranks, when one cannot write or does not see the folder.
+    """
+    rank = session.topology.rank
+
+    def write() -> list[dict[str, Any]]:
+        if not folder.is_dir():
+            raise StorageError(
+                f"{folder.parent} is not the same folder on {session.hosts[rank]} as on {session.hosts[0]}; "
+                "choose one that all machines share"
+            )
+        with named_failures(folder):
+            return [asdict(file) for file in write_own(folder)]
+
+    def finish(lines_of_ranks: Sequence[object]) -> None:
+        files = [
+            RowFile(**{**line, "row_shape": tuple(line["row_shape"])})
+            for lines in lines_of_ranks
+            for line in cast("list[dict[str, Any]]", lines)
+        ]
+        with named_failures(folder):
+            write_index(folder, files, facts)
+
+    lines = gather_json(together(session, write), session)
+    together(session, lambda: finish(lines) if rank == 0 else None)
+
+
+InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""(shape of the own server's rows, dtype) to their first values; called on one rank of each server."""
+
+
+def shared_rows(
+    session: Session, file_name: str, count: int, info: ColumnInfo, init: InitRows | None = None
+) -> Array:
+    """Return writable rows that all ranks of the own server see. Every rank must call it.
+
+    Args:
+        session: The run; the memory lies in its ``scratch``.
+        file_name: Not in use; the same on the ranks of a server.
+        count: Rows of the own server; may be 0.
+        info: Dtype and row shape.
+        init: First values; zeros when None.
+
+    Returns:
+        (``count``, *row); bfloat16 as uint16. The memory lives as long as a rank holds the array.
+
+    Raises:
+        ConfigError: on all ranks, when on one of them there is no room, or ``init`` raised or returned
+            something else.
+    """
+    path = session.scratch / file_name
+    problem = ""
+    if session.topology.local_rank == 0:
+        problem = _make(path, count, info, init)
+    problems = [text for text in gather_json(problem, session) if text]
+    if problems:
+        path.unlink(missing_ok=True)
+        raise ConfigError(str(problems[0]))
+    rows = _map(path, count, info)
+    barrier(session, f"opening {file_name}")
+    if session.topology.local_rank == 0:
+        # Without a name it is freed when the last rank lets go of it, however that rank ends.
+        path.unlink()
+    return rows
+
+
+def _make(path: Path, count: int, info: ColumnInfo, init: InitRows | None) -> str:
+    """Create and fill the file; return what went wrong, for all ranks to hear."""
+    num_bytes = max(1, count * math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize)
+    try:
+        with path.open("xb") as file:
+            # Reserved now: a full memory file system would otherwise end the process at the first write.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        if init is not None:
+            rows = _map(path, count, info)
+            rows[...] = _first_values(init, rows, info)
+    except OSError as error:
+        return f"{path} cannot be made with {num_bytes} bytes ({error}); free memory or use smaller tensors"
+    except DglxError as error:
+        return str(error)
+    return ""
+
+
+def _first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
+    shape, dtype = rows.shape, torch_dtype(info.dtype)
+    try:
+        values = init(shape, dtype)
+    except Exception as error:
+        raise ConfigError(f"init_func raised {type(error).__name__}: {error}") from error
+    if not isinstance(values, Tensor):
+        raise ConfigError(f"init_func returned a {type(values).__name__}; it must return a tensor")
+    if tuple(values.shape) != shape or values.dtype != dtype:
+        raise ConfigError(
+            f"init_func returned {values.dtype} of shape {tuple(values.shape)} for {dtype} of shape {shape}"
+        )
+    return numpy_view(values.detach().contiguous())
+
+
+def _map(path: Path, count: int, info: ColumnInfo) -> Array:
+    dtype = numpy_dtype(info.dtype)
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    size = count * math.prod(info.row_shape)
+    return (
+        np.frombuffer(memory, dtype, count=size).reshape(count, *info.row_shape)
+        if size
+        else np.empty((count, *info.row_shape), dtype)
+    )

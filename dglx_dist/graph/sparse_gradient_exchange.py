@@ -1,0 +1,348 @@
+"""How gradients of rows reach their owners: all ranks in step, or each at its own pace."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import final
+
+import numpy as np
+
+from dglx_dist.comm.collectives import barrier, gather_int64, peers_named, raise_for_missing
+from dglx_dist.comm.rpc import Pending
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.sparse_gradient import Parcel, RowSum, group_by_owner, weighed_copy
+from dglx_dist.graph.sparse_update import OwnedRows
+from dglx_dist.records import Array
+
+MAX_PARAMETERS = 100
+"""Of one optimiser: each takes two of the arrays that a message can have."""
+_MAX_PROBLEM = 2000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepMessage:
+    """One rank's share of a step."""
+
+    sender: int
+    step: int
+    """1, 2, ..."""
+    used: tuple[bool, ...]
+    """Of each parameter, whether the sender's backward passes came by it, with any rows or none."""
+    parcels: tuple[Parcel, ...]
+    """Of each parameter; empty when there was a problem. What is sent has one row for each id, in order,
+    and weight 1; what a rank keeps for itself may lie anywhere."""
+    problem: str = ""
+    """Why the sender cannot take this step, for all ranks to hear."""
+
+    def name(self) -> str:
+        """Return what is sent as the name of the call: it is no payload."""
+        used = "".join("1" if used else "0" for used in self.used)
+        return f"{self.sender} {self.step} {used} {self.problem[:_MAX_PROBLEM]}"
+
+    def arrays(self) -> list[Array]:
+        """Return what is sent as payload: 8 bytes and one row for each distinct row, of each parameter."""
+        return [array for parcel in self.parcels for array in (parcel.ids, parcel.rows)]
+
+
+def read_message(name: str, arrays: Sequence[Array], num_parameters: int) -> StepMessage:
+    """Read what :meth:`StepMessage.name` and :meth:`StepMessage.arrays` gave.
+
+    Raises:
+        ConfigError: it is not of an optimiser of ``num_parameters`` parameters.
+    """
+    sender, step, used, problem = name.split(" ", 3)
+    expected = 0 if problem else 2 * num_parameters
+    if len(used) != num_parameters or len(arrays) != expected:
+        raise ConfigError(
+            f"rank {sender} sent gradients of {len(used)} embeddings in {len(arrays)} arrays to an optimiser "
+            f"of {num_parameters}; build the optimisers alike on all ranks"
+        )
+    parcels = tuple(
+        Parcel(ids=ids, rows=rows, places=np.arange(len(ids)))
+        for ids, rows in zip(arrays[::2], arrays[1::2], strict=True)
+    )
+    return StepMessage(
+        sender=int(sender),
+        step=int(step),
+        used=tuple(mark == "1" for mark in used),
+        parcels=parcels,
+        problem=problem,
+    )
+
+
+_CHECK_EVERY_S = 1.0
+"""How often a waiting rank asks whether those it waits for are still there."""
+
+
+@final
+class Inbox:
+    """Messages by step and sender.
+
+    Args:
+        session: Who sends.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._arrived: dict[int, dict[int, StepMessage]] = {}
+        self._changed = threading.Condition()
+
+    def put(self, message: StepMessage) -> None:
+        """Add a message; any thread."""
+        with self._changed:
+            self._arrived.setdefault(message.step, {})[message.sender] = message
+            self._changed.notify_all()
+
+    def take(self, step: int, what: str) -> list[StepMessage]:
+        """Wait for the messages of all ranks for ``step``, and return them by rank.
+
+        Raises:
+            PeerError: a rank is dead, or did not send within the session's time-out; it is named.
+        """
+        ranks = range(self._session.topology.world_size)
+        deadline = time.monotonic() + self._session.timeout_s
+        with peers_named(self._session, what):
+            while missing := self._missing(step, min(_CHECK_EVERY_S, deadline - time.monotonic())):
+                self._check(missing, what, late=time.monotonic() >= deadline)
+        with self._changed:
+            messages = self._arrived.pop(step)
+        return [messages[rank] for rank in ranks]
+
+    def _missing(self, step: int, timeout_s: float) -> list[int]:
+        """Wait until all are there, or for ``timeout_s``; return the ranks that are missing."""
+
+        def missing() -> list[int]:
+            ranks = range(self._session.topology.world_size)
+            return [rank for rank in ranks if rank not in self._arrived.get(step, {})]
+
+        with self._changed:
+            self._changed.wait_for(lambda: not missing(), max(timeout_s, 0.0))
+            return missing()
+
+    def _check(self, missing: list[int], what: str, *, late: bool) -> None:
+        raise_for_missing(
+            self._session,
+            missing,
+            what,
+            before=f"before {what!r}",
+            undone=f"sent nothing for {what!r}",
+            advice="every rank must call step(), also without gradients",
+            late=late,
+        )
+
+
+PHASE = "sparse_gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessReport:
+    """How late the updates of this rank's own gradients were, in steps."""
+
+    steps: int
+    """Steps of this rank."""
+    largest_lag: int
+    """Most own steps, the last included, that some owner had not applied when ``step()`` returned."""
+    mean_lag: float
+    """Their mean over the steps."""
+    waits: int
+    """Steps that had to wait because the bound was reached."""
+    waited_s: float
+    """Seconds of those waits."""
+
+
+class Exchange(ABC):
+    """Sends gradients to owners, and applies those that come here.
+
+    Args:
+        session: The run.
+        op: Name of the remote call, the same on all ranks and of nobody else.
+        tables: The parameters, the same on all ranks.
+    """
+
+    def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows]) -> None:
+        self._session, self._op, self._tables = session, op, tuple(tables)
+        self._step = 0
+        session.rpc.register(op, self._receive)
+
+    def send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
+        """Count a step, send each other owner its share, and then take in one's own."""
+        self._step += 1
+        topology = self._session.topology
+        shares = [() if problem else self._cut(number, rows) for number, rows in enumerate(sums)]
+        messages = [
+            StepMessage(
+                sender=topology.rank,
+                step=self._step,
+                used=tuple(used),
+                parcels=tuple(share[rank] for share in shares if share),
+                problem=problem,
+            )
+            for rank in range(topology.world_size)
+        ]
+        submit = partial(self._session.rpc.submit, op=self._op, phase=PHASE)
+        own = topology.rank
+        sent = [
+            submit(rank, name=messages[rank].name(), arrays=messages[rank].arrays())
+            for rank in (*range(own + 1, topology.world_size), *range(own))
+        ]
+        # Not through the handler, as one's own rows stay where they are.
+        self.accept(messages[own])
+        return sent
+
+    @abstractmethod
+    def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
+        """Have a step applied.
+
+        Args:
+            sums: Of each parameter, this rank's weighed gradient; None for none.
+            used: Of each parameter, whether a backward pass came by it.
+            problem: Why this rank cannot take the step.
+
+        Raises:
+            ConfigError: another rank has a problem.
+            PeerError: a rank is dead, silent or elsewhere.
+            RemoteError: an owner could not apply it.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until all gradients of all ranks are applied; collective."""
+
+    @abstractmethod
+    def report(self) -> StalenessReport:
+        """Return what was measured on this rank so far."""
+
+    @abstractmethod
+    def accept(self, message: StepMessage) -> None:
+        """Take in what a rank sent; any thread."""
+
+    def close(self) -> None:
+        """Take in nothing any more: a barrier belongs before it."""
+        self._session.rpc.unregister(self._op)
+
+    def _cut(self, number: int, total: RowSum | None) -> tuple[Parcel, ...]:
+        """Return the share of each owner: those of others weighed, one's own where it lies."""
+        table = self._tables[number]
+        total = total or table.nothing
+        places, first = group_by_owner(total.ids, table.owners.starts)
+        parcels = []
+        for rank, (start, end) in enumerate(pairwise(first.tolist())):
+            mine = Parcel(
+                ids=total.ids[places[start:end]],
+                rows=total.rows,
+                places=places[start:end],
+                weight=total.weight,
+            )
+            parcels.append(mine if rank == self._session.topology.rank else weighed_copy(mine))
+        return tuple(parcels)
+
+    def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        message = read_message(name, arrays, len(self._tables))
+        for table, parcel in zip(self._tables, message.parcels, strict=not message.problem):
+            table.check(parcel)
+        self.accept(message)
+        return []
+
+
+@final
+class SyncExchange(Exchange):
+    """Every owner adds up the gradients of all ranks in the order of the ranks, then applies them once."""
+
+    def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows]) -> None:
+        self._inbox = Inbox(session)
+        super().__init__(session, op, tables)
+
+    def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
+        """See :meth:`Exchange.step`; returns when every owner has applied it."""
+        sent = self.send(sums, used, problem)
+        messages = self._inbox.take(self._step, f"step {self._step} of {self._op}")
+        for call in sent:
+            call.result()
+        for message in messages:
+            if message.problem and message.sender != self._session.topology.rank:
+                host = self._session.hosts[message.sender]
+                raise ConfigError(f"rank {message.sender} on {host}: {message.problem}")
+        if problem:
+            return
+        for number, table in enumerate(self._tables):
+            if any(message.used[number] for message in messages):
+                table.apply([message.parcels[number] for message in messages])
+        gather_int64([self._step], self._session)
+
+    def flush(self) -> None:
+        """See :meth:`Exchange.flush`: nothing is ever left."""
+
+    def report(self) -> StalenessReport:
+        """See :meth:`Exchange.report`: there is none."""
+        return StalenessReport(steps=self._step, largest_lag=0, mean_lag=0.0, waits=0, waited_s=0.0)
+
+    def accept(self, message: StepMessage) -> None:
+        """See :meth:`Exchange.accept`."""
+        self._inbox.put(message)
+
+
+@final
+class AsyncExchange(Exchange):
+    """Owners apply gradients when they come; a rank waits only when too many of its own are on their way.
+
+    Args:
+        staleness: Most own steps that some owner may not have applied when ``step`` returns.
+    """
+
+    def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int) -> None:
+        self._staleness = staleness
+        self._under_way: deque[list[Pending]] = deque()
+        self._lag_sum = 0
+        self._largest, self._waits, self._waited_s = 0, 0, 0.0
+        super().__init__(session, op, tables)
+
+    def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
+        """See :meth:`Exchange.step`; waits for nobody unless the bound is reached."""
+        if problem:
+            return
+        self._under_way.append(self.send(sums, used))
+        while self._under_way and all(call.ready() for call in self._under_way[0]):
+            self._finish_oldest()
+        if len(self._under_way) > self._staleness:
+            started = time.perf_counter()
+            while len(self._under_way) > self._staleness:
+                self._finish_oldest()
+            self._waits += 1
+            self._waited_s += time.perf_counter() - started
+        self._largest = max(self._largest, len(self._under_way))
+        self._lag_sum += len(self._under_way)
+
+    def flush(self) -> None:
+        """See :meth:`Exchange.flush`."""
+        while self._under_way:
+            self._finish_oldest()
+        barrier(self._session, f"flush of {self._op}")
+
+    def report(self) -> StalenessReport:
+        """See :meth:`Exchange.report`."""
+        return StalenessReport(
+            steps=self._step,
+            largest_lag=self._largest,
+            mean_lag=self._lag_sum / max(self._step, 1),
+            waits=self._waits,
+            waited_s=self._waited_s,
+        )
+
+    def accept(self, message: StepMessage) -> None:
+        """See :meth:`Exchange.accept`."""
+        for table, used, parcel in zip(self._tables, message.used, message.parcels, strict=True):
+            if used:
+                table.apply([parcel])
+
+    def _finish_oldest(self) -> None:
+        with peers_named(self._session, f"pushes of {self._op}"):
+            for call in self._under_way.popleft():
+                call.result()

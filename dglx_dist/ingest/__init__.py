@@ -1,1 +1,0 @@
-"""Tables larger than memory -> a dataset on disk, as a GraphStorm-style description says."""

@@ -1,0 +1,399 @@
+"""Which in-edges of a destination are drawn: the one set of kernels that everything that samples calls."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.records import Array
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_LOW_32 = np.uint64(0xFFFFFFFF)
+_TO_UNIT = 2.0**-53
+
+
+@njit(cache=True, nogil=True)
+def mix(state: np.uint64) -> np.uint64:
+    """Return splitmix64's output for ``state``: a bijection of 64-bit words that scatters all bits."""
+    word = np.uint64(state) + _GOLDEN
+    word = (word ^ (word >> np.uint64(30))) * _MIX_1
+    word = (word ^ (word >> np.uint64(27))) * _MIX_2
+    return word ^ (word >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def splitmix64(values: Array) -> Array:
+    """Return (N,) uint64, :func:`mix` of each of ``values`` ((N,) uint64)."""
+    out = np.empty(len(values), np.uint64)
+    for i in range(len(values)):
+        out[i] = mix(values[i])
+    return out
+
+
+def stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
+    """Return the key of all draws of one hop (0 is the one at the seeds) of one epoch."""
+    # Compiled code hands 64-bit words back as Python integers, which it would not take again.
+    return np.uint64(_stream_key(seed, epoch, hop))
+
+
+@njit(cache=True, nogil=True)
+def _stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
+    return mix(mix(mix(np.uint64(seed)) ^ np.uint64(epoch)) ^ np.uint64(hop))
+
+
+@njit(cache=True, nogil=True)
+def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> Array:
+    """Return (L, R) uint64, the keys of all draws of each hop and edge type: type 0 has the hop's own."""
+    keys = np.empty((num_hops, num_relations), np.uint64)
+    for hop in range(num_hops):
+        stream = _stream_key(seed, epoch, hop)
+        for relation in range(num_relations):
+            keys[hop, relation] = mix(mix(stream) ^ np.uint64(relation)) if relation else stream
+    return keys
+
+
+@njit(cache=True, nogil=True)
+def item_key(stream: np.uint64, global_id: int) -> np.uint64:
+    """Return the key of all draws made for one node or edge within ``stream``."""
+    return mix(stream ^ mix(np.uint64(global_id)))
+
+
+@njit(cache=True, nogil=True)
+def full_word(key: np.uint64, number: int) -> np.uint64:
+    """Return 64 random bits, the ``number``-th of ``key``."""
+    return mix(key + np.uint64(number) * _GOLDEN)
+
+
+@njit(cache=True, nogil=True)
+def half_word(key: np.uint64, number: int) -> np.uint64:
+    """Return 32 random bits, the ``number``-th of ``key``; two neighbours share one hash."""
+    word = full_word(key, number >> 1)
+    return word >> np.uint64(32) if number & 1 else word & _LOW_32
+
+
+@njit(cache=True, nogil=True)
+def bounded(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
+    """Return (a draw uniform in [0, bound), the number of the next draw); ``bound`` is in [1, 2**32).
+
+    Lemire's multiply and shift: the draws that would make some values likelier are thrown away.
+    """
+    product = half_word(key, number) * np.uint64(bound)
+    number += 1
+    if (product & _LOW_32) < np.uint64(bound):
+        unfair = (np.uint64(1 << 32) - np.uint64(bound)) % np.uint64(bound)
+        while (product & _LOW_32) < unfair:
+            product = half_word(key, number) * np.uint64(bound)
+            number += 1
+    return np.int64(product >> np.uint64(32)), number
+
+
+@njit(cache=True, nogil=True)
+def unit(key: np.uint64, number: int) -> float:
+    """Return a draw uniform in the open interval (0, 1), the ``number``-th of ``key``."""
+    return (np.float64(full_word(key, number) >> np.uint64(11)) + 0.5) * _TO_UNIT
+
+
+@njit(cache=True, nogil=True)
+def hash_ids(ids: Array, stream: np.uint64) -> Array:
+    """Return (K,) uint64, the key of each of ``ids`` ((K,) int64): sorting by it shuffles reproducibly."""
+    out = np.empty(len(ids), np.uint64)
+    for i in range(len(ids)):
+        out[i] = item_key(stream, ids[i])
+    return out
+
+
+class Csc(NamedTuple):
+    """In-edges of the nodes ``first_node ... first_node + n``, as the kernels read them.
+
+    A record of arrays rather than a dataclass because compiled code takes it as it is.
+    """
+
+    indptr: Array
+    """(n + 1,) int64, starting at 0."""
+    indices: Array
+    """(E,) int32 or int64 global source ids."""
+    weights: Array
+    """(E,) float32, not negative: how likely each edge is; of length 0 when all are alike."""
+    first_node: int
+    """Global id of the first destination."""
+    first_edge: int
+    """Global id of the first edge."""
+
+
+class Rule(NamedTuple):
+    """How a hop is drawn."""
+
+    replace: bool
+    """Whether an edge may be drawn more than once."""
+    exclude: Array
+    """(X,) int64 ascending global ids of edges that are not drawn; usually empty."""
+
+
+def merged(always: Array, once: Array) -> Array:
+    """Return the ascending distinct ids of both ((X,) int64), each ascending and distinct."""
+    if not len(once):
+        return always
+    return np.union1d(always, once) if len(always) else once
+
+
+@njit(cache=True, nogil=True)
+def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
+    """Whether every edge in [start, end) is a candidate and all are equally likely."""
+    if len(csc.weights) > 0:
+        return False
+    if len(exclude) == 0:
+        return True
+    first = np.searchsorted(exclude, start + csc.first_edge)
+    return first == len(exclude) or exclude[first] >= end + csc.first_edge
+
+
+@njit(cache=True, nogil=True)
+def _candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array) -> int:
+    """Write the positions in [start, end) that may be drawn to ``out`` (if long enough); return how many."""
+    weighted = len(csc.weights) > 0
+    cursor = np.searchsorted(exclude, start + csc.first_edge)
+    count = 0
+    for position in range(start, end):
+        while cursor < len(exclude) and exclude[cursor] < position + csc.first_edge:
+            cursor += 1
+        if cursor < len(exclude) and exclude[cursor] == position + csc.first_edge:
+            continue
+        if weighted and not csc.weights[position] > 0:
+            continue
+        if count < len(out):
+            out[count] = position
+        count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, starts: Array) -> int:
+    """Write how many edges each destination gets, as ``indptr``, and where its in-edges begin.
+
+    Args:
+        csc: Structure that holds all of ``nodes``.
+        nodes: (K,) int64 global ids.
+        fanout: Edges per destination; -1 for all.
+        rule: How to draw.
+        indptr: (K + 1,) output.
+        starts: (K,) int64 output.
+
+    Returns:
+        The largest in-degree among ``nodes``.
+    """
+    nothing = np.empty(0, np.int64)
+    largest = 0
+    total = 0
+    indptr[0] = 0
+    for i in range(len(nodes)):
+        row = nodes[i] - csc.first_node
+        start, end = csc.indptr[row], csc.indptr[row + 1]
+        degree = end - start
+        starts[i] = start
+        largest = max(largest, degree)
+        if not _is_plain(csc, rule.exclude, start, end):
+            degree = _candidates(csc, rule.exclude, start, end, nothing)
+        if fanout >= 0:
+            degree = (fanout if degree > 0 else 0) if rule.replace else min(degree, fanout)
+        total += degree
+        indptr[i + 1] = total
+    return largest
+
+
+@njit(cache=True, nogil=True)
+def _distinct_small(key: np.uint64, degree: int, out: Array) -> None:
+    """Floyd's choice of len(out) distinct numbers in [0, degree), degree <= 64: the set is one word."""
+    taken = np.uint64(0)
+    number = 0
+    count = len(out)
+    for i in range(count):
+        last = degree - count + i
+        chosen, number = bounded(key, number, last + 1)
+        if (taken >> np.uint64(chosen)) & np.uint64(1):
+            chosen = last
+        taken |= np.uint64(1) << np.uint64(chosen)
+        out[i] = chosen
+
+
+@njit(cache=True, nogil=True)
+def _distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -> None:
+    """As :func:`_distinct_small` for any degree; ``bits`` is a zeroed bit set and is zero again after."""
+    number = 0
+    count = len(out)
+    for i in range(count):
+        last = degree - count + i
+        chosen, number = bounded(key, number, last + 1)
+        if (bits[chosen >> 6] >> np.uint64(chosen & 63)) & np.uint64(1):
+            chosen = last
+        bits[chosen >> 6] |= np.uint64(1) << np.uint64(chosen & 63)
+        out[i] = chosen
+    for i in range(count):
+        bits[out[i] >> 6] = np.uint64(0)
+
+
+@njit(cache=True, nogil=True)
+def _lightest(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array) -> None:
+    """Weighted choice without replacement (Efraimidis and Spirakis), one keyed draw per edge.
+
+    Each candidate "arrives" after -log(u) / weight; the len(out) first arrivals are taken.
+    """
+    count = 0
+    for position in among:
+        draw = unit(item_key(stream, position + csc.first_edge), 0)
+        age = -math.log(draw) / csc.weights[position]
+        if count == len(out):
+            if age >= ages[count - 1]:
+                continue
+            slot = count - 1
+        else:
+            slot = count
+            count += 1
+        while slot > 0 and ages[slot - 1] > age:
+            ages[slot] = ages[slot - 1]
+            out[slot] = out[slot - 1]
+            slot -= 1
+        ages[slot] = age
+        out[slot] = position
+
+
+@njit(cache=True, nogil=True)
+def _weighted_repeats(csc: Csc, key: np.uint64, among: Array, out: Array, sums: Array) -> None:
+    """Draw len(out) of the candidates ``among`` with repeats, in proportion to their weights."""
+    total = 0.0
+    for i in range(len(among)):
+        total += csc.weights[among[i]]
+        sums[i] = total
+    for i in range(len(out)):
+        slot = np.searchsorted(sums[: len(among)], unit(key, i) * total, side="right")
+        out[i] = among[min(slot, len(among) - 1)]
+
+
+@njit(cache=True, nogil=True)
+def _draw_unequal(
+    csc: Csc, stream: np.uint64, key: np.uint64, rule: Rule, among: Array, out: Array, scratch: Array
+) -> None:
+    """Fill ``out`` with positions drawn from ``among``, where edges are excluded or differ in weight."""
+    if len(out) == 0:
+        return
+    if len(out) == len(among) and not rule.replace:
+        out[:] = among
+    elif len(csc.weights) > 0 and rule.replace:
+        _weighted_repeats(csc, key, among, out, scratch)
+    elif len(csc.weights) > 0:
+        _lightest(csc, stream, among, out, scratch)
+    else:
+        _draw_uniform(key, len(among), rule.replace, out, np.zeros((len(among) >> 6) + 1, np.uint64))
+        for i in range(len(out)):
+            out[i] = among[out[i]]
+
+
+@njit(cache=True, nogil=True)
+def _draw_uniform(key: np.uint64, degree: int, replace: bool, out: Array, bits: Array) -> None:
+    """Fill ``out`` with numbers in [0, degree), distinct unless ``replace``."""
+    if replace:
+        number = 0
+        for i in range(len(out)):
+            out[i], number = bounded(key, number, degree)
+    elif degree <= 64:
+        _distinct_small(key, degree, out)
+    else:
+        _distinct_large(key, degree, out, bits)
+
+
+@njit(cache=True, nogil=True)
+def draw_hop(
+    csc: Csc, nodes: Array, stream: np.uint64, take_all: bool, rule: Rule, space: tuple[Array, Array, int],
+    edges: Array,
+) -> None:  # fmt: skip
+    """Write the global ids of the drawn in-edges of ``nodes`` to ``edges``, destination by destination.
+
+    Args:
+        csc: Structure that holds all of ``nodes``.
+        nodes: (K,) int64 global ids.
+        stream: Key of the hop.
+        take_all: Whether the fan-out is -1.
+        rule: How to draw.
+        space: The ``indptr``, ``starts`` and largest in-degree of :func:`count_hop`.
+        edges: (indptr[-1],) output.
+    """
+    indptr, starts, largest = space
+    bits = np.zeros((largest >> 6) + 1, np.uint64)
+    plain = len(csc.weights) == 0 and len(rule.exclude) == 0
+    among = np.empty(0 if plain else largest, np.int64)
+    scratch = np.empty(0 if plain else largest, np.float64)
+    for i in range(len(nodes)):
+        out = edges[indptr[i] : indptr[i + 1]]
+        row = nodes[i] - csc.first_node
+        start, end = starts[i], csc.indptr[row + 1]
+        degree = end - start
+        if plain or _is_plain(csc, rule.exclude, start, end):
+            if len(out) == degree and (take_all or not rule.replace):
+                for j in range(degree):
+                    out[j] = j
+            elif len(out) > 0:
+                _draw_uniform(item_key(stream, nodes[i]), degree, rule.replace, out, bits)
+            first = start + csc.first_edge
+        else:
+            found = _candidates(csc, rule.exclude, start, end, among)
+            how = Rule(rule.replace and not take_all, rule.exclude)
+            _draw_unequal(csc, stream, item_key(stream, nodes[i]), how, among[:found], out, scratch)
+            first = np.int64(csc.first_edge)
+        for j in range(len(out)):
+            out[j] += first
+
+
+@njit(cache=True, nogil=True)
+def draw_edges(
+    csc: Csc, nodes: Array, fanout: int, stream: np.uint64, rule: Rule
+) -> tuple[Array, Array, Array]:
+    """Return the (K + 1,) indptr, sources and global edge ids, all int64, of drawn in-edges of ``nodes``.
+
+    Args:
+        csc: Structure that holds all of ``nodes``.
+        nodes: (K,) int64 global ids.
+        fanout: Edges per destination; -1 for all.
+        stream: Key of the hop.
+        rule: How to draw.
+    """
+    indptr = np.empty(len(nodes) + 1, np.int64)
+    starts = np.empty(len(nodes), np.int64)
+    largest = count_hop(csc, nodes, fanout, rule, indptr, starts)
+    edges = np.empty(indptr[-1], np.int64)
+    draw_hop(csc, nodes, stream, fanout < 0, rule, (indptr, starts, largest), edges)
+    sources = np.empty(len(edges), np.int64)
+    for i in range(len(edges)):
+        sources[i] = csc.indices[edges[i] - csc.first_edge]
+    return indptr, sources, edges
+
+
+@njit(cache=True, nogil=True)
+def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: bool) -> tuple[Array, Array]:
+    """Return the (K + 1,) indptr and the positions in ``csc``, both int64, of edges drawn by their weights.
+
+    The draws of a node depend on its id and its edges, and not on the other nodes of the call.
+
+    Args:
+        csc: The candidates: row i has those of ``nodes[i]``; its ``first_node`` and ``first_edge`` are 0.
+        nodes: (K,) int64 global ids.
+        fanout: Edges per node; -1 for all with a weight above 0.
+        stream: Key of the draw.
+        replace: Whether an edge may be drawn more than once.
+    """
+    rule = Rule(replace and fanout >= 0, np.empty(0, np.int64))
+    indptr = np.empty(len(nodes) + 1, np.int64)
+    largest = count_hop(csc, np.arange(len(nodes)), fanout, rule, indptr, np.empty(len(nodes), np.int64))
+    out = np.empty(indptr[-1], np.int64)
+    among, scratch = np.empty(largest, np.int64), np.empty(largest, np.float64)
+    for i in range(len(nodes)):
+        start, end = csc.indptr[i], csc.indptr[i + 1]
+        key = item_key(stream, nodes[i])
+        # Edges have keys by their place among those of the node.
+        of_node = Csc(csc.indptr, csc.indices, csc.weights, 0, -start)
+        found = _candidates(csc, rule.exclude, start, end, among)
+        _draw_unequal(of_node, key, key, rule, among[:found], out[indptr[i] : indptr[i + 1]], scratch)
+    return indptr, out

@@ -1,1 +1,0 @@
-"""Stateless tensor workers, the parameter servers they talk to, and who pays for them (Dorylus)."""

@@ -1,1 +1,0 @@
-"""Where workers run: here, on this machine, or in somebody's cloud."""

@@ -1,1 +1,0 @@
-"""Weights on servers: versions, stashes, updates (Dorylus, section 5)."""

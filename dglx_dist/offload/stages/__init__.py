@@ -1,1 +1,0 @@
-"""Tensor stages that workers run, in NumPy."""

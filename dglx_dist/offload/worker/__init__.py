@@ -1,1 +1,0 @@
-"""What runs inside a worker; needs NumPy and pyzmq only."""

@@ -1,0 +1,553 @@
+"""Seconds for each unit of work: measured on some batches of the real model, or assumed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import statistics
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, final
+
+import dgl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.session import Session
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.errors import ConfigError
+from dglx_dist.layers.dropout import NodeDropouts, install_node_dropouts
+from dglx_dist.planner.closures import PartitionContext
+from dglx_dist.planner.model_shape import ModelShape
+from dglx_dist.planner.workload import Draws
+from dglx_dist.records import EDGE_TYPE, FEATURE, Array
+from dglx_dist.strategies.full_graph.expansion import HeldNeighborhood, NeighborhoodExpander
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
+from dglx_dist.strategies.full_graph.halo_exchange import Incoming, Outgoing, Wire, wire_of
+from dglx_dist.strategies.full_graph.plan_builder import own_rows, read_layers
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+_FIRST_BYTES, _MOST_BYTES = 256 * 1024, 64 * 2**20
+_LONG_ENOUGH_S = 0.3
+"""A round that lasts as long tells the rate: what a limit lets pass at once is little of it."""
+_SMALL_ROUNDS = 10
+_NAME = "probe of the links"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Payload per second, in both directions at once, and how long a small message takes."""
+
+    external_bytes_per_s: float
+    """Of the slowest server's card."""
+    internal_bytes_per_s: float
+    """Of all ranks of a server together."""
+    latency_s: float
+    """Between servers; between ranks, where there is one server."""
+
+
+def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
+    """Send around rings of ranks, first across servers and then inside of them; every rank must call it.
+
+    What is sent is no payload of the run, and is not in the ledger.
+
+    Args:
+        session: Whose ranks; nothing else should be under way.
+        seconds: For both rings together, about.
+
+    Returns:
+        The same on all ranks; None for one rank, which has no links.
+
+    Raises:
+        PeerError: a rank is dead or silent.
+    """
+    topology = session.topology
+    if topology.world_size == 1:
+        return None
+    wire = wire_of(session)
+    leads = topology.local_rank == 0
+    across = _ring(
+        [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)], topology.rank
+    )
+    own = list(topology.ranks_of_server(topology.server))
+    inside = _ring(own, topology.rank)
+    external = (
+        _rate(session, wire, across if leads else None, seconds / 2) if topology.num_servers > 1 else None
+    )
+    several = any(len(topology.ranks_of_server(s)) > 1 for s in range(topology.num_servers))
+    internal = _rate(session, wire, inside, seconds / 2) if several else None
+    latency = _small(session, wire, (across if leads else None) if external is not None else inside)
+    # A ring of ranks inside a server moves as much for each of them.
+    together = None if internal is None else internal * len(own)
+    found = external if external is not None else together
+    assert found is not None
+    return Links(
+        external_bytes_per_s=found,
+        internal_bytes_per_s=together if together is not None else found,
+        latency_s=latency,
+    )
+
+
+def _ring(members: list[int], rank: int) -> tuple[int, int] | None:
+    """Return who comes before and after ``rank``; None where it is alone or no member."""
+    if rank not in members or len(members) == 1:
+        return None
+    place = members.index(rank)
+    return members[place - 1], members[(place + 1) % len(members)]
+
+
+def _rate(session: Session, wire: Wire, neighbours: tuple[int, int] | None, seconds: float) -> float:
+    """Return the bytes per second of the slowest rank, of messages that grow until they last long enough."""
+    num_bytes, spent = _FIRST_BYTES, 0.0
+    while True:
+        took = _longest(session, _swap(session, wire, neighbours, num_bytes))
+        spent += took
+        if took >= _LONG_ENOUGH_S or spent >= seconds or num_bytes >= _MOST_BYTES:
+            return num_bytes / max(took, 1e-9)
+        # As large as would last long enough, and at most eight times, for a burst says too much.
+        wanted = num_bytes * 1.2 * _LONG_ENOUGH_S / max(took, 1e-9)
+        num_bytes = int(min(max(wanted, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
+
+
+def _small(session: Session, wire: Wire, neighbours: tuple[int, int] | None) -> float:
+    """Return the seconds of a message of a few bytes."""
+    took = sum(_swap(session, wire, neighbours, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
+    return _longest(session, took)
+
+
+def _swap(session: Session, wire: Wire, neighbours: tuple[int, int] | None, num_bytes: int) -> float:
+    barrier(session, _NAME)
+    begin = time.perf_counter()
+    if neighbours is not None:
+        before, after = neighbours
+        outgoing = [Outgoing(rank=after, num_bytes=num_bytes, pieces=_pieces(num_bytes))]
+        wire.swap(outgoing, [Incoming(rank=before, room=memoryview(bytearray(num_bytes)))], _NAME)
+    return time.perf_counter() - begin
+
+
+def _pieces(num_bytes: int) -> Iterator[memoryview]:
+    piece = memoryview(bytearray(min(num_bytes, 2**20)))
+    for first in range(0, num_bytes, len(piece)):
+        yield piece[: num_bytes - first]
+
+
+def _longest(session: Session, seconds: float) -> float:
+    return max(float(str(one)) for one in gather_json(seconds, session))
+
+
+_NUMBERS = 4_000_000
+"""Of 4 bytes: more than fits any cache of one core."""
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Keep ``count`` more cores busy with sums over memory, as the layers of other ranks do.
+
+    Who times something meanwhile counts the time of its own thread.
+    """
+    stop = threading.Event()
+    threads = [threading.Thread(target=_sum_until, args=(stop,), daemon=True) for _ in range(count)]
+    for one in threads:
+        one.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for one in threads:
+            one.join()
+
+
+def _sum_until(stop: threading.Event) -> None:
+    rows, out = np.ones(_NUMBERS, np.float32), np.empty(_NUMBERS, np.float32)
+    while not stop.is_set():
+        # Lets go of the interpreter meanwhile.
+        np.add(rows, 1.0, out=out)
+
+
+_OF_MODELS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    dgl.DGLError,
+)
+"""What a model raises that does not fit its batches."""
+_TERMS = 3
+_LAYER_S, _USUAL = 2.5e-3, (0.7e-9, 0.025e-9)
+"""Of a layer, to sum a column of an edge, and of a multiply-add, on a core of today."""
+_TRUST = 0.1
+"""In that the parts of a step are as usual, by the trust in a trial's seconds."""
+_REPETITIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteRates:
+    """Seconds for a byte."""
+
+    gather: float
+    """Of a feature row, read from the own server's memory."""
+    check: float
+    """To go over it for its checksum, as rows that are kept on disk are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of one rank; all terms are at least 0."""
+
+    step_s: float
+    """Of a step, however small its batch: calls, loss, optimizer."""
+    edge_column_s: float
+    """To sum one column along one edge, forward or backward."""
+    multiply_add_s: float
+    sample_edge_s: float
+    """To draw an edge and to build its block."""
+    gather_byte_s: float
+    """To read a byte of a feature row from the own server's memory."""
+    fresh_edge_s: float = 0.0
+    """What the first step on a block takes longer than later ones, by its edges: formats that message passing
+    makes of it. Mini-batches and co-batches pay it in every step, whole graphs once."""
+    check_byte_s: float = 0.0
+    """To go over a byte for its checksum, as plans and rows do that are read from disk."""
+    measured: bool = True
+
+    def compute_s(self, work: tuple[int, int], steps: int) -> float:
+        """Return the seconds of ``work`` (of :meth:`ModelShape.work`) in so many steps."""
+        summed, multiplied = work
+        return steps * self.step_s + summed * self.edge_column_s + multiplied * self.multiply_add_s
+
+    def slowed(self, factor: float) -> Rates:
+        """Return the rates of a rank on which everything takes ``factor`` times as long."""
+        return Rates(
+            step_s=factor * self.step_s,
+            edge_column_s=factor * self.edge_column_s,
+            multiply_add_s=factor * self.multiply_add_s,
+            sample_edge_s=factor * self.sample_edge_s,
+            gather_byte_s=factor * self.gather_byte_s,
+            fresh_edge_s=factor * self.fresh_edge_s,
+            check_byte_s=factor * self.check_byte_s,
+            measured=self.measured,
+        )
+
+
+def assumed(*, speed: float = 1.0) -> Rates:
+    """Return the rates of one core of a server of today; the figures are those of this package's own tests.
+
+    Args:
+        speed: How many such cores a rank is worth; an accelerator some 50.
+    """
+    one = Rates(
+        step_s=2 * _LAYER_S,
+        edge_column_s=_USUAL[0],
+        multiply_add_s=_USUAL[1],
+        sample_edge_s=30e-9,
+        gather_byte_s=0.3e-9,
+        fresh_edge_s=20e-9,
+        check_byte_s=0.25e-9,
+        measured=False,
+    )
+    return one.slowed(1.0 / speed)
+
+
+def time_batches(
+    module: nn.Module,
+    shape: ModelShape,
+    batches: Sequence[Sequence[Any]],
+    *,
+    repetitions: int = _REPETITIONS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Array, Array, float]:
+    """Time steps of a copy of ``module``.
+
+    Args:
+        module: Called as ``module(blocks, features)``; not changed.
+        shape: Of it.
+        batches: Blocks of at least two sizes; what they hold is not read.
+        repetitions: Of each, after one on the block as it is new; the median counts.
+        clock: Seconds.
+
+    Returns:
+        (k, 3) float64 work and (k,) float64 seconds for :func:`fitted`, and what an edge of a new block takes
+        longer.
+
+    Raises:
+        ConfigError: there are no batches, or the model fails on them.
+    """
+    if not batches:
+        raise ConfigError("there is no batch to measure the model on; give the graph training nodes")
+    if not any(one.requires_grad for one in module.parameters()):
+        raise ConfigError(
+            f"the {type(module).__name__} has no parameters to train; there is nothing to choose"
+        )
+    try:
+        copied = copy.deepcopy(module).train()
+    except _OF_MODELS as problem:
+        raise ConfigError(
+            f"the model could not be copied to be tried out ({type(problem).__name__}: {problem}); keep what "
+            "copy.deepcopy refuses out of it"
+        ) from problem
+    optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
+    rows, seconds, fresh = [], [], []
+    for number, blocks in enumerate(batches):
+        sizes = _sizes(blocks)
+        rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
+        first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1))
+        seconds.append(statistics.median(later))
+        # The very first step warms up more than its blocks.
+        if number:
+            fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
+    return np.array(rows), np.array(seconds), max(statistics.median(fresh or [0.0]), 0.0)
+
+
+def _sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
+    return (
+        [int(block.num_src_nodes()) for block in blocks],
+        [int(block.num_dst_nodes()) for block in blocks],
+        [int(block.num_edges()) for block in blocks],
+    )
+
+
+def _step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    blocks: Sequence[Any],
+    shape: ModelShape,
+    clock: Callable[[], float],
+) -> float:
+    kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    rows = torch.ones(blocks[0].num_src_nodes(), shape.features, dtype=kind)
+    labels = torch.zeros(blocks[-1].num_dst_nodes(), dtype=torch.int64)
+    begin = clock()
+    try:
+        loss = cross_entropy(module(blocks, rows), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    except _OF_MODELS as problem:
+        raise ConfigError(
+            f"the model could not be tried out on a batch ({type(problem).__name__}: {problem}); it "
+            f"is called as model(blocks, features) with {len(blocks)} blocks, one for each fan-out, and must "
+            "return a row of scores for each target"
+        ) from problem
+    optimizer.step()
+    return clock() - begin
+
+
+def measured_rates(
+    tried: Sequence[tuple[Array, Array, float]], moved: ByteRates, sample_edge_s: float, num_layers: int
+) -> Rates:
+    """Return the rates that steps of one or several ranks tell.
+
+    Args:
+        tried: What :func:`time_batches` gave on each rank.
+        moved: Of bytes.
+        sample_edge_s: To draw an edge.
+        num_layers: L.
+    """
+    step, edge, product = fitted(
+        np.concatenate([work for work, _, _ in tried]),
+        np.concatenate([seconds for _, seconds, _ in tried]),
+        num_layers,
+    )
+    return Rates(
+        step_s=step,
+        edge_column_s=edge,
+        multiply_add_s=product,
+        sample_edge_s=sample_edge_s,
+        gather_byte_s=moved.gather,
+        fresh_edge_s=max(fresh for _, _, fresh in tried),
+        check_byte_s=moved.check,
+    )
+
+
+def fitted(work: Array, seconds: Array, num_layers: int = 2) -> tuple[float, float, float]:
+    """Lay seconds through (k, 3) float64 ``work`` by least squares of relative errors, no factor below 0.
+
+    What trials do not tell apart, as neighbourhoods that are all of the graph, is parted as it usually is.
+
+    Returns:
+        (step_s, edge_column_s, multiply_add_s).
+    """
+    usual = np.array([_LAYER_S * num_layers, *_USUAL])
+    # Columns differ by many orders of magnitude: a factor of 1 is the usual rate.
+    scaled = work * usual / seconds[:, None]
+    scale = 1.0 / max(float(np.median(scaled.sum(axis=1))), 1e-300)
+    rows = np.concatenate([scaled, np.eye(_TERMS) * _TRUST / scale])
+    aim = np.concatenate([np.ones(len(seconds)), np.full(_TERMS, _TRUST)])
+    best, least = np.zeros(_TERMS), np.inf
+    for count in range(1, _TERMS + 1):
+        for columns in map(list, combinations(range(_TERMS), count)):
+            factors, *_ = np.linalg.lstsq(rows[:, columns], aim, rcond=None)
+            residual = float(((rows[:, columns] @ factors - aim) ** 2).sum())
+            if (factors >= 0).all() and residual < least:
+                least, best = residual, np.zeros(_TERMS)
+                best[columns] = factors
+    step, edge, product = (best * usual).tolist()
+    return step, edge, product
+
+
+log = logging.getLogger(__name__)
+
+_MOST_EDGES = 3_000_000
+"""Of all layers of a neighbourhood that is tried."""
+_PARTS = (8, 3, 1)
+"""Of a server's training nodes one in so many, the smallest neighbourhood first."""
+_FEW_SEEDS = 64
+"""Of which neighbourhoods are tried where those of all are too large."""
+
+
+def plan_trials(
+    ground: PartitionContext, seeds: Array, num_layers: int, server: int = 0
+) -> Iterator[list[HaloBlock]]:
+    """Yield the blocks of all layers for parts of a server's training nodes, smallest first.
+
+    They are those of shared preloading on a server of one rank, and of its co-batches: of the size, and with
+    the wide ids, that training has; no row comes from elsewhere.
+
+    Args:
+        ground: Of a structure that is whole here.
+        seeds: (K,) ascending int64 training nodes, of all servers.
+        num_layers: L.
+        server: Whose nodes.
+    """
+    first, last = ground.own(server)
+    mine = seeds[(seeds >= first) & (seeds < last)]
+    mine = mine if len(mine) else seeds
+    if ground.structure.num_edges * num_layers > _MOST_EDGES:
+        mine = mine[:: -(-len(mine) // _FEW_SEEDS)]
+    for part in _PARTS:
+        yield _blocks(ground, mine[::part], num_layers, server)
+
+
+def _blocks(ground: PartitionContext, seeds: Array, num_layers: int, server: int) -> list[HaloBlock]:
+    expander = NeighborhoodExpander(ground.structure, seeds)
+    for _ in range(num_layers):
+        expander.add(expander.sources())
+    closure = expander.finish()
+    held = HeldNeighborhood(closure=closure, holders=np.zeros(len(closure.nodes), np.int32))
+    own = own_rows(held, 0)
+    layers = read_layers(own, held, num_layers, ground.own(server), 0, np.zeros_like)
+    nodes = torch.from_numpy(own.nodes)
+    blocks: list[HaloBlock] = []
+    for depth, layer in enumerate(layers):
+        alike = depth and layer is layers[depth - 1]
+        blocks.append(blocks[-1].fresh() if alike else halo_block(layer, nodes, _NoPeers(), etype=EDGE_TYPE))
+    return blocks
+
+
+def time_on_plans(
+    module: nn.Module, shape: ModelShape, trials: Sequence[Sequence[Any]], clock: Callable[[], float]
+) -> tuple[Array, Array, float] | None:
+    """Return what :func:`time_batches` gives for ``trials``; None for a model that does not run on them."""
+    try:
+        return time_batches(OnPlans(module), shape, trials, clock=clock)
+    except ConfigError as problem:
+        log.info("the model is timed on mini-batches alone: %s", problem)
+        return None
+
+
+class _NoPeers:
+    """Stands for the exchange of a rank that needs nobody's rows."""
+
+    def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Return ``h``."""
+        return h
+
+
+@final
+class OnPlans(nn.Module):
+    """A model that drops entries as strategies of whole graphs do: by node, not by torch's generator.
+
+    Args:
+        module: Called as ``module(blocks, features)``; a copy of this changes only its own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._dropouts: NodeDropouts | None = None
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Any:
+        """Call the module."""
+        if self._dropouts is None:
+            self._dropouts = install_node_dropouts(self.module, 0)
+        self._dropouts.begin(0, blocks[0].srcdata[dgl.NID])
+        return self.module(blocks, x)
+
+
+_PARTS_OF_A_BATCH = (1, 2, 4)
+_MOST_SEEDS = 64
+_GATHERED = 20_000
+_REPETITIONS_TRIALS = 5
+
+
+def trials(
+    g: DistGraph, seeds: Array, draws: Draws | None, num_layers: int, *, whole: bool
+) -> Iterator[list[Any]]:
+    """Yield blocks; every rank of ``g``'s session must take all of them.
+
+    Args:
+        g: Of one node and edge type.
+        seeds: (K,) int64 training nodes, at least one.
+        draws: Of mini-batches; None: none are tried.
+        num_layers: L.
+        whole: Whether to try neighbourhoods with all edges too, as whole graphs have them.
+    """
+    topology = g.session.topology
+    if len(seeds) >= topology.world_size:
+        # Every rank tries other ones, as in training, and all as many.
+        seeds = seeds[topology.rank :: topology.world_size][: len(seeds) // topology.world_size]
+    for part in _PARTS_OF_A_BATCH if draws is not None else ():
+        assert draws is not None
+        size = min(max(draws.batch_size // part, 1), len(seeds))
+        yield _blocks_trials(g, _spread(seeds, size), draws.fanouts)
+    if not whole:
+        return
+    small = g.num_edges() * num_layers <= _MOST_EDGES
+    size = len(seeds) if small else min(len(seeds), _MOST_SEEDS)
+    for count in sorted({max(size // 4, 1), size}):
+        yield _blocks_trials(g, _spread(seeds, count), (-1,) * num_layers)
+
+
+def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.perf_counter) -> ByteRates:
+    """Return what moving features of some of ``nodes`` takes, which this server should own."""
+    ids = np.resize(nodes, _GATHERED)
+    column = g.ndata[FEATURE]
+    # The first time maps the file.
+    rows = column[ids].contiguous()
+    count = max(rows.numel() * rows.element_size(), 1)
+    plain = rows.view(torch.uint8).numpy().reshape(-1)
+
+    def timed(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(_REPETITIONS_TRIALS):
+            begin = clock()
+            work()
+            seconds.append(clock() - begin)
+        return statistics.median(seconds) / count
+
+    return ByteRates(gather=timed(lambda: column[ids]), check=timed(lambda: zlib.crc32(plain.data)))
+
+
+def _spread(seeds: Array, count: int) -> Array:
+    """Return ``count`` of ``seeds``, from all over the graph as those of a shuffled batch are."""
+    return seeds[np.unique(np.linspace(0, len(seeds) - 1, count).astype(np.int64))]
+
+
+def _blocks_trials(g: DistGraph, seeds: Array, fanouts: tuple[int, ...]) -> list[Any]:
+    sampler = dgl.dataloading.NeighborSampler(list(fanouts))
+    loader = DataLoader(g, seeds, sampler, batch_size=len(seeds), num_threads=0)
+    ((_, _, blocks),) = list(loader)
+    return list(blocks)

@@ -1,0 +1,237 @@
+"""From any graph to a partitioned dataset on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from dglx_dist.data.partition.balance import PartitionQuality, measure
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
+from dglx_dist.data.partition.hierarchical import assign_two_levels, check_no_trainer_ids, with_trainer_ids
+from dglx_dist.data.partition.simple import COLUMNS, FEATURES
+from dglx_dist.data.sources import load_dataset
+from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.data.storage.reader import graph_of, open_dataset
+from dglx_dist.data.storage.writer import FeatureDtype, check_feature_dtype, in_precision, write_dataset
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.records import Array, Assignment, EdgeType, RawGraph, SparseRows
+
+if TYPE_CHECKING:
+    import dgl
+
+
+MANY_CONSTRAINTS = 10
+"""Weights balanced at once, beyond which a partition is bound to cut much more."""
+
+TRAINERS = "trainers"
+"""Where the manifest's quality keeps the figures of the finer cut."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionPlan:
+    """How a graph is cut and in which format it is written.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    num_parts: int
+    method: str | None = None
+    """Name of a partitioner; None: the default one for these options."""
+    seed: int = 0
+    options: PartitionOptions = field(default_factory=PartitionOptions)
+    format: Literal["dglx", "dgl"] = "dglx"
+    overwrite: bool = False
+    trainers_per_part: int = 1
+    """t above 1: each part is cut once more, and nodes and edges get their ``trainer_id`` in [0, P x t)."""
+    feature_dtype: FeatureDtype | None = None
+    """What features are stored in, see :func:`in_precision`; None: as they come."""
+
+    def __post_init__(self) -> None:
+        if self.num_parts < 1:
+            raise ConfigError(f"the number of parts is {self.num_parts}; it must be at least 1")
+        if self.format not in ("dglx", "dgl"):
+            raise ConfigError(f"format is {self.format!r}; it is 'dglx' or 'dgl'")
+        if self.seed < 0:
+            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
+        if self.trainers_per_part < 1:
+            raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
+        check_feature_dtype(self.feature_dtype)
+        told = self.feature_dtype
+        asked = list(told.values()) if isinstance(told, Mapping) else [told]
+        if self.format == "dgl" and "bfloat16" in asked:
+            raise ConfigError("DGL's files cannot hold bfloat16; take float16, or format 'dglx'")
+
+    @property
+    def partitioner(self) -> str:
+        """Name of the partitioner that will be used.
+
+        Raises:
+            UnknownNameError: there is no such one.
+        """
+        return PARTITIONERS.resolve(self.method or default_partitioner(self.options))
+
+    def check_target(self, folder: Path) -> None:
+        """Raise StorageError when ``folder`` holds something and may not be replaced; costs nothing."""
+        if folder.is_dir() and any(folder.iterdir()) and not self.overwrite:
+            raise StorageError(
+                f"{folder} exists and is not empty; choose another folder, or say that it may be replaced "
+                "(--overwrite, overwrite=True)"
+            )
+
+
+def load_graph(spec: str | os.PathLike[str] | dgl.DGLGraph, **options: object) -> RawGraph:
+    """Return the graph that ``spec`` means: what :func:`load_dataset` knows, or a dataset of one part.
+
+    Raises:
+        DatasetError: there is nothing at that path, or the data is wrong.
+        UnknownNameError: no source has the name before the colon.
+        ConfigError: an option that the source does not have, or the dataset is cut into several parts.
+        StorageError: the dataset is damaged.
+    """
+    if isinstance(spec, (str, os.PathLike)) and (Path(spec).expanduser() / MANIFEST).is_file():
+        folder = Path(spec).expanduser()
+        if options:
+            raise ConfigError(
+                f"{folder} is a dataset, which has no option {next(iter(options))!r}; leave it out"
+            )
+        return graph_of(open_dataset(folder))
+    return load_dataset(spec, **options)
+
+
+def partition_to_disk(
+    graph: RawGraph, folder: str | Path, plan: PartitionPlan, *, weights: Mapping[str, Array] | None = None
+) -> PartitionQuality:
+    """Cut ``graph`` as ``plan`` says and write it to ``folder``; one process calls it.
+
+    Where the partitioner asks for features by column (``feature``), files of them follow once the dataset
+    stands; if they cannot be written, that is logged, and training makes them.
+
+    Args:
+        graph: What to cut.
+        folder: Where the dataset appears, whole or not at all.
+        plan: How.
+        weights: Name to (N,) non-negative numbers that ``plan.options.balance`` may name and that are
+            not written; for graphs with one node type.
+
+    Returns:
+        The figures of the partition, which the dataset keeps in its manifest too.
+
+    Raises:
+        ConfigError: plan and graph do not fit, or no partitioner has the name.
+        StorageError: ``folder`` holds something and the plan does not say to replace it.
+    """
+    target = Path(folder)
+    plan.check_target(target)
+    weighted = _with_weights(graph, weights or {})
+    assignment, figures, trainers = _cut(weighted, plan)
+    _warn_of_many(figures)
+    bfloat16: frozenset[tuple[str | EdgeType, str]] = frozenset()
+    if trainers is not None:
+        graph = with_trainer_ids(graph, trainers)
+    if plan.feature_dtype is not None:
+        graph, bfloat16 = in_precision(graph, plan.feature_dtype)
+    if plan.format == "dgl":
+        # Only here: writing DGL's files needs DGL.
+        from dglx_dist.data.storage.dgl_format import write_dgl_format
+
+        write_dgl_format(graph, assignment, target)
+    else:
+        kept = figures.to_json()
+        if trainers is not None:
+            kept[TRAINERS] = _trainer_figures(measure(weighted, trainers))
+        write_dataset(graph, assignment, target, quality=kept, overwrite=plan.overwrite, bfloat16=bfloat16)
+        if assignment.parameters.get(FEATURES) == COLUMNS:
+            _write_columns(target, assignment.num_parts)
+    return figures
+
+
+def _write_columns(folder: Path, num_parts: int) -> None:
+    # Only here: what trains by column needs torch.
+    from dglx_dist.strategies.push_pull.feature_columns import write_slices
+
+    try:
+        write_slices(open_dataset(folder, verify="never"), num_parts)
+    except StorageError as problem:
+        log.warning("%s", problem)
+
+
+def _cut(graph: RawGraph, plan: PartitionPlan) -> tuple[Assignment, PartitionQuality, Assignment | None]:
+    """Return the parts, their figures, and the trainers if parts are cut once more."""
+    if plan.trainers_per_part == 1:
+        assignment = PARTITIONERS.get(plan.partitioner)(plan.options).assign(graph, plan.num_parts, plan.seed)
+        return assignment, measure(graph, assignment), None
+    check_no_trainer_ids(graph)
+    size = (plan.num_parts, plan.trainers_per_part)
+    split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed)
+    return split.parts, measure(graph, split.parts), split.trainers
+
+
+def _warn_of_many(figures: PartitionQuality) -> None:
+    if len(figures.tolerance) > MANY_CONSTRAINTS:
+        log.warning(
+            "%d weights are balanced at once, and %.0f %% of the edges are cut: each one more leaves less "
+            "choice; balance fewer, such as degree, the in-edges of all types together, in place of etype",
+            len(figures.tolerance),
+            100 * figures.edge_cut,
+        )
+
+
+def _trainer_figures(quality: PartitionQuality) -> dict[str, object]:
+    """Return what the manifest keeps of the finer cut."""
+    kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
+    return {name: value for name, value in quality.to_json().items() if name in kept}
+
+
+def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
+    """Return 16 hexadecimal digits that name ``graph`` cut as ``plan`` says; reads every byte of it."""
+    digest = hashlib.sha256()
+    told = (
+        *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
+        *(plan.num_parts, plan.partitioner, plan.seed, plan.options, plan.format),
+        *(plan.trainers_per_part, plan.feature_dtype),
+    )
+    digest.update(repr(told).encode())
+    for name, array in _arrays(graph):
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
+    return digest.hexdigest()[:16]
+
+
+def _arrays(graph: RawGraph) -> Iterator[tuple[str, Array]]:
+    for etype, (source, destination) in sorted(graph.edges.items()):
+        yield f"edges {etype} source", source
+        yield f"edges {etype} destination", destination
+        for name, values in sorted(graph.edge_data.get(etype, {}).items()):
+            yield f"edges {etype} {name}", values
+    for ntype, columns in sorted(graph.node_data.items()):
+        for name, column in sorted(columns.items()):
+            if isinstance(column, SparseRows):
+                yield f"nodes {ntype} {name} indptr", column.indptr
+                yield f"nodes {ntype} {name} indices {column.num_columns}", column.indices
+                yield f"nodes {ntype} {name} values", column.values
+            else:
+                yield f"nodes {ntype} {name}", column
+    for ntype, ids in sorted(graph.user_ids.items()):
+        yield f"ids {ntype}", ids
+
+
+def _with_weights(graph: RawGraph, weights: Mapping[str, Array]) -> RawGraph:
+    if not weights:
+        return graph
+    if len(graph.num_nodes) != 1:
+        raise ConfigError(
+            f"weights were given for a graph with the node types {', '.join(graph.num_nodes)}; balance "
+            "'ntype' or a column of the graph instead"
+        )
+    (ntype,) = graph.num_nodes
+    return replace(graph, node_data={ntype: {**graph.node_data.get(ntype, {}), **weights}})

@@ -1,0 +1,587 @@
+"""A picture of who did what when, drawn from a trace without a display."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from dglx_dist.comm.trace import (
+    COMPUTE,
+    GRAPH_SERVER,
+    LOADER,
+    NETWORK,
+    PARAMETER_SERVER,
+    WAIT,
+    WORKER,
+    RankSpans,
+    Span,
+    TraceFile,
+    deal_out,
+)
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.choose import Regions
+from dglx_dist.records import EpochRecord
+from dglx_dist.report.tables import readable_percent
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Seconds, summed over the ranks."""
+
+    network_s: float
+    """During which something of a rank was under way on the network; two transfers at once count once."""
+    beside_s: float
+    """Of them, those in which that rank computed too. Waiting is no computing."""
+    compute_s: float
+    """During which a rank computed."""
+
+    @property
+    def fraction(self) -> float | None:
+        """``beside_s / network_s``; None where nothing was under way."""
+        return self.beside_s / self.network_s if self.network_s > 0 else None
+
+
+def overlap(trace: TraceFile) -> Overlap:
+    """Return how long ranks computed while their network was in use."""
+    network_s = beside_s = compute_s = 0.0
+    for rank in trace.ranks:
+        network, compute = _network(rank.spans), _compute(rank.spans)
+        network_s += _length(network)
+        compute_s += _length(compute)
+        beside_s += _length(network) - _length(_without(network, compute))
+    return Overlap(network_s=network_s, beside_s=beside_s, compute_s=compute_s)
+
+
+def workers_beside(trace: TraceFile) -> tuple[float, float]:
+    """Return seconds in which a rank had tasks at workers, and those of them in which it computed too."""
+    worker_s = beside_s = 0.0
+    for rank in trace.ranks:
+        tasks = [one for one in rank.spans if one.row == WORKER and not is_wait(one)]
+        busy = _union((one.begin_s, one.end_s) for one in tasks)
+        worker_s += _length(busy)
+        beside_s += _length(busy) - _length(_without(busy, _compute(rank.spans)))
+    return worker_s, beside_s
+
+
+def is_wait(span: Span) -> bool:
+    """Whether a row stands still during ``span``."""
+    return span.name.startswith(WAIT)
+
+
+def _network(spans: Sequence[Span]) -> list[Interval]:
+    return _union((one.begin_s, one.end_s) for one in spans if one.row == NETWORK and not is_wait(one))
+
+
+def _compute(spans: Sequence[Span]) -> list[Interval]:
+    rows = [one for one in spans if one.row in (COMPUTE, GRAPH_SERVER)]
+    work = _union((one.begin_s, one.end_s) for one in rows if not is_wait(one))
+    return _without(work, _union((one.begin_s, one.end_s) for one in rows if is_wait(one)))
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same points as intervals that are apart, in order."""
+    joined: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _without(kept: Sequence[Interval], cut: Sequence[Interval]) -> list[Interval]:
+    """Return the points of ``kept`` that are not in ``cut``; both in order and apart, and so the result."""
+    left: list[Interval] = []
+    first = 0
+    for begin, end in kept:
+        while first < len(cut) and cut[first][1] <= begin:
+            first += 1
+        number = first
+        while number < len(cut) and cut[number][0] < end:
+            if begin < cut[number][0]:
+                left.append((begin, cut[number][0]))
+            begin = max(begin, cut[number][1])
+            number += 1
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def choose(
+    trace: TraceFile, row: str, asked: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
+) -> tuple[int, int]:
+    """Return the first and the last number of the spans of ``row`` that are shown.
+
+    Args:
+        trace: What is drawn.
+        row: Whose spans have the numbers.
+        asked: First and last, as the user wants them; None: ``usual`` many in the middle.
+        unit: What is numbered, for messages.
+        usual: So many unless told otherwise.
+        early: So many more are left out before the middle than behind it.
+
+    Raises:
+        ConfigError: there is none, or none that was asked for.
+    """
+    spans = (span for rank in trace.ranks for span in rank.spans)
+    known = sorted({span.batch for span in spans if span.row == row and span.batch is not None})
+    if not known:
+        raise ConfigError(f"the trace has no {unit} to draw; record more with --trace-steps")
+    if asked is None:
+        middle = max((len(known) - usual + early) // 2, 0)
+        return known[middle], known[min(middle + usual, len(known)) - 1]
+    first, last = asked
+    if not any(first <= number <= last for number in known):
+        raise ConfigError(
+            f"the trace has no {unit} from {first} to {last}; it has {known[0]} to {known[-1]}; choose "
+            "others with --batches FIRST:LAST"
+        )
+    return max(first, known[0]), min(last, known[-1])
+
+
+def window(
+    trace: TraceFile, first: int, last: int, rows: Collection[str] | None = None
+) -> tuple[float, float]:
+    """Return begin and end in seconds of all that is numbered ``first`` to ``last``, with some room.
+
+    ``rows``: whose spans count; None: all.
+    """
+    shown = [
+        span
+        for rank in trace.ranks
+        for span in rank.spans
+        if (rows is None or span.row in rows)
+        and span.batch is not None
+        and first <= span.batch <= last
+        and not is_wait(span)
+    ]
+    begin, end = min(span.begin_s for span in shown), max(span.end_s for span in shown)
+    room = 0.01 * (end - begin)
+    return begin - room, end + room
+
+
+def clipped(span: Span, shown: tuple[float, float]) -> tuple[float, float]:
+    """Return begin and end in milliseconds since the picture's begin, as far as they are on it."""
+    begin, end = shown
+    return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
+
+
+PHASES = (
+    ("wait for the loader", "wait_s", "#c44e52"),
+    ("compute", "compute_s", "#4c72b0"),
+    ("exchange", "exchange_s", "#dd8452"),
+)
+"""Label, field of EpochRecord, colour of what the training loop does, one after another."""
+HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
+"""The same for what the loader's threads do beside it."""
+INSIDE, OUTSIDE = "#9ecae1", "#d62728"
+_IN_LEGEND = 8
+"""Servers that are named beside their lines."""
+
+
+def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
+    """Draw loss and accuracy, where the seconds went, and the bytes of each epoch into a PNG file."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    learning, phases, traffic = figure.subplots(1, 3)
+    _draw_learning(learning, epochs)
+    _draw_phases(phases, epochs)
+    _draw_traffic(traffic, epochs)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
+    numbers = [e.epoch for e in epochs]
+    axes.plot(numbers, [e.loss for e in epochs], color="#444444", label="loss")
+    axes.set(title="loss and accuracy", xlabel="epoch", ylabel="loss")
+    right = axes.twinx()
+    right.plot(numbers, [e.train_accuracy for e in epochs], color="#4c72b0", label="train accuracy")
+    measured = [(e.epoch, e.val_accuracy) for e in epochs if e.val_accuracy is not None]
+    if measured:
+        right.plot(
+            *zip(*measured, strict=True), color="#c44e52", marker="o", markersize=3, label="val accuracy"
+        )
+    right.set(ylim=(0, 1), ylabel="accuracy")
+    handles = [*axes.get_lines(), *right.get_lines()]
+    axes.legend(handles=handles, loc="center right", fontsize=8)
+
+
+def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
+    numbers = [e.epoch for e in epochs]
+    bottom = [0.0] * len(epochs)
+    for name, field, color in PHASES:
+        heights = [getattr(e, field) for e in epochs]
+        axes.bar(numbers, heights, bottom=bottom, color=color, label=name)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for name, field, color in HIDDEN:
+        axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
+    axes.set(title="seconds per epoch", xlabel="epoch", ylabel="s")
+    # The first epoch compiles kernels; drawn whole, it would flatten all others.
+    warm = max((sum(getattr(e, field) for _, field, _ in PHASES) for e in epochs[1:]), default=0.0)
+    if bottom and bottom[0] > 2 * warm > 0:
+        axes.set_ylim(0, 1.6 * warm)
+        axes.set_xlabel(f"epoch (the first, {bottom[0]:.2g} s, goes beyond the picture)")
+    axes.legend(fontsize=8, loc="upper right")
+
+
+def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
+    numbers = [e.epoch for e in epochs]
+    inside = [e.bytes_inside / 1e6 for e in epochs]
+    axes.bar(numbers, inside, color=INSIDE, label="inside a server")
+    outside = [e.bytes_outside / 1e6 for e in epochs]
+    axes.bar(numbers, outside, bottom=inside, color=OUTSIDE, label="between servers")
+    axes.set(title="payload per epoch, all ranks", xlabel="epoch", ylabel="MB")
+    axes.set_ylim(0, 1.4 * max((e.bytes_inside + e.bytes_outside for e in epochs), default=1) / 1e6 or 1)
+    axes.legend(fontsize=8, loc="upper right")
+
+
+def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
+    """Draw one bar per part for each column (nodes, edges, halo, ...) into a PNG file.
+
+    Args:
+        columns: Name to one number per part, all of one length; each gets its own panel, two to a row,
+            with a line at the mean, so that imbalance shows.
+        path: Where the picture goes.
+        title: Heading of the whole.
+    """
+    across = min(max(len(columns), 1), 2)
+    down = max(-(-len(columns) // across), 1)
+    figure = Figure(figsize=(6 * across, 3.5 * down), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(down, across, squeeze=False).flat
+    for axes, (name, values) in zip(panels, columns.items(), strict=False):
+        axes.bar(range(len(values)), values, color="#4c72b0")
+        axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
+        axes.set(title=name, xlabel="part")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Two to a row: an odd number leaves the last place empty.
+    for axes in panels:
+        axes.set_axis_off()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=100)
+
+
+def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
+    """Draw how the closures of servers grow into a PNG file.
+
+    Args:
+        factors: (K + 1, S) nodes within h hops of a server's own, by its own; a line for each server.
+        path: Where the picture goes.
+        title: Heading.
+    """
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    servers = len(factors[0])
+    for server in range(servers):
+        axes.plot(range(len(factors)), [row[server] for row in factors], marker="o", label=f"server {server}")
+    # No closure is larger than the graph.
+    axes.axhline(servers, color="#444444", linestyle="--", linewidth=1, label="the whole graph")
+    axes.set(title=title, xlabel="hops", ylabel="nodes held / own nodes", ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if servers <= _IN_LEGEND:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
+"""Interval i has colour i modulo their number."""
+NO_INTERVAL, WAITING = "#888888", "#eeeeee"
+_SHOWN_EPOCHS = 2
+_CHAR_WIDTH = 0.0075
+_BACK = ("grad", "publish", "collect")
+"""How names begin of what goes backward; these are hatched."""
+
+
+def has_intervals(trace: TraceFile) -> bool:
+    """Whether the trace is of training in intervals."""
+    return any(span.row == GRAPH_SERVER for rank in trace.ranks for span in rank.spans)
+
+
+def draw_pipeline(
+    trace: TraceFile, path: str | Path, *, title: str, epochs: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Draw the rows of each rank into a PNG file: a colour per interval, backward hatched.
+
+    Args:
+        trace: What to draw.
+        path: Where the picture goes.
+        title: Heading.
+        epochs: First and last epoch that is shown; None: two in the middle.
+
+    Returns:
+        The first and the last epoch.
+
+    Raises:
+        ConfigError: the trace has no such epoch.
+    """
+    # The first epoch compiles kernels and starts workers.
+    first, last = choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
+    begin, end = window(trace, first, last)
+    rows = [row for rank in trace.ranks for row in _rows(rank, begin, end)]
+    figure = Figure(figsize=(13, 1.4 + 0.34 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for height, (_, lane) in enumerate(rows):
+        for span in lane:
+            _draw_box(axes, span, height, (begin, end))
+    axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    figure.suptitle(f"{title}: epochs {first} to {last}, {pipeline_text(trace)}", fontsize=10)
+    figure.savefig(path, dpi=110, format="png")
+    return first, last
+
+
+def pipeline_text(trace: TraceFile) -> str:
+    """Return ``82.0 % of the workers' time beside graph servers``, of the whole trace."""
+    worker_s, beside_s = workers_beside(trace)
+    if worker_s <= 0:
+        return "no task of a worker"
+    return f"{readable_percent(beside_s / worker_s)} of the workers' time beside graph servers"
+
+
+def _rows(rank: RankSpans, begin: float, end: float) -> list[tuple[str, list[Span]]]:
+    found: list[tuple[str, list[Span]]] = []
+    for row in (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK):
+        inside = [
+            span for span in rank.spans if span.row == row and span.end_s > begin and span.begin_s < end
+        ]
+        lanes = deal_out(inside, nested=False)
+        names = _names(rank.rank, row, len(lanes))
+        found += list(zip(names, lanes, strict=True))
+    return found
+
+
+def _names(rank: int, row: str, number: int) -> Sequence[str]:
+    """Return a name for each lane; of workers, which are many, each has its number."""
+    if row == WORKER:
+        return [f"rank {rank}, worker {lane + 1}" for lane in range(number)]
+    return [f"rank {rank}, {row}" if lane == 0 else "" for lane in range(number)]
+
+
+def _draw_box(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
+    left, right = clipped(span, shown)
+    waits = is_wait(span)
+    color = NO_INTERVAL if span.interval is None else COLORS[span.interval % len(COLORS)]
+    axes.barh(
+        height,
+        right - left,
+        left=left,
+        height=0.4 if waits else 0.8,
+        color=WAITING if waits else color,
+        edgecolor="white",
+        linewidth=0.4,
+        hatch="//" if span.name.startswith(_BACK) else None,
+    )
+    label = span.name if span.interval is None else f"{span.name} i{span.interval}"
+    if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (shown[1] - shown[0]):
+        axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=6, color="white")
+
+
+COLORS_REGIONS = (
+    "#9ecae1",
+    "#fdae6b",
+    "#a1d99b",
+    "#bcbddc",
+    "#fc9272",
+    "#d9d9d9",
+    "#fdd0a2",
+    "#c7e9c0",
+    "#f7b6d2",
+    "#ffe08a",
+)
+_NOTHING = "nothing fits"
+_GAINS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+def draw_regions(
+    regions: Regions, path: str | Path, *, title: str, here: tuple[int, float] | None = None
+) -> None:
+    """Draw the regions into a PNG file, with lines of equal gain over the usual strategy.
+
+    Args:
+        regions: A grid of at least 2 x 2.
+        path: Where the picture goes.
+        title: Heading.
+        here: Hidden width and bytes per second that were asked for: a star.
+    """
+    names = sorted({name for row in regions.winners for name in row})
+    grid = np.array([[names.index(name) for name in row] for row in regions.winners])
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    bits = [8 * rate / 1e9 for rate in regions.bytes_per_s]
+    colors = ListedColormap([COLORS_REGIONS[place % len(COLORS_REGIONS)] for place in range(len(names))])
+    norm = BoundaryNorm(np.arange(len(names) + 1) - 0.5, len(names)) if len(names) > 1 else None
+    axes.pcolormesh(bits, regions.hidden, grid, cmap=colors, norm=norm, shading="nearest")
+    _draw_gains(axes, bits, regions)
+    if here is not None:
+        axes.plot(
+            [8 * here[1] / 1e9], [here[0]], marker="*", markersize=14, color="#222222", linestyle="none"
+        )
+    axes.set(xscale="log", xlabel="Gbit/s of payload between servers", ylabel="hidden width", title=title)
+    axes.set_yscale("log", base=2)
+    axes.set_yticks(list(regions.hidden), [str(width) for width in regions.hidden])
+    # Numbers as the command line takes them, and not as powers.
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    patches = [
+        Patch(color=COLORS_REGIONS[place % len(COLORS_REGIONS)], label=name or _NOTHING)
+        for place, name in enumerate(names)
+    ]
+    axes.legend(
+        handles=patches, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, fontsize=8, frameon=False
+    )
+    target = Path(path)
+    # Whoever interrupts it finds an earlier picture whole.
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        figure.savefig(partial, dpi=110, format="png")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:
+    gains = np.array(regions.gains)
+    levels = [level for level in _GAINS if gains.min() < level < gains.max()]
+    if min(gains.shape) < 2 or not levels:
+        return
+    lines = axes.contour(bits, regions.hidden, gains, levels=levels, colors="#444444", linewidths=0.8)
+    axes.clabel(lines, fmt=lambda level: f"{level:g} x {regions.usual}", fontsize=7)
+
+
+COLORS_SCHEDULE = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+"""Batch b has colour b modulo their number."""
+NO_BATCH, WAITING_SCHEDULE = "#bbbbbb", "#eeeeee"
+SHORT = {
+    "forward M": "fM",
+    "forward D": "fD",
+    "backward D": "bD",
+    "backward M": "bM",
+    "forward": "f",
+    "backward": "b",
+    "step": "s",
+    "sample": "sample",
+    "all-reduce D": "sum D",
+    "push gradient": "push",
+    "push structure": "structure",
+}
+"""Names of spans as boxes show them; others as they are."""
+SPLIT = {"forward": "fD", "backward": "bD"}
+"""Names where the first layer has spans of its own, which lie on top: what is left is the owner's side."""
+_SHOWN_BATCHES = 4
+_CHAR_WIDTH_SCHEDULE = 0.0085
+"""Width of a letter, as a fraction of the picture's: a label is left out where it has no room."""
+
+
+def draw_schedule(
+    trace: TraceFile, path: str | Path, *, title: str, batches: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Draw the rows of each rank into a PNG file, a colour per batch; where a rank waits it is grey.
+
+    Args:
+        trace: What to draw.
+        path: Where the picture goes.
+        title: Heading; strategy and overlap are added.
+        batches: First and last batch whose compute is shown; None: some in the middle, past the warm-up.
+
+    Returns:
+        The first and the last batch.
+
+    Raises:
+        ConfigError: the trace has no such batch.
+    """
+    # The first batches compile kernels and open connections; the last ones are drained.
+    first, last = choose(trace, COMPUTE, batches, unit="batch", usual=_SHOWN_BATCHES)
+    begin, end = window(trace, first, last, (COMPUTE,))
+    split = any(span.name == "forward M" for rank in trace.ranks for span in rank.spans)
+    names = SHORT | SPLIT if split else SHORT
+    rows = [
+        (f"rank {rank.rank}\n{row}" if number == 0 else "", lane)
+        for rank in trace.ranks
+        for row in (COMPUTE, NETWORK, LOADER)
+        for number, lane in enumerate(_lanes(rank.spans, row, begin, end))
+    ]
+    figure = Figure(figsize=(13, 1.4 + 0.42 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for height, (_, lane) in enumerate(rows):
+        for place, span in enumerate(lane):
+            _draw_box_schedule(axes, span, height, (begin, end))
+            # What is nested lies on top, and comes later.
+            _draw_label(axes, _longest_part(span, lane[place + 1 :]), height, (begin, end), names)
+    axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    figure.suptitle(f"{title}: batches {first} to {last}, {overlap_text(trace)}", fontsize=10)
+    figure.savefig(path, dpi=110, format="png")
+    return first, last
+
+
+def overlap_text(trace: TraceFile) -> str:
+    """Return ``82 % of the network's time beside compute``, of the whole trace."""
+    fraction = overlap(trace).fraction
+    if fraction is None:
+        return "nothing on the network"
+    return f"{readable_percent(fraction)} of the network's time beside compute"
+
+
+def _lanes(spans: Sequence[Span], row: str, begin: float, end: float) -> list[list[Span]]:
+    inside = [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
+    return deal_out(inside, nested=row == COMPUTE) or [[]]
+
+
+def _longest_part(span: Span, later: Sequence[Span]) -> Span:
+    """Return ``span`` where it is longest without one of ``later`` on top, which are in order."""
+    free, begin = [(span.begin_s, span.begin_s)], span.begin_s
+    for other in later:
+        if other.begin_s >= span.end_s:
+            break
+        free.append((begin, other.begin_s))
+        begin = max(begin, other.end_s)
+    free.append((begin, span.end_s))
+    left, right = max(free, key=lambda part: part[1] - part[0])
+    return replace(span, begin_s=left, end_s=right)
+
+
+def _draw_box_schedule(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
+    left, right = clipped(span, shown)
+    waits = is_wait(span)
+    color = NO_BATCH if span.batch is None else COLORS_SCHEDULE[span.batch % len(COLORS_SCHEDULE)]
+    axes.barh(
+        height,
+        right - left,
+        left=left,
+        height=0.5 if waits else 0.8,
+        color=WAITING_SCHEDULE if waits else color,
+        edgecolor="white",
+        linewidth=0.5,
+    )
+
+
+def _draw_label(
+    axes: Any, span: Span, height: int, shown: tuple[float, float], names: Mapping[str, str]
+) -> None:
+    left, right = clipped(span, shown)
+    label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
+    room = _CHAR_WIDTH_SCHEDULE * len(label) * 1e3 * (shown[1] - shown[0])
+    if not is_wait(span) and right - left > room:
+        axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=7, color="white")

@@ -1,0 +1,351 @@
+"""The tables that the command line prints, and those of Markdown files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from rich import box
+from rich.table import Table
+
+from dglx_dist.planner.records import Choice, Prediction
+from dglx_dist.records import EpochRecord
+
+_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """Write a count of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
+    value, unit = float(num_bytes), _BYTE_UNITS[0]
+    for unit in _BYTE_UNITS:
+        # 999.5 would be written as 1e+03.
+        if abs(value) < 999.5 or unit == _BYTE_UNITS[-1]:
+            break
+        value /= 1000
+    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def readable_count(count: float) -> str:
+    """Write a count with a blank between thousands: 12345.6 -> ``12 346``."""
+    return f"{count:,.0f}".replace(",", " ")
+
+
+def plural(count: object, noun: str) -> str:
+    """Write how many there are: (1, "rank") -> ``1 rank``, (2, "rank") -> ``2 ranks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Write seconds with what precision matters: 0.0123 -> ``0.012``, 75.3 -> ``75.3``."""
+    return f"{seconds:.3f}" if abs(seconds) < 10 else f"{seconds:.1f}"
+
+
+def readable_percent(fraction: float | None) -> str:
+    """Write a fraction as a percentage, nothing when there is none: 0.8123 -> ``81.2 %``."""
+    return "" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+_COLUMNS = (
+    "", "strategy, options", "s", "compute", "draw", "outside", "inside", "sums", "bytes out", "bytes in",
+    "memory", "steps", "",
+)  # fmt: skip
+_LEGEND = (
+    "s: seconds of an epoch, then what takes them: computing, drawing batches, waiting for rows of other "
+    "servers and of ranks of the same one, sums of gradients. Then payload of an epoch between servers and "
+    "inside of them, ~: expected, else counted; and the peak of a rank. exact: steps give the weights of one "
+    "process on the same batches. group_size: N_f of P3; hops: k, external_hops: m, batches: R of GraNNDis; "
+    "staleness: S of Dorylus; cache: policy and alpha"
+)
+
+
+def plan_table(choice: Choice) -> Table:
+    """Return one row for each candidate in the order of ``choice``, the chosen one marked."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
+    for place, name in enumerate(_COLUMNS):
+        left = place in (1, len(_COLUMNS) - 1, len(_COLUMNS) - 2)
+        wraps = place in (1, len(_COLUMNS) - 1)
+        table.add_column(name, justify="left" if left else "right", no_wrap=not wraps)
+    for place, one in enumerate(choice.predictions):
+        asked = one.feasible and not one.barred
+        style = "bold" if place == choice.picked else ("" if asked else "dim")
+        following = choice.predictions[place + 1 : place + 2]
+        last = asked and any(other.barred or not other.feasible for other in following)
+        table.add_row(*_cells(one, chosen=place == choice.picked), style=style, end_section=last)
+    return table
+
+
+def _cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
+    only = f"only with {one.barred}" if one.barred else ""
+    said = one.why_not or "; ".join(part for part in (only, one.note) if part)
+    if not one.seconds.total:
+        return ("", one.candidate.name, *[""] * 9, _kind(one), said)
+    seconds = one.seconds
+    about = "" if one.bytes_exact else "~"
+    return (
+        "->" if chosen else "",
+        one.candidate.name,
+        *(
+            readable_seconds(value)
+            for value in (
+                seconds.total,
+                seconds.compute,
+                seconds.sampling,
+                seconds.outside,
+                seconds.inside,
+                seconds.all_reduce,
+            )
+        ),
+        about + readable_bytes(one.bytes_outside),
+        about + readable_bytes(one.bytes_inside),
+        readable_bytes(one.memory_bytes),
+        _kind(one),
+        said,
+    )
+
+
+def _kind(one: Prediction) -> str:
+    return "exact" if one.candidate.exact else "estimate"
+
+
+def plan_head(choice: Choice) -> str:
+    """Return what the plan is for."""
+    graph, cluster = choice.graph, choice.cluster
+    return (
+        f"{graph.name}: {readable_count(graph.nodes)} nodes, {readable_count(graph.edges)} edges, "
+        f"{graph.features} features, {readable_percent(graph.edge_cut)} of the edges between servers "
+        f"({graph.method})\n"
+        f"{choice.trained}\n"
+        f"{cluster.servers} servers x {cluster.ranks_per_server} ranks, "
+        f"{readable_bytes(cluster.external_bytes_per_s)}/s outside, "
+        f"{readable_bytes(cluster.internal_bytes_per_s)}/s inside, "
+        f"{cluster.cores:g} cores and {readable_bytes(cluster.memory_bytes)} a rank"
+    )
+
+
+def plan_lines(choice: Choice) -> Sequence[str]:
+    """Return the choice, why, and what it rests on, a line each."""
+    taken = choice.taken
+    head = "nothing fits" if taken is None else f"chosen: {taken.candidate.name}"
+    return [
+        head,
+        *_listed(choice.why),
+        *(["assumed:"] if choice.assumptions else []),
+        *_listed(choice.assumptions),
+    ]
+
+
+def _listed(lines: Iterable[str]) -> list[str]:
+    return [f"  - {line}" for line in lines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the epochs do not tell about a run."""
+
+    strategy: str
+    ranks: int
+    servers: int
+    test_accuracy: float | None
+    """Over all test nodes, exact layer-wise inference; None without a test split."""
+    val_accuracy: float | None
+    """Of the same model as ``test_accuracy``."""
+    peak_memory_bytes: int
+    """Largest resident set of any rank."""
+
+
+def summarise(facts: RunFacts, epochs: Sequence[EpochRecord]) -> dict[str, object]:
+    """Return the content of ``summary.json``.
+
+    The first epoch warms caches and compiles kernels, so with two epochs or more it counts in none
+    of the figures: ``epoch_seconds`` and ``samples_per_second`` are medians of the others,
+    ``bytes_*`` and ``phase_seconds`` their means per epoch.
+    """
+    warm = list(epochs[1:]) or list(epochs)
+    return {
+        "strategy": facts.strategy,
+        "ranks": facts.ranks,
+        "servers": facts.servers,
+        "test_accuracy": facts.test_accuracy,
+        "val_accuracy": facts.val_accuracy,
+        "epochs": len(epochs),
+        "epoch_seconds": median(e.seconds for e in warm) if warm else None,
+        "samples_per_second": median(e.samples_per_second for e in warm) if warm else None,
+        "bytes_inside": round(fmean(e.bytes_inside for e in warm)) if warm else 0,
+        "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
+        **_cache_figures(warm),
+        "peak_memory_bytes": facts.peak_memory_bytes,
+        "phase_seconds": phase_seconds(warm),
+    }
+
+
+def _cache_figures(epochs: Sequence[EpochRecord]) -> dict[str, object]:
+    """Return the hit rate over all of ``epochs``, or nothing when no row of a cached tensor was remote."""
+    hits, misses = sum(e.cache_hits for e in epochs), sum(e.cache_misses for e in epochs)
+    return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
+
+
+def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:
+    """Return the heading of a run's picture."""
+    said = {**config, **summary}
+    return (
+        f"{said.get('graph', '?')}: {said.get('model', '?')} by {said.get('strategy', '?')}, "
+        f"{plural(said.get('ranks', '?'), 'rank')} on {plural(said.get('servers', '?'), 'server')}"
+    )
+
+
+def phase_seconds(epochs: Sequence[EpochRecord]) -> dict[str, float]:
+    """Return the mean seconds per epoch of each phase, empty without epochs."""
+    if not epochs:
+        return {}
+    return {
+        "sample": fmean(e.sample_s for e in epochs),
+        "fetch": fmean(e.fetch_s for e in epochs),
+        "wait": fmean(e.wait_s for e in epochs),
+        "compute": fmean(e.compute_s for e in epochs),
+        "exchange": fmean(e.exchange_s for e in epochs),
+    }
+
+
+_EPOCH_COLUMNS = (
+    "epoch", "loss", "train", "val", "seconds", "samples/s",
+    "sample", "fetch", "wait", "compute", "exchange", "inside", "outside",
+)  # fmt: skip
+
+
+def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
+    """Return one row per epoch: loss, accuracy, seconds, samples/s, the phases in seconds, and bytes.
+
+    ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do
+    not add up to ``seconds``; ``wait`` is what of them was not hidden. Where a cache of remote rows was used,
+    ``hits`` is how much of them it had.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND_TABLE, caption_justify="left")
+    epochs = list(epochs)
+    cached = any(record.cache_hit_rate is not None for record in epochs)
+    for name in (*_EPOCH_COLUMNS, *(["hits"] if cached else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for record in epochs:
+        table.add_row(*_epoch_cells(record), *([readable_percent(record.cache_hit_rate)] if cached else []))
+    return table
+
+
+_LEGEND_TABLE = (
+    "phases are means over ranks: sample and fetch on the loader's threads, wait is what training waited "
+    "for them; bytes inside / outside the server, all ranks"
+)
+
+
+def _epoch_cells(record: EpochRecord) -> tuple[str, ...]:
+    phases = (record.sample_s, record.fetch_s, record.wait_s, record.compute_s, record.exchange_s)
+    return (
+        str(record.epoch),
+        f"{record.loss:.4f}",
+        readable_percent(record.train_accuracy),
+        readable_percent(record.val_accuracy),
+        readable_seconds(record.seconds),
+        readable_count(record.samples_per_second),
+        *(readable_seconds(seconds) for seconds in phases),
+        readable_bytes(record.bytes_inside),
+        readable_bytes(record.bytes_outside),
+    )
+
+
+def summary_table(summary: Mapping[str, object]) -> Table:
+    """Return the figures of ``summary.json`` one under the other, nested ones as ``outer.inner``."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in summary.items():
+        if isinstance(value, Mapping):
+            for inner, inner_value in value.items():
+                table.add_row(f"{name}.{inner}", _cell(inner_value, str(inner), name))
+        else:
+            table.add_row(name, _cell(value, name))
+    return table
+
+
+def _cell(value: object, *names: str) -> str:
+    """Write a figure in the unit that one of its names tells."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if any(name.endswith(("accuracy", "hit_rate")) for name in names):
+        return readable_percent(value)
+    if any("bytes" in name for name in names):
+        return readable_bytes(value)
+    if any(name.endswith("seconds") for name in names):
+        return f"{readable_seconds(value)} s"
+    return readable_count(value) if abs(value) >= 100 else f"{value:g}"
+
+
+def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
+    """Return one row per part with the given columns, each a sequence of one value per part.
+
+    Raises:
+        ValueError: the columns differ in length.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("part", justify="right", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for part, values in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(str(part), *(str(value) for value in values))
+    return table
+
+
+def expansion_table(
+    factors: Sequence[Sequence[float]], foreign: Sequence[int], row_bytes: int, work: Sequence[float]
+) -> Table:
+    """Return one row per hop: how many times its own nodes each server holds, and what that costs the worst.
+
+    Args:
+        factors: (K + 1, S) nodes within h hops by own nodes; of more than 8 servers least, mean and most.
+        foreign: (K + 1,) nodes of other servers, of the server with most.
+        row_bytes: Of a node's features.
+        work: (K + 1,) edges aggregated by a model of h layers, by those without replicas.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_EXPANSION_LEGEND, caption_justify="left")
+    servers = len(factors[0])
+    heads = (
+        [f"server {number}" for number in range(servers)] if servers <= _SHOWN else ["least", "mean", "most"]
+    )
+    for name in ("hops", *heads, "foreign nodes", "features", "work"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for hop, (row, nodes, times) in enumerate(zip(factors, foreign, work, strict=True)):
+        shown = row if servers <= _SHOWN else [min(row), sum(row) / servers, max(row)]
+        table.add_row(
+            str(hop),
+            *(f"{factor:.2f}" for factor in shown),
+            readable_count(nodes),
+            readable_bytes(nodes * row_bytes),
+            f"{times:.2f}",
+        )
+    return table
+
+
+_SHOWN = 8
+_EXPANSION_LEGEND = (
+    "nodes within so many hops of a server's own, by its own: what it holds under shared_preload for a model "
+    "of as many layers. Foreign nodes and features, loaded once, and work, that of an epoch by the one of "
+    "full_graph, are those of the server with most"
+)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of Markdown, one line per row; ``|`` and line ends in cells are escaped.
+
+    Raises:
+        ValueError: a row has another number of cells than ``head``.
+    """
+    lines = [_markdown_line(head), "|" + "---|" * len(head)]
+    for row in rows:
+        if len(row) != len(head):
+            raise ValueError(f"row {list(row)} has {len(row)} cells, the head has {len(head)}")
+        lines.append(_markdown_line(row))
+    return "\n".join(lines)
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

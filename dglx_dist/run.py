@@ -1,0 +1,84 @@
+"""``torchrun ... -m dglx_dist.run --strategy S -- script.py ARGS``: a script of DistDGL, as it is."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dglx_dist.comm.session import session_if_open
+from dglx_dist.comm.topology import read_settings, tell_settings
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.base import resolve_strategy
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script with ``dgl.distributed`` standing for this package, under a strategy.
+
+    Args:
+        arguments: ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``.
+
+    Raises:
+        UnknownNameError: there is no such strategy.
+        ConfigError: an option is not of the form NAME=VALUE, or there is no such script.
+    """
+    parser = argparse.ArgumentParser(prog="python -m dglx_dist.run", description=__doc__)
+    parser.add_argument("--strategy", help="name of a strategy; default: DGLX_STRATEGY, else data_parallel")
+    parser.add_argument(
+        "--option", action="append", default=[], help="NAME=VALUE of the strategy, beside DGLX_OPTIONS"
+    )
+    parser.add_argument(
+        *("--local-rank", "--local_rank"), help="from torch.distributed.launch; not used, LOCAL_RANK has it"
+    )
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    told = parser.parse_args(arguments)
+    script = Path(told.script)
+    if not script.is_file():
+        raise ConfigError(f"there is no script {told.script!r}; give the path of a Python file")
+    options = {**read_settings().options, **dict(_option(word) for word in told.option)}
+    tell_settings(resolve_strategy(told.strategy), options)
+    # Only here: DGL reads what torchrun and the settings say when it is imported.
+    from dglx_dist.compat import install
+
+    install()
+    # As python script.py has it: its own folder first, itself as argv[0].
+    sys.argv = [told.script, *told.arguments]
+    sys.path[0] = str(script.resolve().parent)
+    try:
+        runpy.run_path(told.script, run_name="__main__")
+    except BaseException as error:
+        _end(error)
+        raise
+
+
+def _end(error: BaseException) -> None:
+    """Tell the other ranks why this one ends, as they would wait for it."""
+    session = session_if_open()
+    if session is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        session.fail(error)
+        session.close(failed=True)
+
+
+def _option(word: str) -> tuple[str, object]:
+    name, equals, text = word.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--option {word!r} must be NAME=VALUE, like depth=2")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return name, text
+    try:
+        return name, json.loads(json.dumps(value))
+    except TypeError:
+        raise ConfigError(
+            f"--option {word!r} must be a text, a number, True, False, None, or a list or dict of them"
+        ) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

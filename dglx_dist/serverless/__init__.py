@@ -1,0 +1,1 @@
+"""Serverless execution: tasks, stages, controller, workers, executors and parameter servers."""

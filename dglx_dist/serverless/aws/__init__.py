@@ -1,0 +1,1 @@
+"""Workers as AWS Lambda functions."""

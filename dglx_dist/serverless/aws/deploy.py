@@ -1,0 +1,795 @@
+"""Puts workers on AWS and takes them away; says each change before it is made."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, final
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from dglx_dist.comm.auth import Credentials
+from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.rpc import Handler, Rpc
+from dglx_dist.comm.topology import Topology
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.records import Array
+from dglx_dist.serverless import worker as ops
+from dglx_dist.serverless.aws.clients import (
+    ARCHITECTURES,
+    EVENT_AGE_S,
+    HANDLER,
+    MAX_DIRECT_BYTES,
+    MAX_TIMEOUT_S,
+    TAG,
+    Client,
+    Deployment,
+    Place,
+    check_name,
+    explained,
+    is_amazon,
+)
+from dglx_dist.serverless.json_fields import Json
+from dglx_dist.serverless.program import FEATURES, Program, Slot, Vertex
+from dglx_dist.serverless.tasks import (
+    Address,
+    Direction,
+    Secrets,
+    Task,
+    TaskKey,
+    TaskOptions,
+    Work,
+    join_halves,
+    parse_attempt,
+    parse_half,
+    take_half,
+)
+from dglx_dist.serverless.worker import WorkerAnswer
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """One change."""
+
+    text: str
+    """What it does, such as "create the function dglx-worker"."""
+    act: Callable[[], None]
+
+
+def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
+    """Do ``steps`` in order, saying each before it is done.
+
+    Raises:
+        ConfigError, PeerError: AWS refuses one, or cannot be reached; those after it are not done. The next
+            try begins with what is missing.
+    """
+    for step in steps:
+        say(step.text)
+        with explained(f"could not {step.text}"):
+            step.act()
+
+
+_MANAGED = "arn:aws:iam::aws:policy/service-role/"
+LOG_POLICY = f"{_MANAGED}AWSLambdaBasicExecutionRole"
+VPC_POLICY = f"{_MANAGED}AWSLambdaVPCAccessExecutionRole"
+"""As LOG_POLICY, and the network cards that a function has in a VPC."""
+_TRUST = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    ],
+}
+
+
+@final
+class Role:
+    """The role of one function: a given one is looked up, else one of the function's own is made.
+
+    Raises:
+        ConfigError: the given role does not exist, or the own one's name is taken by somebody else's.
+        PeerError: AWS cannot be reached.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        given = deployment.role
+        self._arn = given if given is not None and given.startswith("arn:") else None
+        self._name = given or own_role(deployment.name)
+        self._function = deployment.name
+        self.steps: list[Step] = []
+        """What has to be done so that it is there."""
+        if self._arn is not None:
+            return
+        self._iam = deployment.place.client("iam")
+        found = look(self._iam, self._name)
+        if found is not None:
+            self._arn = str(found["Arn"])
+        elif given is not None:
+            raise ConfigError(f"there is no role {given!r}; name one that is there, or none to have one made")
+        else:
+            self.steps.append(Step(f"create the role {self._name}", self._create))
+        if given is None:
+            self._own_policy(VPC_POLICY if deployment.subnets else LOG_POLICY, found)
+
+    @property
+    def arn(self) -> str | None:
+        """Its ARN; None while it is to be made."""
+        return self._arn
+
+    def _own_policy(self, policy: str, found: dict[str, object] | None) -> None:
+        if found is not None:
+            _check_own(found, self._name, self._function)
+        if found is None or policy not in attached(self._iam, self._name):
+            text = f"let the role {self._name} use {policy.removeprefix(_MANAGED)}"
+            self.steps.append(Step(text, lambda: self._attach(policy)))
+
+    def _create(self) -> None:
+        made = self._iam.create_role(
+            RoleName=self._name,
+            AssumeRolePolicyDocument=json.dumps(_TRUST),
+            Description=f"Workers of dglx_dist: function {self._function}",
+            Tags=[{"Key": TAG, "Value": self._function}],
+        )
+        self._arn = str(made["Role"]["Arn"])
+
+    def _attach(self, policy: str) -> None:
+        self._iam.attach_role_policy(RoleName=self._name, PolicyArn=policy)
+
+
+def own_role(function: str) -> str:
+    """Return the name of the role that is made for ``function``."""
+    return f"{function}-role"
+
+
+def steps_to_remove(iam: Client, function: str) -> list[Step]:
+    """Return what has to be done to remove the role made for ``function``; nothing where there is none.
+
+    Raises:
+        ConfigError, PeerError: AWS refuses to say, or cannot be reached.
+    """
+    name = own_role(function)
+    found = look(iam, name)
+    if found is None or _owner(found) != function:
+        return []
+
+    def delete() -> None:
+        for policy in attached(iam, name):
+            iam.detach_role_policy(RoleName=name, PolicyArn=policy)
+        iam.delete_role(RoleName=name)
+
+    return [Step(f"delete the role {name}", delete)]
+
+
+def look(iam: Client, name: str) -> dict[str, object] | None:
+    """Return the role ``name``; None where there is none."""
+    with explained(f"could not look for the role {name}"):
+        try:
+            found = iam.get_role(RoleName=name)["Role"]
+        except iam.exceptions.NoSuchEntityException:
+            return None
+    return dict(found)
+
+
+def attached(iam: Client, name: str) -> list[str]:
+    """Return the ARNs of the policies of the role ``name``."""
+    with explained(f"could not look at the role {name}"):
+        listed = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
+    return [str(one["PolicyArn"]) for one in listed]
+
+
+def _check_own(found: dict[str, object], name: str, function: str) -> None:
+    if _owner(found) != function:
+        raise ConfigError(
+            f"the role {name} is there and was not made for the function {function} by dglx; give it, or "
+            "another, with --role"
+        )
+
+
+def _owner(found: dict[str, object]) -> object:
+    tags = found.get("Tags")
+    listed = tags if isinstance(tags, list) else []
+    return next((tag["Value"] for tag in listed if tag["Key"] == TAG), None)
+
+
+_COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.so$")
+_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
+_AMAZON_2023 = 12
+"""First minor version of Python whose runtime is Amazon Linux 2023; those before are Amazon Linux 2."""
+_GLIBC_OF_AMAZON = {False: 26, True: 34}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiled files of a package ask for; None where there are none."""
+
+    python: int | None
+    """Minor version: 12 for Python 3.12."""
+    architecture: str | None
+    """As AWS calls it: "x86_64" or "arm64"."""
+    glibc: int | None
+    """Minor version: 27 for glibc 2.27."""
+
+
+def compiled_of(package: Path) -> Compiled:
+    """Read what the zip ``package`` asks for.
+
+    Raises:
+        ConfigError: it is no zip, or holds files for several Pythons or processors.
+    """
+    pythons, machines, needed = set[int](), set[str](), set[int]()
+    aws_name = {machine: name for name, machine in ARCHITECTURES.items()}
+    try:
+        with zipfile.ZipFile(package) as archive:
+            for name in archive.namelist():
+                if found := _COMPILED.search(name):
+                    pythons.add(int(found["minor"]))
+                    machines.add(aws_name.get(found["machine"], found["machine"]))
+                if ".so" in Path(name).name:
+                    needed |= {int(minor) for minor in _GLIBC.findall(archive.read(name))}
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ConfigError(
+            f"{package} is no package: {error}; write one with `dglx lambda package`"
+        ) from error
+    if len(pythons) > 1 or len(machines) > 1:
+        raise ConfigError(
+            f"{package} has files for minor versions {sorted(pythons)} of Python 3 on {sorted(machines)}; a "
+            "function runs one: write it with `dglx lambda package --python`"
+        )
+    return Compiled(
+        python=next(iter(pythons), None),
+        architecture=next(iter(machines), None),
+        glibc=max(needed, default=None),
+    )
+
+
+def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
+    """Return the runtime for ``deployment``: the one asked for, else that of its package.
+
+    Args:
+        deployment: What the function should be.
+        on_aws: Whether it will run on AWS itself, whose C libraries are known.
+
+    Raises:
+        ConfigError: the package's libraries cannot be loaded there.
+    """
+    compiled = compiled_of(deployment.package)
+    minor = sys.version_info.minor if compiled.python is None else compiled.python
+    runtime = deployment.runtime or f"python3.{minor}"
+    if compiled.python is not None and runtime != f"python3.{minor}":
+        raise ConfigError(
+            f"{deployment.package} is made for Python 3.{minor} and the runtime is {runtime}; write it with "
+            f"`dglx lambda package --python {runtime.removeprefix('python')}`"
+        )
+    if compiled.architecture not in (None, deployment.architecture):
+        raise ConfigError(
+            f"{deployment.package} is made for {compiled.architecture} and the function is to run on "
+            f"{deployment.architecture}; give --architecture to `dglx lambda package` and `deploy` alike"
+        )
+    if on_aws and (lacks := what_aws_lacks(deployment.package)):
+        raise ConfigError(lacks)
+    return runtime
+
+
+def what_aws_lacks(package: Path) -> str:
+    """Return why AWS cannot load the libraries of ``package``, and what to do; "" where it can.
+
+    Raises:
+        ConfigError: as :func:`compiled_of`.
+    """
+    compiled = compiled_of(package)
+    has = _GLIBC_OF_AMAZON[(compiled.python or _AMAZON_2023) >= _AMAZON_2023]
+    if compiled.glibc is None or compiled.glibc <= has:
+        return ""
+    return (
+        f"{package} needs glibc 2.{compiled.glibc} and AWS's Python 3.{compiled.python} has 2.{has}; write "
+        f"it with `dglx lambda package --python 3.{_AMAZON_2023}`"
+    )
+
+
+Found: TypeAlias = Mapping[str, Any]
+"""What AWS says of a function: its answer, as boto3 reads it."""
+
+ACTIVE_WITHIN_S = 300.0
+"""Network cards in a VPC take a minute or two the first time."""
+ROLE_KNOWN_WITHIN_S = 60.0
+_PAUSE_S = 1.0
+
+
+@final
+class Function:
+    """One function and how to bring it to what a deployment asks for.
+
+    Args:
+        deployment: What it should be.
+        pause: Called with seconds to wait.
+
+    Raises:
+        ConfigError: AWS refuses to say what is there, or the name is taken by a function that is not of
+            dglx_dist.
+        PeerError: AWS cannot be reached.
+    """
+
+    def __init__(self, deployment: Deployment, pause: Callable[[float], None] = time.sleep) -> None:
+        self._deployment, self._pause = deployment, pause
+        self._client = deployment.place.client("lambda")
+        self._zip = deployment.package.read_bytes()
+        self._digest = base64.b64encode(hashlib.sha256(self._zip).digest()).decode()
+        self._runtime = runtime_for(deployment, on_aws=is_amazon(self._client))
+        self._role = Role(deployment)
+        self._found = look_function(self._client, deployment.name)
+        if self._found is not None:
+            check_own(self._found, deployment.name)
+
+    def steps(self) -> list[Step]:
+        """Return what is to be done; nothing where all is as it should be."""
+        name, found = self._deployment.name, self._found
+        steps = [*self._role.steps]
+        if found is None:
+            settings = ", ".join(f"{key} {value}" for key, value in self._shown().items())
+            steps += self._upload_steps()
+            steps += [Step(f"create the function {name}: {settings}", self._create), self._wait("active")]
+        else:
+            steps += self._unfinished_steps(found) + self._code_steps(found) + self._setting_steps(found)
+        if found is None or not self._drops_failures():
+            steps.append(
+                Step(f"have {name} drop events that fail: they are sent again here", self._drop_failures)
+            )
+        return steps
+
+    def _shown(self) -> dict[str, object]:
+        one = self._deployment
+        vpc = {"VPC subnets": " ".join(one.subnets)} if one.subnets else {}
+        shown = {"memory": f"{one.memory_mb} MB", "time-out": f"{one.timeout_s} s", "runtime": self._runtime}
+        return {**shown, "package": f"{len(self._zip) / 1024**2:.1f} MB", **vpc}
+
+    def _settings(self) -> dict[str, Any]:
+        one = self._deployment
+        # AWS tells them in an order of its own; sorted, they can be compared.
+        vpc = {"SubnetIds": sorted(one.subnets), "SecurityGroupIds": sorted(one.security_groups)}
+        return {
+            "Role": self._role.arn,
+            "Handler": HANDLER,
+            "Runtime": self._runtime,
+            "MemorySize": one.memory_mb,
+            "Timeout": one.timeout_s,
+            "VpcConfig": vpc,
+        }
+
+    def _unfinished_steps(self, found: Found) -> list[Step]:
+        """An earlier command may have been ended while AWS was at work: until then it takes no change."""
+        now = found["Configuration"]
+        if now.get("State") in ("Pending", "Failed"):
+            return [self._wait("active")]
+        return [self._wait("updated")] if now.get("LastUpdateStatus") == "InProgress" else []
+
+    def _code_steps(self, found: Found) -> list[Step]:
+        now = found["Configuration"]
+        architecture = now.get("Architectures", ["x86_64"])
+        if now["CodeSha256"] == self._digest and architecture == [self._deployment.architecture]:
+            return []
+        name = self._deployment.name
+        update = Step(f"update the code of {name} ({len(self._zip) / 1024**2:.1f} MB)", self._update_code)
+        return [*self._upload_steps(), update, self._wait("updated")]
+
+    def _setting_steps(self, found: Found) -> list[Step]:
+        changed = [
+            name for name, value in self._settings().items() if _now(found["Configuration"], name) != value
+        ]
+        if not changed:
+            return []
+        text = f"update {', '.join(changed)} of {self._deployment.name}"
+        return [Step(text, lambda: self._update(changed)), self._wait("updated")]
+
+    def _update(self, changed: list[str]) -> None:
+        settings = self._settings()
+        self._client.update_function_configuration(
+            FunctionName=self._deployment.name, **{name: settings[name] for name in changed}
+        )
+
+    def _upload_steps(self) -> list[Step]:
+        if self._by_bucket is None:
+            return []
+        return [Step(f"upload the package to s3://{self._by_bucket}/{self._object}", self._upload)]
+
+    @property
+    def _by_bucket(self) -> str | None:
+        """The bucket, where the package is too large to go without one."""
+        return self._deployment.bucket if len(self._zip) > MAX_DIRECT_BYTES else None
+
+    @property
+    def _object(self) -> str:
+        return f"dglx/{self._deployment.name}-{hashlib.sha256(self._zip).hexdigest()[:16]}.zip"
+
+    def _upload(self) -> None:
+        storage = self._deployment.place.client("s3")
+        storage.put_object(Bucket=self._by_bucket, Key=self._object, Body=self._zip)
+
+    def _code(self) -> dict[str, Any]:
+        if self._by_bucket is None:
+            return {"ZipFile": self._zip}
+        return {"S3Bucket": self._by_bucket, "S3Key": self._object}
+
+    def _create(self) -> None:
+        deadline = time.monotonic() + ROLE_KNOWN_WITHIN_S
+        while True:
+            try:
+                self._client.create_function(
+                    FunctionName=self._deployment.name,
+                    Code=self._code(),
+                    PackageType="Zip",
+                    Architectures=[self._deployment.architecture],
+                    Description="Workers of dglx_dist: tensor tasks of graph training",
+                    Tags={TAG: self._deployment.name},
+                    **self._settings(),
+                )
+            except self._client.exceptions.InvalidParameterValueException as error:
+                # A role that was just made is not known everywhere at once.
+                if "assume" not in str(error) or time.monotonic() > deadline:
+                    raise
+                self._pause(_PAUSE_S)
+            else:
+                return
+
+    def _update_code(self) -> None:
+        self._client.update_function_code(
+            FunctionName=self._deployment.name,
+            Architectures=[self._deployment.architecture],
+            **self._code(),
+        )
+
+    def _wait(self, until: str) -> Step:
+        name = self._deployment.name
+
+        def wait() -> None:
+            state, field = ("Active", "State") if until == "active" else ("Successful", "LastUpdateStatus")
+            deadline = time.monotonic() + ACTIVE_WITHIN_S
+            while True:
+                now = self._client.get_function_configuration(FunctionName=name)
+                found, reason = now.get(field, state), now.get(f"{field}Reason", "")
+                if found == state:
+                    return
+                if found == "Failed":
+                    raise ConfigError(
+                        f"the function {name} cannot be used: {reason}; mend that, then `dglx lambda remove "
+                        f"{name}` and deploy again"
+                    )
+                if time.monotonic() > deadline:
+                    raise PeerError(
+                        f"the function {name} is {found} after {ACTIVE_WITHIN_S:g} s ({reason}); run the "
+                        "same command again, it goes on from there"
+                    )
+                self._pause(_PAUSE_S)
+
+        return Step(f"wait until {name} is {until}", wait)
+
+    def _drops_failures(self) -> bool:
+        with explained(f"could not look at what {self._deployment.name} does with events that fail"):
+            try:
+                now = self._client.get_function_event_invoke_config(FunctionName=self._deployment.name)
+            except self._client.exceptions.ResourceNotFoundException:
+                return False
+        return now.get("MaximumRetryAttempts") == 0 and now.get("MaximumEventAgeInSeconds") == EVENT_AGE_S
+
+    def _drop_failures(self) -> None:
+        # Else AWS runs a failed event twice more, for money, while its task is long done by another.
+        self._client.put_function_event_invoke_config(
+            FunctionName=self._deployment.name,
+            MaximumRetryAttempts=0,
+            MaximumEventAgeInSeconds=EVENT_AGE_S,
+        )
+
+
+def look_function(client: Client, name: str) -> Found | None:
+    """Return what AWS says of the function ``name``; None where there is none.
+
+    Raises:
+        ConfigError, PeerError: AWS refuses to say, or cannot be reached.
+    """
+    with explained(f"could not look for the function {name}"):
+        try:
+            found: Found = client.get_function(FunctionName=name)
+        except client.exceptions.ResourceNotFoundException:
+            return None
+    return found
+
+
+def check_own(found: Found, name: str) -> None:
+    """Raise ConfigError unless dglx made the function ``name``."""
+    if found.get("Tags", {}).get(TAG) != name:
+        raise ConfigError(
+            f"the function {name} is there and was not made by dglx, which leaves it alone; choose "
+            "another name"
+        )
+
+
+def _now(configuration: Found, name: str) -> object:
+    """Return a setting in the form in which it is given."""
+    value = configuration.get(name)
+    if name != "VpcConfig":
+        return value
+    vpc = value or {}
+    return {key: sorted(vpc.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
+
+
+ROWS, FEATURES_IN, CLASSES = 101, 16, 4
+TASK_TIMEOUT_S = 20.0
+_LAST_WORDS = 1500
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One task that a function did as it should."""
+
+    seconds: float
+    """From the invocation to its answer."""
+    worker_s: float
+    """Of these, inside the worker."""
+    cold: bool
+
+
+def try_function(
+    name: str, place: Place, say: Callable[[str], None], *, address: str | None = None, times: int = 2
+) -> list[Tried]:
+    """Invoke the function ``name`` with a small task, wait for the answer, and compare what it gave.
+
+    Args:
+        name: The function.
+        place: Where it is.
+        say: Told of the address at which this process serves.
+        address: Numeric address of this machine that the function can reach; None: the one by which this
+            machine reaches AWS.
+        times: How often; the second finds a warm container.
+
+    Raises:
+        ConfigError: there is no such function, or no permission; or the function computes other bits.
+        RemoteError: the function failed; the message ends with its log.
+        PeerError: AWS cannot be reached.
+    """
+    # The result is waited for: for as long as a function may take at most.
+    client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
+    with _served(address or _own_address(client)) as trial:
+        say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
+        return [trial.run(client, name, epoch) for epoch in range(times)]
+
+
+@contextmanager
+def _served(address: str) -> Iterator[_Trial]:
+    _check_own_trial(address)
+    rpc = Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), TASK_TIMEOUT_S)
+    secret = secrets.token_hex(32)
+    try:
+        endpoint = rpc.listen(address, Credentials(secret=secret.encode()))
+        trial = _Trial(endpoint, secret)
+        for op, handler in trial.handlers().items():
+            rpc.register(op, handler)
+        yield trial
+    finally:
+        rpc.close()
+
+
+@final
+class _Trial:
+    """Serves one interval and the weights of one layer, and takes what a worker gives."""
+
+    def __init__(self, endpoint: str, secret: str) -> None:
+        self.endpoint, self._secret = endpoint, secret
+        config: dict[str, Json] = {"in": FEATURES_IN, "out": CLASSES, "bias": True}
+        layer = Vertex(
+            name="AV1",
+            stage="dense",
+            config=config,
+            inputs=(FEATURES,),
+            outputs=(Slot("h1", CLASSES),),
+            weights=("weight", "bias"),
+        )
+        self._program = Program(steps=(layer,), features=FEATURES_IN, classes=CLASSES, num_train=ROWS)
+        self._work = Work(self._program, 0, Direction.FUSED, True)
+        rng = np.random.default_rng(0)
+        self._weights = [rng.normal(size=shape).astype(np.float32) for shape in self._work.weights.values()]
+        rows = rng.normal(size=(ROWS, FEATURES_IN)).astype(np.float32)
+        self._arrays: list[Array] = [rows, rng.integers(0, CLASSES, size=ROWS, dtype=np.int32)]
+        self._lock = threading.Lock()
+        self._given: dict[tuple[TaskKey, int], list[Array]] = {}
+        self._pushed: dict[TaskKey, list[Array]] = {}
+
+    def handlers(self) -> dict[str, Handler]:
+        """Operation of a worker to what answers it."""
+        return {
+            ops.PROGRAM: lambda _name, _arrays: [np.frombuffer(self._program.to_json(), np.uint8)],
+            ops.PULL: lambda name, _arrays: take_half(
+                self._work.pulled, self._arrays, ROWS, parse_half(name)[1]
+            ),
+            ops.WEIGHTS: lambda _name, _arrays: self._weights,
+            ops.GRADIENTS: self._take_gradients,
+            ops.GIVE: self._take_rows,
+        }
+
+    def run(self, client: Client, name: str, epoch: int) -> Tried:
+        """Invoke the function with the task of ``epoch`` and check what it did."""
+        key, begun = TaskKey(epoch, 0, 0, Direction.FUSED), time.perf_counter()
+        with explained(f"could not invoke the function {name}"):
+            answer = client.invoke(
+                FunctionName=name,
+                InvocationType="RequestResponse",
+                LogType="Tail",
+                Payload=self._task(key).to_event(),
+            )
+            told = answer["Payload"].read()
+        seconds = time.perf_counter() - begun
+        if "FunctionError" in answer:
+            raise RemoteError(f"the function {name} failed: {_reason(told)}\n{_tail(answer)}")
+        worker = WorkerAnswer.from_json(told)
+        self._check(name, key)
+        return Tried(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
+
+    def _task(self, key: TaskKey) -> Task:
+        here = Address(rank=0, host=socket.gethostname(), endpoint=self.endpoint)
+        return Task(
+            key=key,
+            rows=ROWS,
+            program=self._program.digest,
+            graph_server=here,
+            parameter_server=here,
+            secrets=Secrets(secret=self._secret),
+            timeout_s=TASK_TIMEOUT_S,
+            options=TaskOptions(),
+        )
+
+    def _check(self, name: str, key: TaskKey) -> None:
+        wanted = self._work.whole(self._weights, self._arrays, ROWS)
+        with self._lock:
+            halves = [self._given.get((key, half)) for half in (0, 1)]
+            pushed = self._pushed.get(key)
+        if halves[0] is None or halves[1] is None or pushed is None:
+            raise ConfigError(f"the function {name} answered, and gave no rows or gradients; deploy it again")
+        found = [*join_halves(self._work.given, halves[0], halves[1]), *pushed]
+        # Another processor may round sums otherwise in the last bits: its BLAS has other kernels.
+        for one, other in zip(found, [*wanted.rows, *wanted.gradients], strict=True):
+            if not np.allclose(one, other, rtol=1e-4, atol=1e-5):
+                worst = float(np.max(np.abs(one - other)))
+                raise ConfigError(
+                    f"the function {name} computes other numbers than this machine, by up to {worst:.3g}; "
+                    "package and deploy this version"
+                )
+
+    def _take_rows(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        key, half, _attempt = parse_attempt(name)
+        with self._lock:
+            self._given[key, half] = list(arrays)
+        return [np.array([1])]
+
+    def _take_gradients(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        with self._lock:
+            self._pushed[TaskKey.parse(name)] = list(arrays)
+        return []
+
+
+def _check_own_trial(address: str) -> None:
+    """Raise ConfigError unless ``address`` is one of this machine."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can listen at {address!r} here: {error}; give a numeric address of this machine"
+        ) from error
+
+
+def _own_address(client: Client) -> str:
+    """Return the address of this machine on the way to AWS."""
+    url = urlsplit(client.meta.endpoint_url)
+    try:
+        family, kind, *_, target = socket.getaddrinfo(url.hostname, url.port or 443, type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # Chooses the route; nothing is sent.
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"no address of this machine leads to {url.hostname}: {error}; give one with --address"
+        ) from error
+
+
+def _reason(told: bytes) -> str:
+    try:
+        found = json.loads(told)
+    except ValueError:
+        return told[:_LAST_WORDS].decode(errors="replace")
+    return str(found.get("errorMessage", found) if isinstance(found, dict) else found)[:_LAST_WORDS]
+
+
+def _tail(answer: dict[str, str]) -> str:
+    return base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")[-_LAST_WORDS:].strip()
+
+
+def plan(deployment: Deployment) -> tuple[str, ...]:
+    """Return what :func:`deploy` would do, without doing it; nothing where all is as it should be.
+
+    Raises:
+        ConfigError: credentials or permission are missing, the given role does not exist, or the name is
+            taken by a function that is not of dglx_dist.
+        PeerError: AWS cannot be reached.
+    """
+    return tuple(step.text for step in Function(deployment).steps())
+
+
+def deploy(deployment: Deployment, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Bring the function to what ``deployment`` says, and wait until it can be used.
+
+    What is right already is left alone, so that to call it again goes on where it stopped, and a third time
+    does nothing.
+
+    Args:
+        deployment: What it should be.
+        say: Called with each change before it is made.
+
+    Returns:
+        The changes.
+
+    Raises:
+        ConfigError, PeerError: as :func:`plan`, or AWS refuses a change, or the function does not become
+            usable.
+    """
+    steps = Function(deployment).steps()
+    carry_out(steps, say)
+    return tuple(step.text for step in steps)
+
+
+def plan_removal(name: str, place: Place) -> tuple[str, ...]:
+    """Return what :func:`remove` would do; nothing where there is no such function.
+
+    Raises:
+        ConfigError, PeerError: as :func:`plan`.
+    """
+    return tuple(step.text for step in _removal(name, place))
+
+
+def remove(name: str, place: Place, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Delete the function ``name``, the role that was made for it, and its log; return what was done.
+
+    A role that was given, and packages in S3, stay.
+
+    Raises:
+        ConfigError, PeerError: as :func:`deploy`.
+    """
+    steps = _removal(name, place)
+    carry_out(steps, say)
+    return tuple(step.text for step in steps)
+
+
+def _removal(name: str, place: Place) -> list[Step]:
+    check_name(name)
+    client, steps = place.client("lambda"), list[Step]()
+    found = look_function(client, name)
+    if found is not None:
+        check_own(found, name)
+        steps.append(Step(f"delete the function {name}", lambda: client.delete_function(FunctionName=name)))
+    of_role = steps_to_remove(place.client("iam"), name)
+    # A log does not say who made it: it goes with the function or the role that do.
+    of_log = _log_steps(name, place) if steps or of_role else []
+    return [*steps, *of_log, *of_role]
+
+
+def _log_steps(name: str, place: Place) -> list[Step]:
+    logs, group = place.client("logs"), f"/aws/lambda/{name}"
+    with explained(f"could not look for the log {group}"):
+        listed = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
+    if group not in [one["logGroupName"] for one in listed]:
+        return []
+    return [Step(f"delete the log {group}", lambda: logs.delete_log_group(logGroupName=group))]

@@ -1,0 +1,250 @@
+"""Workers as functions of AWS Lambda, invoked asynchronously: AWS takes the event and says no more."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.serverless.aws.clients import Client, Place, check_name, explained, is_amazon
+from dglx_dist.serverless.executors.base import (
+    Executor,
+    ExecutorContext,
+    Hand,
+    Invocation,
+    Lost,
+    Pool,
+    PoolPlan,
+)
+from dglx_dist.serverless.json_fields import Fields
+from dglx_dist.serverless.worker import WorkerAnswer
+from dglx_dist.serverless.worker_process import Fault
+
+log = logging.getLogger(__name__)
+
+_REPORT = re.compile(
+    r"REPORT RequestId: (?P<request>[0-9a-fA-F-]{36})\s+Duration: (?P<ms>[0-9.]+) ms"
+    r"\s+Billed Duration: (?P<billed>[0-9.]+) ms\s+Memory Size: (?P<memory>[0-9]+) MB"
+)
+_INIT = re.compile(r"Init Duration: [0-9.]+ ms")
+_END_S = 5.0
+_LOOK_BACK_MS = 60_000
+"""Containers write logs of their own, each as late as it likes, by AWS's clock and not by this machine's."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One REPORT line."""
+
+    request: str
+    invocation: Invocation
+
+
+def read_report(line: str) -> Report | None:
+    """Read a line of a function's log; None where it is another one.
+
+    The duration is the one billed: it holds the time to start a container where AWS bills that.
+    """
+    found = _REPORT.search(line)
+    if found is None:
+        return None
+    invocation = Invocation(
+        duration_s=float(found["billed"]) / 1e3,
+        cold=_INIT.search(line) is not None,
+        memory_mb=int(found["memory"]),
+    )
+    return Report(request=found["request"], invocation=invocation)
+
+
+@final
+class ReportReader:
+    """Reads the log of a function now and then, in a thread of its own, for the invocations it was told of.
+
+    Log lines come seconds late, and reading them needs a permission (``logs:FilterLogEvents``); without it
+    a warning is logged once and durations stay unknown.
+
+    Args:
+        client: Of CloudWatch logs.
+        function: Whose log.
+        every_s: How often it is read, while there is something to learn.
+    """
+
+    def __init__(self, client: Client, function: str, every_s: float = 5.0) -> None:
+        self._client, self._group, self._every_s = client, f"/aws/lambda/{function}", every_s
+        self._since_ms = int(time.time() * 1e3) - _LOOK_BACK_MS
+        self._waited: set[str] = set()
+        self._found: list[Invocation] = []
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dglx-reports", daemon=True)
+        self._thread.start()
+
+    def expect(self, request: str) -> None:
+        """Look for the report of the invocation ``request``; any thread."""
+        with self._lock:
+            self._waited.add(request)
+
+    def found(self) -> list[Invocation]:
+        """Return what was found since the last call; any thread, returns at once."""
+        with self._lock:
+            found, self._found = self._found, []
+            return found
+
+    def close(self) -> None:
+        """Stop reading; may be called twice."""
+        self._stopped.set()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            with self._lock:
+                wanted = bool(self._waited)
+            try:
+                if wanted:
+                    self._read()
+            except (ConfigError, PeerError) as error:
+                log.warning("durations of invocations stay unknown: %s", error)
+                return
+
+    def _read(self) -> None:
+        more: dict[str, str] = {}
+        newest = self._since_ms
+        while True:
+            with explained(f"could not read the log {self._group}"):
+                try:
+                    page = self._client.filter_log_events(
+                        logGroupName=self._group, startTime=self._since_ms, filterPattern="REPORT", **more
+                    )
+                except self._client.exceptions.ResourceNotFoundException:
+                    return  # The first invocation makes it.
+            for event in page["events"]:
+                newest = max(newest, int(event["timestamp"]))
+                self._take(read_report(event["message"]))
+            if not page.get("nextToken"):
+                break
+            more = {"nextToken": page["nextToken"]}
+        self._since_ms = max(self._since_ms, newest - _LOOK_BACK_MS)
+
+    def _take(self, report: Report | None) -> None:
+        with self._lock:
+            if report is not None and report.request in self._waited:
+                self._waited.remove(report.request)
+                self._found.append(report.invocation)
+
+
+MAX_REQUESTS = 32
+"""Requests under way at the same time: each returns as soon as AWS has the event."""
+_LONGEST = 1024
+_READ_LOG_EVERY_S = 5.0
+
+
+@final
+class AwsExecutor(Executor):
+    """Invokes a function that ``dglx lambda deploy`` made, one event for each attempt.
+
+    Functions call the graph servers and parameter servers, so these must be reachable from the function's
+    subnets. Credentials come from boto3's own chain only.
+
+    Options:
+        function: Its name.
+        region: Such as "eu-west-1"; default: as boto3 finds it.
+        endpoint_url: Something else that speaks the interface of AWS; the bill is then simulated.
+        read_log: Whether durations are read from the function's log, for the bill; true by default.
+        read_log_every_s: How often; 5 s by default.
+    """
+
+    option_names = ("function", "region", "endpoint_url", "read_log", "read_log_every_s")
+
+    def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
+        fields = Fields(options, "executor 'aws'")
+        self._function = fields.text("function", 64)
+        check_name(self._function)
+        place = Place(
+            region=fields.maybe("region", lambda name: fields.text(name, 64), None),
+            endpoint_url=fields.maybe("endpoint_url", lambda name: fields.text(name, _LONGEST), None),
+        )
+        reads_log = fields.maybe("read_log", fields.flag, True)
+        every_s = fields.maybe(
+            "read_log_every_s", lambda name: fields.number(name, 0.01, 3600), _READ_LOG_EVERY_S
+        )
+        fields.end()
+        client = place.client("lambda", connections=MAX_REQUESTS)
+        self.simulated = not is_amazon(client)
+        memory_mb = _check_usable(client, self._function)
+        self._reports = ReportReader(place.client("logs"), self._function, every_s) if reads_log else None
+        poster = _Poster(client, self._function, self._reports)
+        self._pool = Pool(
+            PoolPlan(make=lambda: poster, notice=context.notice, memory_mb=memory_mb, billed=False)
+        )
+
+    def invoke(self, event: bytes) -> None:
+        """See Executor."""
+        self._pool.invoke(event)
+
+    def size(self, workers: int) -> None:
+        """See Executor. AWS starts a worker for each event; the controller sends no more than these."""
+        self._pool.size(min(workers, MAX_REQUESTS))
+
+    def lost(self) -> list[Lost]:
+        """See Executor. Only what AWS did not take; of what became of the rest it says nothing."""
+        return self._pool.lost()
+
+    def billed(self) -> list[Invocation]:
+        """See Executor. Seconds late, and nothing without leave to read the log."""
+        return [] if self._reports is None else self._reports.found()
+
+    @property
+    def workers(self) -> int:
+        """0: how many containers there are is the service's own business."""
+        return 0
+
+    def close(self) -> None:
+        """See Executor. Workers under way go on until nobody answers them."""
+        self._pool.close()
+        if self._reports is not None:
+            self._reports.close()
+
+
+@final
+class _Poster(Hand):
+    """Hands an event to AWS; the same for all threads, as a client of boto3 is."""
+
+    def __init__(self, client: Client, function: str, reports: ReportReader | None) -> None:
+        self._client, self._function, self._reports = client, function, reports
+
+    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
+        with explained(f"AWS did not take an event for the function {self._function}"):
+            answer = self._client.invoke(FunctionName=self._function, InvocationType="Event", Payload=event)
+        if self._reports is not None:
+            self._reports.expect(str(answer["ResponseMetadata"]["RequestId"]))
+        return None
+
+    def stop(self) -> None:
+        """Nothing: a request ends by itself, within its time-out."""
+
+    def end(self) -> None:
+        """Nothing: the client closes its connections when nobody has it any more."""
+
+
+def _check_usable(client: Client, function: str) -> int:
+    """Return the memory of ``function`` in MB; raise ConfigError unless it is there and active."""
+    with explained(f"could not look for the function {function}"):
+        try:
+            found = client.get_function_configuration(FunctionName=function)
+        except client.exceptions.ResourceNotFoundException:
+            raise ConfigError(
+                f"there is no function {function!r} in {client.meta.region_name}; make it with "
+                f"`dglx lambda deploy {function}`, or name its region"
+            ) from None
+    # "Inactive" is a function that nobody called for weeks: the next event wakes it.
+    if found.get("State", "Active") not in ("Active", "Inactive"):
+        raise ConfigError(
+            f"the function {function} is {found['State']} ({found.get('StateReason', '')}); wait, or deploy "
+            "it again"
+        )
+    return int(found["MemorySize"])

@@ -1,0 +1,315 @@
+"""Dollars of a run, and what they bought: value = 1 / (time x cost) (Dorylus, section 7)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
+from typing import final
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.registry import did_you_mean
+from dglx_dist.serverless.json_fields import Fields, read_json
+
+DEFAULT_PRICES = "aws"
+MAX_FILE_BYTES = 1 << 20
+_MOST_DOLLARS = 1e6
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PriceTable:
+    """Dollars for functions and servers at one date.
+
+    Raises:
+        ConfigError: a price is negative or no number, the date is none, or there is no server.
+    """
+
+    name: str
+    source: str
+    """Where the prices stand."""
+    date: str
+    """From when they are, YYYY-MM-DD."""
+    per_request: float
+    """Dollars of one invocation."""
+    per_gb_second: float
+    """Dollars of a function with 1 GB (1024 MB) of memory in one second."""
+    step_s: float
+    """Durations are rounded up to whole steps of it."""
+    per_server_hour: Mapping[str, float]
+    """Dollars of one server in one hour, by kind."""
+
+    def __post_init__(self) -> None:
+        fields = Fields(vars(self), f"the price table {self.name!r}")
+        fields.number("per_request", 0, _MOST_DOLLARS)
+        fields.number("per_gb_second", 0, _MOST_DOLLARS)
+        fields.number("step_s", 1e-6, 3600)
+        servers = Fields(self.per_server_hour, f"the price table {self.name!r}, 'per_server_hour',")
+        for kind in self.per_server_hour:
+            servers.number(kind, 0, _MOST_DOLLARS)
+        if not self.per_server_hour:
+            fields.refuse("per_server_hour", "at least one kind of server and its dollars per hour")
+        try:
+            date.fromisoformat(self.date)
+        except ValueError:
+            fields.refuse("date", "a date like 2025-01-31")
+        object.__setattr__(self, "per_server_hour", MappingProxyType(dict(self.per_server_hour)))
+
+    def server(self, kind: str) -> float:
+        """Return the dollars of one hour of ``kind``.
+
+        Raises:
+            ConfigError: it is not in the table.
+        """
+        if kind not in self.per_server_hour:
+            known = ", ".join(sorted(self.per_server_hour))
+            hint = did_you_mean(kind, self.per_server_hour)
+            raise ConfigError(f"the price table {self.name!r} has no server {kind!r}{hint} (known: {known})")
+        return self.per_server_hour[kind]
+
+    def to_json(self) -> str:
+        """Return the table as the text of a file that :func:`prices` reads."""
+        return json.dumps({**vars(self), "per_server_hour": dict(self.per_server_hour)}, indent=2) + "\n"
+
+
+def prices(name: str = DEFAULT_PRICES) -> PriceTable:
+    """Return the table ``name``: one of :func:`price_names`, or the path of a JSON file with the same fields.
+
+    Raises:
+        ConfigError: there is no such table or file, or it is damaged.
+    """
+    known = {table.name: table for table in _tables()}
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no price table {name!r}{did_you_mean(name, known)} (known: {', '.join(known)}); "
+            "a JSON file with the fields of one is taken as well, see `dglx lambda prices`"
+        )
+    return _read(path)
+
+
+def price_names() -> tuple[str, ...]:
+    """Return the names of the tables that need no file."""
+    return tuple(table.name for table in _tables())
+
+
+def _read(path: Path) -> PriceTable:
+    with path.open("rb") as file:
+        text = file.read(MAX_FILE_BYTES + 1)
+    where = f"the price table {path}"
+    fields = Fields(read_json(text, MAX_FILE_BYTES, where), where)
+    servers = fields.any("per_server_hour")
+    if not isinstance(servers, Mapping):
+        fields.refuse("per_server_hour", "an object with dollars by kind of server")
+    table = PriceTable(
+        name=fields.text("name", 80),
+        source=fields.text("source", 400),
+        date=fields.text("date", 10),
+        per_request=fields.number("per_request", 0, _MOST_DOLLARS),
+        per_gb_second=fields.number("per_gb_second", 0, _MOST_DOLLARS),
+        step_s=fields.number("step_s", 1e-6, 3600),
+        per_server_hour=servers,
+    )
+    fields.end()
+    return table
+
+
+def _tables() -> tuple[PriceTable, ...]:
+    return (
+        PriceTable(
+            name="aws",
+            source="aws.amazon.com/lambda/pricing and /ec2/pricing/on-demand: us-east-1, x86, Linux",
+            date="2025-01-01",
+            per_request=0.20 / 1e6,
+            per_gb_second=0.0000166667,
+            step_s=0.001,
+            per_server_hour=_servers(),
+        ),
+        PriceTable(
+            name="dorylus",
+            source="Thorpe et al., Dorylus, OSDI 2021: functions of 192 MB at 0.01125 $ an hour, by 100 ms",
+            date="2020-11-01",
+            per_request=0.20 / 1e6,
+            per_gb_second=0.01125 / 3600 / (192 / 1024),
+            step_s=0.1,
+            per_server_hour=_servers(),
+        ),
+    )
+
+
+def _servers() -> dict[str, float]:
+    """Return dollars per hour; within a family they go with the number of cores."""
+    sizes = {"large": 1, "xlarge": 2, "2xlarge": 4, "4xlarge": 8, "9xlarge": 18}
+    families = {"c5": 0.085, "c5n": 0.108}
+    found = {f"{name}.{size}": dollars * n for name, dollars in families.items() for size, n in sizes.items()}
+    return {**found, "p3.2xlarge": 3.06}
+
+
+SIMULATED = "simulated"
+MB_PER_GB = 1024
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What functions used; the parts of several ranks or executors add up."""
+
+    invocations: int = 0
+    gb_seconds: float = 0.0
+    """Memory x duration, each duration rounded up as the price table says."""
+    unknown: int = 0
+    """Of the invocations, those whose duration is not known, and not in ``gb_seconds``."""
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            invocations=self.invocations + other.invocations,
+            gb_seconds=self.gb_seconds + other.gb_seconds,
+            unknown=self.unknown + other.unknown,
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """Servers of one kind that ran for the whole of a run."""
+
+    kind: str
+    number: int
+    seconds: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """Dollars of one run."""
+
+    requests: float
+    compute: float
+    servers: float
+    simulated: bool
+    """Whether no function was paid for: the run was here, the dollars are what it would have cost."""
+    prices: str
+    """Name and date of the price table."""
+    unknown: int = 0
+    """Invocations whose duration is not known: the compute is at least what stands here."""
+
+    @property
+    def functions(self) -> float:
+        """Requests and compute of functions."""
+        return self.requests + self.compute
+
+    @property
+    def total(self) -> float:
+        """Functions and servers."""
+        return self.functions + self.servers
+
+    def __str__(self) -> str:
+        parts = f"functions {dollars(self.functions)}, servers {dollars(self.servers)}"
+        return f"{dollars(self.total)} ({parts}; {self.label})"
+
+    @property
+    def label(self) -> str:
+        """How to read the figures, for wherever they are shown."""
+        kind = f"{SIMULATED}: no function was paid for" if self.simulated else "functions on AWS"
+        missing = f"; at least, for {self.unknown} durations are not known" if self.unknown else ""
+        return f"{kind}; prices {self.prices}{missing}"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A run beside the same engine with all work on servers; above 1 is in favour of the functions."""
+
+    speed: float
+    """Time of the servers over that of the functions."""
+    saving: float
+    """Cost of the servers over that of the functions."""
+    value: float
+    """Value of the functions over that of the servers: speed x saving."""
+    simulated: bool
+
+    def __str__(self) -> str:
+        text = f"{self.speed:.2f}x as fast, {1 / self.saving:.2f}x the cost, {self.value:.2f}x the value"
+        return f"{text} of servers alone" + (f" ({SIMULATED} cost)" if self.simulated else "")
+
+
+def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> float:
+    """Return GB-seconds of one invocation, its duration rounded up to whole steps of ``prices``.
+
+    Raises:
+        ConfigError: the duration is negative or no number, or there is no memory.
+    """
+    if not duration_s >= 0 or math.isinf(duration_s):
+        raise ConfigError(f"an invocation took {duration_s} s; give seconds of at least 0")
+    if memory_mb < 1:
+        raise ConfigError(f"a function has {memory_mb} MB; give at least 1")
+    step = Fraction(str(prices.step_s))
+    # 0.1 s is not a whole number of binary steps; a nanosecond more than a step is noise of the clock.
+    steps = math.ceil(Fraction(round(duration_s * 1e9), 10**9) / step)
+    return float(steps * step) * memory_mb / MB_PER_GB
+
+
+def usage(invocations: Iterable[tuple[float, int]], prices: PriceTable) -> Usage:
+    """Return what ``invocations``, each (seconds, MB), used together."""
+    spent = [billed_gb_seconds(seconds, memory_mb, prices) for seconds, memory_mb in invocations]
+    return Usage(invocations=len(spent), gb_seconds=math.fsum(spent))
+
+
+def bill(functions: Usage, servers: Iterable[Servers], prices: PriceTable, *, simulated: bool) -> Bill:
+    """Return the dollars of a run.
+
+    Args:
+        functions: What the workers used; nothing for servers alone.
+        servers: Graph and parameter servers.
+        prices: What each costs.
+        simulated: Whether the functions ran anywhere but at the provider.
+
+    Raises:
+        ConfigError: a server's kind is not in the table.
+    """
+    return Bill(
+        requests=functions.invocations * prices.per_request,
+        compute=functions.gb_seconds * prices.per_gb_second,
+        servers=math.fsum(one.number * one.seconds / 3600 * prices.server(one.kind) for one in servers),
+        simulated=simulated,
+        prices=f"{prices.name} of {prices.date}",
+        unknown=functions.unknown,
+    )
+
+
+def value(seconds: float, dollars_spent: float) -> float:
+    """Return 1 / (time x cost): work per second and dollar; only ratios of it say something.
+
+    Raises:
+        ConfigError: one of them is not above 0.
+    """
+    if not (seconds > 0 and dollars_spent > 0):
+        raise ConfigError(f"a value needs time and cost above 0, not {seconds} s and {dollars_spent} $")
+    return 1 / (seconds * dollars_spent)
+
+
+def compare(seconds: float, ours: Bill, servers_seconds: float, servers_alone: Bill) -> Comparison:
+    """Return how a run with functions stands beside servers alone at the same work.
+
+    Raises:
+        ConfigError: a time or a cost is not above 0.
+    """
+    mine, theirs = value(seconds, ours.total), value(servers_seconds, servers_alone.total)
+    return Comparison(
+        speed=servers_seconds / seconds,
+        saving=servers_alone.total / ours.total,
+        value=mine / theirs,
+        simulated=ours.simulated or servers_alone.simulated,
+    )
+
+
+def dollars(amount: float) -> str:
+    """Return ``amount`` with as many digits as say something: 12.3 -> "$12.30", 0.000123 -> "$0.000123"."""
+    return f"${amount:.2f}" if amount >= 1 or amount == 0 else f"${amount:.3g}"

@@ -1,0 +1,1 @@
+"""Executors: local processes, HTTP, AWS and inline."""

@@ -1,0 +1,234 @@
+"""Workers behind a URL: each task is one POST, as any functions service takes it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+from urllib.parse import SplitResult, urlsplit
+
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.serverless.executors.base import (
+    Executor,
+    ExecutorContext,
+    Hand,
+    Invocation,
+    Lost,
+    Pool,
+    PoolPlan,
+)
+from dglx_dist.serverless.json_fields import Fields, printable
+from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
+from dglx_dist.serverless.worker_process import Fault
+
+DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
+_TIMEOUT_S, _MAX_TIMEOUT_S = 60.0, 3600.0
+_SHOWN = 500
+_MAX_HEADERS, _LONGEST = 32, 4096
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
+
+
+@final
+class HttpExecutor(Executor):
+    """Posts each event to one URL, several at a time, over connections that stay open.
+
+    The answer is 200 with the worker's own (``WorkerAnswer``), or 202 or 204 where the service takes the
+    event and tells nothing more: then nothing is billed here. Anything else is a lost attempt. Certificates
+    are verified. An event holds the workers' secret, so plain http goes to this machine only.
+
+    Options:
+        url: ``https://HOST[:PORT]/PATH``.
+        headers: More of them by name, such as an API key.
+        memory_mb: For the bill; 192 by default.
+        timeout_s: How long an answer may take; 60 by default.
+        insecure: Whether plain http may go to other machines, too.
+        certificates: File with those that vouch for the server; default: the system's.
+    """
+
+    option_names = ("url", "headers", "memory_mb", "timeout_s", "insecure", "certificates")
+
+    def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
+        fields = Fields(options, "executor 'http'", hidden=True)
+        memory_mb = fields.maybe(
+            "memory_mb", lambda name: fields.whole(name, 1, MAX_MEMORY_MB), DEFAULT_MEMORY_MB
+        )
+        target = _read_target(fields)
+        fields.end()
+        self._pool = Pool(
+            PoolPlan(make=lambda: _Connection(target), notice=context.notice, memory_mb=memory_mb)
+        )
+
+    def invoke(self, event: bytes) -> None:
+        """See Executor."""
+        self._pool.invoke(event)
+
+    def size(self, workers: int) -> None:
+        """See Executor. So many requests are under way at the same time."""
+        self._pool.size(workers)
+
+    def lost(self) -> list[Lost]:
+        """See Executor."""
+        return self._pool.lost()
+
+    def billed(self) -> list[Invocation]:
+        """See Executor."""
+        return self._pool.billed()
+
+    @property
+    def workers(self) -> int:
+        """0: how many containers there are is the service's own business."""
+        return 0
+
+    def close(self) -> None:
+        """See Executor. Workers that a service has started go on until they are refused."""
+        self._pool.close()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    url: SplitResult
+    headers: Mapping[str, str]
+    timeout_s: float
+    trust: ssl.SSLContext | None
+    """None: plain http."""
+
+    def connect(self) -> http.client.HTTPConnection:
+        host = self.url.hostname or ""
+        if self.trust is None:
+            return http.client.HTTPConnection(host, self.url.port, timeout=self.timeout_s)
+        return http.client.HTTPSConnection(host, self.url.port, timeout=self.timeout_s, context=self.trust)
+
+    @property
+    def path(self) -> str:
+        return (self.url.path or "/") + (f"?{self.url.query}" if self.url.query else "")
+
+
+@final
+class _Connection(Hand):
+    def __init__(self, target: _Target) -> None:
+        self._target = target
+        self._connection = target.connect()
+        self._used = False
+        self._stopped = threading.Event()
+
+    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
+        try:
+            status, body = self._post(event)
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            # Without the query: it may hold a key.
+            raise PeerError(
+                f"POST to {self._target.url.netloc}{self._target.url.path} failed: "
+                f"{type(error).__name__}: {error}; look at the service, or at option 'url'"
+            ) from error
+        if status in (202, 204):
+            return None
+        if status != 200:
+            shown = printable(body.decode(errors="replace"), _SHOWN)
+            raise RemoteError(f"{self._target.url.netloc} answered {status}: {shown}")
+        return WorkerAnswer.from_json(body)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        waiting = self._connection.sock
+        if waiting is not None:
+            with contextlib.suppress(OSError):
+                waiting.shutdown(socket.SHUT_RDWR)  # wakes who waits at it, as closing would not
+
+    def end(self) -> None:
+        self._connection.close()
+
+    def _post(self, event: bytes) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json", **self._target.headers}
+        try:
+            return self._exchange(event, headers)
+        except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
+            # A connection that was kept open may have been closed since by the other side; a task that runs
+            # twice does no harm.
+            if not self._used or self._stopped.is_set():
+                raise
+            self._connection.close()
+            return self._exchange(event, headers)
+
+    def _exchange(self, event: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        self._connection.request("POST", self._target.path, event, dict(headers))
+        response = self._connection.getresponse()
+        body = response.read(MAX_ANSWER_BYTES + 1)
+        self._used = True
+        if len(body) > MAX_ANSWER_BYTES:
+            self._connection.close()
+        return response.status, body
+
+
+def _read_target(fields: Fields) -> _Target:
+    url = _read_url(fields)
+    insecure = fields.maybe("insecure", fields.flag, False)
+    if url.scheme == "http" and not insecure and not _is_here(url.hostname or ""):
+        raise ConfigError(
+            f"executor 'http' would send the workers' secret to {url.hostname} for everybody to read; use "
+            "https://, or insecure=true on a network that is yours"
+        )
+    certificates = fields.maybe("certificates", lambda name: fields.text(name, _LONGEST), None)
+    return _Target(
+        url=url,
+        headers=fields.maybe("headers", lambda name: _read_headers(fields.any(name)), {}),
+        timeout_s=fields.maybe(
+            "timeout_s", lambda name: fields.number(name, 0.01, _MAX_TIMEOUT_S), _TIMEOUT_S
+        ),
+        trust=None if url.scheme == "http" else _trust(certificates),
+    )
+
+
+def _read_url(fields: Fields) -> SplitResult:
+    text = fields.text("url", _LONGEST)
+    try:
+        url = urlsplit(text)
+        is_one = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # brackets that do not close, a port above 65535
+        is_one = False
+    if not is_one or not text.isascii() or " " in text:
+        raise ConfigError("executor 'http' has a 'url' that is none; write https://HOST/PATH, as ASCII")
+    if url.username is not None:
+        raise ConfigError(
+            "executor 'http' has a 'url' with a user in it, which is not sent; give the header Authorization"
+        )
+    return url
+
+
+def _read_headers(given: object) -> dict[str, str]:
+    headers = Fields(given, "executor 'http' 'headers'", hidden=True)
+    names = list(given) if isinstance(given, Mapping) else []
+    if len(names) > _MAX_HEADERS:
+        raise ConfigError(f"executor 'http' has {len(names)} 'headers'; give at most {_MAX_HEADERS}")
+    read = {name: headers.text(name, _LONGEST) for name in names}
+    for name, value in read.items():
+        if not _HEADER.fullmatch(name) or not value.isascii():
+            raise ConfigError(
+                f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
+                "!#$%&'*+.^_`|~-, values of ASCII"
+            )
+    return read
+
+
+def _trust(certificates: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=certificates)
+    except OSError as error:  # of which ssl's own errors are a kind
+        raise ConfigError(
+            f"executor 'http' cannot read certificates={certificates!r}: {error}; give a PEM file"
+        ) from None
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

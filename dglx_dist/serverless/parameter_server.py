@@ -1,0 +1,592 @@
+"""One parameter server: stashes, sums and updates; who carries the messages is not its affair."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final, get_args
+
+import numpy as np
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array
+from dglx_dist.registry import did_you_mean
+from dglx_dist.serverless.parameter_updates import Update
+from dglx_dist.serverless.program import Program
+
+
+def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
+    """Give each interval to the server with the lightest load, largest intervals first (section 5.1).
+
+    The answer depends on nothing but the arguments, so the order in which gradients are summed never
+    depends on who was quick. No server goes without an interval.
+
+    Args:
+        sizes: (K,) rows of each interval; 0 is allowed.
+        num_servers: P.
+
+    Returns:
+        (K,) int64 server of each interval.
+
+    Raises:
+        ConfigError: there is no server, or there are more than intervals.
+    """
+    if not 1 <= num_servers <= len(sizes):
+        raise ConfigError(
+            f"parameter_servers={num_servers} with {len(sizes)} intervals; give 1 to {len(sizes)}, or more "
+            "intervals"
+        )
+    loads, server_of = [0] * num_servers, np.zeros(len(sizes), dtype=np.int64)
+    for interval in sorted(range(len(sizes)), key=lambda one: (-int(sizes[one]), one)):
+        server = loads.index(min(loads))
+        # A task has a cost of its own besides its rows: this also spreads empty intervals.
+        loads[server] += int(sizes[interval]) + 1
+        server_of[interval] = server
+    return server_of
+
+
+Scheme: TypeAlias = Literal["xavier_uniform", "xavier_normal", "he_uniform", "he_normal"]
+
+
+def check_scheme(name: str) -> None:
+    """Raise ConfigError unless ``name`` is a scheme."""
+    known = get_args(Scheme)
+    if name not in known:
+        raise ConfigError(
+            f"there is no initialisation {name!r}{did_you_mean(name, known)} (there are: {', '.join(known)})"
+        )
+
+
+def initialise(
+    shapes: Mapping[str, tuple[int, ...]],
+    scheme: Scheme,
+    seed: int,
+    dtype: np.dtype[np.floating],
+    *,
+    inputs_first: Collection[str] = (),
+) -> dict[str, Array]:
+    """Draw weights; each depends on its own name, its shape and the seed alone.
+
+    Xavier keeps the variance over both directions (Glorot and Bengio, 2010), He that of the forward pass
+    under rectifiers (He et al., 2015), with gain sqrt(2). Vectors and numbers, which are biases, are zero.
+
+    Args:
+        shapes: By name; (outputs, inputs, ...) as torch counts them.
+        scheme: Which.
+        seed: Equal on all ranks.
+        dtype: float32 or float64; float32 is float64 rounded.
+        inputs_first: Names of weights of shape (inputs, outputs), as those of DGL's GraphConv.
+
+    Raises:
+        ConfigError: there is no such scheme.
+    """
+    check_scheme(scheme)
+    return {
+        name: _draw(name, shape, scheme, seed, name in inputs_first).astype(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def _draw(name: str, shape: tuple[int, ...], scheme: Scheme, seed: int, inputs_first: bool) -> Array:
+    if len(shape) < 2 or 0 in shape:
+        return np.zeros(shape)
+    field = math.prod(shape[2:])
+    outputs, inputs = shape[0] * field, shape[1] * field
+    if inputs_first:
+        outputs, inputs = inputs, outputs
+    spread = math.sqrt(2 / (inputs + outputs) if scheme.startswith("xavier") else 2 / inputs)
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], np.uint64)))
+    if scheme.endswith("uniform"):
+        return generator.uniform(-1.0, 1.0, shape) * (spread * math.sqrt(3))
+    return generator.standard_normal(shape) * spread
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterPlan:
+    """Weights, who uses them, and which server answers for which interval; equal on all ranks."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """By name, in the order in which weights are kept, summed and sent."""
+    dtype: np.dtype[np.floating]
+    """float32 or float64, of all of them."""
+    steps: Mapping[int, tuple[str, ...]]
+    """Index in the program of each Vertex step -> the names of its weights; those without any are ignored."""
+    server_of_interval: Array
+    """(K,) int64; see :func:`~dglx_dist.serverless.parameter_server.assign`."""
+    num_servers: int = 1
+    staleness: int = 0
+    """S: an interval may begin epoch e once e - S updates were made."""
+    first_epoch: int = 0
+    """The epoch that comes next; above 0 when training goes on from a checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
+            raise ConfigError(
+                f"weights of dtype {self.dtype} cannot be trained here; take float32 or float64"
+            )
+        used = [name for names in self.steps.values() for name in names]
+        if unknown := set(used) - set(self.shapes):
+            raise ConfigError(
+                f"steps use {', '.join(sorted(unknown))}, but weights are {', '.join(self.shapes)}"
+            )
+        if unused := set(self.shapes) - set(used):
+            raise ConfigError(f"no step uses {', '.join(sorted(unused))}; take it out of the model")
+        if self.staleness < 0:
+            raise ConfigError(f"staleness={self.staleness} must be at least 0")
+        if set(self.server_of_interval.tolist()) != set(range(self.num_servers)):
+            raise ConfigError(
+                f"not each of {self.num_servers} parameter servers has an interval; use assign()"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        server_of_interval: Array,
+        *,
+        num_servers: int = 1,
+        staleness: int = 0,
+        first_epoch: int = 0,
+    ) -> ParameterPlan:
+        """Return the plan for the weights of ``program``; see the fields."""
+        return cls(
+            shapes=program.weight_shapes,
+            dtype=np.dtype(program.dtype),
+            steps={index: tuple(program.weights_of(index)) for index in program.vertex_steps},
+            server_of_interval=server_of_interval,
+            num_servers=num_servers,
+            staleness=staleness,
+            first_epoch=first_epoch,
+        )
+
+    @property
+    def num_intervals(self) -> int:
+        """K, over all graph servers."""
+        return len(self.server_of_interval)
+
+    @property
+    def size(self) -> int:
+        """Numbers in all weights together, |theta|."""
+        return sum(int(np.prod(shape)) for shape in self.shapes.values())
+
+    @property
+    def reporting(self) -> dict[int, tuple[str, ...]]:
+        """The steps whose gradients are waited for: those with weights."""
+        return {step: names for step, names in self.steps.items() if names}
+
+    def intervals_of(self, server: int) -> list[int]:
+        """Return the intervals of ``server``, ascending."""
+        return [int(interval) for interval in np.flatnonzero(self.server_of_interval == server)]
+
+    def unflatten(self, vector: Array) -> list[Array]:
+        """Cut (|theta|,) into one array per weight; views."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()])[:-1]
+        return [
+            part.reshape(shape)
+            for part, shape in zip(np.split(vector, ends), self.shapes.values(), strict=True)
+        ]
+
+    def check_weights(self, names: Sequence[str], arrays: Sequence[Array], what: str) -> None:
+        """Raise ConfigError unless ``arrays`` have shape and dtype of the weights ``names``."""
+        if len(arrays) != len(names):
+            raise ConfigError(f"{what}: {len(arrays)} arrays for {len(names)} weights ({', '.join(names)})")
+        for name, array in zip(names, arrays, strict=True):
+            if array.shape != self.shapes[name] or array.dtype != self.dtype:
+                raise ConfigError(
+                    f"{what}: {name!r} is {array.dtype} of shape {array.shape}, not {self.dtype} of shape "
+                    f"{self.shapes[name]}"
+                )
+
+
+@final
+class EpochSums:
+    """Sums of one epoch: of each step over its intervals in ascending order.
+
+    A gradient is added as soon as those of all intervals before it have come, and only waits until then,
+    so that few are kept. Not thread-safe.
+
+    Args:
+        steps: Names of the weights of each step that has any, by the step's index.
+        intervals: Those that report here, ascending.
+    """
+
+    def __init__(self, steps: Mapping[int, Sequence[str]], intervals: Sequence[int]) -> None:
+        self._steps, self._intervals = steps, tuple(intervals)
+        self._added = dict.fromkeys(steps, 0)
+        self._early: dict[int, dict[int, Sequence[Array]]] = {step: {} for step in steps}
+        self._sums: dict[int, list[Array]] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every interval reported every step."""
+        return all(added == len(self._intervals) for added in self._added.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody reported yet."""
+        return not any(self._added.values()) and not any(self._early.values())
+
+    def missing(self) -> dict[int, list[int]]:
+        """Return the intervals that have not reported, by step; steps that lack none are left out."""
+        lacking = {
+            step: [one for one in self._intervals[added:] if one not in self._early[step]]
+            for step, added in self._added.items()
+        }
+        return {step: intervals for step, intervals in lacking.items() if intervals}
+
+    def add(self, step: int, interval: int, gradients: Sequence[Array]) -> None:
+        """Take the gradients of ``step``'s weights that ``interval`` computed; they are kept, not copied."""
+        early = self._early[step]
+        early[interval] = gradients
+        while (at := self._added[step]) < len(self._intervals) and self._intervals[at] in early:
+            self._fold(step, early.pop(self._intervals[at]))
+            self._added[step] += 1
+
+    def total(self, names: Iterable[str]) -> Array:
+        """Return all weights' sums as one vector in the order of ``names``; every step must be complete.
+
+        A weight of several steps gets the sum over these, lowest first.
+        """
+        totals: dict[str, Array] = {}
+        for step in sorted(self._steps):
+            for name, value in zip(self._steps[step], self._sums[step], strict=True):
+                totals[name] = totals[name] + value if name in totals else value
+        return np.concatenate([totals[name].reshape(-1) for name in names])
+
+    def _fold(self, step: int, gradients: Sequence[Array]) -> None:
+        if step in self._sums:
+            for total, gradient in zip(self._sums[step], gradients, strict=True):
+                total += gradient
+        else:
+            self._sums[step] = [np.array(gradient) for gradient in gradients]
+
+
+@final
+class Versions:
+    """The latest weights, and the older ones that intervals stashed; intervals share equal versions.
+
+    Version v is what v updates made. An interval keeps the version with which its newest epoch began until
+    it begins the next one: a worker that died after its last gradient is replaced by one that asks for
+    these weights once more. Not thread-safe.
+
+    Args:
+        weights: The first version; must not be changed afterwards.
+        number: Its number.
+        staleness: S: an interval begins epoch e with version e - S or later, and no update is made before
+            all intervals have begun its epoch, so that at most S + 2 versions are alive.
+    """
+
+    def __init__(self, weights: Sequence[Array], number: int, staleness: int) -> None:
+        self.latest = number
+        self._limit = staleness + 2
+        self._weights: dict[int, tuple[Array, ...]] = {number: tuple(weights)}
+        self._holders: dict[int, int] = {number: 0}
+        self._stash_of: dict[int, tuple[int, int]] = {}
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Numbers of the versions that are kept, ascending; the last is the latest."""
+        return tuple(sorted(self._weights))
+
+    @property
+    def stashes(self) -> dict[int, tuple[int, int]]:
+        """(epoch, version) of each interval that keeps one."""
+        return dict(self._stash_of)
+
+    def newest(self) -> tuple[Array, ...]:
+        """Return the latest weights."""
+        return self._weights[self.latest]
+
+    def epoch_of(self, interval: int) -> int:
+        """Return the epoch for which ``interval`` keeps a version, -1 for none."""
+        return self._stash_of.get(interval, (-1, -1))[0]
+
+    def stashed(self, interval: int, epoch: int) -> tuple[Array, ...]:
+        """Return the weights of ``interval`` in ``epoch``: the latest the first time, then the same.
+
+        What it kept for an earlier epoch is let go; the caller never goes back to one.
+        """
+        if self.epoch_of(interval) != epoch:
+            self._release(interval)
+            self._stash_of[interval] = (epoch, self.latest)
+            self._holders[self.latest] += 1
+        return self._weights[self._stash_of[interval][1]]
+
+    def add(self, weights: Sequence[Array]) -> None:
+        """Make ``weights`` the latest."""
+        before, self.latest = self.latest, self.latest + 1
+        self._weights[self.latest] = tuple(weights)
+        self._holders[self.latest] = 0
+        self._drop_unless_held(before)
+        assert len(self._weights) <= self._limit, f"versions {self.alive} are more than {self._limit}"
+
+    def release_all(self) -> None:
+        """Forget all stashes: nothing is in flight."""
+        for interval in list(self._stash_of):
+            self._release(interval)
+
+    def _release(self, interval: int) -> None:
+        if interval in self._stash_of:
+            _, version = self._stash_of.pop(interval)
+            self._holders[version] -= 1
+            self._drop_unless_held(version)
+
+    def _drop_unless_held(self, version: int) -> None:
+        if version != self.latest and self._holders[version] == 0:
+            del self._weights[version], self._holders[version]
+
+
+@final
+class ParameterServer:
+    """Keeps the latest weights, and what intervals that report here stashed (section 5.1). Thread-safe.
+
+    Every server has all weights and makes every update; an epoch's update is made from the sums of all
+    servers, added in the servers' order, so that the weights stay equal to the last bit on all of them.
+
+    Args:
+        plan: What all servers agree on.
+        index: Which of them this is.
+        weights: One per name of the plan, as its first epoch begins; must not be changed afterwards.
+        update: How weights change; this server's own.
+
+    Raises:
+        ConfigError: the weights are not the plan's.
+    """
+
+    def __init__(self, plan: ParameterPlan, index: int, weights: Sequence[Array], update: Update) -> None:
+        plan.check_weights(list(plan.shapes), weights, "the first weights")
+        if update.names != tuple(plan.shapes):
+            raise ConfigError(
+                f"the update is of {', '.join(update.names)}, the plan of {', '.join(plan.shapes)}"
+            )
+        self.plan, self.index = plan, index
+        self._update, self._lock = update, threading.Lock()
+        self._versions = Versions(weights, plan.first_epoch, plan.staleness)
+        self._intervals = plan.intervals_of(index)
+        self._reporting = plan.reporting
+        self._sums: dict[int, EpochSums] = {}
+        self._received: dict[int, dict[int, Array]] = {}
+        self._digests: dict[int, dict[tuple[int, int], bytes]] = {}
+
+    @property
+    def updates(self) -> int:
+        """Updates made, those before the first epoch included; also the number of the latest version."""
+        with self._lock:
+            return self._versions.latest
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Versions that are kept, ascending."""
+        with self._lock:
+            return self._versions.alive
+
+    @property
+    def stashes(self) -> dict[int, tuple[int, int]]:
+        """(epoch, version) that each interval of this server stashed last."""
+        with self._lock:
+            return self._versions.stashes
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """What the update keeps, by "<weight>/<key>"; read while nothing is in flight."""
+        return self._update.state
+
+    def latest(self) -> tuple[Array, ...]:
+        """Return the latest weights, read-only, in the plan's order."""
+        with self._lock:
+            return self._versions.newest()
+
+    def weights(self, interval: int, epoch: int, step: int) -> list[Array]:
+        """Return the weights of ``step`` as ``interval`` sees them during all of ``epoch``.
+
+        The first call of an epoch stashes the latest version.
+
+        Raises:
+            ConfigError: interval or step are not of this server, or the epoch has not begun or is over.
+        """
+        self._check_key(interval, epoch, step)
+        with self._lock:
+            self._check_begun(interval, epoch)
+            held = self._versions.epoch_of(interval)
+            if epoch < held or (epoch < self._versions.latest and epoch != held):
+                raise ConfigError(
+                    f"weights of epoch {epoch} for interval {interval} are gone after "
+                    f"{self._versions.latest} updates; the call comes from a worker that was given up"
+                )
+            weights = self._versions.stashed(interval, epoch)
+        position = {name: at for at, name in enumerate(self.plan.shapes)}
+        return [weights[position[name]] for name in self.plan.steps[step]]
+
+    def gradients(self, interval: int, epoch: int, step: int, arrays: Sequence[Array]) -> bool:
+        """Take the gradients of ``step``'s weights; return False if they came before and are dropped.
+
+        The arrays are kept and must not be changed afterwards.
+
+        Raises:
+            ConfigError: the key is not of this server, the epoch has not begun, the arrays are not like the
+                weights, or the key came before with other bits.
+        """
+        what = f"gradients of interval {interval}, epoch {epoch}, step {step}"
+        self._check_key(interval, epoch, step)
+        self.plan.check_weights(self.plan.steps[step], arrays, what)
+        if step not in self._reporting:
+            return True
+        digest = _digest(arrays)
+        with self._lock:
+            self._check_begun(interval, epoch)
+            came = self._digests.setdefault(epoch, {}) if self._is_recent(epoch) else {}
+            if (interval, step) in came or epoch < self._versions.latest:
+                if came.get((interval, step), digest) != digest:
+                    raise ConfigError(
+                        f"{what} came twice with different bits; a stage must compute the same from the "
+                        "same: does one draw at random, or differ between workers?"
+                    )
+                return False
+            came[interval, step] = digest
+            self._sums_of(epoch).add(step, interval, arrays)
+        return True
+
+    def own_sums(self) -> tuple[int, Array] | None:
+        """Return (epoch, (|theta|,) sums) of the epoch that is updated next, None while gradients miss.
+
+        The vector must not be changed.
+        """
+        with self._lock:
+            epoch = self._versions.latest
+            if epoch not in self._sums or not self._sums[epoch].is_complete:
+                return None
+            came = self._received.setdefault(epoch, {})
+            if self.index not in came:
+                came[self.index] = self._sums[epoch].total(self.plan.shapes)
+            return epoch, came[self.index]
+
+    def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
+        """Take the sums of another server. Once more the same epoch is no harm.
+
+        Raises:
+            ConfigError: there is no such server, the epoch cannot be complete, or they are not the plan's.
+        """
+        if not 0 <= server < self.plan.num_servers or server == self.index:
+            raise ConfigError(f"sums of server {server} came to {self.index} of {self.plan.num_servers}")
+        if vector.shape != (self.plan.size,) or vector.dtype != self.plan.dtype:
+            raise ConfigError(
+                f"sums of server {server} are {vector.dtype} of shape {vector.shape}, not {self.plan.dtype} "
+                f"of shape ({self.plan.size},)"
+            )
+        with self._lock:
+            if epoch > self._versions.latest + self.plan.staleness + 1:
+                raise ConfigError(
+                    f"sums of epoch {epoch} came from server {server} after {self._versions.latest} updates"
+                )
+            if epoch >= self._versions.latest:
+                self._received.setdefault(epoch, {}).setdefault(server, vector)
+
+    def servers_missing(self) -> list[int]:
+        """Return the servers whose sums of the next update have not come, this one included."""
+        with self._lock:
+            came = self._received.get(self._versions.latest, {})
+            return [server for server in range(self.plan.num_servers) if server not in came]
+
+    def advance(self) -> int | None:
+        """Make the next update if all sums are there; return the number of updates, or None.
+
+        Called by one thread; the others may pull and push meanwhile.
+        """
+        with self._lock:
+            epoch = self._versions.latest
+            came = self._received.get(epoch, {})
+            if len(came) < self.plan.num_servers:
+                return None
+            weights = self._versions.newest()
+        total = came[0].copy()
+        for server in range(1, self.plan.num_servers):
+            total += came[server]
+        after = self._update.apply(weights, self.plan.unflatten(total))
+        with self._lock:
+            self._versions.add(after)
+            del self._received[epoch], self._sums[epoch]
+            self._digests = {one: came for one, came in self._digests.items() if self._is_recent(one)}
+            return self._versions.latest
+
+    def missing(self) -> str:
+        """Say what the next update waits for; "" when for nothing of this server."""
+        with self._lock:
+            epoch = self._versions.latest
+            lacking = self._sums_of(epoch).missing()
+        return "; ".join(
+            f"epoch {epoch}, step {step}: gradients of intervals {_some(intervals)}"
+            for step, intervals in sorted(lacking.items())
+        )
+
+    def drain(self) -> None:
+        """Forget all stashes; every interval must have ended the same epoch.
+
+        Raises:
+            ConfigError: gradients of an epoch that is not updated yet have come.
+        """
+        with self._lock:
+            begun = [epoch for epoch, sums in self._sums.items() if not sums.is_empty]
+            if begun or self._received:
+                raise ConfigError(
+                    f"epoch {min([*begun, *self._received])} is under way; wait for its update first"
+                )
+            self._versions.release_all()
+
+    def _is_recent(self, epoch: int) -> bool:
+        """Whether bits of duplicates are still compared: in open epochs and the last one that was updated."""
+        return epoch >= self._versions.latest - 1
+
+    def _sums_of(self, epoch: int) -> EpochSums:
+        if epoch not in self._sums:
+            self._sums[epoch] = EpochSums(self._reporting, self._intervals)
+        return self._sums[epoch]
+
+    def _check_key(self, interval: int, epoch: int, step: int) -> None:
+        if step not in self.plan.steps:
+            raise ConfigError(f"step {step} has no weights; steps that have: {sorted(self.plan.steps)}")
+        if not 0 <= interval < self.plan.num_intervals or epoch < 0:
+            raise ConfigError(f"there is no interval {interval} of {self.plan.num_intervals}, epoch {epoch}")
+        server = int(self.plan.server_of_interval[interval])
+        if server != self.index:
+            raise ConfigError(f"interval {interval} is of parameter server {server}, not of {self.index}")
+
+    def _check_begun(self, interval: int, epoch: int) -> None:
+        if epoch > self._versions.latest + self.plan.staleness:
+            raise ConfigError(
+                f"interval {interval} is in epoch {epoch} after {self._versions.latest} updates, which is "
+                f"beyond staleness {self.plan.staleness}"
+            )
+
+
+def exchange(servers: Sequence[ParameterServer]) -> int | None:
+    """Let the servers of one process exchange sums and update once; None while gradients miss.
+
+    Args:
+        servers: All of the plan, in order.
+    """
+    ready = [server.own_sums() for server in servers]
+    found = [one for one in ready if one is not None]
+    if len(found) < len(servers):
+        return None
+    for server in servers:
+        for other, (epoch, vector) in zip(servers, found, strict=True):
+            if other is not server:
+                server.receive_sums(other.index, epoch, vector)
+    updates = [server.advance() for server in servers]
+    return updates[0]
+
+
+def _digest(arrays: Sequence[Array]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).reshape(-1).data)
+    return digest.digest()
+
+
+def _some(intervals: Sequence[int], limit: int = 8) -> str:
+    text = ", ".join(str(interval) for interval in intervals[:limit])
+    return text if len(intervals) <= limit else f"{text} and {len(intervals) - limit} more"

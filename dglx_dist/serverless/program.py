@@ -1,0 +1,506 @@
+"""A model as steps that graph servers and workers take in turn, without anything of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NoReturn, TypeAlias, final
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.registry import did_you_mean
+from dglx_dist.serverless.json_fields import Fields, Json, read_json, write_json
+from dglx_dist.serverless.stages.base import (
+    MAX_WIDTH,
+    Config,
+    EdgeStage,
+    Shapes,
+    VertexStage,
+    edge_stage,
+    vertex_stage,
+)
+
+FEATURES = "x"
+"""The slot that holds the features; its ghost rows are fetched once, before the first epoch."""
+FIXED = "fixed:"
+"""What names of edge values that no step computes begin with."""
+
+
+@final
+@dataclass(frozen=True)
+class Slot:
+    """Rows that steps hand on: (n, width) of nodes, or (E, width) of in-edges where an Edge step makes it."""
+
+    name: str
+    width: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Sum source rows over each node's in-edges (GA), on the graph server."""
+
+    name: str
+    source: str
+    """Slot of nodes; own rows and ghosts are read."""
+    output: Slot
+    edges: str | None = None
+    """What edges weigh: ``fixed:<n>``, or the slot of an Edge step, by head; None: 1."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Vertex:
+    """Apply a vertex stage to rows of nodes (AV), on a worker."""
+
+    name: str
+    stage: str
+    """Name in the registry of stages."""
+    config: Config = field(hash=False)
+    inputs: tuple[str, ...]
+    """Slots of nodes; own rows are read."""
+    outputs: tuple[Slot, ...]
+    weights: tuple[str, ...] = ()
+    """The user's names (state_dict), in the order in which the stage declares its own."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Scatter:
+    """Send boundary rows to the graph servers that have them as ghosts (SC)."""
+
+    name: str
+    slots: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """Apply an edge stage to the in-edges of nodes (AE), on a worker."""
+
+    name: str
+    stage: str
+    config: Config = field(hash=False)
+    sources: str
+    """Slot of nodes, whose rows are read at each edge's source: own rows and ghosts."""
+    targets: str
+    """Slot of nodes; own rows are read."""
+    output: Slot
+
+
+Step: TypeAlias = Gather | Vertex | Scatter | Edge
+
+
+def inputs_of(step: Step) -> Iterator[str]:
+    """Yield the slots that ``step`` reads; the names of fixed edge values are none."""
+    if isinstance(step, Gather):
+        yield step.source
+        if step.edges is not None and not step.edges.startswith(FIXED):
+            yield step.edges
+    elif isinstance(step, Vertex):
+        yield from step.inputs
+    elif isinstance(step, Scatter):
+        yield from step.slots
+    else:
+        yield from (step.sources, step.targets)
+
+
+def outputs_of(step: Step) -> tuple[Slot, ...]:
+    """Return the slots that ``step`` makes."""
+    if isinstance(step, Vertex):
+        return step.outputs
+    return () if isinstance(step, Scatter) else (step.output,)
+
+
+MAX_STEPS, MAX_SLOTS, MAX_WEIGHTS = 512, 16, 32
+"""Most steps of a program; slots and weights of one step."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FIXED = re.compile(FIXED + r"(0|[1-9][0-9]{0,3})")
+
+
+def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
+    """Check that every step can be taken after those before it, and that the last ends in the loss.
+
+    Args:
+        steps: What to check.
+        features: Columns of the slot ``x``.
+        classes: Columns that the last step must leave.
+
+    Raises:
+        ConfigError: they cannot; the message names the step.
+    """
+    _bounds("number of steps", len(steps), MAX_STEPS)
+    checker = _Checker(features)
+    for step in steps:
+        checker.take(step)
+    last = steps[-1]
+    if not isinstance(last, Vertex) or [slot.width for slot in last.outputs] != [classes]:
+        raise ConfigError(
+            f"the last step {last.name!r} must be a Vertex with one output of {classes} columns, "
+            "the classes; let the program end there"
+        )
+
+
+@final
+class _Checker:
+    """Takes steps in order and remembers what is there."""
+
+    def __init__(self, features: int) -> None:
+        self._nodes = {FEATURES: features}
+        self._edges: dict[str, int] = {}
+        self._with_ghosts = {FEATURES}
+        self._names: set[str] = set()
+        self._weights: set[str] = set()
+
+    def take(self, step: Step) -> None:
+        """Check one step."""
+        if not isinstance(step, Gather | Vertex | Scatter | Edge):
+            raise ConfigError(f"{step!r} is no step; give Gather, Vertex, Scatter or Edge")
+        if not isinstance(step.name, str) or not _NAME.fullmatch(step.name) or step.name in self._names:
+            raise ConfigError(f"the step name {step.name!r} is taken or not 1 to 64 of A-Z a-z 0-9 _ . -")
+        self._names.add(step.name)
+        if isinstance(step, Gather):
+            self._gather(step)
+        elif isinstance(step, Vertex):
+            self._vertex(step)
+        elif isinstance(step, Scatter):
+            self._scatter(step)
+        else:
+            self._edge(step)
+
+    def _gather(self, step: Gather) -> None:
+        width = self._width(step, step.source, self._nodes)
+        self._has_ghosts(step, step.source)
+        if step.output.width != width:
+            _refuse(step, f"makes {step.output.width} columns of {width}; a sum keeps the columns")
+        if step.edges is not None and not _FIXED.fullmatch(step.edges):
+            heads = self._width(step, step.edges, self._edges)
+            if width % heads:
+                _refuse(step, f"weighs {width} columns by {heads} heads; give a multiple of the heads")
+        self._make(step, (step.output,), self._nodes)
+
+    def _vertex(self, step: Vertex) -> None:
+        stage = vertex_stage(step.stage, step.config)
+        _equal(step, "inputs", stage.input_widths, [self._width(step, n, self._nodes) for n in step.inputs])
+        _equal(step, "outputs", stage.output_widths, [slot.width for slot in step.outputs])
+        shapes = stage.weight_shapes
+        if not len(step.weights) == len(shapes) <= MAX_WEIGHTS:
+            _refuse(step, f"has weights {list(step.weights)}, its stage wants {list(shapes)}")
+        for name in step.weights:
+            if not isinstance(name, str) or not 0 < len(name) <= 512 or name in self._weights:
+                _refuse(step, f"has the weight {name!r}, which is no name or belongs to a step already")
+            self._weights.add(name)
+        self._make(step, step.outputs, self._nodes)
+
+    def _scatter(self, step: Scatter) -> None:
+        if not 0 < len(step.slots) <= MAX_SLOTS:
+            _refuse(step, f"sends {len(step.slots)} slots; give 1 to {MAX_SLOTS}")
+        for name in step.slots:
+            self._width(step, name, self._nodes)
+            if name in self._with_ghosts:
+                _refuse(step, f"sends {name!r} again; rows are sent once in an epoch, features never")
+            self._with_ghosts.add(name)
+
+    def _edge(self, step: Edge) -> None:
+        stage = edge_stage(step.stage, step.config)
+        found = [self._width(step, name, self._nodes) for name in (step.sources, step.targets)]
+        _equal(step, "slots", (stage.width,) * 3, [*found, step.output.width])
+        self._has_ghosts(step, step.sources)
+        self._make(step, (step.output,), self._edges)
+
+    def _width(self, step: Step, name: str, among: dict[str, int]) -> int:
+        if not isinstance(name, str) or name not in among:
+            kind = "nodes" if among is self._nodes else "edges"
+            _refuse(
+                step, f"reads {name!r}, which no step before makes of {kind}{did_you_mean(str(name), among)}"
+            )
+        return among[name]
+
+    def _has_ghosts(self, step: Step, name: str) -> None:
+        if name not in self._with_ghosts:
+            _refuse(step, f"reads {name!r} over edges; put a Scatter of it before")
+
+    def _make(self, step: Step, slots: Sequence[Slot], among: dict[str, int]) -> None:
+        if not 0 < len(slots) <= MAX_SLOTS:
+            _refuse(step, f"makes {len(slots)} slots; give 1 to {MAX_SLOTS}")
+        for slot in slots:
+            if not isinstance(slot.name, str) or not _NAME.fullmatch(slot.name):
+                _refuse(step, f"makes {slot.name!r}; slots are named by 1 to 64 of A-Z a-z 0-9 _ . -")
+            if slot.name in self._nodes or slot.name in self._edges:
+                _refuse(step, f"makes {slot.name!r}, which is there already; give it a name of its own")
+            _bounds(f"width of {slot.name!r}", slot.width, MAX_WIDTH)
+            among[slot.name] = slot.width
+
+
+def _equal(step: Step, what: str, wanted: Iterable[int], found: Iterable[int]) -> None:
+    if list(wanted) != list(found):
+        _refuse(step, f"has {what} of {list(found)} columns, its stage wants {list(wanted)}")
+
+
+def _refuse(step: Step, reason: str) -> NoReturn:
+    raise ConfigError(f"step {step.name!r} {reason}")
+
+
+def _bounds(what: str, value: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise ConfigError(f"the {what} of a program is {value!r}; give a whole number from 1 to {high}")
+
+
+_LONGEST = 512
+"""Characters of a name; the check of whole programs is stricter where it must be."""
+
+
+def step_as_json(step: Step) -> Json:
+    """Return ``step`` as JSON values."""
+    if isinstance(step, Gather):
+        output = _slot_as_json(step.output)
+        return {
+            "kind": "gather", "name": step.name, "source": step.source, "output": output, "edges": step.edges
+        }  # fmt: skip
+    if isinstance(step, Scatter):
+        return {"kind": "scatter", "name": step.name, "slots": list(step.slots)}
+    shared: dict[str, Json] = {"name": step.name, "stage": step.stage, "config": step.config}
+    if isinstance(step, Vertex):
+        outputs: list[Json] = [_slot_as_json(slot) for slot in step.outputs]
+        own: dict[str, Json] = {
+            "kind": "vertex", "inputs": list(step.inputs), "outputs": outputs, "weights": list(step.weights)
+        }  # fmt: skip
+    else:
+        output = _slot_as_json(step.output)
+        own = {"kind": "edge", "sources": step.sources, "targets": step.targets, "output": output}
+    return shared | own
+
+
+def _slot_as_json(slot: Slot) -> dict[str, Json]:
+    return {"name": slot.name, "width": slot.width}
+
+
+def read_step(given: object, index: int) -> Step:
+    """Read what :func:`step_as_json` gave, as step ``index``.
+
+    Raises:
+        ConfigError: a field is missing, unknown or wrong.
+    """
+    fields = Fields(given, f"step {index} of a program")
+    kind = fields.choice("kind", tuple(_READERS))
+    step = _READERS[kind](fields, fields.text("name", _LONGEST))
+    fields.end()
+    return step
+
+
+def _gather(fields: Fields, name: str) -> Gather:
+    return Gather(
+        name=name,
+        source=_name(fields, "source"),
+        output=_read_slot(fields.any("output"), fields.where),
+        edges=fields.maybe("edges", lambda field: _name(fields, field), None),
+    )
+
+
+def _vertex(fields: Fields, name: str) -> Vertex:
+    outputs = fields.items("outputs", MAX_SLOTS)
+    return Vertex(
+        name=name,
+        stage=_name(fields, "stage"),
+        config=_config(fields),
+        inputs=fields.texts("inputs", MAX_SLOTS, _LONGEST),
+        outputs=tuple(_read_slot(output, fields.where) for output in outputs),
+        weights=fields.texts("weights", MAX_WEIGHTS, _LONGEST),
+    )
+
+
+def _scatter(fields: Fields, name: str) -> Scatter:
+    return Scatter(name=name, slots=fields.texts("slots", MAX_SLOTS, _LONGEST))
+
+
+def _edge(fields: Fields, name: str) -> Edge:
+    return Edge(
+        name=name,
+        stage=_name(fields, "stage"),
+        config=_config(fields),
+        sources=_name(fields, "sources"),
+        targets=_name(fields, "targets"),
+        output=_read_slot(fields.any("output"), fields.where),
+    )
+
+
+_READERS: Mapping[str, Callable[[Fields, str], Step]] = {
+    "gather": _gather,
+    "vertex": _vertex,
+    "scatter": _scatter,
+    "edge": _edge,
+}
+
+
+def _name(fields: Fields, field: str) -> str:
+    return fields.text(field, _LONGEST)
+
+
+def _config(fields: Fields) -> Config:
+    given = fields.any("config")
+    if not isinstance(given, dict):
+        raise ConfigError(f"{fields.where} has a config that is no object; give the fields of its stage")
+    return given
+
+
+def _read_slot(given: object, where: str) -> Slot:
+    fields = Fields(given, f"a slot of {where}")
+    slot = Slot(fields.text("name", _LONGEST), fields.whole("width", 1, MAX_WIDTH))
+    fields.end()
+    return slot
+
+
+DTYPES, LOSSES = ("float32", "float64"), ("cross_entropy",)
+MAX_TRAIN = 1 << 40
+MAX_PROGRAM_BYTES = 1 << 20
+_VERSION = 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Steps of one epoch forward; backward takes them in reverse. Checked when it is made.
+
+    Raises:
+        ConfigError: a step does not fit those before it or its stage; the message names the step.
+    """
+
+    steps: tuple[Step, ...]
+    """The last one is a Vertex, whose one output (n, classes) goes into the loss."""
+    features: int
+    """Columns of the slot ``x``."""
+    classes: int
+    num_train: int
+    """M: training nodes on all graph servers, by which the sum of losses is divided."""
+    dtype: str = "float32"
+    """Of all rows and weights: float32 or float64."""
+    loss: str = "cross_entropy"
+
+    def __post_init__(self) -> None:
+        fields = Fields(vars(self), "a program")
+        self._check_sizes(fields)
+        check_steps(self.steps, self.features, self.classes)
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hexadecimal characters: equal where programs are equal, in any process and on any machine."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Return the program as JSON; equal programs give equal bytes."""
+        sizes: dict[str, Json] = {
+            "features": self.features,
+            "classes": self.classes,
+            "num_train": self.num_train,
+        }
+        kinds: dict[str, Json] = {"dtype": self.dtype, "loss": self.loss}
+        steps: list[Json] = [step_as_json(step) for step in self.steps]
+        return write_json({"version": _VERSION, "steps": steps, **sizes, **kinds})
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Program:
+        """Read what :meth:`to_json` wrote. Nothing is imported by a name in it.
+
+        Raises:
+            ConfigError: it is no JSON, above 1 MiB, of another version, or no program that makes sense.
+            UnknownNameError: a stage is not registered in this process.
+        """
+        fields = Fields(read_json(text, MAX_PROGRAM_BYTES, "a program"), "a program")
+        fields.whole("version", _VERSION, _VERSION)
+        steps = [read_step(step, index) for index, step in enumerate(fields.items("steps", MAX_STEPS))]
+        features, classes, num_train, dtype, loss = cls._check_sizes(fields)
+        fields.end()
+        return cls(
+            steps=tuple(steps),
+            features=features,
+            classes=classes,
+            num_train=num_train,
+            dtype=dtype,
+            loss=loss,
+        )
+
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        """All slots by name, ``x`` first, in the order in which steps make them."""
+        made = {slot.name: slot for step in self.steps for slot in outputs_of(step)}
+        return {FEATURES: Slot(FEATURES, self.features)} | made
+
+    @cached_property
+    def producers(self) -> dict[str, int]:
+        """Slot to the index of the step that makes it; ``x`` is not in it."""
+        return {slot.name: index for index, step in enumerate(self.steps) for slot in outputs_of(step)}
+
+    @property
+    def last(self) -> int:
+        """Index of the step whose output goes into the loss, and which may run fused with its backward."""
+        return len(self.steps) - 1
+
+    @cached_property
+    def vertex_steps(self) -> tuple[int, ...]:
+        """Indices of the Vertex steps: those that have weights are among them."""
+        return tuple(index for index, step in enumerate(self.steps) if isinstance(step, Vertex))
+
+    @cached_property
+    def weight_shapes(self) -> Shapes:
+        """The user's names of all weights to their shapes, in the order of the steps."""
+        shapes: Shapes = {}
+        for index in self.vertex_steps:
+            shapes |= self.weights_of(index)
+        return shapes
+
+    def weights_of(self, index: int) -> Shapes:
+        """Return the user's names of the weights of Vertex step ``index``, with their shapes."""
+        step = self._vertex(index)
+        return dict(zip(step.weights, self.vertex_stage(index).weight_shapes.values(), strict=True))
+
+    def vertex_stage(self, index: int) -> VertexStage:
+        """Make the stage of Vertex step ``index``; it keeps no state, so keep it.
+
+        Raises:
+            ConfigError: there is no such Vertex step.
+        """
+        step = self._vertex(index)
+        return vertex_stage(step.stage, step.config)
+
+    def edge_stage(self, index: int) -> EdgeStage:
+        """Make the stage of Edge step ``index``.
+
+        Raises:
+            ConfigError: there is no such Edge step.
+        """
+        step = self._step(index)
+        if not isinstance(step, Edge):
+            raise ConfigError(f"step {index} ({step.name}) applies no edge stage")
+        return edge_stage(step.stage, step.config)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Slots that depend on a weight, so that gradients flow into them. ``x`` never does."""
+        found: set[str] = set()
+        for step in self.steps:
+            if (isinstance(step, Vertex) and step.weights) or found.intersection(inputs_of(step)):
+                found.update(slot.name for slot in outputs_of(step))
+        return frozenset(found)
+
+    def _step(self, index: int) -> Step:
+        if not 0 <= index < len(self.steps):
+            raise ConfigError(f"there is no step {index}; this program has {len(self.steps)}")
+        return self.steps[index]
+
+    def _vertex(self, index: int) -> Vertex:
+        step = self._step(index)
+        if not isinstance(step, Vertex):
+            raise ConfigError(f"step {index} ({step.name}) applies no vertex stage")
+        return step
+
+    @staticmethod
+    def _check_sizes(fields: Fields) -> tuple[int, int, int, str, str]:
+        return (
+            fields.whole("features", 1, MAX_WIDTH),
+            fields.whole("classes", 1, MAX_WIDTH),
+            fields.whole("num_train", 1, MAX_TRAIN),
+            fields.choice("dtype", DTYPES),
+            fields.choice("loss", LOSSES),
+        )

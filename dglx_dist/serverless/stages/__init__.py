@@ -1,0 +1,1 @@
+"""Tensor stages in NumPy, as workers run them."""

@@ -1,0 +1,642 @@
+"""What a worker is asked to do: one step of one interval in one epoch and direction, and whom to ask for it.
+
+A task names the program by its digest; rows, weights and the program itself are pulled. So an event is small
+(AWS invokes asynchronously with at most 256 KB), and holds nothing that is run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array
+from dglx_dist.serverless.json_fields import Fields, Json, read_json, write_json
+from dglx_dist.serverless.program import Edge, Program, Vertex
+from dglx_dist.serverless.stages.base import Arrays, cross_entropy, first_of_second_half
+
+MAX_EVENT_BYTES = 256 * 1024
+MAX_EPOCH, MAX_STEP, MAX_INTERVAL, MAX_ATTEMPT = 10**9 - 1, 10**4 - 1, 10**9 - 1, 10**6 - 1
+MAX_RUN, MAX_ROWS, MAX_RANK, MAX_TIMEOUT_S = 10**9 - 1, 1 << 40, 10**6, 86_400.0
+_LONGEST = 1024
+_VERSION = 1
+_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_KEY = re.compile(rf"r{_NUMBER}\.e{_NUMBER}\.s(0|[1-9][0-9]{{0,3}})\.i{_NUMBER}\.(fb|f|b)")
+_ATTEMPT = re.compile(r"0|[1-9][0-9]{0,5}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Direction(str, Enum):
+    """Which way a task goes; the value is its text in a key."""
+
+    FORWARD = "f"
+    BACKWARD = "b"
+    FUSED = "fb"
+    """The last step forward, the loss, and backward, in one task."""
+
+
+@final
+@dataclass(frozen=True, order=True)
+class TaskKey:
+    """Names one piece of work; order is by epoch, step, interval, text of the direction, and run.
+
+    Raises:
+        ConfigError: a number is outside its bounds.
+    """
+
+    epoch: int
+    step: int
+    """Index in the program."""
+    interval: int
+    """Global number of the interval."""
+    direction: Direction
+    run: int = 0
+    """Number of the run in its session: a worker of an earlier one, which began at the same epoch too, may
+    still be at work."""
+
+    def __post_init__(self) -> None:
+        fields = Fields(vars(self), "a task's key")
+        fields.whole("run", 0, MAX_RUN)
+        fields.whole("epoch", 0, MAX_EPOCH)
+        fields.whole("step", 0, MAX_STEP)
+        fields.whole("interval", 0, MAX_INTERVAL)
+        if not isinstance(self.direction, Direction):
+            fields.refuse("direction", "a Direction")
+
+    def __str__(self) -> str:
+        """Return the text form, such as ``r1.e3.s2.i7.f``."""
+        return f"r{self.run}.e{self.epoch}.s{self.step}.i{self.interval}.{self.direction.value}"
+
+    @classmethod
+    def parse(cls, text: str) -> TaskKey:
+        """Read the text form; there is one for each key.
+
+        Raises:
+            ConfigError: it is no key.
+        """
+        found = _KEY.fullmatch(text)
+        if found is None:
+            raise ConfigError(f"{text[:80]!r} is no key of a task; one looks like r1.e3.s2.i7.f")
+        run, epoch, step, interval, direction = found.groups()
+        return cls(int(epoch), int(step), int(interval), Direction(direction), int(run))
+
+    def check_run(self, run: int) -> None:
+        """Raise ConfigError unless this is a task of ``run``."""
+        if self.run != run:
+            raise ConfigError(
+                f"task {self} is of run {self.run} of this session, and this is run {run}; the call comes "
+                "from a worker that was given up"
+            )
+
+    def check(self, program: Program, num_intervals: int) -> None:
+        """Raise ConfigError unless ``program`` has such a task for a worker, and the run such an interval."""
+        if self.interval >= num_intervals:
+            raise ConfigError(f"task {self} names interval {self.interval} of {num_intervals}")
+        if self.step >= len(program.steps):
+            raise ConfigError(f"task {self} names step {self.step} of {len(program.steps)}")
+        step = program.steps[self.step]
+        if not isinstance(step, Vertex | Edge):
+            raise ConfigError(f"task {self} is step {step.name!r}, which graph servers do themselves")
+        if self.direction is Direction.FUSED and self.step != program.last:
+            raise ConfigError(f"task {self} fuses step {step.name!r}; only the last, {program.last}, can be")
+
+
+def half_name(key: TaskKey, half: int) -> str:
+    """Name under which a worker pulls half 0 or 1 of a task's rows."""
+    return f"{key}/{half}"
+
+
+def parse_half(name: str) -> tuple[TaskKey, int]:
+    """Read :func:`half_name`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    key, slash, half = name.partition("/")
+    if not slash or half not in ("0", "1"):
+        raise ConfigError(f"{name[:80]!r} names no half of a task; one looks like r1.e3.s2.i7.f/0")
+    return TaskKey.parse(key), int(half)
+
+
+def attempt_name(key: TaskKey, half: int, attempt: int) -> str:
+    """Name under which a worker gives half 0 or 1 of what a task computed."""
+    return f"{half_name(key, half)}/{attempt}"
+
+
+def parse_attempt(name: str) -> tuple[TaskKey, int, int]:
+    """Read :func:`attempt_name`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    front, slash, attempt = name.rpartition("/")
+    if not slash or not _ATTEMPT.fullmatch(attempt):
+        raise ConfigError(f"{name[:80]!r} names no attempt; one looks like r1.e3.s2.i7.f/0/1")
+    return (*parse_half(front), int(attempt))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a graph server or parameter server answers."""
+
+    rank: int
+    host: str
+    """Name of its machine, for messages."""
+    endpoint: str
+    """``tcp://HOST:PORT``."""
+    public_key: str | None = None
+    """Its key where connections are encrypted (Z85)."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Secrets:
+    """What a worker shows to be let in by the door of workers: its secret, or a key pair (Z85)."""
+
+    secret: str = field(repr=False)
+    public_key: str | None = None
+    secret_key: str | None = field(default=None, repr=False)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """How a task runs; any choice gives the same bits."""
+
+    streaming: bool = True
+    """Compute the first half while the second arrives."""
+    rematerialise: bool = True
+    """Compute again in the backward pass what the forward pass would else send up, and down again."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One task description; a worker needs nothing else."""
+
+    key: TaskKey
+    rows: int
+    """Nodes of the interval; for an Edge step the targets."""
+    program: str
+    """Digest of the program."""
+    graph_server: Address
+    parameter_server: Address
+    secrets: Secrets
+    timeout_s: float
+    """How long each pull, push or gift may take."""
+    attempt: int = 0
+    options: TaskOptions = TaskOptions()
+
+    def again(self) -> Task:
+        """Return the next attempt at the same work."""
+        return replace(self, attempt=self.attempt + 1)
+
+    def to_event(self) -> bytes:
+        """Return the task as JSON.
+
+        Raises:
+            ConfigError: it is larger than 256 KB, or a field is outside its bounds.
+        """
+        event = write_json(self._as_json())
+        Task.from_event(event)
+        return event
+
+    @classmethod
+    def from_event(cls, event: object) -> Task:
+        """Read what :meth:`to_event` wrote, or the object that a functions service made of its JSON.
+
+        Raises:
+            ConfigError: it is larger than 256 KB, no JSON, or a field is missing, unknown or out of bounds.
+        """
+        given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
+        fields = Fields(given, "a task")
+        fields.whole("version", _VERSION, _VERSION)
+        program = fields.text("program", 64)
+        if not _DIGEST.fullmatch(program):
+            fields.refuse("program", "a digest of 64 hexadecimal characters")
+        task = cls(
+            key=TaskKey.parse(fields.text("key", 64)),
+            rows=fields.whole("rows", 0, MAX_ROWS),
+            program=program,
+            graph_server=_read_address(fields, "graph_server"),
+            parameter_server=_read_address(fields, "parameter_server"),
+            secrets=_read_secrets(fields),
+            timeout_s=fields.number("timeout_s", 1e-3, MAX_TIMEOUT_S),
+            attempt=fields.whole("attempt", 0, MAX_ATTEMPT),
+            options=_read_options(fields),
+        )
+        fields.end()
+        return task
+
+    def _as_json(self) -> dict[str, Json]:
+        return {
+            "version": _VERSION,
+            "key": str(self.key),
+            "rows": self.rows,
+            "program": self.program,
+            "graph_server": dict(vars(self.graph_server)),
+            "parameter_server": dict(vars(self.parameter_server)),
+            "secrets": dict(vars(self.secrets)),
+            "timeout_s": self.timeout_s,
+            "attempt": self.attempt,
+            "options": dict(vars(self.options)),
+        }
+
+
+def _read_address(fields: Fields, name: str) -> Address:
+    inner = Fields(fields.any(name), f"{fields.where} {name!r}")
+    address = Address(
+        rank=inner.whole("rank", 0, MAX_RANK),
+        host=inner.text("host", _LONGEST),
+        endpoint=inner.text("endpoint", _LONGEST),
+        public_key=_read_key(inner, "public_key"),
+    )
+    inner.end()
+    if not address.endpoint.startswith("tcp://"):
+        inner.refuse("endpoint", "tcp://HOST:PORT")
+    return address
+
+
+def _read_secrets(fields: Fields) -> Secrets:
+    inner = Fields(fields.any("secrets"), f"{fields.where} 'secrets'", hidden=True)
+    keys = _read_key(inner, "public_key"), _read_key(inner, "secret_key")
+    secrets = Secrets(secret=inner.text("secret", _LONGEST), public_key=keys[0], secret_key=keys[1])
+    inner.end()
+    if (secrets.public_key is None) != (secrets.secret_key is None):
+        inner.refuse("public_key", "both keys or none")
+    return secrets
+
+
+def _read_key(fields: Fields, name: str) -> str | None:
+    key = fields.maybe(name, lambda field: fields.text(field, 40), None)
+    if key is not None and len(key) != 40:
+        raise ConfigError(f"{fields.where} has a {name} of {len(key)} characters; a Z85 key has 40")
+    return key
+
+
+def _read_options(fields: Fields) -> TaskOptions:
+    inner = Fields(fields.any("options"), f"{fields.where} 'options'")
+    options = TaskOptions(streaming=inner.flag("streaming"), rematerialise=inner.flag("rematerialise"))
+    inner.end()
+    return options
+
+
+class Role(Enum):
+    """What an array is to its task."""
+
+    INPUT = "input"
+    """Own rows of ``slot``, (n, width)."""
+    GRADIENT = "gradient"
+    """Gradient of ``slot``, pulled for outputs and given for inputs; (n, width), or (E, width) of edges."""
+    OUTPUT = "output"
+    """Rows of ``slot`` just computed, (n, width), or (E, width) of edges; pulled back by an Edge step."""
+    SAVED = "saved"
+    """What a stage saved, (n, width): given forward and pulled backward unless rematerialised."""
+    LABELS = "labels"
+    """(n,) int32, -1 without one; to a fused task."""
+    STATISTICS = "statistics"
+    """(2,) float64: sum of losses, number of correct rows; of a fused task."""
+    SOURCES = "sources"
+    """Rows of ``slot`` at each edge's source, (E, width)."""
+    INDPTR = "indptr"
+    """(n + 1,) int64 from 0 to E."""
+
+
+class Per(Enum):
+    """What an array has one row for."""
+
+    NODE = "node"
+    EDGE = "edge"
+    BOUND = "bound"
+    """A node, and one more."""
+    HALF = "half"
+    """Nothing: one array for the half."""
+
+
+@final
+@dataclass(frozen=True)
+class Item:
+    """One array of a payload."""
+
+    role: Role
+    per: Per
+    dtype: str
+    slot: str = ""
+    """Of the program, where the role has one."""
+    width: int = 0
+    """Columns; 0: the array has one dimension."""
+
+
+def pulled_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
+    """Return what a task of ``step`` pulls from its graph server for a half.
+
+    Raises:
+        ConfigError: no worker does such a step in this direction.
+    """
+    found = program.steps[step]
+    indptr = Item(Role.INDPTR, Per.BOUND, "int64")
+    if isinstance(found, Edge):
+        sources = _item(program, found.sources, Role.SOURCES, Per.EDGE)
+        both = (sources, _item(program, found.targets, Role.INPUT, Per.NODE), indptr)
+        out = found.output.name
+        values = (_item(program, out, Role.OUTPUT, Per.EDGE), _item(program, out, Role.GRADIENT, Per.EDGE))
+        return both if _edge_direction(direction) is Direction.FORWARD else both + values
+    inputs = tuple(_item(program, name, Role.INPUT) for name in _vertex(program, step).inputs)
+    if direction is Direction.FORWARD:
+        return inputs
+    if direction is Direction.FUSED:
+        return (*inputs, Item(Role.LABELS, Per.NODE, "int32"))
+    gradients = tuple(_item(program, slot.name, Role.GRADIENT) for slot in _vertex(program, step).outputs)
+    return inputs + gradients + (() if rematerialise else _saved(program, step))
+
+
+def given_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
+    """Return what a task of ``step`` gives its graph server for a half.
+
+    Input gradients come only for slots in ``program.trained``, in the order of the step's inputs.
+
+    Raises:
+        ConfigError: no worker does such a step in this direction.
+    """
+    found = program.steps[step]
+    if isinstance(found, Edge):
+        forward = _edge_direction(direction) is Direction.FORWARD
+        role = Role.OUTPUT if forward else Role.GRADIENT
+        return (_item(program, found.output.name, role, Per.EDGE),)
+    vertex = _vertex(program, step)
+    if direction is Direction.FORWARD:
+        outputs = tuple(_item(program, slot.name, Role.OUTPUT) for slot in vertex.outputs)
+        return outputs + (() if rematerialise else _saved(program, step))
+    trained = [name for name in vertex.inputs if name in program.trained]
+    gradients = tuple(_item(program, name, Role.GRADIENT) for name in trained)
+    if direction is Direction.FUSED:
+        return (*gradients, Item(Role.STATISTICS, Per.HALF, "float64"))
+    return gradients
+
+
+def half_rows(rows: int, half: int) -> slice:
+    """Return which of ``rows`` rows half 0 or 1 has."""
+    middle = first_of_second_half(rows)
+    return slice(middle, rows) if half else slice(0, middle)
+
+
+def take_half(items: Sequence[Item], arrays: Sequence[Array], rows: int, half: int) -> list[Array]:
+    """Cut half 0 or 1 out of the arrays of a whole task of ``rows`` rows; views, but for indptr."""
+    nodes = half_rows(rows, half)
+    bounds = [array for item, array in zip(items, arrays, strict=True) if item.role is Role.INDPTR]
+    edges = slice(int(bounds[0][nodes.start]), int(bounds[0][nodes.stop])) if bounds else slice(0, 0)
+    cut = {
+        Per.NODE: nodes,
+        Per.EDGE: edges,
+        Per.BOUND: slice(nodes.start, nodes.stop + 1),
+        Per.HALF: slice(None),
+    }
+    found = [array[cut[item.per]] for item, array in zip(items, arrays, strict=True)]
+    return [
+        part - part[0] if item.per is Per.BOUND else part for item, part in zip(items, found, strict=True)
+    ]
+
+
+def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
+    """Return the arrays of a whole task from what both halves gave; statistics are added."""
+    return [
+        one + other if item.per is Per.HALF else np.concatenate([one, other])
+        for item, one, other in zip(items, first, second, strict=True)
+    ]
+
+
+def check_payload(
+    items: Sequence[Item], arrays: Sequence[Array], rows: int, where: str, *, num_edges: int | None = None
+) -> None:
+    """Raise ConfigError unless ``arrays`` are exactly what ``items`` say for a half of ``rows`` rows.
+
+    Args:
+        items: What is expected.
+        arrays: What came.
+        rows: Rows n of the half.
+        where: What came, for the message.
+        num_edges: Edges E of the half where indptr is not among ``arrays``.
+    """
+    if len(arrays) != len(items):
+        raise ConfigError(f"{where} has {len(arrays)} arrays, not {len(items)}")
+    edges = num_edges
+    for item, array in zip(items, arrays, strict=True):
+        if item.role is Role.INDPTR:
+            edges = _edges_of(array, rows, where)
+    for item, array in zip(items, arrays, strict=True):
+        length = {Per.NODE: rows, Per.EDGE: edges, Per.BOUND: rows + 1, Per.HALF: 2}[item.per]
+        wanted = (length, item.width) if item.width else (length,)
+        if not isinstance(array, np.ndarray) or array.shape != wanted or array.dtype != item.dtype:
+            what = f"{item.role.value} {item.slot}".rstrip()
+            raise ConfigError(f"{where} has {what} of {_form(array)}, not {wanted} and {item.dtype}")
+
+
+def _form(array: object) -> str:
+    # What a user's own stage returns may be anything.
+    if isinstance(array, np.ndarray):
+        return f"shape {array.shape} and {array.dtype}"
+    return f"type {type(array).__name__}"
+
+
+def _edges_of(indptr: Array, rows: int, where: str) -> int:
+    good = indptr.dtype == np.int64 and indptr.shape == (rows + 1,)
+    # Compared and not subtracted: the difference of two int64 may be none.
+    if not good or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
+        raise ConfigError(f"{where} has an indptr that is not {rows + 1} ascending int64 from 0")
+    return int(indptr[-1])
+
+
+def _item(program: Program, slot: str, role: Role, per: Per = Per.NODE) -> Item:
+    return Item(role, per, program.dtype, slot, program.slots[slot].width)
+
+
+def _saved(program: Program, step: int) -> tuple[Item, ...]:
+    widths = program.vertex_stage(step).saved_widths
+    return tuple(Item(Role.SAVED, Per.NODE, program.dtype, "", width) for width in widths)
+
+
+def _vertex(program: Program, step: int) -> Vertex:
+    found = program.steps[step]
+    if not isinstance(found, Vertex):
+        raise ConfigError(f"step {step} ({found.name}) is done by graph servers; no worker takes it")
+    return found
+
+
+def _edge_direction(direction: Direction) -> Direction:
+    if direction is Direction.FUSED:
+        raise ConfigError("an Edge step has no loss to be fused with; take it forward and backward")
+    return direction
+
+
+_OPENBLAS = [f"{prefix}openblas_get_config{end}" for prefix in ("scipy_", "") for end in ("64_", "")]
+"""What OpenBLAS calls the function that describes it, as the wheels of NumPy and others build it."""
+
+
+@functools.cache
+def kernels() -> str:
+    """Return what the arithmetic of this process runs on: NumPy, its BLAS with the kernels, its SIMD loops.
+
+    Processes that return different texts may compute different bits. Kernels are known of an OpenBLAS; of
+    another BLAS its name and version are told.
+    """
+    built: Any = np.show_config(mode="dicts")
+    # A look-up by the handle of a library searches that library and what it depends on: so this is the BLAS
+    # of NumPy, and none that torch or SciPy have in the same process.
+    library = ctypes.CDLL(importlib.import_module("numpy.linalg._umath_linalg").__file__)
+    described = next((getattr(library, name) for name in _OPENBLAS if hasattr(library, name)), None)
+    if described is None:
+        blas = " ".join(str(built["Build Dependencies"]["blas"].get(key)) for key in ("name", "version"))
+    else:
+        described.restype = ctypes.c_char_p
+        blas = " ".join(described().decode(errors="replace").split())
+    return f"NumPy {np.__version__}; {blas}; {' '.join(built['SIMD Extensions'].get('found', ()))}"
+
+
+class Computed(NamedTuple):
+    """What one half, or a whole task, gives."""
+
+    rows: Arrays
+    """For the graph server: see ``payload.given_items``."""
+    gradients: Arrays
+    """For the parameter server: one per weight of the step, summed over the rows; () forward."""
+
+
+@final
+class Work:
+    """One kind of task, ready for any interval and epoch; keeps nothing between calls, any thread may call.
+
+    Args:
+        program: What is trained.
+        step: Index of a Vertex or Edge step.
+        direction: Which way.
+        rematerialise: See TaskOptions.
+
+    Raises:
+        ConfigError: no worker does such a step in this direction.
+    """
+
+    def __init__(self, program: Program, step: int, direction: Direction, rematerialise: bool) -> None:
+        self.pulled = pulled_items(program, step, direction, rematerialise)
+        """What each half pulls."""
+        self.given = given_items(program, step, direction, rematerialise)
+        """What each half gives."""
+        found = program.steps[step]
+        self._is_vertex = isinstance(found, Vertex)
+        self.weights = program.weights_of(step) if isinstance(found, Vertex) else {}
+        """The user's names of the weights to their shapes, in order."""
+        self.pushes = self._is_vertex and direction is not Direction.FORWARD
+        """Whether gradients of weights, be it none, go to the parameter server."""
+        self._name, self._dtype = found.name, program.dtype
+        self._direction, self._scale = direction, 1 / program.num_train
+        if isinstance(found, Vertex):
+            self._vertex = program.vertex_stage(step)
+            self._outputs = given_items(program, step, Direction.FORWARD, True)
+            self._num_inputs, self._num_outputs = len(found.inputs), len(found.outputs)
+            self._wanted = [name in program.trained for name in found.inputs]
+            self._rematerialise = rematerialise
+        else:
+            self._edge = program.edge_stage(step)
+
+    def half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
+        """Compute one half.
+
+        Args:
+            weights: One per name of :attr:`weights`.
+            arrays: As :attr:`pulled` says, for this half.
+            rows: Rows of this half; may be 0.
+
+        Raises:
+            ConfigError: an array, or a label, is not what the program says, or a user's own stage returned
+                something else.
+        """
+        check_payload(self.pulled, arrays, rows, f"what step {self._name!r} pulled")
+        self._check_weights(weights, "got weights")
+        found = self._compute(_read_only(weights), _read_only(arrays), rows)
+        check_payload(self.given, found.rows, rows, self._returned, num_edges=len(arrays[0]))
+        if self.pushes:
+            self._check_weights(found.gradients, "returned gradients")
+        return found
+
+    def whole(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
+        """Compute a whole task of ``rows`` rows, in its two halves; to the bit what a worker gives."""
+        halves = [
+            self.half(weights, take_half(self.pulled, arrays, rows, half), _length(rows, half))
+            for half in (0, 1)
+        ]
+        joined = tuple(join_halves(self.given, halves[0].rows, halves[1].rows))
+        return Computed(joined, add_gradients(halves[0].gradients, halves[1].gradients))
+
+    @property
+    def _returned(self) -> str:
+        return f"what the stage of step {self._name!r} returned"
+
+    def _compute(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
+        if not self._is_vertex:
+            return Computed((self._edge_half(arrays),), ())
+        if self._direction is Direction.FORWARD:
+            outputs, saved = self._vertex.forward(weights, arrays)
+            return Computed(outputs if self._rematerialise else outputs + saved, ())
+        if self._direction is Direction.FUSED:
+            return self._fused_half(weights, arrays, rows)
+        inputs, others = arrays[: self._num_inputs], arrays[self._num_inputs :]
+        saved_rows = None if self._rematerialise else others[self._num_outputs :]
+        return self._backward(weights, inputs, others[: self._num_outputs], saved_rows)
+
+    def _edge_half(self, arrays: Sequence[Array]) -> Array:
+        sources, targets, indptr = arrays[:3]
+        if self._direction is Direction.FORWARD:
+            return self._edge.forward(sources, targets, indptr)
+        return self._edge.backward(sources, targets, indptr, *arrays[3:])
+
+    def _fused_half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
+        inputs, labels = arrays[:-1], arrays[-1]
+        outputs, saved = self._vertex.forward(weights, inputs)
+        # They are given to nobody, who would look at them.
+        check_payload(self._outputs, outputs, rows, self._returned)
+        loss = cross_entropy(outputs[0], labels, self._scale)
+        found = self._backward(weights, inputs, (loss.gradient,), saved)
+        return Computed((*found.rows, np.array([loss.loss_sum, loss.correct])), found.gradients)
+
+    def _backward(
+        self,
+        weights: Sequence[Array],
+        inputs: Sequence[Array],
+        gradients: Sequence[Array],
+        saved: Sequence[Array] | None,
+    ) -> Computed:
+        found = self._vertex.backward(weights, inputs, gradients, saved=saved, wanted=self._wanted)
+        pairs = zip(found.inputs, self._wanted, strict=True)
+        return Computed(tuple(row for row, wanted in pairs if wanted and row is not None), found.weights)
+
+    def _check_weights(self, weights: Sequence[Array], what: str) -> None:
+        found = [(np.shape(weight), str(getattr(weight, "dtype", "no array"))) for weight in weights]
+        wanted = [(shape, self._dtype) for shape in self.weights.values()]
+        if found != wanted:
+            raise ConfigError(f"step {self._name!r} {what} {found}, not {wanted} ({list(self.weights)})")
+
+
+def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
+    """Return the gradients of a task's weights from those of its halves, in this order."""
+    return tuple(one + other for one, other in zip(first, second, strict=True))
+
+
+def _read_only(arrays: Sequence[Array]) -> list[Array]:
+    """Views that a user's stage cannot write to: inside a graph server they are its own rows."""
+    views = [array.view() for array in arrays]
+    for view in views:
+        view.flags.writeable = False
+    return views
+
+
+def _length(rows: int, half: int) -> int:
+    nodes = half_rows(rows, half)
+    return nodes.stop - nodes.start

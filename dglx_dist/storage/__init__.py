@@ -1,1 +1,0 @@
-"""Partitioned datasets on disk: writing, memory-mapped reading, and DGL's own format."""

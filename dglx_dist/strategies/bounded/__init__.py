@@ -1,1 +1,0 @@
-"""Training in intervals on graph servers, with bounded asynchrony (Dorylus)."""

@@ -1,0 +1,1 @@
+"""Full-graph training with halo exchange, shared preloading and cooperative batches (GraNNDis)."""

@@ -1,0 +1,382 @@
+"""The loader of full-graph training: blocks of all layers, a whole step's worth of the graph at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import dgl
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.comm.session import if_alive
+from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
+from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
+from dglx_dist.dataloading.step_loader import LoaderTimes, check_position, run_ahead, whole_number
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.row_kernels import empty_rows
+from dglx_dist.records import Array, StepShare
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
+from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange, wire_of
+from dglx_dist.strategies.full_graph.halo_plan import PlanSource, RankPlan, RowFiles
+from dglx_dist.strategies.full_graph.options import Request
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+PHASE = "preload"
+"""The ledger's name of features and edge values, which are fetched once."""
+
+FetchHalo: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""((own rows, *row), room for the (n_halo, *row) of the others, which it fills and returns); collective."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanColumns:
+    """What is attached to the blocks of one plan; tensors that are kept, not copied."""
+
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """(rows of the features, *row): those that this rank holds, or those of all sources of layer 1."""
+    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    """(seeds, *row)."""
+    edges: Sequence[Mapping[str, Tensor]] = ()
+    """(E, *row) of every layer, input-most first, each the first ones of layer 1's; () where nothing is asked
+    for."""
+
+    def to(self, device: torch.device) -> PlanColumns:
+        """Return them on ``device``; those of edges are moved once for all layers."""
+
+        def moved(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: values.to(device) for name, values in rows.items()}
+
+        first = moved(self.edges[0]) if self.edges else {}
+        edges = [{name: first[name][: len(values)] for name, values in rows.items()} for rows in self.edges]
+        return PlanColumns(inputs=moved(self.inputs), targets=moved(self.targets), edges=edges)
+
+
+@final
+class ColumnReader:
+    """Reads the columns of plans by one-sided calls; any thread.
+
+    Args:
+        g: A graph of one node and one edge type.
+        columns: What to attach.
+        files: Where rows are kept on disk, to be fetched once; None: they are fetched each time.
+    """
+
+    def __init__(self, g: DistGraph, columns: Columns, files: RowFiles | None = None) -> None:
+        self._store: KVStore = g.kvstore
+        self._columns, self._files = columns, files
+
+    def read(self, plan: RankPlan, fetch: FetchHalo | None = None) -> PlanColumns:
+        """Return the columns of ``plan``.
+
+        Sends 8 bytes for each row of the features that lies on another server, and receives the row: once
+        per server, for its ranks hold different rows (algorithms 3.1); for values of edges likewise, once for
+        all layers. Rows that are kept on disk by now are mapped, and nothing is sent for them.
+
+        Args:
+            plan: Whose rows.
+            fetch: Brings the halo of layer 1, in the stored type, which may be half as wide as the one to
+                compute in; this is collective then. None: inputs are the own rows.
+
+        Raises:
+            PeerError: an owner of rows is dead or silent.
+        """
+        return PlanColumns(
+            inputs=self._converted(self._inputs(plan, fetch)),
+            targets=self._rows(_only(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE),
+            edges=self._edges(plan),
+        )
+
+    def _inputs(self, plan: RankPlan, fetch: FetchHalo | None) -> dict[str, Tensor]:
+        keys = _only(self._columns.inputs)
+        if fetch is None:
+            return self._rows(keys, plan.nodes, PHASE)
+        found = {}
+        for name, key in keys.items():
+            # Both into their place: features are most of what a rank holds.
+            rows = empty_rows(plan.layers[0].num_sources, self._store.column(key).info)
+            own = rows[: len(plan.nodes)]
+            self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
+            fetch(own, rows[len(plan.nodes) :])
+            found[name] = rows
+        return found
+
+    def _edges(self, plan: RankPlan) -> list[dict[str, Tensor]]:
+        keys = _only(self._columns.edges)
+        if not keys:
+            return []
+        # The edges of every layer are the first ones of layer 1's, so these values serve all.
+        rows = self._converted(self._rows(keys, plan.layers[0].edge_ids, PHASE, 1))
+        return [
+            {name: values[: len(layer.edge_ids)] for name, values in rows.items()} for layer in plan.layers
+        ]
+
+    def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
+        found, pulls = {}, {}
+        for name, key in keys.items():
+            kept = self._kept(key, ids)
+            if kept is None:
+                pulls[name] = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
+            else:
+                found[name] = kept
+        for name, pull in pulls.items():
+            found[name] = pull.result()
+            self._keep(keys[name], ids, found[name])
+        return found
+
+    def _kept(self, key: str, ids: Array) -> Tensor | None:
+        column = self._store.column(key)
+        if self._files is None or not self._files.takes(column, ids):
+            return None
+        return self._files.read(column, ids)
+
+    def _keep(self, key: str, ids: Array, rows: Tensor) -> None:
+        column = self._store.column(key)
+        if self._files is not None and self._files.takes(column, ids):
+            self._files.write(column, ids, rows)
+
+    def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._columns.precision.converted(values) for name, values in rows.items()}
+
+
+def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
+    """Return the columns of the only type; none where nothing is asked of it."""
+    for names in by_type.values():
+        return names
+    return {}
+
+
+@final
+class HaloBatch:
+    """What a rank trains on in one step; blocks of it may be had again and again.
+
+    Making one reads its columns by one-sided calls, on any thread.
+
+    Args:
+        g: A graph of one node and one edge type.
+        plan: Of this rank.
+        reader: Of the columns.
+        filled: Whether what goes into the model are the rows of all sources of layer 1, halo included; making
+            one is collective then. Else it is the own rows, whose halo the first layer exchanges.
+        device: Where blocks and columns shall be.
+
+    Raises:
+        PeerError: an owner of rows is dead or silent.
+    """
+
+    def __init__(
+        self, g: DistGraph, plan: RankPlan, reader: ColumnReader, *, filled: bool, device: torch.device
+    ) -> None:
+        begin = time.perf_counter()
+        self.plan = plan
+        self._filled = filled
+        exchanges: list[HaloExchange] = []
+        # A plan out of a file may not be written to, of which torch warns.
+        nodes = torch.from_numpy(np.require(plan.nodes, requirements="W"))
+        self._blocks: list[HaloBlock] = []
+        for depth, layer in enumerate(plan.layers):
+            if depth and layer is plan.layers[depth - 1]:
+                # Deep models have many layers over one structure, which is on the device once.
+                exchanges.append(exchanges[-1].at(depth + 1))
+                self._blocks.append(self._blocks[-1].through(exchanges[-1]))
+            else:
+                exchanges.append(HaloExchange(g.session, layer, depth + 1))
+                etype, degrees = g.canonical_etypes[0], g.out_degrees
+                block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
+                self._blocks.append(block.to(device))
+        columns = reader.read(plan, partial(exchanges[0].fetch, phase=PHASE) if filled else None)
+        self._attach(columns.to(device))
+        self._input_nodes = (self._blocks[0].srcdata[dgl.NID] if filled else nodes).to(device)
+        self.fetch_s = time.perf_counter() - begin
+        """Seconds that making it took."""
+
+    @property
+    def input_nodes(self) -> Tensor:
+        """(n,) int64 global ids of the rows that go into the model."""
+        return self._input_nodes
+
+    def blocks(self) -> list[HaloBlock]:
+        """Return the blocks, input-most first; their frames are new, structure and columns are shared."""
+        return [block.fresh() for block in self._blocks]
+
+    def _attach(self, columns: PlanColumns) -> None:
+        first, last = self._blocks[0], self._blocks[-1]
+        for name, rows in columns.inputs.items():
+            if self._filled:
+                first.set_all(name, rows)
+            else:
+                first.set_own(name, rows)
+        last.dstdata.update(columns.targets)
+        for block, edges in zip(self._blocks, columns.edges, strict=bool(columns.edges)):
+            block.edata.update(edges)
+
+
+Batch: TypeAlias = tuple[Tensor, Tensor, list[HaloBlock]]
+"""(ids of the rows that go into the model, ids of the seeds that this rank computes, blocks with the
+input-most first)."""
+
+
+@final
+class FullGraphLoader:
+    """Iterates over ``(input_nodes, output_nodes, blocks)``; every rank must make it and iterate alike.
+
+    The seeds of a batch are those of all ranks, each computed by one of them, so ``output_nodes`` are others
+    than the indices that this rank was given: take labels from ``blocks[-1].dstdata``, or by
+    ``output_nodes``. With one step an epoch the structure and the columns are kept from epoch to epoch; with
+    several the next step's are read while one is trained, from the disk if the source keeps them there. Each
+    iteration is the next epoch.
+
+    Args:
+        g: A graph of one node and one edge type.
+        source: The plans.
+        request: What is attached, and where blocks shall be.
+        use_pp: Whether the features of layer 1's halo are kept as well, where an epoch has one step;
+            fetching them is collective then.
+
+    Raises:
+        PeerError: a rank did not take part.
+    """
+
+    def __init__(self, g: DistGraph, source: PlanSource, request: Request, *, use_pp: bool) -> None:
+        self._g, self._session, self._source, self._request = g, g.session, source, request
+        self._reader = ColumnReader(g, request.columns, source.row_files)
+        self._keeps, self._use_pp = len(source) == 1, use_pp
+        self._kept: HaloBatch | None = None
+        self._epoch, self._next_step, self._begun = 0, 0, False
+        self._times, self._waited_s = LoaderTimes(), 0.0
+        self._number = 0 if self._session.trace is None else self._session.trace.new_loader()
+        # A graph outlives its loaders.
+        g.on_close.append(if_alive(source.close))
+        # Connections are opened together, and not by the thread that makes batches ahead.
+        wire_of(self._session)
+        if self._keeps:
+            self._load(0, 0)
+
+    def __len__(self) -> int:
+        """Steps of an epoch, the same on every rank."""
+        return len(self._source)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current iteration, or of the next one when none is under way."""
+        return self._epoch
+
+    @property
+    def num_targets_of_epoch(self) -> tuple[int, int]:
+        """Seeds of an epoch: (computed by this rank, by all ranks)."""
+        shares = [self._source.share(self._epoch, step) for step in range(len(self))]
+        return sum(one.num_local for one in shares), sum(one.num_global for one in shares)
+
+    @property
+    def plan(self) -> RankPlan | None:
+        """What this rank computes, where an epoch has one step; None: it has several."""
+        return None if self._kept is None else self._kept.plan
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one; one that was loaded half done with the same number is gone on with."""
+        if epoch != self._epoch or self._begun:
+            self._epoch, self._next_step, self._begun = whole_number("epoch", epoch, least=0), 0, False
+
+    def times(self, *, reset: bool = False) -> LoaderTimes:
+        """Return the seconds since the start or the last reset; those of the making are not among them."""
+        times = self._times
+        if reset:
+            self._times = LoaderTimes()
+        return times
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position as JSON values: read in the loop's body, the step there counts as done."""
+        return {"epoch": self._epoch, "step": self._next_step, "seed": self._request.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after the position ``state``; the next iteration has the rest of its epoch.
+
+        Raises:
+            CheckpointError: it is no such position, or of a loader with another seed or of more steps.
+        """
+        check_position(state, self._request.seed, len(self))
+        self._epoch, self._next_step, self._begun = int(state["epoch"]), int(state["step"]), False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield what is left of the current epoch, then move on to the next.
+
+        An iteration that was left early counts as an epoch. Threads end with it.
+
+        Raises:
+            PeerError: a rank whose rows are needed is dead or silent.
+        """
+        if self._begun:
+            self._epoch, self._next_step = self._epoch + 1, 0
+        self._begun = True
+        epoch, steps = self._epoch, range(self._next_step, len(self))
+        began, waited_s = time.perf_counter(), self._waited_s
+        # What is kept may have to be filled by an exchange, which belongs on the thread of the loop.
+        ahead = run_ahead(
+            lambda step: self._load(epoch, step),
+            steps,
+            depth=self._request.depth,
+            num_threads=0 if self._keeps else 1,
+        )
+        try:
+            with closing(ahead) as batches:
+                for step in steps:
+                    yield self._next(step, batches)
+        finally:
+            # A step after the loop is not of the last batch, and must not be weighed like it.
+            self._session.step_share = None
+        if steps.start == 0:
+            self._note_pass(time.perf_counter() - began, self._waited_s - waited_s)
+        self._epoch, self._next_step, self._begun = epoch + 1, 0, False
+
+    def _load(self, epoch: int, step: int) -> HaloBatch:
+        with self._session.timeline.span("plan", LOADER, epoch * len(self) + step):
+            plan = self._source.plan(epoch, step)
+            if self._kept is not None and self._kept.plan is plan:
+                return self._kept
+            # Or two of them would be held while the next one is read.
+            self._kept = None
+            filled = self._keeps and self._use_pp
+            batch = HaloBatch(self._g, plan, self._reader, filled=filled, device=self._request.device)
+        if self._keeps:
+            self._kept = batch
+        return batch
+
+    def _next(self, step: int, batches: Iterator[HaloBatch]) -> Batch:
+        """Wait for the batch of ``step``, and note its time and share."""
+        begin, number = time.perf_counter(), self._epoch * len(self) + step
+        with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, number):
+            kept = self._kept
+            batch = next(batches)
+        share = self._source.share(self._epoch, step)
+        # Of rows outside of the model, as of embeddings, each rank counts alike: n_local / n_global is in
+        # the gradient already, as it leaves the model's output (see HaloModel).
+        self._session.step_share = StepShare(num_local=1, num_global=self._session.topology.world_size)
+        blocks = batch.blocks()
+        for block in blocks:
+            block.step_number = number
+        blocks[-1].step_share = share
+        self._next_step = step + 1
+        waited_s = time.perf_counter() - begin
+        self._waited_s += waited_s
+        is_new = batch is not kept
+        self._times = LoaderTimes(
+            sample_s=self._times.sample_s,
+            fetch_s=self._times.fetch_s + (batch.fetch_s if is_new else 0.0),
+            wait_s=self._times.wait_s + waited_s,
+        )
+        return batch.input_nodes, blocks[-1].dstdata[dgl.NID], blocks
+
+    def _note_pass(self, seconds: float, wait_s: float) -> None:
+        if self._session.trace is not None:
+            self._session.trace.note_pass(
+                Pass(loader=self._number, steps=len(self), seconds=seconds, wait_s=wait_s)
+            )

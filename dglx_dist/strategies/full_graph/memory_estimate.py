@@ -1,0 +1,460 @@
+"""What a model allocates for a step, found by one step on a tiny graph whose numbers tell rows apart.
+
+Every level, every layer's sources and every layer's edges have a prime number of rows of their own. An
+allocation whose bytes a prime divides is so many bytes for each of these rows: with the numbers of a real
+plan in their place, the same sequence of allocations and frees gives the peak of a real step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast, final
+
+import dgl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.keyed_random import hash_ids, stream_key
+from dglx_dist.layers.dropout import NodeDropout, install_node_dropouts
+from dglx_dist.records import Array, EdgeType
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block, needs_repeated_row
+from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
+from dglx_dist.strategies.full_graph.model import install
+
+_BACKWARD = "dglx backward of the rehearsal"
+_FIRST_PRIME = 211
+"""Larger than what there are few of, such as heads, so that a divisor is a number of rows."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MemoryTrace:
+    """The allocations of a step, in order; see :meth:`peak`."""
+
+    num_layers: int
+    kinds: Array
+    """(A,) int64: of which rows, as places in the counts of :func:`counts_of`; 0: of none."""
+    row_bytes: Array
+    """(A,) int64 bytes for each of these rows; negative where they are freed."""
+    backward_at: int
+    """How many of them belong to the forward pass."""
+    exchanged: Array
+    """(L,) int64 bytes of a row that layers exchange; 0 where one exchanges nothing."""
+    parameter_bytes: int
+
+    def running(self, counts: Array) -> Array:
+        """Return (A + 1,) int64, the bytes held before each allocation and after the last.
+
+        Args:
+            counts: (3 L + 2,) int64 of :func:`counts_of`.
+        """
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
+
+    def kept(self, counts: Array) -> Array:
+        """Return (L + 1,) int64 bytes that forward leaves for backward, by layer; [0]: of no layer."""
+        forward = slice(0, self.backward_at)
+        layer = _layer_of(self.kinds[forward], self.num_layers)
+        held = self.row_bytes[forward] * counts[self.kinds[forward]]
+        return np.bincount(layer, weights=held, minlength=self.num_layers + 1).astype(np.int64)
+
+
+def counts_of(plan: RankPlan) -> Array:
+    """Return (3 L + 2,) int64: 1, rows of levels 0..L, sources of layers 1..L, edges of layers 1..L."""
+    levels = [plan.layers[0].own_rows, *(layer.targets for layer in plan.layers)]
+    sources = [layer.num_sources + needs_repeated_row(layer) for layer in plan.layers]
+    return np.array([1, *levels, *sources, *(len(layer.indices) for layer in plan.layers)], np.int64)
+
+
+def trace_memory(
+    model: nn.Module,
+    num_layers: int,
+    row: Tensor,
+    *,
+    with_halo: bool,
+    etype: EdgeType,
+    out_degrees: Callable[[Tensor], Tensor] | None = None,
+    seed: int = 0,
+) -> MemoryTrace:
+    """Run one step of a copy of ``model`` on a tiny graph, and return what it allocated.
+
+    Args:
+        model: Called as ``model(blocks, rows)``; not changed. Its tensors are on the CPU.
+        num_layers: L.
+        row: (1, *row) of the features, as a block has them; its values count for nothing.
+        with_halo: Whether ranks of a server share the rows, so that layers exchange.
+        etype: Of the graph.
+        out_degrees: What blocks ask for out-degrees; it is given ids in [0, number of rows).
+        seed: Of dropouts.
+
+    Raises:
+        ConfigError: the model fails on it.
+    """
+    copied = copy.deepcopy(model).train()
+    _with_plain_dropouts(copied)
+    install(copied)
+    dropouts = install_node_dropouts(copied, seed)
+    widths = {size for tensor in (row, *model.parameters(), *model.buffers()) for size in tensor.shape}
+    primes = _primes(3 * num_layers + 1, widths)
+    # Levels shrink towards the output; a layer has more sources than own rows when there is a halo.
+    counts = np.array([1, *primes[: num_layers + 1][::-1], *primes[num_layers + 1 :]], np.int64)
+    if not with_halo:
+        counts[num_layers + 2 : 2 * num_layers + 2] = counts[1 : num_layers + 1]
+    layers = [_layer(counts, number, num_layers) for number in range(1, num_layers + 1)]
+    exchanges = [_Echo(len(layer.halo_nodes)) for layer in layers]
+    blocks = [
+        halo_block(layer, torch.arange(layer.own_rows), exchange, etype=etype, out_degrees=out_degrees)
+        for layer, exchange in zip(layers, exchanges, strict=True)
+    ]
+    rows = row.new_zeros((int(counts[1]), *row.shape[1:]))
+    dropouts.begin(0, blocks[0].srcdata[dgl.NID])
+    try:
+        with torch.random.fork_rng(devices=[]):
+            # What a first step makes and keeps (formats of blocks, out-degrees) is not of every step.
+            _step(copied, blocks, rows)
+            events = _recorded(copied, [block.fresh() for block in blocks], rows)
+    except Exception as problem:
+        raise ConfigError(
+            f"the model could not be tried out on a tiny graph ({type(problem).__name__}: {problem}), which "
+            "option memory needs; give batches=R in its place"
+        ) from problem
+    return _read(events, counts, num_layers, exchanges, copied)
+
+
+def _with_plain_dropouts(copied: nn.Module) -> None:
+    """Take the keyed dropouts out of a copy: they belong to the model that it is a copy of."""
+    for name, module in list(copied.named_modules(remove_duplicate=False)):
+        if isinstance(module, NodeDropout):
+            parent, _, last = name.rpartition(".")
+            copied.get_submodule(parent).register_module(last, nn.Dropout(module.p, module.inplace))
+
+
+@final
+class _Echo:
+    """Stands in for an exchange: allocates what one does, and sends nothing."""
+
+    def __init__(self, num_halo: int) -> None:
+        self.num_halo, self.row_bytes = num_halo, 0
+
+    def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Return ``h`` and rows of zeros."""
+        self.row_bytes = max(self.row_bytes, h[:1].numel() * h.element_size())
+        if not self.num_halo:
+            return h
+        return cast("Tensor", _Appended.apply(h, self.num_halo))  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+@final
+class _Appended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, num_halo: int) -> Tensor:
+        ctx.own_rows = len(h)
+        sources = h.new_zeros((len(h) + num_halo, *h.shape[1:]))
+        sources[: len(h)].copy_(h)
+        return sources
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][: ctx.own_rows].clone(), None
+
+
+def _step(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> None:
+    output = model(blocks, rows)
+    loss = sum(_loss(leaf) for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.requires_grad)
+    with record_function(_BACKWARD):
+        cast("Tensor", loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    model.zero_grad(set_to_none=True)
+
+
+def _loss(scores: Tensor) -> Tensor:
+    """Return what keeps as much as a cross-entropy does."""
+    return scores.log_softmax(-1).sum() if scores.dim() > 1 else scores.sum()
+
+
+def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[tuple[int, int, int]]:
+    """Return (time, address, bytes; negative: freed) of every allocation, and (time, 0, 0) of backward."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _step(model, blocks, rows)
+    # Torch has no public name for single events; where it has another one, the user is told of batches=R.
+    from torch._C._profiler import _EventType
+
+    results = profiler.profiler.kineto_results
+    found = []
+    for event in _every(results.experimental_event_tree()):
+        if event.tag == _EventType.Allocation:
+            fields = event.typed[1]
+            found.append((event.start_time_ns, int(fields.ptr), int(fields.alloc_size)))
+        elif event.name == _BACKWARD:
+            found.append((event.start_time_ns, 0, 0))
+    return sorted(found, key=lambda one: one[0])
+
+
+def _every(roots: Any) -> Iterator[Any]:
+    waiting = list(roots)
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting.extend(event.children)
+
+
+def _read(
+    events: list[tuple[int, int, int]],
+    counts: Array,
+    num_layers: int,
+    exchanges: list[_Echo],
+    model: nn.Module,
+) -> MemoryTrace:
+    kinds: list[int] = []
+    row_bytes: list[int] = []
+    backward_at = 0
+    held: dict[int, tuple[int, int]] = {}
+    for _, address, num_bytes in events:
+        if not num_bytes:
+            backward_at = len(kinds)
+        elif num_bytes > 0:
+            held[address] = _kind_of(num_bytes, counts)
+            kinds.append(held[address][0])
+            row_bytes.append(held[address][1])
+        elif address in held:
+            kind, each = held.pop(address)
+            kinds.append(kind)
+            row_bytes.append(-each)
+    return MemoryTrace(
+        num_layers=num_layers,
+        kinds=np.array(kinds, np.int64),
+        row_bytes=np.array(row_bytes, np.int64),
+        backward_at=backward_at,
+        exchanged=np.array([exchange.row_bytes for exchange in exchanges], np.int64),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
+
+
+def _kind_of(num_bytes: int, counts: Array) -> tuple[int, int]:
+    """Return of which rows ``num_bytes`` are, and how many bytes of each; (0, all of them): of none."""
+    places = np.flatnonzero((num_bytes % counts == 0) & (counts > 1))
+    if not len(places):
+        return 0, num_bytes
+    # Two primes divide only what both stand in, as edges times rows: the larger one explains more.
+    place = int(places[np.argmax(counts[places])])
+    # Without a halo, sources and own rows are as many: those are then counted as a level's.
+    place = int(np.flatnonzero(counts == counts[place])[0])
+    return place, num_bytes // int(counts[place])
+
+
+def _layer_of(kinds: Array, num_layers: int) -> Array:
+    """Return the layer that rows belong to: those of a level, to the layer that computes it; of 0, to 1."""
+    place = np.arange(3 * num_layers + 2)
+    layer = np.where(place <= num_layers + 1, np.maximum(place - 1, 1), (place - 2) % num_layers + 1)
+    layer[0] = 0
+    return layer[kinds]
+
+
+def _layer(counts: Array, number: int, num_layers: int) -> HaloLayer:
+    own, targets = int(counts[number]), int(counts[number + 1])
+    sources = int(counts[num_layers + 1 + number])
+    num_edges = int(counts[2 * num_layers + 1 + number])
+    indptr = np.sort(np.arange(targets + 1) * num_edges // targets)
+    drawn = hash_ids(np.arange(num_edges), stream_key(number, 0, 0))
+    halo = sources - own
+    return HaloLayer(
+        own_rows=own,
+        targets=targets,
+        indptr=indptr.astype(np.int64),
+        indices=(drawn % np.uint64(sources)).astype(np.int64),
+        edge_ids=np.arange(num_edges),
+        halo_nodes=np.arange(own, sources),
+        receive=((1, halo),) if halo else (),
+        send=((1, np.arange(1)),) if halo else (),
+    )
+
+
+def _primes(count: int, widths: Collection[int]) -> list[int]:
+    """Return ``count`` primes that divide no width: what is as large as a parameter is not of any rows."""
+    found: list[int] = []
+    number = _FIRST_PRIME
+    while len(found) < count:
+        is_prime = all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+        if is_prime and all(width % number for width in widths if width):
+            found.append(number)
+        number += 1
+    return found
+
+
+_OPTIMIZER_ROWS = 2
+"""Tensors of the size of the parameters that Adam keeps."""
+
+_PROBES = 3
+"""Co-batches that a number of them is judged by, before all are."""
+_MOST_CHECKED = 64
+"""Co-batches of a chosen number that are checked."""
+_FIRST_TRIED = 32
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """Bytes that one layer needs on one rank."""
+
+    features: int
+    """Rows of the input; of layer 1 only."""
+    activations: int
+    """What forward keeps for backward."""
+    structure: int
+    """The block, its formats and the plan."""
+    halo: int
+    """Rows that are sent, and their gradients that come back; buffers are shared, so layers do not add up."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes that training on one plan needs on one rank, beyond what the process has without it."""
+
+    layers: tuple[LayerMemory, ...]
+    gradients: int
+    """What backward needs at its peak beyond what forward kept: gradients of rows and parameters."""
+    optimizer: int
+    ahead: int
+    """Structure and features of the plan that is loaded meanwhile."""
+
+    @property
+    def features(self) -> int:
+        """Of all layers."""
+        return sum(layer.features for layer in self.layers)
+
+    @property
+    def activations(self) -> int:
+        """Of all layers."""
+        return sum(layer.activations for layer in self.layers)
+
+    @property
+    def structure(self) -> int:
+        """Of all layers."""
+        return sum(layer.structure for layer in self.layers)
+
+    @property
+    def halo(self) -> int:
+        """The buffers of the largest layer, which all use."""
+        return max(layer.halo for layer in self.layers)
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        kept = self.features + self.structure + self.halo + self.optimizer + self.ahead
+        return kept + self.activations + self.gradients
+
+    def lines(self) -> list[str]:
+        """Return a table of it, in MB."""
+        head = f"{'layer':>8} {'features':>10} {'activations':>12} {'structure':>10} {'halo':>8}   (MB)"
+        rows = [
+            f"{number:>8} {_mb(one.features):>10} {_mb(one.activations):>12} {_mb(one.structure):>10} "
+            f"{_mb(one.halo):>8}"
+            for number, one in enumerate(self.layers, start=1)
+        ]
+        rest = (
+            f"gradients {_mb(self.gradients)}, optimizer {_mb(self.optimizer)}, next co-batch "
+            f"{_mb(self.ahead)}, together {_mb(self.total)}"
+        )
+        return [head, *rows, rest]
+
+
+def estimate(plan: RankPlan, memory_trace: MemoryTrace, feature_bytes: int, *, ahead: int) -> MemoryEstimate:
+    """Return what ``plan`` needs.
+
+    Args:
+        plan: Of this rank.
+        rehearsal: Of the model, with as many layers, and exchanging if the plan does.
+        feature_bytes: Of one row of the input, as blocks have it.
+        ahead: Plans that are loaded while one is trained on, about as large.
+    """
+    counts = counts_of(plan)
+    running, kept = memory_trace.running(counts), memory_trace.kept(counts)
+    layers = tuple(
+        LayerMemory(
+            features=layer.own_rows * feature_bytes if number == 0 else 0,
+            activations=int(kept[number + 1]) + (int(kept[0]) if number == 0 else 0),
+            # Layers that are alike share one block.
+            structure=0 if number and layer is plan.layers[number - 1] else structure_bytes(layer),
+            halo=2 * sum(len(rows) for _, rows in layer.send) * int(memory_trace.exchanged[number]),
+        )
+        for number, layer in enumerate(plan.layers)
+    )
+    loaded = sum(layer.features + layer.structure for layer in layers)
+    return MemoryEstimate(
+        layers=layers,
+        gradients=max(int(running.max()) - int(kept.sum()), 0),
+        optimizer=_OPTIMIZER_ROWS * memory_trace.parameter_bytes,
+        ahead=ahead * loaded,
+    )
+
+
+def structure_bytes(layer: HaloLayer) -> int:
+    """Return the bytes of a layer's plan and block.
+
+    8 bytes for each number: of an edge its source and its id, its position and half as many spare ones, and
+    in the order of the sources, which backward reads, its target and its position; of a source its place and
+    its id, and of a target its place.
+    """
+    per_edge = 8 * 2 + 12 + 8 * 2
+    sent = sum(len(rows) for _, rows in layer.send)
+    return per_edge * len(layer.indices) + 16 * layer.num_sources + 8 * (layer.targets + sent)
+
+
+def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, most: int) -> int:
+    """Return the fewest co-batches, to within an eighth, of which each fits into ``memory_bytes``.
+
+    Begins with many and goes on to fewer, so that only one that is too large is ever planned, and that
+    one's structure alone.
+
+    Args:
+        worst: (R, (k,) steps) to the largest total of these steps over all ranks; collective.
+        memory_bytes: What a rank may need.
+        most: Largest number there can be.
+
+    Raises:
+        ConfigError: not even ``most`` co-batches are small enough.
+    """
+
+    def fits(number: int, checked: int = _PROBES) -> bool:
+        return worst(number, spread(number, checked)) <= memory_bytes
+
+    def refuse(checked: int) -> NoReturn:
+        needed = worst(most, spread(most, checked))
+        raise ConfigError(
+            f"memory={memory_bytes} bytes for each rank do not hold even one of {most} co-batches, which "
+            f"needs {needed}; grant more, use more servers or ranks, or bound the neighbourhood with "
+            "external_hops=1, external_fanout=15 and external_inner=batch"
+        )
+
+    few, many = 0, min(_FIRST_TRIED, most)
+    while not fits(many):
+        if many == most:
+            refuse(_PROBES)
+        few, many = many, min(2 * many, most)
+    while few == 0 and many > 1:
+        if fits(many // 2):
+            many //= 2
+        else:
+            few = many // 2
+    while few and many - few > max(1, many // 8):
+        middle = (few + many) // 2
+        few, many = (few, middle) if fits(middle) else (middle, many)
+    while not fits(many, _MOST_CHECKED):
+        if many == most:
+            refuse(_MOST_CHECKED)
+        many = min(many + max(1, many // 8), most)
+    return many
+
+
+def spread(count: int, chosen: int) -> Array:
+    """Return up to ``chosen`` (k,) int64 distinct numbers spread over [0, count)."""
+    return np.unique(np.linspace(0, count - 1, min(chosen, count)).astype(np.int64))
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f}"

@@ -1,1 +1,0 @@
-"""Full-graph training aware of servers: halo exchange, shared preloading, co-batches (GraNNDis)."""

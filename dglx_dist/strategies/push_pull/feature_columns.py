@@ -1,0 +1,752 @@
+"""The features as push-pull holds them: this rank's columns, for all nodes (P3, section 3.2)."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dglx_dist.comm.collectives import barrier, gather_int64, gather_json, sum_over_ranks
+from dglx_dist.comm.rpc import Pending
+from dglx_dist.comm.session import Session
+from dglx_dist.data.storage.columns import CACHE, FileInfo, numpy_dtype, safe_name
+from dglx_dist.data.storage.files import damaged, partial_folder, publish, replace_folder, seal, unseal
+from dglx_dist.data.storage.reader import StoredDataset
+from dglx_dist.data.storage.writer import CHUNK_BYTES
+from dglx_dist.dataloading.row_buffers import Precision, RowMemory
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.graph.ids import check_ids
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.partition_book import rows_per_message
+from dglx_dist.graph.row_kernels import column_info, numpy_view, take_rows, tensor_view, torch_dtype
+from dglx_dist.layers.dropout import Columns, deal_out_columns
+from dglx_dist.progress import progress
+from dglx_dist.records import LABEL, Array, ColumnInfo
+from dglx_dist.strategies.push_pull.options import Group
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+VALUES = "values.npy"
+WORTH_SHOWING = 1 << 28
+"""Bytes that take long enough for somebody to wonder."""
+
+_LOG = logging.getLogger(__name__)
+
+
+def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> Path:
+    """Return where ``columns`` of the node feature ``name`` lie, written or not."""
+    base = dataset.folder / CACHE / f"columns-{dataset.manifest.checksum}"
+    return base / safe_name(ntype) / safe_name(name) / f"{columns.first}-{columns.last}"
+
+
+def read_slice(folder: Path, info: ColumnInfo, num_rows: int) -> Array | None:
+    """Map the (N, F_p) values of one folder, read-only; bfloat16 as its bits in uint16.
+
+    The file is read once, to compare its checksum.
+
+    Returns:
+        None when there are none, or they are damaged or of something else, which is logged.
+    """
+    if not folder.exists():
+        return None
+    try:
+        return _mapped(folder, info, num_rows)
+    except StorageError as problem:
+        _LOG.warning("%s", problem)
+        return None
+
+
+def _mapped(folder: Path, info: ColumnInfo, num_rows: int) -> Array:
+    told = _told(info, num_rows)
+    if (found := unseal(folder)) != told:
+        raise damaged(folder, f"it is {found} instead of {told}")
+    try:
+        return np.asarray(np.load(folder / VALUES, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError) as problem:
+        raise damaged(folder, problem) from problem
+
+
+def _told(info: ColumnInfo, num_rows: int) -> dict[str, object]:
+    return {"dtype": info.dtype, "shape": [num_rows, *info.row_shape]}
+
+
+@final
+class SliceWriter:
+    """Writes the rows of one slice, in order, to ``folder``, which exists and is not yet seen by others.
+
+    Args:
+        folder: Where to.
+        info: Dtype and row shape, (F_p,).
+        num_rows: N.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk has no room for all of it.
+    """
+
+    def __init__(self, folder: Path, info: ColumnInfo, num_rows: int) -> None:
+        self._folder, self._info, self._num_rows = folder, info, num_rows
+        self._dtype, self._checksum = numpy_dtype(info.dtype), 0
+        needed = num_rows * info.row_shape[0] * self._dtype.itemsize
+        if shutil.disk_usage(folder).free < needed:
+            # Said before a byte has moved.
+            raise OSError(errno.ENOSPC, f"no room for {needed} bytes", str(folder))
+        head = io.BytesIO()
+        shape = (num_rows, *info.row_shape)
+        np.lib.format.write_array_header_2_0(
+            head, {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        )
+        self._file = (folder / VALUES).open("x+b", buffering=0)
+        self.num_rows = 0
+        """Rows that are in the file."""
+        self._first_byte = self._put(head.getbuffer())
+
+    def append(self, rows: Array) -> None:
+        """Write the next (k, F_p) rows.
+
+        Raises:
+            OSError: they cannot be written; those before them are still there.
+        """
+        self._put(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data)
+        self.num_rows += len(rows)
+
+    def written(self) -> Array:
+        """Return the rows that are in the file, (k, F_p), in memory."""
+        rows = np.empty((self.num_rows, *self._info.row_shape), self._dtype)
+        data, done = rows.reshape(-1).view(np.uint8).data, 0
+        while done < len(data):
+            # From the open file: it may have another name by now, or none.
+            count = os.preadv(self._file.fileno(), [data[done:]], self._first_byte + done)
+            if not count:
+                raise StorageError(f"{self._folder / VALUES} was cut short while it was written; try again")
+            done += count
+        return rows
+
+    def finish(self) -> None:
+        """Reach the disk, and stamp what is there as whole.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        os.fsync(self._file.fileno())
+        known = FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
+        seal(self._folder, _told(self._info, self._num_rows), {VALUES: known})
+
+    def close(self) -> None:
+        """Let go of the file. May be called twice."""
+        self._file.close()
+
+    def _put(self, data: memoryview) -> int:
+        done = 0
+        while done < len(data):
+            done += self._file.write(data[done:]) or 0
+        self._checksum = zlib.crc32(data, self._checksum)
+        return done
+
+
+def put_in_place(partial: Path, target: Path, info: ColumnInfo, num_rows: int) -> None:
+    """Rename a finished folder to ``target``, unless somebody else's whole one is there already.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    if publish(partial, target):
+        return
+    try:
+        _mapped(target, info, num_rows)
+    except StorageError:
+        replace_folder(partial, target)
+
+
+def write_slices(dataset: StoredDataset, num_parts: int) -> None:
+    """Write the columns that each of ``num_parts`` ranks holds, of every matrix of node features.
+
+    Reads the dataset once, a chunk at a time; doubles the disk space of those features. One process calls
+    it. Passed over are graphs of several node types, whose columns no strategy cuts, and one part of one
+    rank, which maps the rows as they are.
+
+    Raises:
+        StorageError: the folder cannot be written, or a part is damaged.
+    """
+    manifest = dataset.manifest
+    if len(manifest.node_types) > 1 or num_parts == manifest.num_parts == 1:
+        return
+    for ntype in manifest.node_types:
+        for name, info in manifest.node_columns[ntype].items():
+            if name != LABEL and len(info.row_shape) == 1 and info.row_shape[0] and manifest.num_nodes(ntype):
+                try:
+                    _write_feature(dataset, ntype, name, info, num_parts)
+                except OSError as problem:
+                    raise StorageError(
+                        f"the columns of {name!r} cannot be written into {dataset.folder}: {problem}; the "
+                        "dataset is whole without them, and training then makes them at the start"
+                    ) from problem
+
+
+def _write_feature(dataset: StoredDataset, ntype: str, name: str, info: ColumnInfo, num_parts: int) -> None:
+    num_rows = dataset.manifest.num_nodes(ntype)
+    cuts = [columns for columns in deal_out_columns(info.row_shape[0], num_parts) if len(columns)]
+    infos = [ColumnInfo(dtype=info.dtype, row_shape=(len(columns),)) for columns in cuts]
+    targets = [slice_folder(dataset, ntype, name, columns) for columns in cuts]
+    row_bytes = info.row_shape[0] * numpy_dtype(info.dtype).itemsize
+    step = max(1, CHUNK_BYTES // row_bytes)
+    with (
+        ExitStack() as stack,
+        progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > WORTH_SHOWING) as advance,
+    ):
+        folders = [stack.enter_context(partial_folder(target)) for target in targets]
+        writers = [SliceWriter(*job, num_rows) for job in zip(folders, infos, strict=True)]
+        for writer in writers:
+            stack.callback(writer.close)
+        for part in range(dataset.manifest.num_parts):
+            rows = dataset.part(part).node_data(ntype, name)
+            for first in range(0, len(rows), step):
+                chunk = rows[first : first + step]
+                for writer, columns in zip(writers, cuts, strict=True):
+                    writer.append(chunk[:, columns.cut])
+                advance(len(chunk))
+        for writer, folder, target, cut in zip(writers, folders, targets, infos, strict=True):
+            writer.finish()
+            put_in_place(folder, target, cut, num_rows)
+
+
+PHASE = "columns"
+"""The ledger's name of these bytes."""
+
+ROUND_BYTES = 1 << 26
+"""A rank that loads tells the others that it lives after each so many, so that none waits for too long."""
+
+IN_FLIGHT = 4
+"""Messages that are asked for ahead: with one more being written, what loading takes beside its result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What one rank needs of one feature."""
+
+    name: str
+    key: str
+    """The KVStore's name of the tensor."""
+    columns: Columns
+    info: ColumnInfo
+    """Dtype, and (F_p,)."""
+    num_rows: int
+    """V."""
+    folder: Path | None
+    """Where the file is, or will be; None: in memory only."""
+    leads: bool
+    """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is not a single value."""
+        return not self.num_rows * len(self.columns)
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """In which NumPy holds the values."""
+        return numpy_dtype(self.info.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the own columns of one row."""
+        return len(self.columns) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obtained:
+    """One slice, and what was in the way of keeping it in a file."""
+
+    rows: Array
+    """(V, F_p) by id; read-only, bfloat16 as its bits in uint16."""
+    problem: str = ""
+
+
+def obtain(store: KVStore, wanted: Sequence[Wanted], session: Session) -> dict[str, Obtained]:
+    """Return the columns that this rank wants, by feature; every rank must call it, for the same features.
+
+    Who has them in a file loads nothing, but answers those that do not. Of all ranks on a machine that want
+    the same columns one loads; the others map its file, or load too where no file could be made.
+
+    Raises:
+        RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
+    found: dict[str, Obtained] = {}
+    for is_last_turn in (False, True):
+        for name, rows in together(session, lambda: _at_hand(store, wanted)).items():
+            found.setdefault(name, rows)
+        mine = [one for one in wanted if one.name not in found and (one.leads or is_last_turn)]
+        if gather_int64([len(mine)], session).any():
+            _stream(store, mine, session, found)
+        if not gather_int64([len(wanted) - len(found)], session).any():
+            break
+    return found
+
+
+def _at_hand(store: KVStore, wanted: Sequence[Wanted]) -> dict[str, Obtained]:
+    found = {one.name: _rows_at_hand(store, one) for one in wanted}
+    return {name: Obtained(rows=rows) for name, rows in found.items() if rows is not None}
+
+
+def _rows_at_hand(store: KVStore, wanted: Wanted) -> Array | None:
+    if wanted.is_empty:
+        return np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
+    column = store.column(wanted.key)
+    whole = [shard.rows for shard in column.shards if len(shard.rows) == wanted.num_rows]
+    if whole and len(wanted.columns) == wanted.columns.width and not column.writable:
+        return whole[0]
+    if wanted.folder is None:
+        return None
+    return read_slice(wanted.folder, wanted.info, wanted.num_rows)
+
+
+def _stream(store: KVStore, mine: Sequence[Wanted], session: Session, found: dict[str, Obtained]) -> None:
+    """Load what is ``mine`` into ``found`` while answering the other ranks; collective."""
+    num_bytes = sum(one.num_rows * one.row_bytes for one in mine)
+    shown = session.topology.rank == 0 and num_bytes > WORTH_SHOWING
+    op = f"{store.label}.columns"
+    session.rpc.register(op, _Server(store))
+    with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shown) as advance:
+        stack.callback(session.rpc.unregister, op)
+        barrier(session, "loading columns")
+        steps = _load(store, mine, session, op, found)
+        stack.callback(steps.close)
+
+        def some() -> int:
+            taken = 0
+            for step in steps:
+                advance(step)
+                taken += step
+                if taken >= ROUND_BYTES:
+                    break
+            return taken
+
+        while gather_int64([together(session, some)], session).any():
+            pass
+        barrier(session, "the columns are there")
+
+
+def _load(
+    store: KVStore, mine: Sequence[Wanted], session: Session, op: str, found: dict[str, Obtained]
+) -> Generator[int, None, None]:
+    """Load one feature after the other into ``found``; yield after each message how many bytes came."""
+    for wanted in mine:
+        with closing(_Sink(wanted)) as sink:
+            for piece in _pieces(store, wanted, session, op):
+                sink.put(piece)
+                yield piece.nbytes
+            found[wanted.name] = sink.result()
+
+
+def _pieces(store: KVStore, wanted: Wanted, session: Session, op: str) -> Iterator[Array]:
+    """Yield the rows of all servers in order, a message each, asking a few ahead."""
+    step = rows_per_message(wanted.row_bytes)
+    under_way: deque[Pending] = deque()
+    for server, (first, last) in enumerate(pairwise(store.column(wanted.key).bounds.tolist())):
+        rank = store.placement.serving_rank(server)
+        for begin in range(first, last, step):
+            asked = [begin, min(begin + step, last), wanted.columns.first, wanted.columns.last]
+            arrays = [np.array(asked, np.int64)]
+            under_way.append(session.rpc.submit(rank, op, wanted.key, arrays, phase=PHASE))
+            if len(under_way) == IN_FLIGHT:
+                yield under_way.popleft().result()[0]
+    while under_way:
+        yield under_way.popleft().result()[0]
+
+
+@final
+class _Sink:
+    """Takes rows in order into a file, or into memory where there is to be none or it cannot be written."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._stack = ExitStack()
+        self._rows = np.empty((0, len(wanted.columns)), wanted.dtype)
+        self._partial: Path | None = None
+        self._writer: SliceWriter | None = None
+        self._num_rows, self._problem = 0, ""
+        if wanted.folder is None:
+            self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
+            return
+        try:
+            self._partial = self._stack.enter_context(partial_folder(wanted.folder))
+            self._writer = SliceWriter(self._partial, wanted.info, wanted.num_rows)
+            self._stack.callback(self._writer.close)
+        except OSError as problem:
+            self._to_memory(problem)
+
+    def put(self, rows: Array) -> None:
+        """Take the next (k, F_p) rows."""
+        if self._writer is not None:
+            try:
+                self._writer.append(rows)
+            except OSError as problem:
+                self._to_memory(problem)
+        if self._writer is None:
+            self._rows[self._num_rows : self._num_rows + len(rows)] = rows
+        self._num_rows += len(rows)
+
+    def result(self) -> Obtained:
+        """Return all rows, mapped where there is a file."""
+        wanted = self._wanted
+        if self._writer is not None and self._partial is not None and wanted.folder is not None:
+            try:
+                self._writer.finish()
+                put_in_place(self._partial, wanted.folder, wanted.info, wanted.num_rows)
+                rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
+                if rows is not None:
+                    return Obtained(rows=rows)
+                raise FileNotFoundError(f"{wanted.folder} was taken away")
+            except OSError as problem:
+                self._to_memory(problem)
+        self._rows.flags.writeable = False
+        return Obtained(rows=self._rows, problem=self._problem)
+
+    def close(self) -> None:
+        """Let go of the file; what is not in its place is removed."""
+        self._stack.close()
+
+    def _to_memory(self, problem: OSError) -> None:
+        """Go on in memory, with what the file has already: nothing is asked for twice."""
+        wanted = self._wanted
+        self._problem = f"{wanted.folder} cannot be written ({problem})"
+        self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
+        if self._writer is not None:
+            self._rows[: self._writer.num_rows] = self._writer.written()
+        self._writer = None
+
+
+@final
+class _Server:
+    """Answers with the columns of a run of this server's rows."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+
+    def __call__(self, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
+        begin, end, left, right = arrays[0].tolist()
+        pieces = [
+            rows[max(begin - first, 0) : max(end - first, 0), left:right]
+            for first, rows in self._store.shards(key)
+            if first < end and begin < first + len(rows)
+        ]
+        return [np.concatenate(pieces)]
+
+
+Moments: TypeAlias = tuple[Tensor, Tensor]
+"""(mean, biased variance), (V,) float64 each."""
+
+CHUNK_VALUES = 1 << 20
+"""So many values are seen as float64 at a time."""
+
+
+def moments_of_rows(
+    slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, width: int, session: Session, phase: str
+) -> Moments:
+    """Return mean and variance of every row, in two passes: sums first, then squares of what differs.
+
+    Every rank must call it; the two sums over the ranks are 8 bytes a row each.
+
+    Args:
+        slices: (V, F_p) columns of the rows that only this rank adds, and their dtype; there may be none.
+        num_rows: V.
+        width: Columns of all ranks together, at least 1.
+        session: The run.
+        phase: For the ledger.
+
+    Raises:
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
+    mean = _sums(slices, num_rows, lambda values, _: values)
+    sum_over_ranks(mean, session, phase=phase, in_place=True).div_(width)
+    variance = _sums(slices, num_rows, lambda values, rows: (values - mean[rows, None]).square_())
+    sum_over_ranks(variance, session, phase=phase, in_place=True).div_(width)
+    return mean, variance
+
+
+def _sums(
+    slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, what: Callable[[Tensor, slice], Tensor]
+) -> Tensor:
+    """Return (V,) sums over the columns of ``what`` makes of float64 values (k, F_p) of the rows given."""
+    sums = torch.zeros(num_rows, dtype=torch.float64)
+    for rows, info in slices:
+        step = max(1, CHUNK_VALUES // max(1, rows.shape[1]))
+        for first in range(0, num_rows, step):
+            chunk = slice(first, min(first + step, num_rows))
+            values = tensor_view(rows[chunk].copy(), info).to(torch.float64)
+            sums[chunk] += what(values, chunk).sum(1)
+    return sums
+
+
+ATTACHED = "push_pull.columns"
+"""Where the session keeps what is open."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slice:
+    """The own columns of one feature."""
+
+    columns: Columns
+    info: ColumnInfo
+    """Stored dtype, and (F_p,)."""
+    rows: Array
+    """(V, F_p), C-contiguous, by id."""
+
+
+@final
+class ColumnStore:
+    """This rank's columns of some features, for all nodes. Made by :func:`open_columns`."""
+
+    def __init__(self, slices: Mapping[str, _Slice], group: Group, session: Session) -> None:
+        self._slices, self._group, self._session = dict(slices), group, session
+        self._moments: dict[tuple[str, ...], Moments] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The features, in the order in which they were asked for."""
+        return tuple(self._slices)
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """Feature name to F, its columns on all parts together."""
+        return {name: one.columns.width for name, one in self._slices.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """What the own columns of all nodes take, in memory or in mapped files."""
+        return sum(one.rows.nbytes for one in self._slices.values())
+
+    def cut(self, name: str) -> Columns:
+        """Return which columns of the feature are here.
+
+        Raises:
+            ConfigError: it was not opened; the message lists those that were.
+        """
+        return self._slice(name).columns
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of :meth:`rows`.
+
+        Raises:
+            ConfigError: as :meth:`cut`.
+        """
+        return Precision().target(torch_dtype(self._slice(name).info.dtype))
+
+    def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
+        """Return the own columns of nodes; any thread may call it, and no other rank is asked.
+
+        Args:
+            name: Of the feature.
+            nodes: (K,) int64 on the CPU, any order, repeats allowed.
+            memory: Where the copy lies; None: in fresh memory.
+
+        Returns:
+            (K, F_p), a copy: what ``g.ndata[name][nodes][:, cut]`` holds, with float16 and bfloat16 as
+            float32, as the batches of data parallel training have them.
+
+        Raises:
+            ConfigError: the feature was not opened, or ``nodes`` are no ids.
+            IndexError: an id is out of range.
+        """
+        one = self._slice(name)
+        if nodes.dtype != torch.int64 or nodes.dim() != 1:
+            raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
+        ids = nodes.numpy()
+        check_ids(ids, len(one.rows), repr(name))
+        dtype = self.dtype(name)
+        if memory is None:
+            return tensor_view(take_rows(one.rows, ids), one.info).to(dtype)
+        found = memory.rows(name, len(ids), one.info)
+        take_rows(one.rows, ids, numpy_view(found))
+        if found.dtype == dtype:
+            return found
+        return memory.rows(name, len(ids), column_info(dtype, one.info.row_shape)).copy_(found)
+
+    def moments(self, names: Sequence[str]) -> Moments:
+        """Return mean and variance of each node's row, of all columns of ``names`` side by side.
+
+        Every rank must call it; the first call sums twice over the ranks, 8 bytes per node each, under the
+        phase ``columns``, and its result is kept.
+
+        Args:
+            names: Of features that were opened.
+
+        Returns:
+            (mean, variance): (V,) float64 each; the variance is the biased one, as LayerNorm has it.
+
+        Raises:
+            ConfigError: as :meth:`cut`.
+            PeerError: a rank is dead or did not take part within the time-out.
+        """
+        key = tuple(names)
+        if key not in self._moments:
+            parts = [self._slice(name) for name in key]
+            # Other groups hold the same columns: they add nothing, and get the same bits.
+            counted = parts if min(self._group.replicas) == self._group.rank else []
+            width = sum(one.columns.width for one in parts)
+            num_rows = len(parts[0].rows) if parts else 0
+            self._moments[key] = moments_of_rows(
+                [(one.rows, one.info) for one in counted], num_rows, width, self._session, PHASE
+            )
+        return self._moments[key]
+
+    def close(self) -> None:
+        """Let go of the columns; ``g.close()`` does it."""
+        self._slices.clear()
+        self._moments.clear()
+
+    def _slice(self, name: str) -> _Slice:
+        if name not in self._slices:
+            known = ", ".join(map(repr, self._slices)) or "none: the graph is closed"
+            raise ConfigError(
+                f"the columns of {name!r} are not open (open: {known}); name it in the option `features`"
+            )
+        return self._slices[name]
+
+
+def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: bool = True) -> ColumnStore:
+    """Return this rank's columns of node features for all nodes; every rank must call it, for the same ones.
+
+    Rank ``p`` of a group of N_f holds the p-th of N_f runs of columns as even as they go, also when there
+    are more ranks than columns: it then holds (V, 0). What is not in a file yet moves once, under the phase
+    ``columns``: the own columns of the rows of other servers, and 32 bytes to ask for 8 MiB of them. They
+    are streamed into a file beside the dataset, or into memory, with a few such messages at a time beside
+    that. The file is mapped; later openings with the same number of parts, also of other jobs, move nothing.
+    ``dglx partition --method feature`` writes files for as many ranks as parts.
+
+    A dataset stores sparse features dense, so their columns are dense too. Tensors that the program made
+    (``g.ndata["x"] = DistTensor(...)``) are copied as they are now, into memory. Where no file can be made
+    columns stay in memory, and rank 0 logs why.
+
+    Args:
+        g: A graph of one node type.
+        names: Of matrices, (V, F) with F of 1 or more; none where the input is an embedding.
+        group: Which ranks hold all columns together.
+        cache: False: in memory, without looking for files.
+
+    Returns:
+        The same object when the same was asked for before, until ``g.close()``.
+
+    Raises:
+        ConfigError: on all ranks: a name is unknown, given twice or of no matrix, the graph has several node
+            types, or ranks ask for different things.
+        RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
+        PeerError: a rank is dead or did not take part within the time-out.
+    """
+    opened = g.session.attached.setdefault(ATTACHED, _Opened())
+    assert isinstance(opened, _Opened), "the name is ours"
+    key = (g.kvstore.label, group.members, tuple(names))
+    if key not in opened.stores:
+        wanted = together(g.session, lambda: _wanted(g, names, group, cache), ConfigError)
+        _check_agreement(g.session, [list(names), group.size, cache])
+        if not opened.of_graph(g.kvstore.label):
+            g.on_close.append(lambda: opened.forget(g.kvstore.label))
+        opened.stores[key] = ColumnStore(_obtained(g, wanted, opened, group), group, g.session)
+    return opened.stores[key]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a session has open; a feature that several stores have is there once."""
+
+    stores: dict[tuple[str, tuple[int, ...], tuple[str, ...]], ColumnStore] = field(default_factory=dict)
+    slices: dict[tuple[str, tuple[int, ...], str], _Slice] = field(default_factory=dict)
+
+    def of_graph(self, label: str) -> list[ColumnStore]:
+        """Return what is open of the graph of that label."""
+        return [store for key, store in self.stores.items() if key[0] == label]
+
+    def forget(self, label: str) -> None:
+        """Let go of what belongs to the graph of that label."""
+        for store in self.of_graph(label):
+            store.close()
+        for key in [key for key in self.stores if key[0] == label]:
+            del self.stores[key]
+        for kept in [kept for kept in self.slices if kept[0] == label]:
+            del self.slices[kept]
+
+
+def _wanted(g: DistGraph, names: Sequence[str], group: Group, cache: bool) -> list[Wanted]:
+    if len(g.ntypes) != 1:
+        raise ConfigError(
+            f"the graph has the node types {', '.join(g.ntypes)}; push_pull trains on graphs of one: use "
+            "strategy='data_parallel'"
+        )
+    if len(set(names)) != len(names):
+        raise ConfigError(f"features={list(names)}: name each once")
+    return [_wanted_of(g, name, group, cache) for name in names]
+
+
+def _wanted_of(g: DistGraph, name: str, group: Group, cache: bool) -> Wanted:
+    if name not in g.ndata:
+        raise ConfigError(f"g.ndata has no feature {name!r} (known: {', '.join(sorted(g.ndata))})")
+    key = g.ndata[name].kvstore_key
+    column = g.kvstore.column(key)
+    shape = column.info.row_shape
+    if len(shape) != 1 or not shape[0]:
+        raise ConfigError(
+            f"{name!r} has rows of shape {tuple(shape)}; push_pull splits matrices by column: store it as "
+            "one row of numbers per node, (V, 1) where there is a single one"
+        )
+    if column.on_read is not None:
+        raise ConfigError(f"what is read from {name!r} is computed by a handler; write it to a tensor first")
+    (ntype,) = g.ntypes
+    columns = deal_out_columns(shape[0], group.size)[group.part]
+    hosts = g.session.hosts
+    return Wanted(
+        name=name,
+        key=key,
+        columns=columns,
+        info=ColumnInfo(dtype=column.info.dtype, row_shape=(len(columns),)),
+        num_rows=column.num_rows,
+        folder=slice_folder(g.dataset, ntype, name, columns) if cache and not column.writable else None,
+        leads=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
+    )
+
+
+def _check_agreement(session: Session, asked: list[object]) -> None:
+    """Raise ConfigError, on all ranks, unless all ask for the same."""
+    for rank, other in enumerate(gather_json(asked, session)):
+        if other != asked:
+            raise ConfigError(
+                f"rank {rank} opens the columns of [features, parts, cache] = {other}, rank "
+                f"{session.topology.rank} of {asked}; every rank must ask for the same"
+            )
+
+
+def _obtained(g: DistGraph, wanted: Sequence[Wanted], opened: _Opened, group: Group) -> dict[str, _Slice]:
+    keys = {one.name: (g.kvstore.label, group.members, one.name) for one in wanted}
+    found = obtain(g.kvstore, [one for one in wanted if keys[one.name] not in opened.slices], g.session)
+    for one in wanted:
+        if one.name in found:
+            rows = found[one.name].rows
+            opened.slices[keys[one.name]] = _Slice(columns=one.columns, info=one.info, rows=rows)
+    problem = next((one.problem for one in found.values() if one.problem), "")
+    problems = [said for said in gather_json(problem, g.session) if said]
+    if problems and g.session.topology.rank == 0:
+        log.warning(
+            "%d of %d ranks keep columns in memory, and load them again next time: %s",
+            len(problems),
+            g.session.topology.world_size,
+            problems[0],
+        )
+    return {name: opened.slices[key] for name, key in keys.items()}

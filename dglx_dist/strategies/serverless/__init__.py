@@ -1,0 +1,1 @@
+"""Strategy "lambda": graph servers and stateless workers (Dorylus)."""

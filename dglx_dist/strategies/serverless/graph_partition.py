@@ -1,0 +1,492 @@
+"""What one graph server has of a graph: its nodes' in-edges, their sources by local id, its ghosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import torch
+
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.records import Array
+from dglx_dist.serverless.program import FIXED, Gather, Program
+from dglx_dist.strategies.base import Objective
+from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor, values_of
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+_MAX_LOCAL = 2**31 - 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalGraph:
+    """n own nodes, which are local ids 0 to n - 1, and m ghosts, n to n + m - 1; E edges into own nodes.
+
+    A ghost is a node of another graph server with an edge into an own node. The ghosts of an owner are in
+    the order of their global ids, and so is the owner's list of them (:attr:`LocalGraph.ghost_ids` there,
+    ``boundary`` here): a position in it names a row on both sides.
+    """
+
+    rank: int
+    """Number of this graph server."""
+    starts: Array
+    """(W + 1,) int64 global id of the first node of each graph server."""
+    indptr: Array
+    """(n + 1,) int64."""
+    sources: Array
+    """(E,) int32 local ids."""
+    ghosts: Array
+    """(m,) int64 global ids, ascending."""
+    ghost_starts: Array
+    """(W + 1,) int64: the ghosts of server r are ``ghosts[ghost_starts[r]:ghost_starts[r + 1]]``."""
+    out_indptr: Array
+    """(n + m + 1,) int64 of the same edges by source."""
+    out_targets: Array
+    """(E,) int32 own nodes."""
+    out_edges: Array
+    """(E,) int64 positions in the order of ``sources``."""
+
+    @property
+    def num_own(self) -> int:
+        """n."""
+        return len(self.indptr) - 1
+
+    @property
+    def num_ghosts(self) -> int:
+        """m."""
+        return len(self.ghosts)
+
+    @property
+    def num_local(self) -> int:
+        """n + m."""
+        return self.num_own + self.num_ghosts
+
+    @property
+    def num_servers(self) -> int:
+        """W."""
+        return len(self.starts) - 1
+
+    def ghost_ids(self, owner: int) -> Array:
+        """Return the global ids of the ghosts that graph server ``owner`` has as its own; ascending."""
+        return self.ghosts[self.ghost_starts[owner] : self.ghost_starts[owner + 1]]
+
+    def own_positions(self, ids: Array, asker: int) -> Array:
+        """Return (k,) int32 local ids of the nodes with the global ``ids``, which ``asker`` has as ghosts.
+
+        Raises:
+            ConfigError: they do not ascend, or are not all of this graph server.
+        """
+        first, end = int(self.starts[self.rank]), int(self.starts[self.rank + 1])
+        ascending = ids.dtype == np.int64 and ids.ndim == 1 and bool((np.diff(ids) > 0).all())
+        if not ascending or (len(ids) and not first <= ids[0] <= ids[-1] < end):
+            raise ConfigError(
+                f"graph server {asker} asked {self.rank} for rows that are not among its nodes {first} to "
+                f"{end - 1}; do both have the same partition?"
+            )
+        return (ids - first).astype(np.int32)
+
+
+def local_graph(rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array) -> LocalGraph:
+    """Make the part of graph server ``rank`` from the in-edges of its nodes.
+
+    Args:
+        rank: Its number.
+        starts: (W + 1,) global id of the first node of each graph server.
+        indptr: (n + 1,) in-edges of its n nodes, from 0.
+        sources: (E,) global ids.
+
+    Raises:
+        ConfigError: it has more nodes and ghosts, or edges, than local ids can count.
+    """
+    bounds = np.asarray(starts, dtype=np.int64)
+    first, end = int(bounds[rank]), int(bounds[rank + 1])
+    wide = sources.astype(np.int64, copy=False)
+    is_own = (wide >= first) & (wide < end)
+    ghosts = np.unique(wide[~is_own])
+    num_own = end - first
+    if num_own + len(ghosts) > _MAX_LOCAL:
+        raise ConfigError(
+            f"graph server {rank} has {num_own} nodes and {len(ghosts)} ghosts, above {_MAX_LOCAL}; use more "
+            "ranks"
+        )
+    local = np.empty(len(wide), dtype=np.int32)
+    local[is_own] = wide[is_own] - first
+    local[~is_own] = num_own + np.searchsorted(ghosts, wide[~is_own])
+    order = np.argsort(local, kind="stable")
+    counts = np.bincount(local, minlength=num_own + len(ghosts))
+    targets = np.repeat(np.arange(num_own, dtype=np.int32), np.diff(indptr))
+    return LocalGraph(
+        rank=rank,
+        starts=bounds,
+        indptr=np.ascontiguousarray(indptr, dtype=np.int64),
+        sources=local,
+        ghosts=ghosts,
+        ghost_starts=np.searchsorted(ghosts, bounds),
+        out_indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        out_targets=targets[order],
+        out_edges=order.astype(np.int64),
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """Of one graph server, by peer and interval. W graph servers, k intervals."""
+
+    boundary: tuple[Array, ...]
+    """Per peer (b,) int32: own nodes that it has as ghosts, ascending; its position there is its id."""
+    boundary_bounds: tuple[Array, ...]
+    """Per peer (k + 1,) int64: those of interval i are ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
+    returned: tuple[tuple[Array, ...], ...]
+    """Per peer and interval (g,) int32: positions, among this server's ghosts that are the peer's, of those
+    whose gradients interval i sends home."""
+
+    @property
+    def num_sent(self) -> int:
+        """Boundary rows that leave in one Scatter: |G| is the sum over all graph servers."""
+        return sum(len(nodes) for nodes in self.boundary)
+
+
+def routes_of(graph: LocalGraph, bounds: Array, boundary: Sequence[Array]) -> Routes:
+    """Return the routes of ``graph``.
+
+    A ghost's gradient is sent by its home: the highest interval with an edge from it. In the order of the
+    layers and intervals all others have computed what they add by then.
+
+    Args:
+        graph: Of this graph server.
+        bounds: (k + 1,) of its intervals.
+        boundary: Per peer, see :attr:`Routes.boundary`; of itself empty.
+    """
+    home = _homes(graph, bounds)
+    returned = []
+    for peer in range(graph.num_servers):
+        first, end = int(graph.ghost_starts[peer]), int(graph.ghost_starts[peer + 1])
+        of_peer = home[first:end]
+        order = np.argsort(of_peer, kind="stable").astype(np.int32)
+        cuts = np.searchsorted(of_peer[order], np.arange(1, len(bounds) - 1))
+        returned.append(tuple(np.split(order, cuts)))
+    return Routes(
+        boundary=tuple(boundary),
+        boundary_bounds=tuple(np.searchsorted(nodes, bounds) for nodes in boundary),
+        returned=tuple(returned),
+    )
+
+
+def boundaries_together(graphs: Sequence[LocalGraph]) -> list[list[Array]]:
+    """Return ``boundary`` per graph server and peer, for graph servers of one process."""
+    return [
+        [graph.own_positions(peer.ghost_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
+    ]
+
+
+def _homes(graph: LocalGraph, bounds: Array) -> Array:
+    """(m,) interval of the highest target of each ghost: out-edges are in the order of their targets."""
+    last_edge = graph.out_indptr[graph.num_own + 1 :] - 1
+    highest = graph.out_targets[last_edge] if graph.num_ghosts else np.empty(0, dtype=np.int32)
+    return np.searchsorted(bounds, highest, side="right") - 1
+
+
+_ROUNDS = 4
+
+
+def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
+    """Cut n nodes into contiguous runs alike in nodes and in edges that come from outside of them.
+
+    Half of a run's share is counted in nodes, half in such edges, so that no run has more than twice the
+    mean of either, but for one node's. Which edges come from outside depends on the cut, so it is refined.
+
+    Args:
+        indptr: (n + 1,) int64 of the in-edges.
+        sources: (E,) local ids; those of n and above are ghosts.
+        num_intervals: k; some are empty where there are fewer nodes.
+
+    Returns:
+        (k + 1,) int64: interval i has the nodes ``bounds[i]:bounds[i + 1]``.
+
+    Raises:
+        ConfigError: ``num_intervals`` is below 1.
+    """
+    if num_intervals < 1:
+        raise ConfigError(f"intervals={num_intervals} per graph server must be at least 1")
+    num_nodes = len(indptr) - 1
+    bounds = num_nodes * np.arange(num_intervals + 1, dtype=np.int64) // num_intervals
+    best, best_load = bounds, np.inf
+    for _ in range(_ROUNDS):
+        crossing = crossing_edges(indptr, sources, bounds)
+        load = _load(crossing, bounds)
+        if load < best_load:
+            best, best_load = bounds, load
+        bounds = _equal_shares(_shares(crossing), num_intervals)
+    return bounds if _load(crossing_edges(indptr, sources, bounds), bounds) < best_load else best
+
+
+def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
+    """Return (n,) int64: in-edges of each node whose source is in another interval, or a ghost."""
+    num_nodes = len(indptr) - 1
+    interval_of = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
+    targets = np.repeat(np.arange(num_nodes), np.diff(indptr))
+    is_own = sources < num_nodes
+    crosses = ~is_own
+    crosses[is_own] = interval_of[sources[is_own]] != interval_of[targets[is_own]]
+    return np.bincount(targets[crosses], minlength=num_nodes).astype(np.int64)
+
+
+def _shares(crossing: Array) -> Array:
+    """(n,) share of each node, half in nodes, half in edges; together 1."""
+    edges = crossing.sum()
+    by_node = np.full(len(crossing), 1 / max(len(crossing), 1))
+    return by_node if not edges else (by_node + crossing / edges) / 2
+
+
+def _load(crossing: Array, bounds: Array) -> float:
+    """Largest share of an interval."""
+    sums = np.concatenate([[0.0], np.cumsum(_shares(crossing))])
+    return float(np.diff(sums[bounds]).max())
+
+
+def _equal_shares(shares: Array, num_intervals: int) -> Array:
+    ends = np.cumsum(shares)
+    wanted = np.arange(1, num_intervals) / num_intervals
+    # A node goes to the side where most of its share lies.
+    inner = np.searchsorted(ends - shares / 2, wanted)
+    return np.concatenate([[0], inner, [len(shares)]]).astype(np.int64)
+
+
+GHOST_IDS = "lambda.ghost_ids"
+PRELOAD = "preload"
+"""Phase of the ledger: 8 bytes per ghost for the lists, 8 + s F per ghost of another server for features."""
+
+
+def read_structure(g: DistGraph) -> LocalGraph:
+    """Return this rank's part of ``g``, of one edge type: a server's nodes are cut evenly over its ranks.
+
+    Raises:
+        ConfigError: the graph has several node or edge types.
+    """
+    if len(g.canonical_etypes) != 1 or len(g.ntypes) != 1:
+        raise ConfigError(
+            f"strategy 'lambda' trains on one node and one edge type, not on {g.ntypes} and "
+            f"{g.canonical_etypes}; use strategy='data_parallel'"
+        )
+    rank = g.session.topology.rank
+    starts = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology).starts
+    own = np.arange(starts[rank], starts[rank + 1], dtype=np.int64)
+    edges = g.structure(g.canonical_etypes[0]).ask("in_edges", own)
+    return local_graph(rank, starts, edges.indptr, edges.sources)
+
+
+def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
+    """Return, per peer, (b,) int32 own nodes that it has as ghosts, ascending. Collective.
+
+    Raises:
+        PeerError: a rank is dead or silent.
+        ConfigError: the ranks do not have the same partition.
+    """
+
+    def answer(name: str, _arrays: Sequence[Array]) -> list[Array]:
+        if not name.isdecimal() or int(name) >= graph.num_servers:
+            raise ConfigError(f"{name[:20]!r} is no graph server; there are {graph.num_servers}")
+        return [graph.ghost_ids(int(name))]
+
+    session.rpc.register(GHOST_IDS, answer)
+    barrier(session, "listing the ghosts of all graph servers")
+    mine = str(graph.rank)
+    asked = [
+        session.rpc.submit(peer, GHOST_IDS, mine, [], phase=PRELOAD) for peer in range(graph.num_servers)
+    ]
+    lists = [pending.result()[0] for pending in asked]
+    barrier(session, "exchanging the ghosts of all graph servers")
+    session.rpc.unregister(GHOST_IDS)
+    return [graph.own_positions(ids, peer) for peer, ids in enumerate(lists)]
+
+
+def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Array:
+    """Return (n + m, F) features of own nodes and ghosts.
+
+    Args:
+        g: The graph.
+        graph: This rank's part.
+        name: Of the node data, (N, F).
+        dtype: Of the result.
+
+    Raises:
+        ConfigError: the data has not one row of numbers per node.
+    """
+    column = g.ndata[name]
+    if len(column.shape) != 2:
+        raise ConfigError(f"node data {name!r} has the shape {tuple(column.shape)}; features are (N, F)")
+    own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1], dtype=np.int64)
+    ids = np.concatenate([own, graph.ghosts])
+    rows = g.kvstore.pull(column.kvstore_key, ids, distinct=True, phase=PRELOAD)
+    # torch converts: NumPy has no bfloat16.
+    return np.ascontiguousarray(rows.to(torch_dtype(dtype)).numpy())
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """n own nodes in k intervals, m ghosts, E in-edges; see :class:`LocalGraph`."""
+
+    graph: LocalGraph
+    bounds: Array
+    """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
+    first_interval: int
+    """Number of interval 0 among those of all graph servers."""
+    routes: Routes
+    features: Array
+    """(n + m, F) of the program's dtype: own rows, then those of ghosts."""
+    labels: Array
+    """(n,) int32, -1 where a node is not trained on."""
+    fixed: Mapping[str, Array] = field(default_factory=dict)
+    """Values of edges by name ("fixed:0"), (E, 1) of the program's dtype."""
+
+    @property
+    def num_intervals(self) -> int:
+        """k."""
+        return len(self.bounds) - 1
+
+    def nodes_of(self, interval: int) -> slice:
+        """Return the local ids of the nodes of ``interval``."""
+        return slice(int(self.bounds[interval]), int(self.bounds[interval + 1]))
+
+    def edges_of(self, interval: int) -> slice:
+        """Return the positions of the in-edges of ``interval``."""
+        nodes = self.nodes_of(interval)
+        return slice(int(self.graph.indptr[nodes.start]), int(self.graph.indptr[nodes.stop]))
+
+    def check(self, program: Program) -> None:
+        """Raise ConfigError unless ``program`` can be trained on this part."""
+        graph, edges = self.graph, len(self.graph.sources)
+        wanted = {"features": (graph.num_local, program.features), "labels": (graph.num_own,)}
+        found: dict[str, Array] = {"features": self.features, "labels": self.labels}
+        for name in sorted(_fixed_names(program)):
+            if name not in self.fixed:
+                raise ConfigError(f"the program reads edge values {name!r}, which are not given")
+            wanted[name], found[name] = (edges, 1), self.fixed[name]
+        for name, array in found.items():
+            dtype = "int32" if name == "labels" else program.dtype
+            if array.shape != wanted[name] or array.dtype != dtype:
+                raise ConfigError(
+                    f"{name} of graph server {graph.rank} are {array.dtype} of shape {array.shape}, not "
+                    f"{dtype} of shape {wanted[name]}"
+                )
+        if len(self.labels) and not -1 <= self.labels.min() <= self.labels.max() < program.classes:
+            raise ConfigError(
+                f"labels of graph server {graph.rank} run from {self.labels.min()} to {self.labels.max()}; "
+                f"give classes below {program.classes}, and -1 to nodes that are not trained on"
+            )
+
+
+def interval_sizes(bounds_of_servers: Sequence[Array]) -> Array:
+    """Return (K,) nodes of each interval of all graph servers, in order."""
+    return np.concatenate([np.diff(bounds) for bounds in bounds_of_servers])
+
+
+def _fixed_names(program: Program) -> set[str]:
+    gathers = [step for step in program.steps if isinstance(step, Gather)]
+    return {step.edges for step in gathers if step.edges is not None and step.edges.startswith(FIXED)}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wanted:
+    """What a part shall have."""
+
+    program: Program
+    factors: Mapping[str, EdgeFactor]
+    """What edges weigh, by the names that the program uses."""
+    objective: Objective
+    targets: Array
+    """(n,) bool: which of this rank's own nodes are trained on."""
+    intervals: int
+    """Per graph server."""
+    want_in_edges: Sequence[str] = ()
+    """Layers that raise where a node has no in-edge."""
+
+
+def open_part(g: DistGraph, wanted: Wanted) -> Part:
+    """Return this rank's part; every rank must call it.
+
+    Raises:
+        ConfigError: on all ranks, when on one the node data is missing or does not fit the program, a
+            training node has no label, or a node has no in-edge and a layer wants one.
+    """
+    session, program = g.session, wanted.program
+    together(session, lambda: check_columns(g, wanted.objective, program.features), ConfigError)
+    graph = read_structure(g)
+    boundary = exchange_boundaries(session, graph)
+    bounds = cut_intervals(graph.indptr, graph.sources, wanted.intervals)
+
+    def read() -> Part:
+        _check_in_edges(graph, wanted.want_in_edges)
+        own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1], dtype=np.int64)
+        dtype = np.dtype(program.dtype)
+        part = Part(
+            graph=graph,
+            bounds=bounds,
+            first_interval=graph.rank * wanted.intervals,
+            routes=routes_of(graph, bounds, boundary),
+            features=read_features(g, graph, wanted.objective.feature, program.dtype),
+            labels=_labels(g, own, wanted),
+            fixed={name: values_of(one, g, own, dtype)[:, None] for name, one in wanted.factors.items()},
+        )
+        part.check(program)
+        return part
+
+    return together(session, read, ConfigError)
+
+
+def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
+    """Raise ConfigError unless the nodes have features of ``width`` columns, and whole numbers as labels."""
+    for name in (objective.feature, objective.label):
+        if name not in g.ndata:
+            known = ", ".join(map(repr, g.ndata)) or "none"
+            raise ConfigError(f"the nodes have no tensor {name!r} (known: {known})")
+    shape = tuple(g.ndata[objective.feature].shape)
+    if len(shape) != 2 or shape[1] != width:
+        raise ConfigError(
+            f"the features {objective.feature!r} have the shape {shape}, and the model's first layer takes "
+            f"{width} columns; build the model with as many"
+        )
+    labels = g.ndata[objective.label]
+    if len(labels.shape) != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex:
+        raise ConfigError(
+            f"the labels {objective.label!r} are {labels.dtype} of shape {tuple(labels.shape)}; give one "
+            "whole number per node, the class"
+        )
+
+
+def _check_in_edges(graph: LocalGraph, layers: Sequence[str]) -> None:
+    """Evaluation, in which the layers themselves are called, would raise after all training."""
+    without = np.flatnonzero(np.diff(graph.indptr) == 0)
+    if layers and len(without):
+        raise ConfigError(
+            f"node {int(graph.starts[graph.rank] + without[0])} has no in-edge, and layer {layers[0]!r} "
+            "refuses such nodes; make it with allow_zero_in_degree=True, or add self-loops to the graph"
+        )
+
+
+def _labels(g: DistGraph, own: Array, wanted: Wanted) -> Array:
+    name = wanted.objective.label
+    labels = g.ndata[name][torch.from_numpy(own)].numpy()
+    classes = wanted.program.classes
+    # Before they are narrowed: a label of 2**32 would be class 0.
+    wrong = np.flatnonzero(wanted.targets & ((labels < 0) | (labels >= classes)))
+    if len(wrong):
+        raise ConfigError(
+            f"training node {int(own[wrong[0]])} has the label {int(labels[wrong[0]])}, and the model has "
+            f"classes from 0 to {classes - 1}; take nodes without a label out of the training nodes, or "
+            "build the model with more classes"
+        )
+    return np.where(wanted.targets, labels, -1).astype(np.int32)

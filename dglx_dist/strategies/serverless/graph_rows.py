@@ -1,0 +1,439 @@
+"""Compiled sums over edges: Gather, its transpose, products per edge. Without the interpreter lock.
+
+n own nodes, m ghosts, E edges into own nodes, K heads, d columns per head. In-edges are in CSC order: those
+of node v are ``indptr[v]:indptr[v + 1]``, their sources local ids in [0, n + m). Out-edges are the same
+edges by source: those of local id u are ``out_indptr[u]:out_indptr[u + 1]``, with their targets and their
+positions in CSC order. Every sum runs in the order of the edges, so equal rows give equal bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import final
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.graph.row_kernels import read_ahead
+from dglx_dist.records import Array
+from dglx_dist.serverless.program import FEATURES, FIXED, Edge, Gather, Program, Scatter, outputs_of
+from dglx_dist.strategies.serverless.graph_partition import Part
+
+_AHEAD = 8
+"""So many edges before a row is added the processor is asked for it: sources lie anywhere in memory."""
+
+
+@njit(cache=True, nogil=True)
+def gather_sums(indptr: Array, sources: Array, rows: Array, first: int, out: Array) -> None:
+    """Write to ``out[i]`` the sum of the source rows of node ``first + i``.
+
+    Args:
+        indptr: (n + 1,) int64.
+        sources: (E,) int32.
+        rows: (n + m, w).
+        first: First node.
+        out: (nodes, w), overwritten.
+    """
+    last_edge = indptr[first + out.shape[0]]
+    for i in range(out.shape[0]):
+        out[i, :] = 0
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            if edge + _AHEAD < last_edge:
+                read_ahead(rows, sources[edge + _AHEAD])
+            source = sources[edge]
+            for column in range(rows.shape[1]):
+                out[i, column] += rows[source, column]
+
+
+@njit(cache=True, nogil=True)
+def gather_weighted(
+    indptr: Array, sources: Array, values: Array, rows: Array, first: int, out: Array
+) -> None:
+    """As :func:`gather_sums`, each row times the value of its edge, by head.
+
+    Args:
+        indptr: (n + 1,) int64.
+        sources: (E,) int32.
+        values: (E, K); K divides w.
+        rows: (n + m, w).
+        first: First node.
+        out: (nodes, w), overwritten.
+    """
+    width = rows.shape[1] // values.shape[1]
+    last_edge = indptr[first + out.shape[0]]
+    for i in range(out.shape[0]):
+        out[i, :] = 0
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            if edge + _AHEAD < last_edge:
+                read_ahead(rows, sources[edge + _AHEAD])
+            source = sources[edge]
+            for head in range(values.shape[1]):
+                value = values[edge, head]
+                # Slices, because indices that might be negative keep the loop from becoming vector code.
+                total = out[i, head * width : (head + 1) * width]
+                row = rows[source, head * width : (head + 1) * width]
+                for column in range(width):
+                    total[column] += value * row[column]
+
+
+@njit(cache=True, nogil=True)
+def pull_back_sums(out_indptr: Array, out_targets: Array, gradients: Array, nodes: Array, out: Array) -> None:
+    """Add to ``out[i]`` the gradients of the targets of ``nodes[i]``: the transpose of :func:`gather_sums`.
+
+    Args:
+        out_indptr: (n + m + 1,) int64.
+        out_targets: (E,) int32.
+        slopes: (n, w).
+        nodes: (k,) int32 local ids.
+        out: (k, w).
+    """
+    for i in range(len(nodes)):
+        for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            target = out_targets[place]
+            for column in range(gradients.shape[1]):
+                out[i, column] += gradients[target, column]
+
+
+@njit(cache=True, nogil=True)
+def pull_back_weighted(
+    out_indptr: Array,
+    out_targets: Array,
+    out_edges: Array,
+    values: Array,
+    gradients: Array,
+    nodes: Array,
+    out: Array,
+) -> None:
+    """Add as :func:`pull_back_sums`, each row times the value of its edge: transpose of the weighted gather.
+
+    Args:
+        out_indptr: (n + m + 1,) int64.
+        out_targets: (E,) int32.
+        out_edges: (E,) positions in CSC order.
+        values: (E, K); K divides w.
+        slopes: (n, w).
+        nodes: (k,) int32 local ids.
+        out: (k, w).
+    """
+    width = gradients.shape[1] // values.shape[1]
+    for i in range(len(nodes)):
+        for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            target, edge = out_targets[place], out_edges[place]
+            for head in range(values.shape[1]):
+                value = values[edge, head]
+                total = out[i, head * width : (head + 1) * width]
+                row = gradients[target, head * width : (head + 1) * width]
+                for column in range(width):
+                    total[column] += value * row[column]
+
+
+@njit(cache=True, nogil=True)
+def pull_back_edges(out_indptr: Array, out_edges: Array, gradients: Array, nodes: Array, out: Array) -> None:
+    """Add to ``out[i]`` the rows of the out-edges of ``nodes[i]``.
+
+    Args:
+        out_indptr: (n + m + 1,) int64.
+        out_edges: (E,) positions in CSC order.
+        slopes: (E, k), in CSC order.
+        nodes: (k,) int32 local ids.
+        out: (k, k).
+    """
+    for i in range(len(nodes)):
+        for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            edge = out_edges[place]
+            for column in range(gradients.shape[1]):
+                out[i, column] += gradients[edge, column]
+
+
+@njit(cache=True, nogil=True)
+def edge_products(
+    indptr: Array, sources: Array, gradients: Array, rows: Array, first: int, out: Array
+) -> None:
+    """Write to ``out`` the product of the target's gradient and the source's row, by head, of each in-edge.
+
+    Args:
+        indptr: (n + 1,) int64.
+        sources: (E,) int32.
+        slopes: (nodes, w) of the nodes from ``first`` on.
+        rows: (n + m, w).
+        first: First node.
+        out: (edges of these nodes, K), overwritten; K divides w.
+    """
+    width = rows.shape[1] // out.shape[1]
+    begin = indptr[first]
+    for i in range(gradients.shape[0]):
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            source = sources[edge]
+            for head in range(out.shape[1]):
+                total = out.dtype.type(0)
+                for column in range(head * width, (head + 1) * width):
+                    total += gradients[i, column] * rows[source, column]
+                out[edge - begin, head] = total
+
+
+@njit(cache=True, nogil=True)
+def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
+    """Write to ``out[i]`` the sum over the in-edges of node ``first + i``.
+
+    Args:
+        indptr: (n + 1,) int64.
+        values: (edges of these nodes, k) in CSC order.
+        first: First node.
+        out: (nodes, k), overwritten.
+    """
+    begin = indptr[first]
+    for i in range(out.shape[0]):
+        out[i, :] = 0
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            for column in range(values.shape[1]):
+                out[i, column] += values[edge - begin, column]
+
+
+@njit(cache=True, nogil=True)
+def take_sources(sources: Array, rows: Array, first_edge: int, out: Array) -> None:
+    """Copy to ``out[i]`` the row of the source of edge ``first_edge + i``.
+
+    Args:
+        sources: (E,) int32.
+        rows: (n + m, k).
+        first_edge: Position in CSC order.
+        out: (edges, k), overwritten.
+    """
+    for i in range(out.shape[0]):
+        source = sources[first_edge + i]
+        for column in range(rows.shape[1]):
+            out[i, column] = rows[source, column]
+
+
+@final
+class SharedRows:
+    """An array of rows with a lock: many readers at once, or one writer; whoever writes goes first.
+
+    Args:
+        array: (rows, columns), kept and written to.
+    """
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        """Only touched inside :meth:`reading` and :meth:`writing`; rows that nobody else writes may be read
+        without either."""
+        self._changed = threading.Condition(threading.Lock())
+        self._readers, self._writers_waiting, self._is_written = 0, 0, False
+
+    @contextmanager
+    def reading(self) -> Iterator[Array]:
+        """Hand out the array while nobody writes to it. Not twice at once in one thread."""
+        with self._changed:
+            while self._is_written or self._writers_waiting:
+                self._changed.wait()
+            self._readers += 1
+        try:
+            yield self.array
+        finally:
+            with self._changed:
+                self._readers -= 1
+                if not self._readers:
+                    self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[Array]:
+        """Hand out the array while nobody else reads or writes it."""
+        with self._changed:
+            self._writers_waiting += 1
+            while self._is_written or self._readers:
+                self._changed.wait()
+            self._writers_waiting -= 1
+            self._is_written = True
+        try:
+            yield self.array
+        finally:
+            with self._changed:
+                self._is_written = False
+                self._changed.notify_all()
+
+
+@final
+class Stores:
+    """Always the latest rows; each own row is written by its interval alone.
+
+    Args:
+        part: n own nodes, m ghosts, E edges.
+        program: Whose slots are kept.
+    """
+
+    def __init__(self, part: Part, program: Program) -> None:
+        graph, edges = part.graph, len(part.graph.sources)
+        scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
+        self._dtype = program.dtype
+        self.rows: dict[str, SharedRows] = {FEATURES: SharedRows(part.features)}
+        """Slot of nodes -> (n, width), (n + m, width) where ghosts have rows."""
+        self.values: dict[str, SharedRows] = {
+            name: SharedRows(array) for name, array in part.fixed.items() if name.startswith(FIXED)
+        }
+        """Slot of edges, or name of fixed values -> (E, width)."""
+        self.gradients: dict[int, SharedRows] = {}
+        """Step -> gradient that sources pull: of a Gather's output (n, width), of an Edge step's logits
+        (E, width)."""
+        self.received: dict[tuple[str, int], SharedRows] = {}
+        """(slot, peer) -> (b, width), the gradient of boundary rows that the peer sent last."""
+        for index, step in enumerate(program.steps):
+            for slot in outputs_of(step):
+                if isinstance(step, Edge):
+                    self.values[slot.name] = self._zeros(edges, slot.width)
+                else:
+                    has_ghosts = slot.name in scattered
+                    length = graph.num_local if has_ghosts else graph.num_own
+                    self.rows[slot.name] = self._zeros(length, slot.width)
+            if isinstance(step, Gather) and {step.source, step.output.name} <= program.trained:
+                self.gradients[index] = self._zeros(graph.num_own, step.output.width)
+            elif isinstance(step, Edge) and step.sources in program.trained:
+                self.gradients[index] = self._zeros(edges, step.output.width)
+        for name in scattered & program.trained:
+            for peer, nodes in enumerate(part.routes.boundary):
+                self.received[name, peer] = self._zeros(len(nodes), program.slots[name].width)
+
+    def _zeros(self, length: int, width: int) -> SharedRows:
+        return SharedRows(np.zeros((length, width), dtype=self._dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows, features included."""
+        kept = (*self.rows.values(), *self.values.values(), *self.gradients.values(), *self.received.values())
+        return sum(one.array.nbytes for one in kept)
+
+    def own(self, slot: str, nodes: slice) -> Array:
+        """Return the rows of own ``nodes``, a view; for the interval that writes them."""
+        return self.rows[slot].array[nodes]
+
+    def write(self, slot: str, nodes: slice, *parts: Array) -> None:
+        """Replace the rows of own ``nodes`` by ``parts``, one after another."""
+        with self.rows[slot].writing() as array:
+            _fill(array[nodes], parts)
+
+    def write_values(self, slot: str, edges: slice, *parts: Array) -> None:
+        """Replace the values of ``edges`` by ``parts``, one after another."""
+        with self.values[slot].writing() as array:
+            _fill(array[edges], parts)
+
+    def publish(self, step: int, where: slice, *parts: Array) -> None:
+        """Replace the gradient rows ``where`` of ``step`` by ``parts``, one after another."""
+        with self.gradients[step].writing() as array:
+            _fill(array[where], parts)
+
+
+def _fill(out: Array, parts: tuple[Array, ...]) -> None:
+    at = 0
+    for part in parts:
+        out[at : at + len(part)] = part
+        at += len(part)
+
+
+_PIECE_NUMBERS = 1 << 22
+"""A sum over so many numbers lets go of its rows for a moment: who writes them waits, and it is the threads
+that serve workers and other graph servers who do. Milliseconds, where an interval's whole sum takes tens."""
+
+
+@final
+class OverEdges:
+    """What the moves of a graph server read over its edges; any thread.
+
+    Args:
+        part: Structure.
+        program: Its steps.
+        stores: Rows.
+    """
+
+    def __init__(self, part: Part, program: Program, stores: Stores) -> None:
+        self._part, self._graph, self._program, self._stores = part, part.graph, program, stores
+        self._readers: dict[str, list[int]] = {}
+        for index, step in enumerate(program.steps):
+            if index in stores.gradients:
+                source = step.source if isinstance(step, Gather) else _edge(step).sources
+                self._readers.setdefault(source, []).append(index)
+
+    def gather(self, step: Gather, interval: int) -> Array:
+        """Return the sums over the in-edges of ``interval``, (nodes, width)."""
+        nodes = self._part.nodes_of(interval)
+        out = np.empty((nodes.stop - nodes.start, step.output.width), dtype=self._program.dtype)
+        for first, end in self._pieces(nodes, step.output.width):
+            self._gather(step, first, out[first - nodes.start : end - nodes.start])
+        return out
+
+    def _gather(self, step: Gather, first: int, out: Array) -> None:
+        graph = self._graph
+        with ExitStack() as held:
+            rows = held.enter_context(self._stores.rows[step.source].reading())
+            if step.edges is None:
+                gather_sums(graph.indptr, graph.sources, rows, first, out)
+            else:
+                values = held.enter_context(self._stores.values[step.edges].reading())
+                gather_weighted(graph.indptr, graph.sources, values, rows, first, out)
+
+    def _pieces(self, nodes: slice, width: int) -> Iterator[tuple[int, int]]:
+        """Yield runs of ``nodes``, each with the in-edges of one piece and those of its last node."""
+        indptr, first = self._graph.indptr, nodes.start
+        while first < nodes.stop:
+            enough = indptr[first] + max(_PIECE_NUMBERS // width, 1)
+            end = int(np.searchsorted(indptr[: nodes.stop], enough))
+            yield first, end
+            first = end
+
+    def products(self, step: Gather, interval: int, gradients: Array) -> Array:
+        """Return the gradient of the edge values of a Gather, (edges, K), from that of its sums."""
+        edges, nodes, graph = self._part.edges_of(interval), self._part.nodes_of(interval), self._graph
+        assert step.edges is not None
+        heads = self._program.slots[step.edges].width
+        out = np.empty((edges.stop - edges.start, heads), dtype=gradients.dtype)
+        with self._stores.rows[step.source].reading() as rows:
+            edge_products(graph.indptr, graph.sources, gradients, rows, nodes.start, out)
+        return out
+
+    def source_rows(self, slot: str, interval: int) -> Array:
+        """Return the row of each in-edge's source, (edges, width)."""
+        edges, width = self._part.edges_of(interval), self._program.slots[slot].width
+        out = np.empty((edges.stop - edges.start, width), dtype=self._program.dtype)
+        with self._stores.rows[slot].reading() as rows:
+            take_sources(self._graph.sources, rows, edges.start, out)
+        return out
+
+    def sum_to_targets(self, interval: int, values: Array) -> Array:
+        """Return the sum of (edges, k) ``values`` over the in-edges of each node of ``interval``."""
+        nodes = self._part.nodes_of(interval)
+        out = np.empty((nodes.stop - nodes.start, values.shape[1]), dtype=values.dtype)
+        segment_sums(self._graph.indptr, values, nodes.start, out)
+        return out
+
+    def pull_back(self, slot: str, nodes: Array, out: Array) -> None:
+        """Add to ``out`` what flows to ``slot`` over the out-edges of the local ids ``nodes``.
+
+        Args:
+            slot: Of nodes.
+            nodes: (k,) int32, own nodes or ghosts.
+            out: (k, width).
+        """
+        for index in self._readers.get(slot, ()):
+            step = self._program.steps[index]
+            if isinstance(step, Gather):
+                self._pull_back_sums(index, step, nodes, out)
+            else:
+                with self._stores.gradients[index].reading() as gradients:
+                    pull_back_edges(self._graph.out_indptr, self._graph.out_edges, gradients, nodes, out)
+
+    def _pull_back_sums(self, index: int, step: Gather, nodes: Array, out: Array) -> None:
+        graph = self._graph
+        with ExitStack() as held:
+            gradients = held.enter_context(self._stores.gradients[index].reading())
+            if step.edges is None:
+                pull_back_sums(graph.out_indptr, graph.out_targets, gradients, nodes, out)
+            else:
+                values = held.enter_context(self._stores.values[step.edges].reading())
+                pull_back_weighted(
+                    graph.out_indptr, graph.out_targets, graph.out_edges, values, gradients, nodes, out
+                )
+
+
+def _edge(step: object) -> Edge:
+    assert isinstance(step, Edge)
+    return step

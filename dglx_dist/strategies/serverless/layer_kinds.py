@@ -1,0 +1,660 @@
+"""The layers that can be written as steps: convolutions of ``dgl.nn``, ``nn.Linear``, and declared ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array
+from dglx_dist.serverless.json_fields import Json
+from dglx_dist.serverless.program import FEATURES, FIXED, Edge, Gather, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.stages.base import VertexStage, vertex_stage
+from dglx_dist.strategies.serverless.probe import IDENTITY, DeclaredStage, Declares, RowFunction, probe_block
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+Power: TypeAlias = Literal["one", "root", "whole"]
+"""Divided by nothing, by the square root of a degree, or by the degree."""
+
+_EXPONENT = {"one": 0.0, "root": -0.5, "whole": -1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeFactor:
+    """The weight of the edge from u to v; a degree of 0 counts as 1."""
+
+    target: Power = "one"
+    """By the in-degree of v."""
+    source: Power = "one"
+    """By the out-degree of u."""
+    column: str | None = None
+    """Edge data by which it is multiplied."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether every edge weighs 1."""
+        return self == EdgeFactor()
+
+
+FACTOR_OF_NORM = {
+    "sum": EdgeFactor(),
+    "none": EdgeFactor(),
+    "mean": EdgeFactor(target="whole"),
+    "right": EdgeFactor(target="whole"),
+    "left": EdgeFactor(source="whole"),
+    "both": EdgeFactor(target="root", source="root"),
+}
+"""By the names that ``DeclaredStage.around`` and ``dgl.nn.GraphConv`` use."""
+
+
+def values_of(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np.floating]) -> Array:
+    """Return what the in-edges of ``nodes`` weigh, in the order in which the graph has them.
+
+    Asks other servers for degrees of their nodes and for edge data; not collective.
+
+    Args:
+        factor: By what.
+        g: Of one edge type.
+        nodes: (K,) int64 ids, this server's.
+        dtype: Of the result.
+
+    Returns:
+        (E,): the in-edges of the first node, then of the second, and so on.
+
+    Raises:
+        ConfigError: the edge data is not one number per edge.
+    """
+    (etype,) = g.canonical_etypes
+    edges = g.structure(etype).ask("in_edges", nodes)
+    degrees = np.diff(edges.indptr)
+    values = np.repeat(power_of(degrees, factor.target), degrees)
+    if factor.source != "one":
+        sources, place = np.unique(edges.sources, return_inverse=True)
+        out_degrees = g.out_degrees(torch.from_numpy(sources)).numpy()
+        values *= power_of(out_degrees, factor.source)[place]
+    if factor.column is not None:
+        values *= _column(g, factor.column, edges.edge_ids)
+    return values.astype(dtype)
+
+
+def power_of(degrees: Array, power: Power) -> Array:
+    """Return (n,) float64: what ``power`` of (n,) degrees multiplies by."""
+    found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), _EXPONENT[power])
+    return found
+
+
+def _column(g: DistGraph, name: str, edge_ids: Array) -> Array:
+    rows = g.edata[name][torch.from_numpy(edge_ids)].to(torch.float64).numpy()
+    if rows.size != len(edge_ids):
+        raise ConfigError(
+            f"the edge data {name!r} has {rows.shape[1:]} numbers per edge; a layer takes one, so name a "
+            "column of one number per edge"
+        )
+    return rows.reshape(-1)
+
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
+
+
+def check_declared(name: str, module: Any, declared: DeclaredStage, stage: VertexStage) -> None:
+    """Compare the module with the stage, by values and gradients, on a few random rows.
+
+    Args:
+        name: Of the layer, for messages.
+        module: Called as ``module(block, h)``; it is left as it was.
+        declared: What it declares.
+        stage: Made from it.
+
+    Raises:
+        ConfigError: they differ; the message says in what.
+    """
+    generator = torch.Generator().manual_seed(3)
+    weights = [module.get_parameter(weight) for weight in declared.weights]
+    _check_shapes(name, declared, weights, stage)
+    dtype = weights[0].dtype if weights else torch.get_default_dtype()
+    block = probe_block(generator, dtype, {})
+    rows = torch.randn(
+        block.num_src_nodes(), stage.input_widths[0], dtype=dtype, generator=generator
+    ).requires_grad_()
+    out = module(block, rows)
+    cotangent = torch.randn(out.shape, dtype=dtype, generator=generator)
+    trained = [rows, *(weight for weight in weights if weight.requires_grad)]
+    gradients = torch.autograd.grad(out, trained, cotangent, allow_unused=True)
+
+    inputs, back = _inputs(block, rows.detach().numpy(), declared)
+    own = [weight.detach().numpy() for weight in weights]
+    found = stage.forward(own, inputs).outputs[0]
+    _compare(name, declared, "result", out.detach(), found)
+    gradients = stage.backward(own, inputs, [cotangent.numpy()])
+    _compare(name, declared, "gradient of its input", gradients[0], back(gradients.inputs))
+    wanted = iter(gradients[1:])
+    for weight_name, weight, slope in zip(declared.weights, weights, gradients.weights, strict=True):
+        if weight.requires_grad:
+            _compare(name, declared, f"gradient of {weight_name!r}", next(wanted), slope)
+
+
+def _inputs(
+    block: Any, rows: Array, declared: DeclaredStage
+) -> tuple[list[Array], Callable[[Sequence[Array | None]], Array]]:
+    """Return the stage's inputs, and what adds their gradients up to that of ``rows``."""
+    sources, targets = (ends.numpy() for ends in block.edges())
+    number = len(rows)
+    over_edges = np.zeros((number, number), dtype=rows.dtype)
+    if declared.around is not None:
+        factor = FACTOR_OF_NORM[declared.around]
+        into = power_of(np.bincount(targets, minlength=number), factor.target)
+        out_of = power_of(np.bincount(sources, minlength=number), factor.source)
+        np.add.at(over_edges, (targets, sources), (into[targets] * out_of[sources]).astype(rows.dtype))
+    inputs = ([over_edges @ rows] if declared.around is not None else []) + ([rows] if declared.own else [])
+
+    def back(gradients: Sequence[Array | None]) -> Array:
+        total: Array = np.zeros_like(rows)
+        for index, slope in enumerate(gradients):
+            assert slope is not None
+            is_around = index == 0 and declared.around is not None
+            total = total + (over_edges.T @ slope if is_around else slope)
+        return total
+
+    return inputs, back
+
+
+def _check_shapes(
+    name: str, declared: DeclaredStage, weights: Sequence[nn.Parameter], stage: VertexStage
+) -> None:
+    found, wanted = [tuple(weight.shape) for weight in weights], list(stage.weight_shapes.values())
+    if found != wanted:
+        raise ConfigError(
+            f"layer {name!r} declares weights {list(declared.weights)} of shapes {found}, and its stage "
+            f"{declared.stage!r} has {stage.weight_shapes}; name them in this order, with these shapes"
+        )
+
+
+def _compare(name: str, declared: DeclaredStage, what: str, module: Tensor | None, stage: Array) -> None:
+    expected = np.zeros_like(stage) if module is None else module.numpy()
+    largest = float(np.abs(expected - stage).max(initial=0.0)) if expected.shape == stage.shape else np.inf
+    scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+    tolerance = _TOLERANCE[torch.float64 if expected.dtype == np.float64 else torch.float32]
+    if not largest <= tolerance * scale:
+        raise ConfigError(
+            f"layer {name!r} and the stage {declared.stage!r} that it declares differ in the {what}, by up "
+            f"to {largest:.3g} (shapes {expected.shape} and {stage.shape}); let both compute the same"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenHeads:
+    """What an attention layer leaves for the next Vertex step to finish: see stage ``attention_finish``."""
+
+    inputs: tuple[str, ...]
+    """Slots of the sums, and of the residual where there is one."""
+    config: Mapping[str, Json]
+    bias: tuple[Tensor, ...]
+
+
+@final
+class StepsBuilder:
+    """Steps so far, and where the rows of the layer before are.
+
+    Args:
+        names: id() of each parameter of the model to its name.
+        features: Columns of x.
+    """
+
+    def __init__(self, names: Mapping[int, str], features: int) -> None:
+        self.steps: list[Step] = []
+        self.factors: dict[str, EdgeFactor] = {}
+        self.open_heads: OpenHeads | None = None
+        self._names, self._taken = names, set[str]()
+        self._here = Slot(FEATURES, features)
+        self._with_ghosts = {FEATURES}
+        self._counts: dict[str, int] = {}
+
+    def rows(self) -> Slot:
+        """Return the slot that the layer before left; finishes attention first."""
+        heads = self.open_heads
+        if heads is not None:
+            self.open_heads = None
+            (width,) = vertex_stage("attention_finish", heads.config).output_widths
+            self.vertex("attention_finish", heads.config, heads.inputs, width, heads.bias)
+        return self._here
+
+    def gather(self, factor: EdgeFactor) -> Slot:
+        """Add the sum over in-edges of the rows of the layer before; return the slot of the sums."""
+        source = self.rows()
+        self.scatter(source.name)
+        name = self._name("GA")
+        output = Slot("a" + name[2:], source.width)
+        self.steps.append(Gather(name=name, source=source.name, output=output, edges=self._edges(factor)))
+        return output
+
+    def vertex(
+        self,
+        stage: str,
+        config: Mapping[str, Json],
+        inputs: Sequence[str],
+        width: int,
+        weights: Sequence[Tensor],
+    ) -> Slot:
+        """Add a stage with one output, which the next layer reads."""
+        name = self._name("AV")
+        self._here = Slot("h" + name[2:], width)
+        self._add_vertex(name, stage, config, inputs, (self._here,), weights)
+        return self._here
+
+    def attention(
+        self,
+        config: Mapping[str, Json],
+        inputs: Sequence[str],
+        slope: float,
+        widths: Mapping[str, int],
+        weights: Sequence[Tensor],
+    ) -> str:
+        """Add projection, attention and weighted sum; return the slot of the sums.
+
+        Args:
+            config: Of the stage ``attention_project``.
+            inputs: Its inputs.
+            slope: Of the leaky ReLU.
+            widths: Of its outputs, in order: ``z``, ``el``, ``er``, and ``r`` where there is a residual.
+            weights: Its weights.
+        """
+        name = self._name("AV")
+        number = name[2:]
+        slots = tuple(Slot(kind + number, width) for kind, width in widths.items())
+        self._add_vertex(name, "attention_project", config, inputs, slots, weights)
+        self.scatter(f"z{number}", f"el{number}")
+        attention = Slot(f"att{number}", widths["el"])
+        self.steps.append(
+            Edge(
+                name=self._name("AE"),
+                stage="attention_edges",
+                config={"heads": widths["el"], "slope": slope},
+                sources=f"el{number}",
+                targets=f"er{number}",
+                output=attention,
+            )
+        )
+        sums = Slot(f"s{number}", widths["z"])
+        self.steps.append(
+            Gather(name=self._name("GA"), source=f"z{number}", output=sums, edges=attention.name)
+        )
+        return sums.name
+
+    def leave_open(self, inputs: Sequence[str], config: Mapping[str, Json], bias: Sequence[Tensor]) -> None:
+        """Let the next Vertex step finish attention: see :class:`OpenHeads`."""
+        self.open_heads = OpenHeads(inputs=tuple(inputs), config=config, bias=tuple(bias))
+
+    def scatter(self, *slots: str) -> None:
+        """Send boundary rows of those slots that have no ghosts yet."""
+        new = tuple(slot for slot in slots if slot not in self._with_ghosts)
+        if new:
+            self._with_ghosts.update(new)
+            self.steps.append(Scatter(name=self._name("SC"), slots=new))
+
+    def _add_vertex(
+        self,
+        name: str,
+        stage: str,
+        config: Mapping[str, Json],
+        inputs: Sequence[str],
+        outputs: tuple[Slot, ...],
+        weights: Sequence[Tensor],
+    ) -> None:
+        self.steps.append(
+            Vertex(
+                name=name,
+                stage=stage,
+                config=dict(config),
+                inputs=tuple(inputs),
+                outputs=outputs,
+                weights=tuple(self._weight(weight) for weight in weights),
+            )
+        )
+
+    def _weight(self, parameter: Tensor) -> str:
+        name = self._names[id(parameter)]
+        if name in self._taken:
+            raise ConfigError(
+                f"the parameter {name!r} belongs to two layers; workers hand in its gradient with one step "
+                "only, so give each layer its own, or use strategy='data_parallel'"
+            )
+        self._taken.add(name)
+        return name
+
+    def _edges(self, factor: EdgeFactor) -> str | None:
+        if factor.is_one:
+            return None
+        for name, known in self.factors.items():
+            if known == factor:
+                return name
+        name = f"{FIXED}{len(self.factors)}"
+        self.factors[name] = factor
+        return name
+
+    def _name(self, kind: str) -> str:
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        return f"{kind}{self._counts[kind]}"
+
+
+Function: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class Layer(ABC):
+    """One module of the model that becomes steps.
+
+    Args:
+        name: Its path in the model.
+        module: The module; its parameters are only named.
+
+    Raises:
+        ConfigError: it is set to do something that no stage does.
+    """
+
+    takes_block = True
+    own_function: Function | None = None
+    """What it applies to its result at the end."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name, self.module = name, module
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Input columns."""
+
+    @abstractmethod
+    def row_shape(self, width: int) -> tuple[int, ...]:
+        """Shape of one row of its result before ``own_function``, from ``width`` input columns."""
+
+    @abstractmethod
+    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
+        """Add its steps.
+
+        Args:
+            builder: To what.
+            then: What becomes of its result, ``own_function`` included, before the next layer.
+            edge_column: Edge data by which its messages are weighed.
+        """
+
+    @property
+    def inputs_first(self) -> tuple[Tensor, ...]:
+        """Its weights of shape (inputs, outputs); torch has them the other way round."""
+        return ()
+
+    @property
+    def wants_in_edges(self) -> bool:
+        """Whether it raises where a node has no in-edge, as DGL's do unless allowed otherwise."""
+        return getattr(self.module, "_allow_zero_in_degree", True) is False
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ConfigError."""
+        kind = type(self.module).__name__
+        raise ConfigError(f"layer {self.name!r}, {kind}, {reason}; or use strategy='data_parallel'")
+
+    def _check_parameters(self, *used: Tensor | None) -> None:
+        """Refuse parameters that no stage knows, as of an activation with weights."""
+        known = {id(parameter) for parameter in used}
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in known:
+                self.refuse(f"has a parameter {name!r} that no stage knows; take it out")
+
+
+@final
+class GraphConvLayer(Layer):
+    """``dgl.nn.GraphConv``: every norm, with or without a weight."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__(name, module)
+        self.own_function = module._activation
+        self._check_parameters(module.weight, module.bias)
+
+    @property
+    def width(self) -> int:
+        """Input columns."""
+        return int(self.module._in_feats)
+
+    @property
+    def inputs_first(self) -> tuple[Tensor, ...]:
+        """``weight``."""
+        return () if self.module.weight is None else (self.module.weight,)
+
+    def row_shape(self, width: int) -> tuple[int, ...]:
+        """(out,)."""
+        return (self.width if self.module.weight is None else int(self.module._out_feats),)
+
+    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
+        """GA, AV."""
+        factor = replace(FACTOR_OF_NORM[self.module._norm], column=edge_column)
+        weight, bias, (out,) = self.module.weight, self.module.bias, self.row_shape(self.width)
+        config: dict[str, Json] = {"width": out} if weight is None else {"in": self.width, "out": out}
+        config |= {"bias": bias is not None, "activation": then.activation.json()}
+        weights = [one for one in (weight, bias) if one is not None]
+        stage = "rows" if weight is None else "dense"
+        builder.vertex(stage, config, [builder.gather(factor).name], out, weights)
+
+
+@final
+class SageLayer(Layer):
+    """``dgl.nn.SAGEConv`` with the aggregator mean."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__(name, module)
+        if module._aggre_type != "mean":
+            self.refuse(f"has the aggregator {module._aggre_type!r}, and stages know 'mean' only; use it")
+        if module.norm is not None:
+            self.refuse("has a norm, which no stage knows; leave it out")
+        if module.fc_self.in_features != module.fc_neigh.in_features:
+            self.refuse("has one width for sources and another for destinations; give it one")
+        self.own_function = module.activation
+        self._check_parameters(module.fc_self.weight, module.fc_neigh.weight, module.fc_self.bias)
+
+    @property
+    def width(self) -> int:
+        """Input columns."""
+        return int(self.module.fc_neigh.in_features)
+
+    def row_shape(self, width: int) -> tuple[int, ...]:
+        """(out,)."""
+        return (int(self.module.fc_neigh.out_features),)
+
+    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
+        """GA, AV."""
+        own, bias = builder.rows(), self.module.fc_self.bias
+        around = builder.gather(EdgeFactor(target="whole", column=edge_column))
+        (out,) = self.row_shape(self.width)
+        config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None}
+        config["activation"] = then.activation.json()
+        weights = [self.module.fc_self.weight, self.module.fc_neigh.weight]
+        weights += [] if bias is None else [bias]
+        builder.vertex("sage", config, [around.name, own.name], out, weights)
+
+
+@final
+class GatLayer(Layer):
+    """``dgl.nn.GATConv``, with every kind of residual."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__(name, module)
+        self._linear = module.res_fc if isinstance(module.res_fc, nn.Linear) else None
+        if "fc" not in module._modules:
+            self.refuse("has one width for sources and another for destinations; give it one")
+        self.own_function = module.activation
+        linear = (None, None) if self._linear is None else (self._linear.weight, self._linear.bias)
+        self._check_parameters(module.fc.weight, module.attn_l, module.attn_r, module.bias, *linear)
+
+    @property
+    def width(self) -> int:
+        """Input columns."""
+        return int(self.module.fc.in_features)
+
+    def row_shape(self, width: int) -> tuple[int, ...]:
+        """(K, H)."""
+        return (int(self.module._num_heads), int(self.module._out_feats))
+
+    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
+        """AV, SC, AE, GA; the next Vertex step finishes."""
+        module, linear = self.module, self._linear
+        if edge_column is not None:
+            self.refuse("is given edge weights, and no step weighs attention by them; leave them out")
+        heads, width = self.row_shape(self.width)
+        residual = "none" if module.res_fc is None else "identity" if linear is None else "linear"
+        config: dict[str, Json] = {"in": self.width, "heads": heads, "width": width, "residual": residual}
+        config["residual_bias"] = linear is not None and linear.bias is not None
+        inputs, weights = self._begin(builder, config)
+        weights += [module.fc.weight, module.attn_l, module.attn_r]
+        weights += [] if linear is None else [linear.weight]
+        weights += [] if linear is None or linear.bias is None else [linear.bias]
+        widths = {"z": heads * width, "el": heads, "er": heads}
+        widths |= {} if module.res_fc is None else {"r": heads * width}
+        sums = builder.attention(config, inputs, module.leaky_relu.negative_slope, widths, weights)
+        bias = () if module.bias is None else (module.bias,)
+        self._leave_open(builder, then, (sums, *(["r" + sums[1:]] if "r" in widths else [])), bias)
+
+    def _begin(self, builder: StepsBuilder, config: dict[str, Json]) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Return the inputs and first weights; an attention layer before is finished in the same step."""
+        heads = builder.open_heads
+        if heads is None:
+            return (builder.rows().name,), []
+        builder.open_heads = None
+        config["before"] = dict(heads.config)
+        return heads.inputs, list(heads.bias)
+
+    def _leave_open(
+        self,
+        builder: StepsBuilder,
+        then: RowFunction,
+        inputs: tuple[str, ...],
+        bias: tuple[Tensor, ...],
+    ) -> None:
+        heads, width = self.row_shape(self.width)
+        config: dict[str, Json] = {
+            "heads": heads,
+            "width": width,
+            "bias": bool(bias),
+            "merge": then.merge,
+            "residual": len(inputs) > 1,
+            "activation": then.inside.json(),
+            "after": then.after.json(),
+        }
+        builder.leave_open(inputs, config, bias)
+
+
+@final
+class LinearLayer(Layer):
+    """``nn.Linear`` on rows."""
+
+    takes_block = False
+
+    @property
+    def width(self) -> int:
+        """Input columns."""
+        return int(self.module.in_features)
+
+    def row_shape(self, width: int) -> tuple[int, ...]:
+        """(out,)."""
+        return (int(self.module.out_features),)
+
+    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
+        """AV."""
+        bias, out = self.module.bias, int(self.module.out_features)
+        config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None, "transposed": True}
+        config["activation"] = then.activation.json()
+        weights = [self.module.weight] if bias is None else [self.module.weight, bias]
+        builder.vertex("dense", config, [builder.rows().name], out, weights)
+
+
+@final
+class DeclaredLayer(Layer):
+    """A module that names its stage."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__(name, module)
+        self._declared = module.vertex_stage()
+        declared = self._declared
+        stage = vertex_stage(declared.stage, declared.config)
+        inputs = (declared.around is not None) + declared.own
+        if len(stage.input_widths) != inputs or len(set(stage.input_widths)) != 1:
+            self.refuse(
+                f"declares {inputs} inputs, and its stage {declared.stage!r} takes {stage.input_widths} "
+                "columns; give it as many inputs, all as wide as the layer before"
+            )
+        if len(stage.output_widths) != 1:
+            self.refuse(f"has a stage {declared.stage!r} of {len(stage.output_widths)} outputs; give it one")
+        self._width, self._out = stage.input_widths[0], stage.output_widths[0]
+        self._weights = [module.get_parameter(weight) for weight in declared.weights]
+        self._check_parameters(*self._weights)
+        if not declared.depends_on_the_graph:
+            check_declared(name, module, declared, stage)
+
+    @property
+    def width(self) -> int:
+        """Input columns."""
+        return self._width
+
+    def row_shape(self, width: int) -> tuple[int, ...]:
+        """(out,)."""
+        return (self._out,)
+
+    @property
+    def inputs_first(self) -> tuple[Tensor, ...]:
+        """Those whose shape says so; of a square one, both ways are the same."""
+        return tuple(weight for weight in self._weights if weight.shape == (self._width, self._out))
+
+    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
+        """GA where it looks around, AV."""
+        declared, config = self._declared, dict(self._declared.config)
+        if then.activation != IDENTITY:
+            if not declared.takes_activation:
+                self.refuse(
+                    f"is followed by {then.activation.name}, and its stage takes no activation; put it "
+                    "into the stage, or declare takes_activation"
+                )
+            config["activation"] = then.activation.json()
+        if edge_column is not None and declared.around is None:
+            self.refuse("is given edge weights and looks at no edge; leave them out")
+        own, inputs = builder.rows(), []
+        if declared.around is not None:
+            factor = replace(FACTOR_OF_NORM[declared.around], column=edge_column)
+            inputs.append(builder.gather(factor).name)
+        inputs += [own.name] if declared.own else []
+        builder.vertex(declared.stage, config, inputs, self._out, self._weights)
+
+
+_OF_DGL: Mapping[str, type[Layer]] = MappingProxyType(
+    {"GraphConv": GraphConvLayer, "SAGEConv": SageLayer, "GATConv": GatLayer}
+)
+KNOWN_LAYERS = (
+    f"dgl.nn.{', '.join(_OF_DGL)} (SAGEConv with 'mean'), nn.Linear, and modules with vertex_stage()"
+)
+"""For messages."""
+
+
+def layer_of(name: str, module: nn.Module) -> Layer | None:
+    """Return ``module`` as a layer; None: it is none, but may hold some.
+
+    Raises:
+        ConfigError: it is a convolution that nobody knows, or set to do what no stage does.
+    """
+    if isinstance(module, Declares):
+        return DeclaredLayer(name, module)
+    kind = type(module)
+    if kind is nn.Linear:
+        return LinearLayer(name, module)
+    if kind.__module__.startswith("dgl.") and kind.__name__ in _OF_DGL:
+        return _OF_DGL[kind.__name__](name, module)
+    if any(base.__module__.startswith("dgl.nn.") for base in kind.__mro__):
+        raise ConfigError(
+            f"layer {name!r}, {kind.__name__}, is known to no worker; known are {KNOWN_LAYERS}. Give it "
+            "vertex_stage() (docs/extending.md), or use strategy='data_parallel'"
+        )
+    return None

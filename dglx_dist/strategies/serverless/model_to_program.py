@@ -1,0 +1,280 @@
+"""From the user's model to the steps of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.serverless.program import Program, Step
+from dglx_dist.strategies.serverless.layer_kinds import (
+    KNOWN_LAYERS,
+    EdgeFactor,
+    Layer,
+    StepsBuilder,
+    layer_of,
+)
+from dglx_dist.strategies.serverless.probe import (
+    KNOWN,
+    Probe,
+    RowFunction,
+    equal,
+    find_function,
+    probe,
+    same_gradient,
+)
+
+_WAY_OUT = "write a layer with vertex_stage() (docs/extending.md), or use strategy='data_parallel'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joint:
+    """One joint, as two probes saw it."""
+
+    layer: Layer
+    """Before it."""
+    where: str
+    """For messages."""
+    given: tuple[Tensor, Tensor]
+    """The layer's result in evaluation and in training: random leaves."""
+    rows: tuple[Tensor, Tensor]
+    """What the model made of it."""
+
+
+def joints_of(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> list[Joint]:
+    """Return the joints in the order of the calls; the last one is at the end of the model.
+
+    Raises:
+        ConfigError: in training the layers are called otherwise.
+    """
+    if _course(evaluating) != _course(training):
+        raise ConfigError(
+            "the model calls other layers, or gives them other blocks or edge data, in training than in "
+            "evaluation; let it do the same in both, or use strategy='data_parallel'"
+        )
+    found = []
+    for number, call in enumerate(evaluating.calls):
+        layer, other = layers[call.place], training.calls[number]
+        if number + 1 < len(evaluating.calls):
+            after = evaluating.calls[number + 1]
+            where = f"between the layers {layer.name!r} and {layers[after.place].name!r}"
+            rows, between = (after.rows, training.calls[number + 1].rows), after.between
+        else:
+            where = f"behind the last layer, {layer.name!r},"
+            rows, between = (evaluating.result, training.result), evaluating.between
+        if between:
+            where += f" (where {', '.join(between)} is called)"
+        found.append(Joint(layer=layer, where=where, given=(call.result, other.result), rows=rows))
+    return found
+
+
+def function_at(joint: Joint, others: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
+    """Return what the model does at a joint.
+
+    Args:
+        joint: Where.
+        others: The trained parameters that belong to no layer, by name.
+
+    Raises:
+        ConfigError: it is none of the known functions, another one in training, or not what its gradients
+            are of.
+    """
+    (z, in_training), (rows, rows_in_training) = joint.given, joint.rows
+    function = find_function(z, rows, joint.layer.own_function)
+    if function is None:
+        hint = (
+            "leave log_softmax out and use cross_entropy, which has it" if _is_log_softmax(rows) else _WAY_OUT
+        )
+        raise ConfigError(
+            f"{joint.where} the model does something that no stage does; known are: {KNOWN}. In its "
+            f"place, {hint}"
+        )
+    if not equal(function(in_training), rows_in_training):
+        raise ConfigError(
+            f"{joint.where} the model does something else in training than in evaluation, as dropout does; "
+            "take it out, or use strategy='data_parallel'"
+        )
+    _check_others(joint, rows, others)
+    if not same_gradient(z, rows, function, torch.Generator().manual_seed(5)):
+        raise ConfigError(
+            f"{joint.where} no gradient flows back, or another than that of the values, as after detach(); "
+            "take it out, or use strategy='data_parallel'"
+        )
+    return function
+
+
+def _course(seen: Probe) -> list[tuple[int, int | None, str | None]]:
+    return [(call.place, call.block, call.edge_column) for call in seen.calls]
+
+
+def _check_others(joint: Joint, rows: Tensor, others: Sequence[tuple[str, nn.Parameter]]) -> None:
+    if not others or not rows.requires_grad:
+        return
+    parameters = [parameter for _, parameter in others]
+    found = torch.autograd.grad(rows.sum(), parameters, allow_unused=True, retain_graph=True)
+    for (name, _), gradient in zip(others, found, strict=True):
+        if gradient is not None:
+            raise ConfigError(
+                f"{joint.where} the parameter {name!r} is trained, which belongs to no layer that workers "
+                f"know; in its place, {_WAY_OUT}"
+            )
+
+
+def _is_log_softmax(rows: Tensor) -> bool:
+    sums = torch.logsumexp(rows.detach(), -1)
+    return equal(sums, torch.zeros_like(sums))
+
+
+_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A model as steps."""
+
+    steps: tuple[Step, ...]
+    features: int
+    """Columns of x."""
+    classes: int
+    dtype: str
+    factors: Mapping[str, EdgeFactor]
+    """What edges weigh, by the names that steps use."""
+    inputs_first: tuple[str, ...] = ()
+    """Names of the weights of shape (inputs, outputs)."""
+    want_in_edges: tuple[str, ...] = ()
+    """Names of the layers that raise where a node has no in-edge."""
+
+    def program(self, num_train: int) -> Program:
+        """Return the program for ``num_train`` training nodes on all graph servers."""
+        return Program(
+            steps=self.steps,
+            features=self.features,
+            classes=self.classes,
+            num_train=num_train,
+            dtype=self.dtype,
+        )
+
+
+def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | None = None) -> Chain:
+    """Find the layers of ``model``, their order, and what stands between them.
+
+    The model is called on a few random rows, with stand-ins for its layers, in both modes; neither it nor
+    torch's random state changes. Layers may be nested as deep as one likes.
+
+    Args:
+        model: Called as ``model(blocks, x)``, one block for each convolution.
+        edge_columns: Edge data of the graph, with the shape of one row; a layer may be given one as weights.
+
+    Raises:
+        ConfigError: something in it is no step; the message has the place and the way out.
+    """
+    _check_parameters(model)
+    layers = find_layers(model)
+    width = _width_of(model, layers, edge_columns or {})
+    evaluating, training = (
+        probe(model, layers, width, edge_columns or {}, training=mode) for mode in (False, True)
+    )
+    for seen in (evaluating, training):
+        _check_order(layers, seen)
+    others = _outside(layers, model)
+    joints = joints_of(layers, evaluating, training)
+    functions = [function_at(joint, others) for joint in joints]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    builder = StepsBuilder(names, width)
+    for call, joint, function in zip(evaluating.calls, joints, functions, strict=True):
+        joint.layer.build(builder, function, call.edge_column)
+    return Chain(
+        classes=builder.rows().width,
+        steps=tuple(builder.steps),
+        features=width,
+        dtype=_DTYPES[evaluating.x.dtype],
+        factors=dict(builder.factors),
+        inputs_first=tuple(names[id(weight)] for layer in layers for weight in layer.inputs_first),
+        want_in_edges=tuple(layer.name for layer in layers if layer.wants_in_edges),
+    )
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Return the outermost modules that are layers, in the order of the model's modules.
+
+    Raises:
+        ConfigError: a convolution is unknown, there is no layer, or something drops at random.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ConfigError(
+                f"{name!r} drops with probability {module.p}: a task that is done again, after a worker "
+                "died or because backward computes forward again, would drop other values. Set it to 0 "
+                "(`dglx train --dropout 0`), or use strategy='data_parallel'"
+            )
+    layers = _outermost("", model)
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} has no layer that workers know; known are {KNOWN_LAYERS}. Any model "
+            "trains under strategy='data_parallel'"
+        )
+    return layers
+
+
+def _outermost(name: str, module: nn.Module) -> list[Layer]:
+    layer = layer_of(name, module)
+    if layer is not None:
+        return [layer]
+    prefix = f"{name}." if name else ""
+    return [found for child, inner in module.named_children() for found in _outermost(prefix + child, inner)]
+
+
+def _check_parameters(model: nn.Module) -> None:
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    if len(kinds) != 1 or not kinds <= _DTYPES.keys():
+        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
+        raise ConfigError(
+            f"the model's parameters are {found}; strategy 'lambda' trains float32 or float64, all of one "
+            "kind: call model.float()"
+        )
+
+
+def _width_of(model: nn.Module, layers: Sequence[Layer], edge_columns: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the columns of x: those of the layer that is called first, wherever the model makes it."""
+    for width in dict.fromkeys(layer.width for layer in layers):
+        try:
+            probe(model, layers, width, edge_columns, training=False)
+        except ConfigError:
+            continue
+        return width
+    return layers[0].width
+
+
+def _check_order(layers: Sequence[Layer], seen: Probe) -> None:
+    """Check that every layer is called, on blocks in order, and the first one with x itself."""
+    missing = set(range(len(layers))) - {call.place for call in seen.calls}
+    if missing:
+        raise ConfigError(
+            f"layer {layers[min(missing)].name!r} is never called; take it out of the model, or use "
+            "strategy='data_parallel'"
+        )
+    blocks = [call.block for call in seen.calls if call.block is not None]
+    if blocks != sorted(set(blocks)):
+        raise ConfigError(
+            f"the layers are called with the blocks {blocks}, in this order; call them with blocks[0], "
+            "blocks[1] and so on, one each"
+        )
+    first = seen.calls[0]
+    if not equal(seen.x, first.rows):
+        done = f" ({', '.join(first.between)} is called before)" if first.between else ""
+        raise ConfigError(
+            f"the first layer, {layers[first.place].name!r}, is not given the features themselves{done}; "
+            "change them before partitioning, or use strategy='data_parallel'"
+        )
+
+
+def _outside(layers: Sequence[Layer], model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    inside = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in inside
+    ]

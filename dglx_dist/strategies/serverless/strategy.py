@@ -1,0 +1,63 @@
+"""Serverless training as in Dorylus: graph servers, stateless workers, parameter servers, one pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.serverless.options import read_settings
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+@final
+class Lambda(Strategy):
+    """Every rank keeps a part of the graph; workers do the tensor work, wherever an executor runs them.
+
+    Options: those of ``LambdaOptions``, ``prices`` (a table's name
+    or file), ``server`` (its kind), and the executor's own. See docs/strategies/lambda.md.
+    """
+
+    traits = Traits(
+        unit="full_graph",
+        features="rows",
+        exact=True,
+        summary="features of ghosts once; boundary rows and their gradients; rows and weights to workers",
+    )
+
+    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
+        self._session = session
+        self._settings = read_settings(options)
+        wanted, ranks = self._settings.options.parameter_servers, session.topology.world_size
+        if wanted > ranks:
+            raise ConfigError(
+                f"option parameter_servers={wanted}, but there are {ranks} ranks; give at most as many, or "
+                "start more ranks"
+            )
+
+    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
+        """Return what names the training nodes; see :class:`IntervalLoader` for what it raises."""
+        from dglx_dist.strategies.serverless.trainer import IntervalLoader
+
+        return IntervalLoader(g, indices, sampler, loader_options)
+
+    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
+        """Return ``model`` as steps of a program; every rank must call it.
+
+        Raises:
+            ConfigError: see :class:`LambdaModel`; or ``reduction`` is not "mean".
+        """
+        from dglx_dist.strategies.serverless.trainer import LambdaModel
+
+        if reduction != "mean":
+            raise ConfigError(
+                f"reduction={reduction!r}: strategy 'lambda' trains the mean loss over all training nodes; "
+                "leave it out, and divide the learning rate instead"
+            )
+        return LambdaModel(model, g, self._settings)

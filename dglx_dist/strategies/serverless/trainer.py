@@ -1,0 +1,632 @@
+"""Trains whole epochs of the user's model by graph servers, parameter servers and workers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from dglx_dist.comm.collectives import gather_int64, gather_json, sum_over_ranks
+from dglx_dist.comm.ledger import LedgerRow
+from dglx_dist.dataloading.sampler_spec import read_sampler
+from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
+from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.opening import together
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.records import Array, EpochRecord
+from dglx_dist.serverless.aws.package import check_imports, stages_of
+from dglx_dist.serverless.executors.base import EXECUTORS
+from dglx_dist.serverless.parameter_server import Scheme, initialise
+from dglx_dist.serverless.parameter_updates import Update, make_update
+from dglx_dist.serverless.stages.base import Backward, Forward
+from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
+from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
+from dglx_dist.strategies.serverless.engine import (
+    NOTHING,
+    Account,
+    EpochTotals,
+    Live,
+    Start,
+    TrainingRun,
+    account_of_ranks,
+    as_json,
+)
+from dglx_dist.strategies.serverless.graph_partition import Wanted, open_part
+from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
+from dglx_dist.strategies.serverless.options import LambdaSettings
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+OWN_LOOP = (
+    "under strategy 'lambda' epochs of different parts of the graph overlap, so no loop can own a step; call "
+    "dx.fit(model, g, ...), or use strategy='data_parallel' for a loop of your own"
+)
+_NEEDLESS = ("batch_size", "shuffle", "drop_last", "seed", "depth", "num_threads", "device")
+
+
+@final
+class IntervalLoader:
+    """The training nodes of all ranks; ``dx.fit`` takes it as it takes any loader. One step per epoch.
+
+    Args:
+        g: The distributed graph, of one node and edge type.
+        indices: This rank's training nodes: (K,) ids or a mask; K may be 0. No node on two ranks.
+        sampler: Of ``dgl.dataloading``, with all in-neighbours: ``MultiLayerFullNeighborSampler``.
+        options: Of a loader; those that say how batches are made are warned about.
+
+    Raises:
+        ConfigError: on all ranks, when on one the sampler draws some in-neighbours only, an option is unknown
+            or changes what is trained, or a node is given twice; or the graph has several types.
+    """
+
+    def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
+        check_types(g)
+        self.g, self._epoch = g, 0
+        self._seeds: Items[str] = together(
+            g.session, lambda: _checked(g, indices, sampler, options), ConfigError
+        )
+
+    def __len__(self) -> int:
+        """Return 1, the steps of an epoch."""
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse.
+
+        Raises:
+            ConfigError: always; the message says what to call.
+        """
+        raise ConfigError(OWN_LOOP)
+
+    def times(self, *, reset: bool = False) -> LoaderTimes:
+        """Return no seconds: nothing is loaded."""
+        return LoaderTimes()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position as JSON values, which other loaders know as theirs."""
+        return {"epoch": self._epoch, "step": 0, "seed": self.g.session.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after whole epochs.
+
+        Raises:
+            CheckpointError: the position is inside an epoch, or none at all.
+        """
+        epoch, step = (state.get(name) if isinstance(state, Mapping) else None for name in ("epoch", "step"))
+        if not isinstance(epoch, int) or step != 0:
+            raise CheckpointError(
+                f"{state!r} is no position between epochs; load a checkpoint that was saved after one"
+            )
+        self._epoch = epoch
+
+    def advance(self, epochs: int) -> None:
+        """Note that so many more epochs are done."""
+        self._epoch += epochs
+
+    def own_targets(self) -> tuple[Array, int]:
+        """Return which of the rank's own nodes are trained on, and how many all ranks have; collective.
+
+        Sends 8 bytes per node that another rank owns, and its mark.
+
+        Returns:
+            (n,) bool over the rows that ``RowOwners`` gives this rank, and M.
+
+        Raises:
+            ConfigError: on all ranks: two of them have the same node, or there is none at all.
+        """
+        g, (ntype,) = self.g, self.g.ntypes
+        policy = g.get_node_partition_policy(ntype)
+        mine = self._seeds.ids[ntype]
+        marks = DistTensor((g.num_nodes(ntype),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
+        marks.push(torch.from_numpy(mine), torch.ones(len(mine), dtype=torch.int64), accumulate=True)
+        g.barrier()
+        first, last = RowOwners(policy.bounds, g.session.topology).range_of(g.session.topology.rank)
+        found: Array = marks[torch.arange(first, last)].numpy()
+        marks.delete()
+        together(g.session, lambda: _check_once(found, first), ConfigError)
+        count = torch.tensor([int(found.sum())])
+        number = int(sum_over_ranks(count, g.session, phase="control")[0])
+        if number == 0:
+            raise ConfigError(
+                "no rank has a training node; pass the loader dx.node_split(g.ndata['train_mask'])"
+            )
+        return found > 0, number
+
+
+def check_types(g: DistGraph) -> None:
+    """Raise ConfigError unless there is one node type and one edge type."""
+    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
+        raise ConfigError(
+            f"strategy 'lambda' trains on graphs of one node and one edge type, and this one has "
+            f"{', '.join(g.ntypes)} and {len(g.canonical_etypes)} edge types; use strategy='data_parallel'"
+        )
+
+
+def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
+    plan = read_sampler(sampler)
+    if plan.fanouts is None:
+        _refuse(f"{type(sampler).__name__} makes blocks by its own code")
+    if any(fanout != -1 for fanout in plan.fanouts):
+        _refuse(f"the sampler draws {list(plan.fanouts)} in-neighbours per layer")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name not in _NEEDLESS:
+            raise ConfigError(
+                f"loader option {name!r} is none of strategy 'lambda', which trains on the whole graph at "
+                "once; leave it out, or use strategy='data_parallel'"
+            )
+    if given:
+        told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        warnings.warn(
+            f"{told}: without effect, for strategy 'lambda' takes all training nodes in every step",
+            stacklevel=2,
+        )
+    return read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(
+        f"{what}, and strategy 'lambda' takes all of them, of all training nodes in every step; give it "
+        "dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout out), or use "
+        "strategy='data_parallel'"
+    )
+
+
+def _check_once(counts: Array, first: int) -> None:
+    twice = np.flatnonzero(counts > 1)
+    if len(twice):
+        raise ConfigError(
+            f"node {first + int(twice[0])} is a training node of {int(counts[twice[0]])} ranks; give each to "
+            "one, as dx.node_split(mask) does"
+        )
+
+
+def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequence[str]) -> Update:
+    """Return the update that goes on where ``optimizer`` is, bit for bit as on the CPU; it is only read.
+
+    Args:
+        optimizer: SGD, Adam or AdamW.
+        model: The user's module, which names the parameters.
+        names: Of the weights, in the parameter servers' order; those the optimizer lacks stay as they are.
+
+    Raises:
+        ConfigError: it is another optimizer, has settings or parameters that the parameter servers do not.
+    """
+    name_of = _names(optimizer, model)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        # A frozen parameter gets no gradient from torch, which then leaves it as it is, decay included.
+        | {"params": [name_of[id(parameter)] for parameter in group["params"] if parameter.requires_grad]}
+        for group in optimizer.param_groups
+    ]
+    state = {
+        f"{name_of[id(parameter)]}/{key}": value.detach().cpu().numpy().copy()
+        for parameter, entries in optimizer.state.items()
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    }
+    return make_update(type(optimizer).__name__, groups, names, state, root=_root)
+
+
+def give_back(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Array]) -> None:
+    """Let ``optimizer`` go on where an update is.
+
+    Args:
+        optimizer: The one that :func:`update_of` read, or one like it.
+        model: The user's module.
+        state: The update's state; the arrays are copied.
+
+    Raises:
+        ConfigError: it has other parameters than the optimizer.
+    """
+    parameter_of = dict(model.named_parameters())
+    known = set(_names(optimizer, model).values())
+    for path, value in state.items():
+        name, _, key = path.rpartition("/")
+        if name not in known:
+            raise ConfigError(f"the state {path!r} is of no parameter of the optimizer: {sorted(known)}")
+        parameter = parameter_of[name]
+        # torch keeps step counts on the CPU, and all else where the parameter is.
+        device = "cpu" if key == "step" else parameter.device
+        optimizer.state[parameter][key] = torch.tensor(value, device=device)
+
+
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in named:
+                raise ConfigError(
+                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+                    "is none of the model's; make the optimizer from model.parameters()"
+                )
+    return named
+
+
+def _root(values: Array) -> Array:
+    """torch's own square root, which may differ from NumPy's in the last bit."""
+    return torch.from_numpy(np.ascontiguousarray(values)).sqrt().numpy()
+
+
+def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
+    """Return copies of the parameters ``names``."""
+    found = dict(model.named_parameters())
+    return [found[name].detach().cpu().numpy().copy() for name in names]
+
+
+def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> None:
+    """Draw the trained weights anew, equal on all ranks, and let biases be 0.
+
+    What is frozen stays as it is, and so do vectors that are no bias, as a scale.
+
+    Args:
+        model: The user's module.
+        chain: Which of them have their inputs first.
+        scheme: Of :func:`~dglx_dist.serverless.parameter_server.initialise`.
+        seed: Equal on all ranks.
+    """
+    trained = {
+        name: one
+        for name, one in model.named_parameters()
+        if one.requires_grad and (one.dim() > 1 or name.rpartition(".")[2] == "bias")
+    }
+    shapes = {name: tuple(one.shape) for name, one in trained.items()}
+    drawn = initialise(shapes, scheme, seed, np.dtype(chain.dtype), inputs_first=chain.inputs_first)
+    with torch.no_grad():
+        for name, weight in drawn.items():
+            trained[name].copy_(torch.from_numpy(weight))
+
+
+def bring_back(
+    model: nn.Module, optimizer: Optimizer, weights: Mapping[str, Array], state: Mapping[str, Array]
+) -> None:
+    """Put trained weights and the state of their update into the user's model and optimizer."""
+    found = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            found[name].copy_(torch.tensor(weight))
+    give_back(optimizer, model, state)
+
+
+def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
+    """Return a digest of what training goes on from: parameters, which are frozen, optimizer, its state."""
+    digest = hashlib.sha256(type(optimizer).__name__.encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.requires_grad}".encode())
+        _add(digest, parameter)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        settings = {key: repr(value) for key, value in group.items() if key != "params"}
+        settings["params"] = " ".join(names.get(id(parameter), "?") for parameter in group["params"])
+        digest.update(json.dumps(settings, sort_keys=True).encode())
+    for trained, entries in optimizer.state.items():
+        for key, value in sorted(entries.items()):
+            digest.update(f"{names.get(id(trained), '?')} {key}".encode())
+            if isinstance(value, Tensor):
+                _add(digest, value)
+            else:
+                digest.update(repr(value).encode())
+    return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, tensor: Tensor) -> None:
+    values = tensor.detach().cpu().contiguous()
+    digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
+    digest.update(values.numpy().tobytes())
+
+
+log = logging.getLogger(__name__)
+
+
+@final
+class LambdaTrainer(EpochTrainer):
+    """One for each call of ``dx.fit``; every rank makes it, runs it and closes it, together.
+
+    Args:
+        model: The user's module; after each run it has the trained weights.
+        optimizer: Read, never stepped; after each run it has the state of the update.
+        chain: The model as steps.
+        loader: Says who is trained on.
+        objective: What is trained; checked by the caller.
+        settings: Of the strategy.
+        show: Called with lines of live progress; None: nobody looks.
+
+    Raises:
+        ConfigError: on all ranks: the optimizer, features or labels cannot be trained with.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        chain: Chain,
+        loader: IntervalLoader,
+        objective: Objective,
+        settings: LambdaSettings,
+        show: Callable[[str], None] | None,
+    ) -> None:
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._settings, self._show = settings, show
+        self._session = loader.g.session
+        targets, self._num_train = loader.own_targets()
+        self._program = chain.program(self._num_train)
+        self._names = list(self._program.weight_shapes)
+        together(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
+        wanted = Wanted(
+            program=self._program,
+            factors=chain.factors,
+            objective=objective,
+            targets=targets,
+            intervals=settings.options.intervals,
+            want_in_edges=chain.want_in_edges,
+        )
+        self._part = open_part(loader.g, wanted)
+        bounds = self._part.bounds
+        self._interval_sizes = gather_int64((bounds[1:] - bounds[:-1]).tolist(), self._session).reshape(-1)
+        self._running: TrainingRun | None = None
+        self._left = ""
+        self._synchronous_from: int | None = None
+        self._past, self._simulated, self._warned = NOTHING, True, False
+
+    def run(self, first: int, number: int) -> Sequence[EpochRecord]:
+        """See :class:`EpochTrainer`."""
+        running = self._from(first)
+        counted, began = self._session.ledger.snapshot(), time.perf_counter()
+        with Live(running, self._settings, self._past, self._show):
+            totals = running.engine.run(number)
+        parameters = running.engine.parameters
+        bring_back(self._model, self._optimizer, parameters.latest(), parameters.state())
+        self._past += Account(server_seconds=time.perf_counter() - began)
+        self._left = fingerprint(self._model, self._optimizer)
+        self._loader.advance(number)
+        if self._synchronous_from is None:
+            self._synchronous_from = running.engine.synchronous_from
+        self._compare_kernels(running.engine.kernels)
+        return self._records(totals, self._session.ledger.since(counted))
+
+    def close(self, *, failed: bool = False) -> None:
+        """See :class:`EpochTrainer`."""
+        running, self._running = self._running, None
+        if running is not None:
+            self._simulated = running.crew.simulated
+            self._past += Account(counts=running.close(failed=failed))
+
+    def account(self) -> dict[str, object]:
+        """See :class:`EpochTrainer`."""
+        now, simulated = self._past, self._simulated
+        if self._running is not None:
+            now += Account(counts=self._running.crew.counts)
+            simulated = self._running.crew.simulated
+        rows = gather_json(as_json(now), self._session)
+        total = account_of_ranks([row for row in rows if isinstance(row, dict)])
+        settings = self._settings
+        found = total.describe(settings.server, settings.prices, simulated=simulated, alone=settings.alone)
+        if settings.options.switch_at:
+            found["synchronous_from"] = self._synchronous_from
+        return found
+
+    def _from(self, epoch: int) -> TrainingRun:
+        """Return what goes on at ``epoch``: made anew where the user changed weights, optimizer or epoch."""
+        now = fingerprint(self._model, self._optimizer)
+        # Each time: where only some ranks had changed something, the others would wait for them.
+        self._check_equal(now)
+        if self._running is not None and (self._running.engine.epoch != epoch or now != self._left):
+            self.close()
+        if self._running is None:
+            self._running = TrainingRun(
+                self._session,
+                self._program,
+                self._part,
+                self._interval_sizes,
+                self._settings,
+                Start(
+                    weights=weights_of(self._model, self._names),
+                    update=update_of(self._optimizer, self._model, self._names),
+                    epoch=epoch,
+                    is_synchronous=self._synchronous_from is not None,
+                ),
+            )
+        return self._running
+
+    def _check_equal(self, mine: str) -> None:
+        for rank, other in enumerate(gather_json(mine, self._session)):
+            if other != mine:
+                raise ConfigError(
+                    f"rank {rank} has other weights or another optimizer than rank "
+                    f"{self._session.topology.rank}; make them alike, and change them on all ranks"
+                )
+
+    def _compare_kernels(self, mine: Sequence[str]) -> None:
+        """Warn once, on rank 0, where not all graph servers and workers compute with the same."""
+        told = cast("list[list[str]]", gather_json(list(mine), self._session))
+        kinds = {kind for rank in told for kind in rank}
+        if len(kinds) > 1 and not self._warned and self._session.topology.rank == 0:
+            log.warning(
+                "graph servers and workers compute with different kernels, so another run may have other "
+                "last bits; see 'Equal bits' in docs/strategies/lambda.md. Seen: %s",
+                " | ".join(sorted(kinds)),
+            )
+        self._warned = self._warned or len(kinds) > 1
+
+    def _records(self, totals: Sequence[EpochTotals], moved: Sequence[LedgerRow]) -> list[EpochRecord]:
+        """Epochs that overlap share what moved evenly: in the end all have moved the same."""
+        mine = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
+        both = gather_int64(mine, self._session).sum(axis=0)
+        inside, outside = (_shares(int(total), len(totals)) for total in both)
+        return [
+            EpochRecord(
+                epoch=one.epoch,
+                loss=one.loss_sum / self._num_train,
+                train_accuracy=one.correct / self._num_train,
+                val_accuracy=None,
+                seconds=one.seconds,
+                num_samples=self._num_train,
+                sample_s=0.0,
+                fetch_s=0.0,
+                wait_s=0.0,
+                compute_s=one.seconds,
+                exchange_s=0.0,
+                bytes_inside=inside[index],
+                bytes_outside=outside[index],
+            )
+            for index, one in enumerate(totals)
+        ]
+
+
+def _shares(total: int, number: int) -> list[int]:
+    return [total * (index + 1) // number - total * index // number for index in range(number)]
+
+
+@final
+class LambdaModel(WrappedModel):
+    """A model that graph servers, workers and parameter servers train; its module is the user's, unchanged.
+
+    Args:
+        model: The user's model; all ranks build the same one, rank 0's weights win.
+        g: The distributed graph.
+        settings: Of the strategy.
+
+    Raises:
+        ConfigError: on all ranks: the model is not made of layers that workers know, the message has the
+            place and the way out; or the graph has several types, or the ranks differ.
+    """
+
+    def __init__(self, model: nn.Module, g: DistGraph, settings: LambdaSettings) -> None:
+        super().__init__()
+        check_types(g)
+        check_same_model(model, g.session, str(settings.options))
+        broadcast_state(model, g.session)
+        self.module = model
+        columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}
+        self._chain, self._settings = chain_of(model, columns), settings
+        if not EXECUTORS.get(settings.options.executor).in_process:
+            check_imports(stages_of(self._chain.steps), settings.options.executor)
+        if settings.options.initialise:
+            draw_weights(model, self._chain, settings.options.initialise, g.session.seed)
+
+    @property
+    def parts(self) -> Parts:
+        """All parameters are replicated: between runs every rank has those of the parameter servers."""
+        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
+
+    def exchange_seconds(self, *, reset: bool = False) -> float:
+        """Return 0: epochs overlap, so nobody stands waiting for exchanges alone."""
+        return 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's module, for evaluation.
+
+        Raises:
+            ConfigError: gradients are recorded, as for a training step.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise ConfigError(OWN_LOOP)
+        return self.module(*args, **kwargs)
+
+    def trainer(
+        self,
+        loader: Any,
+        optimizer: Optimizer,
+        objective: Objective,
+        show: Callable[[str], None] | None = None,
+    ) -> EpochTrainer:
+        """Return what trains; see :meth:`WrappedModel.trainer`.
+
+        Raises:
+            ConfigError: the loader is another strategy's, the loss is not cross entropy, something takes part
+                in a step that cannot here, the optimizer is none of SGD, Adam and AdamW, or node data is
+                missing.
+        """
+        if not isinstance(loader, IntervalLoader):
+            raise ConfigError(
+                f"the loader is a {type(loader).__name__}; make it with dx.DataLoader(g, nodes, sampler) "
+                "after dx.init(strategy='lambda'), or leave it to dx.fit"
+            )
+        if objective.beside:
+            raise ConfigError(
+                f"{' and '.join(objective.beside)} would take part in a step, which strategy 'lambda' "
+                "computes from the features alone; leave it out, or use strategy='data_parallel'"
+            )
+        _check_loss(objective.loss)
+        return LambdaTrainer(self.module, optimizer, self._chain, loader, objective, self._settings, show)
+
+
+def _check_loss(loss: object) -> None:
+    plain = nn.CrossEntropyLoss()
+    same = isinstance(loss, nn.CrossEntropyLoss) and (
+        loss.weight is None
+        and (loss.ignore_index, loss.reduction, loss.label_smoothing)
+        == (plain.ignore_index, plain.reduction, plain.label_smoothing)
+    )
+    if loss is not functional.cross_entropy and not same:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise ConfigError(
+            f"the loss is {name}, and workers know torch.nn.functional.cross_entropy only, without options; "
+            "use it, or strategy='data_parallel'"
+        )
+
+
+Compute: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+"""Weights and inputs, one (n, width) each, to outputs, one (n, width) each; the same at every call."""
+
+
+def forward_by_torch(compute: Compute, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+    """Return what ``VertexStage.forward`` must; nothing is saved for the way back."""
+    with torch.no_grad():
+        outputs = compute(_tensors(weights), _tensors(inputs))
+    return Forward(tuple(one.contiguous().numpy() for one in outputs), ())
+
+
+def backward_by_torch(
+    compute: Compute,
+    weights: Sequence[Array],
+    inputs: Sequence[Array],
+    gradients: Sequence[Array],
+    *,
+    wanted: Sequence[bool] | None = None,
+) -> Backward:
+    """Return what ``VertexStage.backward`` must: ``compute`` is called again, and torch goes back through it.
+
+    What ``compute`` does not depend on has gradient 0.
+    """
+    asked = [True] * len(inputs) if wanted is None else wanted
+    of_weights = [one.requires_grad_() for one in _tensors(weights)]
+    of_inputs = [one.requires_grad_(is_asked) for one, is_asked in zip(_tensors(inputs), asked, strict=True)]
+    with torch.enable_grad():
+        outputs = compute(of_weights, of_inputs)
+    leaves = [*of_weights, *(one for one in of_inputs if one.requires_grad)]
+    roots = [
+        (one, slope) for one, slope in zip(outputs, _tensors(gradients), strict=True) if one.requires_grad
+    ]
+    found: list[Array] = [torch.zeros_like(leaf).numpy() for leaf in leaves]
+    if roots and leaves:
+        gradients = torch.autograd.grad(
+            [one for one, _ in roots], leaves, [slope for _, slope in roots], allow_unused=True
+        )
+        found = [
+            zeros if slope is None else slope.contiguous().numpy()
+            for zeros, slope in zip(found, gradients, strict=True)
+        ]
+    rest = iter(found[len(of_weights) :])
+    return Backward(
+        tuple(next(rest) if is_asked else None for is_asked in asked), tuple(found[: len(of_weights)])
+    )
+
+
+def _tensors(arrays: Sequence[Array]) -> list[Tensor]:
+    # Copies: rows may be views that others write or that must not be written, of which torch would warn.
+    return [torch.from_numpy(array.copy()) for array in arrays]

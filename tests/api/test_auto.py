@@ -1,0 +1,240 @@
+"""``auto``: the ranks choose together, train as if the strategy had been named, and tell what came of it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
+from dglx_dist.auto import adopt_earlier, check_even
+from dglx_dist.auto_options import Training, read_auto_options
+from dglx_dist.cli.train_config import TrainConfig
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.comm.topology import Topology
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.planner.profile import probe
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.records import NODE_TYPE
+from dglx_dist.strategies.base import AUTO
+from dglx_dist.training import checkpoint
+from dglx_dist.training.fit import TRAINED_WITH, FitConfig
+from dglx_dist.training.models import build_model
+from tests.api.graphs import two_triangles
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(equality.write_parts(tmp_path_factory.mktemp("auto")))
+
+
+def plan_of(data: str, out: Path, **changes: Any) -> TrainConfig:
+    told: dict[str, Any] = {
+        "strategy": AUTO,
+        "fanouts": (3, 2),
+        "batch_size": 20,
+        "hidden": 8,
+        "epochs": 3,
+        "eval_every": 0,
+        "strategy_options": {"dry_batches": 0},
+    }
+    return TrainConfig(data=data, out=str(out), **{**told, **changes})
+
+
+def out_of_luck(*_: Any) -> None:
+    raise RuntimeError("out of luck")
+
+
+def choose_and_train(data: str, out: str) -> dict[str, Any]:
+    """On every rank: what auto came to, stopped and resumed, and the same strategy by its name."""
+    train_dataset(plan_of(data, Path(out) / "auto", epochs=2, checkpoint_every=1))
+    # What is asked for now would be another strategy.
+    whole = {"unit": "full_graph"}
+    chosen = train_dataset(plan_of(data, Path(out) / "auto", resume=True, strategy_options=whole))
+    taken = json.loads((Path(out) / "auto" / "plan.json").read_text())
+    one = next(one for one in taken["predictions"] if one["name"] == taken["chosen"])["candidate"]
+    named = train_dataset(
+        plan_of(
+            data,
+            Path(out) / "named",
+            strategy=one["strategy"],
+            strategy_options=one["options"],
+            cache=one["cache"],
+            cache_alpha=one["cache_alpha"],
+        )
+    )
+    with init(AUTO, seed=0) as session:
+        links = probe(session, seconds=0.2)
+        g = DistGraph(data, session=session)
+        model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
+        with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
+            DataLoader(g, [], None)
+        told = FitConfig(epochs=1, eval_every=0)
+        with pytest.raises(ConfigError, match=r"config\.feature asks for something else"):
+            fit(model, g, config=replace(told, feature="label"))
+        with pytest.raises(ConfigError, match=r"rank \d has batch_size=2\d where rank \d has 2\d"):
+            choose_strategy(model, g, fanouts=(3, 2), batch_size=20 + session.topology.rank)
+        fails = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
+        if session.topology.rank == 1:
+            fails.register_forward_pre_hook(out_of_luck)
+        with pytest.raises(ConfigError, match="RuntimeError: out of luck"):
+            choose_strategy(fails, g, fanouts=(3, 2), batch_size=20)
+        _, result = fit(model, g, config=told, fanouts=(3, 2), batch_size=20)
+        by_fit = session.strategy
+        with pytest.raises(ConfigError, match="nothing to choose"):
+            choose_strategy(model, g)
+        g.close()
+    assert links is not None
+    return {
+        "summary": dict(chosen.summary),
+        "losses": [one.loss for one in chosen.epochs],
+        "named": [one.loss for one in named.epochs],
+        "by_fit": [by_fit, result.choice.taken.candidate.strategy, result.choice.outcome.epoch],
+        "links": [links.external_bytes_per_s, links.internal_bytes_per_s, links.latency_s],
+        "plan": taken,
+        "strategy": one["strategy"],
+        "cache": one["cache"],
+    }
+
+
+def test_auto_trains_as_the_strategy_that_it_chose(data: str, tmp_path: Path) -> None:
+    ranks = run_ranks(choose_and_train, 2, args=(data, str(tmp_path)), ranks_per_server=1, timeout_s=200)
+    first = ranks[0]
+    assert first["losses"] == first["named"]
+    assert len(first["losses"]) == 3
+    for name in ("losses", "by_fit", "links"):
+        assert [one[name] for one in ranks] == [first[name]] * 2
+    assert all(value > 0 for value in first["links"])
+    told = first["summary"][AUTO]
+    assert told["chosen"] == first["plan"]["chosen"]
+    assert told["bytes_are_counted"]
+    assert told["bytes_outside"] == told["predicted_bytes_outside"] > 0
+    assert told["bytes_inside"] == told["predicted_bytes_inside"] == 0
+    assert told["predicted_epoch_seconds"] > 0
+    assert first["plan"]["outcome"]["bytes_outside"] == told["bytes_outside"]
+    assert first["by_fit"][0] == first["by_fit"][1]
+    config = json.loads((tmp_path / "auto" / "config.json").read_text())
+    assert (config["strategy"], config["cache"]) == (first["strategy"], first["cache"])
+    # Nothing that trains another estimator, and no whole graphs, unless they are asked for.
+    assert {one["candidate"]["unit"] for one in first["plan"]["predictions"]} == {"mini_batch"}
+    assert all(one["candidate"]["exact"] for one in first["plan"]["predictions"])
+
+
+def test_servers_of_unequal_size_are_not_counted_for() -> None:
+    check_even(Topology(0, 4, (0, 0, 1, 1)))
+    with pytest.raises(ConfigError, match="servers have 1 or 2 ranks"):
+        check_even(Topology(0, 3, (0, 0, 1)))
+
+
+def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
+    raw = two_triangles()
+    partition_to_disk(raw, tmp_path / "some", PartitionPlan(num_parts=2, method="contiguous"))
+    raw.node_data[NODE_TYPE]["train_mask"][:] = False
+    partition_to_disk(raw, tmp_path / "none", PartitionPlan(num_parts=2, method="contiguous"))
+    model = build_model("gcn", 2, 4, 2)
+    with init(AUTO, unit="full_graph") as session:
+        g = DistGraph(tmp_path / "some", session=session)
+        # No loop can own a step of lambda.
+        assert {one.candidate.strategy for one in choose_strategy(model, g).predictions} == {"full_graph"}
+        g.close()
+    with init(AUTO) as session:
+        g = DistGraph(tmp_path / "none", session=session)
+        with pytest.raises(ConfigError, match=r"'train_mask' of .* marks no node"):
+            choose_strategy(model, g)
+        g.close()
+        g = DistGraph(tmp_path / "some", session=session)
+        choice = choose_strategy(model, g, fanouts=[2, 2], batch_size=1)
+        g.close()
+    assert choice.taken is not None
+    assert choice.taken.candidate.name == "data_parallel"
+    assert choice.trained == "gcn of 2 layers, hidden width 4; mini-batches of 1 a rank, fan-outs 2,2"
+    assert any("as those of a gcn of 2 layers" in line for line in choice.assumptions)
+
+
+def test_options_of_auto() -> None:
+    assert read_auto_options({"full_graph_epochs": 3, "memory": 1000}).memory == "1000"
+    with pytest.raises(ConfigError, match="'auto' has no option 'dept'"):
+        read_auto_options({"dept": 1})
+    with pytest.raises(ConfigError, match="unit='batch'"):
+        read_auto_options({"unit": "batch"})
+    for wrong, said in (
+        ({"dry_batches": -1}, "dry_batches=-1 must be at least 0"),
+        ({"full_graph_epochs": float("inf")}, "full_graph_epochs=inf must be a number above 0"),
+        ({"full_graph_epochs": float("nan")}, "full_graph_epochs=nan"),
+        ({"memory": "much"}, "option memory: 'much' is no size"),
+        ({"memory": 0}, "option memory: a size of '0'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_auto_options(wrong)
+
+
+def test_what_is_told_of_training_is_checked_when_it_arrives() -> None:
+    for wrong, said in (
+        ({"fanouts": []}, r"fanouts=\[\] must be a list"),
+        ({"fanouts": 10}, "fanouts=10 must be a list"),
+        ({"fanouts": [10, -2]}, r"fanouts\[1\]=-2"),
+        ({"fanouts": [2.5]}, r"fanouts\[0\]=2.5"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": float("nan")}, "batch_size=nan"),
+        ({"epochs": 0}, "epochs=0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Training(**wrong)
+
+
+def test_what_is_distributed_under_auto_is_chosen_for_once(data: str) -> None:
+    g = distribute(data, strategy=AUTO)
+    with g.session:
+        model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
+        with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
+            wrap(model, g)
+        choice = choose_strategy(model, g, fanouts=(3, 2), batch_size=20)
+        assert choice.taken is not None
+        assert g.session.strategy == choice.taken.candidate.strategy == "data_parallel"
+        wrap(model, g)
+
+
+def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
+    trained = train_dataset(plan_of(data, tmp_path / "alone", epochs=1))
+    assert trained.summary["strategy"] == "data_parallel"
+    # Fan-outs are of the mini-batches that whole graphs are weighed against; nothing warns of them.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        whole = plan_of(data, tmp_path / "whole", epochs=1, strategy_options={"unit": "full_graph"})
+        assert train_dataset(whole).summary["strategy"] == "full_graph"
+    workers = json.loads((tmp_path / "whole" / "plan.json").read_text())["predictions"][-1]
+    assert (workers["name"], workers["feasible"]) == ("lambda", False)
+    assert "drops with probability 0.5" in workers["why_not"]
+    with pytest.raises(ConfigError, match="--cache vip must be left out with --strategy auto"):
+        plan_of(data, tmp_path / "alone", cache="vip")
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({}, "does not say"),
+        ({TRAINED_WITH: {"name": "mine", "options": {}}}, "found: 'mine'"),
+        ({TRAINED_WITH: {"name": "push_pull", "options": None}}, "found: 'push_pull'"),
+        ({TRAINED_WITH: {"name": "lambda", "options": {"executor": "http"}}}, "found: 'lambda'"),
+        ({TRAINED_WITH: {"name": "data_parallel", "options": {}, "cache": {"policy": "x"}}}, "policy='x'"),
+        ({TRAINED_WITH: {"name": "shared_preload", "options": {"hops": "two"}}}, "hops='two'"),
+    ],
+)
+def test_a_checkpoint_that_auto_could_not_have_made_is_not_gone_on_with(
+    data: str, tmp_path: Path, told: dict[str, Any], said: str
+) -> None:
+    with init(AUTO) as session:
+        g = DistGraph(data, session=session)
+        assert adopt_earlier(g, tmp_path, None, None) is None
+        checkpoint.save(tmp_path, model=torch.nn.Linear(1, 1), extra=told)
+        with pytest.raises(ConfigError, match=said):
+            adopt_earlier(g, tmp_path, None, None)
+        g.close()

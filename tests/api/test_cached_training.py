@@ -1,0 +1,95 @@
+"""Training with a cache of remote rows: the same to the last bit, and as many hits as foretold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+
+from dglx_dist.cli.train_config import TrainConfig
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import node_split
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+
+FANOUTS, BATCH, EPOCHS = [4, 3], 20, 10
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cached") / "graph"
+    graph = generate(SyntheticConfig(nodes=3000, degree=10, features=8, classes=4, seed=1))
+    # At random, so that half of all input rows are remote.
+    assignment = PARTITIONERS.get("random")(PartitionOptions()).assign(graph, 2, 0)
+    write_dataset(graph, assignment, folder)
+    return folder
+
+
+def trained(folder: Path, scratch: Path) -> list[Any]:
+    found = []
+    for cache in (None, "halo", "vip"):
+        plan = TrainConfig(
+            data=str(folder),
+            out=str(scratch / str(cache)),
+            fanouts=(4, 3),
+            batch_size=200,
+            epochs=2,
+            hidden=8,
+            cache=cache,
+        )
+        result = train_dataset(plan)
+        found.append(
+            (
+                [epoch.loss for epoch in result.epochs],
+                [epoch.bytes_outside for epoch in result.epochs],
+                result.summary.get("cache_hit_rate"),
+            )
+        )
+    return found
+
+
+def test_training_is_the_same_to_the_last_bit(dataset: Path, tmp_path: Path) -> None:
+    for rank in run_ranks(trained, 2, args=(dataset, tmp_path), ranks_per_server=1):
+        (plain, plain_bytes, no_rate), (halo, halo_bytes, halo_rate), (vip, vip_bytes, vip_rate) = rank
+        assert halo == plain
+        assert vip == plain
+        assert all(less < more for less, more in zip(halo_bytes + vip_bytes, plain_bytes * 2, strict=True))
+        assert no_rate is None
+        assert 0 < halo_rate < vip_rate < 1
+
+
+def hit_rates(folder: Path) -> list[tuple[float, float]]:
+    with start_session():
+        g = DistGraph(folder, structure="replicated")
+        key, nodes = g.ndata["feat"].kvstore_key, node_split(g.ndata["train_mask"])
+        sampler = dgl.dataloading.NeighborSampler(FANOUTS, prefetch_node_feats=["feat"])
+        loader = DataLoader(g, nodes, sampler, batch_size=BATCH, shuffle=True, num_threads=0)
+        found = []
+        for alpha in (0.05, 0.2, 0.5):
+            plan = g.cache_rows("feat", alpha=alpha, fanouts=FANOUTS, batch_size=BATCH)
+            before = g.kvstore.cache_counts(key)
+            for _ in range(EPOCHS):
+                for _ in loader:
+                    pass
+            rate = (g.kvstore.cache_counts(key) - before).hit_rate
+            assert rate is not None
+            assert plan.expected_hit_rate is not None
+            found.append((plan.expected_hit_rate, rate))
+        g.close()
+        return found
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), *wide((3, 2))])
+def test_as_many_hits_as_the_probabilities_foretell(dataset: Path, ranks: int, per_server: int) -> None:
+    for rank in run_ranks(hit_rates, ranks, args=(dataset,), ranks_per_server=per_server):
+        for expected, measured in rank:
+            assert measured == pytest.approx(expected, rel=0.05)
+        assert rank[0][1] < rank[1][1] < rank[2][1]

@@ -1,0 +1,136 @@
+"""``dglx train --strategy full_graph`` and dx.fit, against data_parallel on batches of all seeds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.dataset
+import pytest
+import torch
+
+import dglx_dist as dx
+from dglx_dist.cli.train_config import TrainConfig
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.errors import CheckpointError
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.models import build_model
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+
+EPOCHS = 4
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data_parallel": ("data_parallel", {}),
+    "full_graph": ("fb", {}),
+    "one_hop": ("flx", {"hops": 1}),
+    "closed": ("granndis", {"use_pp": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(equality.write_parts(tmp_path_factory.mktemp("full_graph_run")))
+
+
+def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:
+    plan = TrainConfig(
+        data=dataset,
+        out=str(out),
+        hidden=8,
+        dropout=0.0,
+        fanouts=(-1, -1),
+        epochs=EPOCHS,
+        predictions=str(out / "classes"),
+        save_embeddings=str(out / "rows"),
+    )
+    return replace(plan, **changes)
+
+
+def written(out: Path) -> tuple[Any, Any]:
+    """The classes and the embeddings, by original id."""
+    classes = pyarrow.dataset.dataset(out / "classes").to_table().sort_by("id")
+    rows = pyarrow.dataset.dataset(out / "rows").to_table().sort_by("id")
+    return classes["prediction"].to_numpy(), np.array(rows["embedding"].to_pylist())
+
+
+def train_each_way(dataset: str, folder: str) -> None:
+    for name, (strategy, options) in WAYS.items():
+        out = Path(folder) / name
+        batch_size = equality.NUM_NODES if strategy == "data_parallel" else None
+        plan = plan_of(
+            dataset, out, strategy=strategy, strategy_options=options, model="gcn", batch_size=batch_size
+        )
+        trained = train_dataset(plan)
+        assert [one.num_samples for one in trained.epochs] == [167] * EPOCHS
+    check_resuming(dataset, Path(folder))
+
+
+def check_resuming(dataset: str, folder: Path) -> None:
+    """A run that is broken off goes on to the same weights, also under another strategy."""
+    whole, parts = folder / "whole", folder / "parts"
+    plan = plan_of(
+        dataset, whole, strategy="full_graph", dropout=0.5, checkpoint_every=1, save_embeddings=None
+    )
+    train_dataset(plan)
+    again = replace(plan, out=str(parts), predictions=str(parts / "classes"))
+    train_dataset(replace(again, epochs=2, predictions=None))
+    train_dataset(replace(again, resume=True))
+    lines = [(one / "metrics.jsonl").read_text().splitlines() for one in (whole, parts)]
+    losses = [[json.loads(line)["loss"] for line in of_run] for of_run in lines]
+    assert losses[0] == losses[1]
+    train_dataset(replace(again, resume=True, strategy="data_parallel", epochs=EPOCHS + 1))
+    with pytest.raises(CheckpointError, match="build the model as it was"):
+        train_dataset(replace(again, resume=True, epochs=EPOCHS + 2, hidden=16))
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), *wide((3, 2))])
+def test_results_are_those_of_data_parallel(
+    dataset: str, tmp_path: Path, ranks: int, ranks_per_server: int
+) -> None:
+    run_ranks(
+        train_each_way, ranks, args=(dataset, str(tmp_path)), ranks_per_server=ranks_per_server, timeout_s=240
+    )
+    expected_classes, expected_rows = written(tmp_path / "data_parallel")
+    for name in WAYS:
+        classes, rows = written(tmp_path / name)
+        np.testing.assert_allclose(rows, expected_rows, rtol=2e-3, atol=2e-4)
+        assert (classes == expected_classes).mean() > 0.99
+    assert json.loads((tmp_path / "full_graph" / "config.json").read_text())["strategy"] == "full_graph"
+    records = [json.loads(line) for line in (tmp_path / "closed" / "metrics.jsonl").read_text().splitlines()]
+    # Between servers nothing but the gradients of parameters crosses.
+    assert len({one["bytes_outside"] for one in records}) == 1
+
+
+def fit_on_rank(dataset: str, trace: str) -> list[Any]:
+    with dx.init("full_graph", timeout=30, seed=1) as session:
+        g = dx.DistGraph(dataset)
+        seen: list[Any] = []
+        torch.manual_seed(2)
+        model = build_model("sage", equality.WIDTH, 8, equality.CLASSES, 2, dropout=0.3)
+        wrapped, result = dx.fit(model, g, config=FitConfig(epochs=3, trace=trace), callbacks=[seen.append])
+        assert wrapped.module is wrapped.whole() is model
+        assert seen == result.epochs
+        # What was fitted once may be again.
+        dx.fit(model, g, config=FitConfig(epochs=1))
+        g.barrier()
+        assert session.step_share is None
+        return [(one.loss, one.num_samples, one.bytes_inside + one.bytes_outside) for one in seen]
+
+
+def test_fit_tells_what_an_epoch_was(dataset: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    mine, other = run_ranks(fit_on_rank, 2, args=(dataset, str(trace)), ranks_per_server=1)
+    assert mine == other
+    losses = [loss for loss, _, _ in mine]
+    assert losses == sorted(losses, reverse=True)
+    assert all(samples == 167 for _, samples, _ in mine)
+    # Nothing is fetched in an epoch, so all move the same.
+    assert len({moved for _, _, moved in mine}) == 1
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event}
+    assert {"forward", "backward", "step"} <= names
+    assert any(name.startswith("halo of") for name in names)
+    assert any(name.startswith("halo gradients of") for name in names)

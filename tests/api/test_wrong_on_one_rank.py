@@ -1,0 +1,136 @@
+"""A wrong argument on one rank of a collective call is an error on all ranks, and the run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dglx_dist as dx
+from dglx_dist.comm.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.training import metrics
+from dglx_dist.training import metrics as ranking
+from tests.graph import small
+from tests.helpers.ranks import run_ranks
+
+Calls = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
+"""What is called to (what the others do, what the wrong rank does)."""
+
+
+def refuse(*_: object) -> None:
+    raise ValueError("refused by the handler")
+
+
+def embedding(**wrong: Any) -> dx.DistEmbedding:
+    given: dict[str, Any] = {"num_embeddings": small.NUM_NODES, "embedding_dim": 3, "name": "new"}
+    return dx.DistEmbedding(**(given | wrong))
+
+
+def calls(g: DistGraph, folder: str) -> Calls:
+    trained = embedding(name="trained")
+    rows = dx.DistTensor((small.NUM_NODES, 2), torch.float32, "rows")
+    refused = dx.DistTensor((small.NUM_NODES, 2), torch.float32, "refused")
+    g.kvstore.register_push_handler(refused.kvstore_key, refuse)
+    ones, session = torch.ones(3), g.session
+
+    def adam(params: Any = trained, **wrong: Any) -> Callable[[], Any]:
+        given = [trained] if params is trained else params
+        return lambda: dx.optim.SparseAdam(given, **({"lr": 0.1} | wrong))
+
+    def unheard(then: Callable[[], Any]) -> Callable[[], Any]:
+        def push_and_go_on() -> None:
+            of_others = torch.ones(small.NUM_NODES, dtype=torch.bool)
+            of_others[slice(*refused.local_range)] = False
+            refused.push(of_others, torch.ones(1, 2), wait=False)
+            then()
+
+        return push_and_go_on
+
+    def written(**wrong: Any) -> Callable[[], Any]:
+        given: dict[str, Any] = {"rows": rows, "g": g, "folder": f"{folder}/out"} | wrong
+        return lambda: dx.write_embeddings(**given)
+
+    found: Calls = {}
+    for name, wrong in {
+        "dtype": {"dtype": torch.int32},
+        "no columns": {"embedding_dim": 0},
+        "columns in words": {"embedding_dim": "three"},
+        "a row too many": {"num_embeddings": small.NUM_NODES + 1},
+    }.items():
+        found[f"embedding: {name}"] = embedding, lambda wrong=wrong: embedding(**wrong)  # type: ignore[misc]
+    settings: dict[str, dict[str, Any]] = {
+        "lr": {"lr": -1},
+        "lr in words": {"lr": "much"},
+        "betas": {"betas": (2,)},
+        "mode": {"mode": "neither"},
+        "staleness": {"mode": "async", "staleness": -1},
+        "no list": {"params": None},
+        "no embedding": {"params": [ones]},
+    }
+    for name, wrong in settings.items():
+        found[f"optimiser: {name}"] = adam(), adam(**wrong)
+    found |= {
+        "cache: node type": (
+            lambda: g.cache_rows("feat", alpha=0.5, policy="degree"),
+            lambda: g.cache_rows("feat", alpha=0.5, policy="degree", ntype="nobody"),
+        ),
+        "cache: fan-outs": (
+            lambda: g.cache_rows("feat", alpha=0.5, fanouts=[2], batch_size=2),
+            lambda: g.cache_rows("feat", alpha=0.5, fanouts=5, batch_size=2),  # type: ignore[arg-type]
+        ),
+        "export: folder": (written(), written(folder=None)),
+        "export: name": (written(), written(name="\ud800")),
+        "export: a push that failed": (written(), unheard(written())),
+        "a push that failed before a barrier": (g.barrier, unheard(g.barrier)),
+        "a push that failed before closing": (g.close, unheard(g.close)),
+        "handler: name": (
+            lambda: g.kvstore.register_push_handler(rows.kvstore_key, None),
+            lambda: g.kvstore.register_push_handler([], None),  # type: ignore[arg-type]
+        ),
+        "hits": (
+            lambda: ranking.hits_at(3, ones, session),
+            lambda: ranking.hits_at(0, ones, session),
+        ),
+        "area": (
+            lambda: metrics.roc_auc(ones, ones, session),
+            lambda: metrics.roc_auc(ones, torch.ones(4), session),
+        ),
+        "errors": (
+            lambda: metrics.rmse(ones, ones, session),
+            lambda: metrics.rmse(ones, ones[:, None], session),
+        ),
+        "accuracy": (
+            lambda: metrics.accuracy(ones, ones, session),
+            lambda: metrics.accuracy(ones, torch.ones(4), session),
+        ),
+    }
+    return found
+
+
+def call_all(folder: str) -> list[str]:
+    with start_session(timeout_s=20) as session:
+        g = DistGraph(f"{folder}/data")
+        missed = []
+        for number, (name, pair) in enumerate(calls(g, folder).items()):
+            wrong, started = number % 2 == session.topology.rank, time.monotonic()
+            try:
+                pair[wrong]()
+                missed.append(f"{name}: no error")
+            except dx.PeerError as error:
+                missed.append(f"{name}: {error}")
+            except (dx.DglxError, TypeError) as error:
+                if not wrong and not str(error).startswith("rank "):
+                    missed.append(f"{name}: {error}")
+            if time.monotonic() - started > 10:
+                missed.append(f"{name}: slow")
+        g.barrier()
+        return missed
+
+
+def test_all_ranks_hear_of_it_and_go_on(tmp_path: Path) -> None:
+    small.write(small.build(), tmp_path / "data")
+    assert run_ranks(call_all, 2, args=(str(tmp_path),), ranks_per_server=1) == [[], []]

@@ -1,0 +1,80 @@
+"""Memory that was freed is used again without the system's help."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dglx_dist.comm.topology import read_settings
+
+# Counts the pages that the system hands out for 64 MB, when more than that has been used and freed before.
+PROGRAM = """
+import resource, torch
+from dglx_dist.comm.system import keep_memory
+if {kept}:
+    assert keep_memory()
+for floats in (20_000_000, 20_000_000, 16_000_000):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(floats)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_a_large_tensor_is_paged_in_once_when_memory_is_kept() -> None:
+    def pages(kept: bool) -> int:
+        # A fresh environment: what the developer set for the allocator must not decide the test.
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM.format(kept=kept)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PATH": "/usr/bin:/bin"},
+        )
+        return int(done.stdout)
+
+    assert pages(True) < 100 < 10_000 < pages(False)
+
+
+RETURNED = """
+import torch
+from pathlib import Path
+from dglx_dist.comm.system import keep_memory, return_memory
+
+def resident():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmRSS")) // 1024
+
+def left_after():
+    before = resident()
+    tensors = [torch.ones(2_000_000) for _ in range(16)]
+    last = torch.ones(100)
+    del tensors
+    return resident() - before
+
+assert keep_memory()
+kept = left_after()
+assert return_memory()
+print(kept, left_after())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_what_is_freed_goes_back_where_memory_counts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RETURNED],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    kept, left = map(int, done.stdout.split())
+    assert kept > 100
+    assert left < 20
+
+
+def test_what_the_user_said_about_the_allocator_is_seen() -> None:
+    assert not read_settings({}).allocator_set
+    assert not read_settings({"LD_PRELOAD": "", "OMP_NUM_THREADS": "1"}).allocator_set
+    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        assert read_settings({name: "x"}).allocator_set

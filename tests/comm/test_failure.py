@@ -1,0 +1,333 @@
+"""What the others say and do when a rank raises, is killed or never comes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dglx_dist.comm.collectives import barrier, sum_over_ranks
+from dglx_dist.comm.session import current_session, start_session
+from dglx_dist.errors import ConfigError, PeerError
+from tests.helpers.ranks import RankError, run_ranks, start_ranks
+
+LIMIT_S = 30.0
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def _reduce_until_killed() -> str:
+    session = start_session(timeout_s=100)
+    step = 0
+    while True:
+        if session.topology.rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            sum_over_ranks(torch.ones(1000), session, phase="dense")
+        except PeerError as error:
+            session.close(failed=True)
+            return f"{time.monotonic()} {error}"
+        step += 1
+
+
+def test_all_reduce_with_a_killed_rank_names_it() -> None:
+    started = time.monotonic()
+    outcomes = start_ranks(_reduce_until_killed, 3)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    # Rank 0 and 2 may each see the other leave too, but the dead one is always named.
+    for one in (outcomes[0], outcomes[2]):
+        at_s, _, text = one.result.partition(" ")
+        assert "all-reduce (dense)" in text
+        assert re.search(r"rank 1 on \S+", text)
+        assert float(at_s) - started < LIMIT_S + 15  # the start of the ranks included
+
+
+def _wait_for_killed() -> str:
+    session = start_session(timeout_s=100)
+    barrier(session, "ready")
+    if session.topology.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        barrier(session, "the epoch")
+    except PeerError as error:
+        session.close(failed=True)
+        return str(error)
+    return ""
+
+
+def test_barrier_with_a_killed_rank_names_it() -> None:
+    outcomes = start_ranks(_wait_for_killed, 2)
+    assert re.search(r"rank 1 on \S+ did not come to 'the epoch' and does not answer", outcomes[0].result)
+
+
+def _part_ways() -> str:
+    session = start_session(timeout_s=4)
+    said = ""
+    try:
+        if session.topology.rank == 2:
+            barrier(session, "another place")
+        else:
+            sum_over_ranks(torch.ones(3), session, phase="dense")
+    except PeerError as error:
+        said = str(error)
+    session.close()
+    return said
+
+
+def test_a_rank_that_lives_but_is_elsewhere_is_named() -> None:
+    first, second, third = run_ranks(_part_ways, 3)
+    elsewhere = r"rank 2 on \S+ is not in it, but waits at '(another place|the end of the session)'"
+    for said in (first, second):
+        assert re.search(elsewhere, said)
+    # The others gave up the sum and went to the end, or one of them was not there yet.
+    assert re.search("rank [01] is at 'the end of the session'|ranks missing: [01]", third)
+
+
+def _come_late() -> str:
+    if os.environ["RANK"] in "13":
+        return "never came"
+    try:
+        start_session(timeout_s=1.5)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_missing_ranks_are_listed_at_the_start() -> None:
+    said = run_ranks(_come_late, 4)
+    assert "ranks missing: 1, 3 (of 4) at 'start' after 1.5 s" in said[0]
+    assert "ranks missing: 1, 3 (of 4)" in said[2]
+
+
+def _raise_on_two() -> None:
+    session = start_session(timeout_s=60)
+    if session.topology.rank == 2:
+        raise ZeroDivisionError("the batch was empty")
+    sum_over_ranks(torch.ones(10), session, phase="dense")
+
+
+def test_first_error_is_shown_first_and_repeated_by_the_others() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_raise_on_two, 3)
+    text = str(caught.value)
+    assert text.startswith("rank 2 of 3 raised ZeroDivisionError: the batch was empty")
+    assert text.count("rank 2 failed first: ZeroDivisionError: the batch was empty") >= 1
+
+
+def _disagree() -> None:
+    start_session(seed=int(os.environ["RANK"]))
+
+
+def test_ranks_that_disagree_are_refused() -> None:
+    with pytest.raises(RankError, match="ConfigError: rank 0 has seed 0 and rank 1 has 1; give the same"):
+        run_ranks(_disagree, 2)
+
+
+def test_one_rank_may_end_long_before_another() -> None:
+    first, second = run_ranks(_read_late, 2)
+    assert (first, second) == ("done", "read")
+
+
+def _read_late() -> str:
+    with start_session() as session:
+        import numpy as np
+
+        rows = np.arange(5)
+        session.rpc.register("rows", lambda _name, _arrays: [rows])
+        barrier(session, "registered")
+        if session.topology.rank == 0:
+            return "done"
+        for _ in range(200):
+            assert session.rpc.call(0, "rows", "", [], phase="p")[0].tolist() == rows.tolist()
+        return "read"
+
+
+SCRIPT = """
+import os, sys, threading
+import torch
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.collectives import sum_over_ranks, barrier
+
+session = start_session(timeout_s=200)
+barrier(session, "ready")
+rank = session.topology.rank
+if rank == {victim}:
+    os.kill(os.getpid(), {signal})
+print("rank", rank, "waits", flush=True)
+{wait}
+"""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ['sum_over_ranks(torch.ones(4), session, phase="dense")', "threading.Event().wait()"],
+    ids=["in a collective", "at something else"],
+)
+def test_torchrun_survivor_ends_in_time_and_names_the_killed(tmp_path: Path, wait: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(victim=1, signal=int(signal.SIGKILL), wait=wait))
+    started = time.monotonic()
+    done = _torchrun(script)
+    assert done.returncode != 0
+    assert time.monotonic() - started < LIMIT_S + 30  # torchrun's own start included
+    assert re.search(r"rank 1 on \S+ (did not answer|closed)", done.stderr), done.stderr
+
+
+def test_uncaught_error_is_left_for_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = SCRIPT.format(victim=-1, signal=0, wait='sum_over_ranks(torch.ones(4), session, phase="dense")')
+    script.write_text(text.replace('print("rank"', 'assert rank != 1, "my own fault"\nprint("rank"'))
+    done = _torchrun(script)
+    assert done.returncode != 0
+    assert "rank 1 failed first: AssertionError: my own fault" in done.stderr, done.stderr
+
+
+def test_script_that_ends_without_close_ends_cleanly(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(victim=-1, signal=0, wait="print('end of', session.scratch)"))
+    done = _torchrun(script)
+    assert done.returncode == 0, done.stderr
+    (folder,) = set(re.findall(r"end of (\S+)", done.stdout))
+    assert not Path(folder).exists()
+
+
+ANSWERING_AT_EXIT = """
+import time
+import numpy as np
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.collectives import barrier
+
+session = start_session(timeout_s=20)
+session.rpc.register("rows", lambda _name, _arrays: [np.arange(3)])
+barrier(session, "registered")
+if session.topology.rank == 1:
+    while not session.store.raw.check(["barrier/2/0"]):  # until rank 0 is in its exit handlers
+        time.sleep(0.01)
+    print("read", session.rpc.call(0, "rows", "", [], phase="p")[0].tolist())
+"""
+
+
+def test_rank_whose_script_has_ended_still_answers_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ANSWERING_AT_EXIT)
+    done = _torchrun(script)
+    assert done.returncode == 0, done.stderr
+    assert "read [0, 1, 2]" in done.stdout
+
+
+def _has_default_sigterm() -> bool:
+    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def _with_a_pool() -> bool:
+    session = start_session(timeout_s=60)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found = pool.apply(_has_default_sigterm)
+    # Leaving the pool sent SIGTERM to its processes, which must have ended them and not this one.
+    barrier(session, "after the pool")
+    return found
+
+
+def test_processes_forked_from_a_rank_end_alone() -> None:
+    assert run_ranks(_with_a_pool, 2) == [True, True]
+
+
+def _fork_that_exits() -> list[object]:
+    session = start_session(timeout_s=60)
+    child = os.fork()
+    if child == 0:
+        try:
+            session.rpc.call(1 - session.topology.rank, "cluster.ping", "", [], phase="p")
+        except PeerError:
+            session.close()
+            with contextlib.suppress(ConfigError):
+                current_session()
+                os._exit(9)
+            atexit._run_exitfuncs()  # as an ordinary end would, which the helper stands in the way of
+            os._exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 8)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    barrier(session, "after the child")
+    return [os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
+
+
+def test_forked_process_lets_go_of_the_session() -> None:
+    assert run_ranks(_fork_that_exits, 2, ranks_per_server=1) == [[0, True]] * 2
+
+
+def _own_handler_later() -> list[bool]:
+    session = start_session(timeout_s=60)
+    told = threading.Event()
+
+    def mine(_number: int, _frame: object) -> None:
+        told.set()
+
+    signal.signal(signal.SIGTERM, mine)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert told.wait(20)
+    barrier(session, "after the signal")
+    session.close()
+    return [told.is_set(), signal.getsignal(signal.SIGTERM) is mine]
+
+
+def test_handler_that_the_user_sets_later_is_left_alone() -> None:
+    assert run_ranks(_own_handler_later, 2) == [[True, True]] * 2
+
+
+def _taken_wakeup() -> None:
+    session = start_session(timeout_s=60)
+    barrier(session, "ready")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)  # as asyncio does
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert os.read(read, 1)
+    threading.Event().wait(60)
+
+
+def test_sigterm_ends_a_rank_whose_wakeup_descriptor_is_somebody_elses() -> None:
+    outcomes = start_ranks(_taken_wakeup, 2)
+    assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM] * 2
+
+
+def _torchrun(script: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # Looking every 0.1 s, it may end the survivor before that has said whom it misses.
+    command += ["--monitor-interval", "5"]
+    variables = dict(os.environ, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    return subprocess.run(
+        [*command, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_no_session_is_left_behind() -> None:
+    with pytest.raises(ValueError, match="init"):
+        current_session()
+
+
+def _wait_for_sigterm(folder: str) -> None:
+    session = start_session(timeout_s=60)
+    Path(folder, str(session.topology.rank)).write_text(str(session.scratch))
+    barrier(session, "ready")
+    if session.topology.rank == 0:
+        # As torchrun does to a rank whose peer was killed.
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait(60)
+
+
+def test_a_rank_ended_by_sigterm_leaves_no_folder_behind(tmp_path: Path) -> None:
+    outcomes = start_ranks(_wait_for_sigterm, 2, args=(str(tmp_path),))
+    assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM, -signal.SIGKILL]
+    assert not Path((tmp_path / "0").read_text()).exists()

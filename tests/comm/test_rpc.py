@@ -1,0 +1,413 @@
+"""One-sided calls: between real ranks, and with hand-made pairs in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.rpc import PeerAddress, Rpc, ServeConfig
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from tests.helpers.ranks import run_ranks, start_ranks
+
+TABLE = np.arange(40, dtype=np.float32).reshape(10, 4)
+
+
+@contextlib.contextmanager
+def pair(
+    *,
+    mine: Credentials | None = None,
+    theirs: Credentials | None = None,
+    config: ServeConfig | None = None,
+    timeout_s: float = 20.0,
+) -> Iterator[tuple[Rpc, Rpc]]:
+    """Ranks 0 and 1 in this process; rank 0 can call rank 1."""
+    ranks = []
+    for rank, credentials in enumerate(
+        (mine or Credentials(secret=b"s"), theirs or Credentials(secret=b"s"))
+    ):
+        rpc = Rpc(rank, Ledger(Topology(rank, 2, (0, 1))), timeout_s, config or ServeConfig())
+        ranks.append((rpc, rpc.listen("127.0.0.1", credentials), credentials))
+    (caller, _, _), (server, endpoint, credentials) = ranks
+    caller.connect(
+        {1: PeerAddress(rank=1, host="there", endpoint=endpoint, public_key=credentials.public_key)}
+    )
+    try:
+        yield caller, server
+    finally:
+        caller.close()
+        server.close()
+
+
+@pytest.mark.parametrize("chunk_bytes", [16, 100, 1 << 20])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12, dtype=np.int64).reshape(3, 4),
+        np.arange(70_000, dtype=np.float32)[::-1],
+        np.zeros((0, 5), dtype=np.float16),
+        np.float64(3.5).reshape(()),
+        np.array([True, False]),
+        np.arange(6, dtype=">i4"),
+        np.arange(24).reshape(4, 6).T,
+    ],
+    ids=["matrix", "reversed", "empty", "scalar", "bool", "bigendian", "transposed"],
+)
+def test_arrays_arrive_as_they_left(array: np.ndarray, chunk_bytes: int) -> None:
+    with pair(config=ServeConfig(chunk_bytes=chunk_bytes)) as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        one, two = caller.call(1, "echo", "x", [array, TABLE], phase="p")
+    assert one.shape == array.shape
+    assert one.dtype == array.dtype.newbyteorder("=")
+    assert np.array_equal(one, array)
+    assert np.array_equal(two, TABLE)
+    assert one.flags.writeable
+    assert one.flags.aligned
+
+
+def test_caller_counts_both_directions_and_payload_only() -> None:
+    with pair() as (caller, server):
+        server.register("rows", lambda name, arrays: [TABLE[arrays[0]]])
+        ids = np.array([3, 1, 3], dtype=np.int64)
+        (rows,) = caller.call(1, "rows", "feat", [ids], phase="features", layer=2)
+        counted = [
+            (r.phase, r.layer, r.source, r.destination, r.inside, r.num_bytes) for r in caller._ledger.rows()
+        ]
+        assert server._ledger.total() == 0
+    assert np.array_equal(rows, TABLE[[3, 1, 3]])
+    assert counted == [("features", 2, 0, 1, False, 3 * 8), ("features", 2, 1, 0, False, 3 * 16)]
+
+
+def test_call_to_oneself_runs_here_and_counts_nothing() -> None:
+    ledger = Ledger(Topology(0, 1, (0,)))
+    rpc = Rpc(0, ledger, 1.0)
+    ran_on = []
+    rpc.register("where", lambda _name, arrays: ran_on.append(threading.get_ident()) or arrays)
+    assert rpc.call(0, "where", "", [TABLE], phase="p")[0] is TABLE
+    assert ran_on == [threading.get_ident()]
+    assert ledger.total() == 0
+    with pytest.raises(RemoteError, match=r"rank 0 .*no operation 'nothing'.*where"):
+        rpc.call(0, "nothing", "", [], phase="p")
+
+
+def test_error_of_a_handler_reaches_the_caller_as_text() -> None:
+    def fail(_name: str, _arrays: object) -> list[np.ndarray]:
+        raise IndexError("row 99 of 10")
+
+    with pair() as (caller, server):
+        server.register("fail", fail)
+        with pytest.raises(RemoteError, match=r"rank 1 on there failed at fail 'feat': IndexError: row 99"):
+            caller.call(1, "fail", "feat", [], phase="p")
+        with pytest.raises(RemoteError, match="no operation 'unknown'"):
+            caller.call(1, "unknown", "", [], phase="p")
+        server.register("object", lambda _name, _arrays: [np.array([object()])])
+        with pytest.raises(RemoteError, match="dtype object cannot be sent"):
+            caller.call(1, "object", "", [], phase="p")
+        assert caller.alive(1, 5.0)
+
+
+def test_operation_is_registered_once() -> None:
+    rpc = Rpc(0, Ledger(Topology(0, 1, (0,))), 1.0)
+    rpc.register("a", lambda _name, arrays: arrays)
+    with pytest.raises(ConfigError, match="'a' is registered already"):
+        rpc.register("a", lambda _name, arrays: arrays)
+
+
+def test_slow_handler_holds_up_nobody_and_silence_is_named() -> None:
+    release = threading.Event()
+
+    def wait(_name: str, _arrays: object) -> list[np.ndarray]:
+        release.wait(20)
+        return []
+
+    with pair() as (caller, server):
+        server.register("wait", wait)
+        server.register("quick", lambda _name, arrays: arrays)
+        slow = caller.submit(1, "wait", "w", [], phase="p")
+        assert np.array_equal(caller.call(1, "quick", "", [TABLE], phase="p")[0], TABLE)
+        with pytest.raises(PeerError, match=r"rank 1 on there did not answer wait 'w' within 0.05 s"):
+            slow.result(0.05)
+        release.set()
+        assert slow.result(20) == []
+
+
+def test_replies_find_their_calls_in_any_order_and_from_many_threads() -> None:
+    failures: list[object] = []
+    with pair(config=ServeConfig(chunk_bytes=64)) as (caller, server):
+        server.register("rows", lambda _name, arrays: [np.tile(arrays[0], 50)])
+
+        def ask(first: int) -> None:
+            pending = [
+                caller.submit(1, "rows", "", [np.array([n])], phase="p") for n in range(first, first + 20)
+            ]
+            for n, one in reversed(list(zip(range(first, first + 20), pending, strict=True))):
+                if not np.array_equal(one.result()[0], np.full(50, n)):
+                    failures.append(n)
+
+        threads = [threading.Thread(target=ask, args=(100 * n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert caller._ledger.total(phase="p") == 80 * (8 + 400)
+    assert not failures
+
+
+def test_call_nobody_waits_for_is_forgotten() -> None:
+    with pair() as (caller, server):
+        server.register("rows", lambda _name, arrays: arrays)
+        for _ in range(10):
+            caller.submit(1, "rows", "", [TABLE], phase="p")
+        caller.call(1, "rows", "", [], phase="p")
+        link = caller._client._local.links[1]
+        assert len(link._waiting) == 0
+
+
+def test_end_of_the_peer_is_noticed_while_waiting() -> None:
+    with pair(timeout_s=60.0) as (caller, server):
+        started = threading.Event()
+        release = threading.Event()
+
+        def wait(_name: str, _arrays: object) -> list[np.ndarray]:
+            started.set()
+            release.wait(20)
+            return []
+
+        server.register("wait", wait)
+        pending = caller.submit(1, "wait", "", [], phase="p")
+        assert started.wait(20)
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        with pytest.raises(PeerError, match="rank 1 on there closed its connection or died while asked"):
+            pending.result()
+        release.set()
+        closing.join()
+        with pytest.raises(PeerError, match="does not accept connections"):
+            caller.call(1, "wait", "", [], phase="p")
+
+
+def test_closing_ends_calls_under_way() -> None:
+    with pair() as (caller, server):
+        release = threading.Event()
+        server.register("wait", lambda _name, _arrays: release.wait(20) and [])
+        pending = caller.submit(1, "wait", "", [], phase="p")
+        caller._client.close()
+        with pytest.raises(PeerError, match="session was closed"):
+            pending.result()
+        with pytest.raises(PeerError, match="session is closed"):
+            caller.call(1, "wait", "", [], phase="p")
+        release.set()
+        caller.close()
+        caller.close()
+
+
+def test_closing_under_calls_of_other_threads_ends_them_with_an_error_that_says_so() -> None:
+    ends: list[BaseException] = []
+    with pair() as (caller, server):
+        server.register("rows", lambda _name, _arrays: [np.zeros(300_000)])
+        under_way = threading.Barrier(4)
+
+        def ask_for_ever() -> None:
+            caller.call(1, "rows", "", [TABLE], phase="p")
+            under_way.wait(20)
+            try:
+                while True:
+                    caller.call(1, "rows", "", [TABLE], phase="p")
+            except BaseException as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=ask_for_ever) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        under_way.wait(20)
+        caller.close()
+        for thread in threads:
+            thread.join(20)
+    assert [type(end) for end in ends] == [PeerError] * 3
+    assert all("session" in str(end) for end in ends)
+
+
+def test_reply_that_came_in_time_counts_however_late_it_is_asked_for() -> None:
+    with pair() as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        early = caller.submit(1, "echo", "", [TABLE], phase="p")
+        late = caller.submit(1, "echo", "", [TABLE], phase="p")
+        assert late._answer._link.pump(20_000)  # the reply of the first; that of the second follows
+        assert late._answer._link.pump(20_000)
+        third = caller.submit(1, "echo", "", [TABLE], phase="p")
+        assert late._answer._link._socket.poll(20_000)  # has come, but was not taken in
+        for one in (early, late, third):
+            assert np.array_equal(one.result(1e-9)[0], TABLE)
+
+
+def test_handler_that_ends_its_thread_ends_only_the_call() -> None:
+    def leave(_name: str, _arrays: object) -> list[np.ndarray]:
+        raise SystemExit("enough")
+
+    with pair() as (caller, server):
+        server.register("leave", leave)
+        for _ in range(5):  # more often than there are threads in the pool
+            with pytest.raises(RemoteError, match="SystemExit: enough"):
+                caller.call(1, "leave", "", [], phase="p")
+
+
+def test_what_is_kept_of_callers_that_left_is_bounded() -> None:
+    with pair() as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        for _ in range(40):
+            thread = threading.Thread(target=lambda: caller.call(1, "echo", "", [TABLE], phase="p"))
+            thread.start()
+            thread.join()
+        # A few, because a descriptor is used again only after its connection has ended.
+        assert len(server._server._assemblers) <= 10
+
+
+def test_a_number_of_a_socket_that_is_still_closing_can_come_again() -> None:
+    """Threads come and go, and ZeroMQ lets go of a closed socket later than the system of its number."""
+    with pair() as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        assert caller._context is not None
+        still_there = [caller._context.socket(zmq.PAIR) for _ in range(200)]
+        for number, old in enumerate(still_there):
+            old.bind(f"inproc://monitor.s-{number}")
+        (answer,) = caller.call(1, "echo", "", [TABLE], phase="p")
+        assert np.array_equal(answer, TABLE)
+        for old in still_there:
+            old.close(0)
+
+
+def test_the_silent_are_told_from_those_who_answer() -> None:
+    with pair(timeout_s=60.0) as (caller, server):
+        assert caller.silent([0, 1], 20.0) == []
+        server.close()
+        assert caller.silent([0, 1], 20.0) == [1]
+        caller.close()
+        assert not caller.alive(1, 20.0)
+
+
+def test_wrong_secret_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pair(mine=Credentials(secret=b"guess")) as (caller, server):
+        server.register("rows", lambda _name, arrays: pytest.fail("a stranger was served"))
+        with pytest.raises(PeerError, match="refused the connection"):
+            caller.call(1, "rows", "", [TABLE], phase="p")
+    assert "refused a connection from 127.0.0.1: it does not know this job's secret" in caplog.text
+
+
+def test_stranger_without_security_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pair() as (_, server):
+        server.register("rows", lambda _name, arrays: pytest.fail("a stranger was served"))
+        endpoint = server._server.endpoint
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            monitor = stranger.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            )
+            stranger.connect(endpoint)
+            stranger.send(b"hello")
+            assert monitor.poll(20_000)
+            stranger.disable_monitor()
+            monitor.close(0)
+        _wait_for_text(caplog, "refused a connection")
+
+
+def test_raw_bytes_of_a_stranger_are_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pair() as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        host, port = server._server.endpoint.removeprefix("tcp://").rsplit(":", 1)
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.settimeout(20)
+            stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(range(256)) * 8)
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1024):
+                    pass  # whatever it greets with, it hangs up
+        _wait_for_text(caplog, "refused a connection")
+        assert np.array_equal(caller.call(1, "echo", "", [TABLE], phase="p")[0], TABLE)
+
+
+def test_malformed_message_of_a_member_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pair() as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        assert caller.alive(1, 20)
+        link = caller._client._local.links[1]
+        for frames in ([b"garbage"], [b""], [b"DGLX" + b"\xff" * 60], [b"x", b"y", b"z" * 100_000]):
+            link._socket.send_multipart(frames)
+        assert np.array_equal(caller.call(1, "echo", "", [TABLE], phase="p")[0], TABLE)
+    assert caplog.text.count("dropped a malformed message") == 4
+
+
+def test_curve_accepts_only_the_keys_of_the_job() -> None:
+    keys = [make_credentials_keys() for _ in range(3)]
+    members = frozenset(public for public, _ in keys[:2])
+    sides = [Credentials(secret=b"", public_key=p, secret_key=s, accepted_keys=members) for p, s in keys]
+    with pair(mine=sides[0], theirs=sides[1]) as (caller, server):
+        server.register("echo", lambda _name, arrays: arrays)
+        assert np.array_equal(caller.call(1, "echo", "", [TABLE], phase="p")[0], TABLE)
+    with pair(mine=sides[2], theirs=sides[1]) as (caller, _), pytest.raises(PeerError, match="refused"):
+        caller.call(1, "echo", "", [], phase="p")
+
+
+def test_secret_is_not_shown_when_printed() -> None:
+    assert "hidden" not in repr(Credentials(secret=b"hidden", secret_key=b"hidden", public_key=b"p"))
+
+
+def _everyone_asks_everyone() -> list[list[float]]:
+    with start_session() as session:
+        rank = session.topology.rank
+        session.rpc.register("mine", lambda _name, arrays: [arrays[0] * 10 + rank])
+        session.store and session.store.barrier("registered")
+        return [
+            session.rpc.call(other, "mine", "", [np.array([1.0])], phase="p")[0].tolist()
+            for other in range(session.topology.world_size)
+        ]
+
+
+@pytest.mark.parametrize("environment", [{}, {"DGLX_CURVE": "1"}], ids=["plain", "curve"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_call_each_other(world_size: int, environment: dict[str, str]) -> None:
+    for row in run_ranks(_everyone_asks_everyone, world_size, environment=environment):
+        assert row == [[10.0 + other] for other in range(world_size)]
+
+
+def _ask_the_stopped() -> str:
+    session = start_session()
+    rank = session.topology.rank
+    session.rpc.register("die", lambda _name, _arrays: os.kill(os.getpid(), signal.SIGKILL))
+    session.store.barrier("registered")
+    if rank == 1:
+        threading.Event().wait()
+    try:
+        session.rpc.call(1, "die", "", [], phase="p")
+    except PeerError as error:
+        return str(error)
+    finally:
+        session.close(failed=True)
+    return ""
+
+
+def test_killed_rank_is_named_at_once() -> None:
+    before = time.monotonic()
+    outcomes = start_ranks(_ask_the_stopped, 2)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    assert "rank 1 on " in outcomes[0].result
+    assert "closed its connection or died while asked for die" in outcomes[0].result
+    assert time.monotonic() - before < 60  # far below the time-out of 300 s
+
+
+def _wait_for_text(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in caplog.text and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert text in caplog.text

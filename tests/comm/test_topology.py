@@ -1,0 +1,122 @@
+"""Reading torchrun's environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.comm.topology import (
+    Topology,
+    launched_by_torchrun,
+    read_rendezvous,
+    read_settings,
+    read_topology,
+    with_nodes,
+)
+from dglx_dist.errors import ConfigError
+
+
+def launched(rank: int = 0, world_size: int = 4, **more: object) -> dict[str, str]:
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+        **more,
+    }
+    return {key: str(value) for key, value in variables.items()}
+
+
+def test_without_torchrun_it_is_one_process() -> None:
+    assert not launched_by_torchrun({})
+    assert read_topology({}) == Topology(0, 1, (0,))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "more", "servers"),
+    [
+        (4, {}, (0, 0, 0, 0)),
+        (4, {"LOCAL_WORLD_SIZE": 2}, (0, 0, 1, 1)),
+        (4, {"DGLX_RANKS_PER_SERVER": 2}, (0, 0, 1, 1)),
+        (5, {"DGLX_RANKS_PER_SERVER": 2}, (0, 0, 1, 1, 2)),
+        (2, {"DGLX_RANKS_PER_SERVER": 5}, (0, 0)),
+        # A virtual server never spans machines, which share no memory.
+        (6, {"LOCAL_WORLD_SIZE": 3, "DGLX_RANKS_PER_SERVER": 2}, (0, 0, 1, 2, 2, 3)),
+    ],
+)
+def test_servers(world_size: int, more: dict[str, int], servers: tuple[int, ...]) -> None:
+    topology = read_topology(launched(world_size - 1, world_size, **more))
+    assert topology.server_of_rank == servers
+    assert topology.num_servers == len(set(servers))
+    assert topology.server == servers[-1]
+    members = topology.ranks_of_server(topology.server)
+    assert members[topology.local_rank] == world_size - 1
+    assert all(topology.same_server(world_size - 1, rank) for rank in members)
+
+
+def test_machines_of_different_size_are_put_right() -> None:
+    guessed = read_topology(launched(0, 3, LOCAL_WORLD_SIZE=2))
+    assert with_nodes(guessed, (0, 1, 1), {}).server_of_rank == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "4"),
+        ("RANK", "-1"),
+        ("RANK", "one"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "4.0"),
+        ("LOCAL_WORLD_SIZE", "0"),
+        ("DGLX_RANKS_PER_SERVER", "0"),
+        ("DGLX_RANKS_PER_SERVER", ""),
+        ("DGLX_TIMEOUT", "soon"),
+        ("DGLX_TIMEOUT", "-3"),
+        ("DGLX_TIMEOUT", "nan"),
+        ("DGLX_CURVE", "perhaps"),
+    ],
+)
+def test_bad_values_are_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
+        read_topology(launched() | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MASTER_PORT", "0"), ("MASTER_PORT", "70000"), ("GROUP_RANK", "x")]
+)
+def test_bad_rendezvous_is_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
+        read_rendezvous(launched() | {name: value})
+
+
+def test_missing_address_tells_what_to_do() -> None:
+    variables = launched()
+    del variables["MASTER_ADDR"]
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR .*torchrun"):
+        read_rendezvous(variables)
+
+
+def test_settings() -> None:
+    assert read_settings({}).timeout_s is None
+    found = read_settings({"DGLX_TIMEOUT": "2.5", "DGLX_STRATEGY": "x", "DGLX_CURVE": "yes"})
+    assert (found.timeout_s, found.strategy, found.curve) == (2.5, "x", True)
+    assert read_rendezvous(launched(GLOO_SOCKET_IFNAME="eth0,eth1")).interface == "eth0"
+    assert read_rendezvous(launched(GROUP_WORLD_SIZE=1)).interface == "lo"
+    # Without torchrun's word, other ranks may be on other machines.
+    assert read_rendezvous(launched()).interface is None
+
+
+def test_what_a_launcher_says_for_a_script() -> None:
+    found = read_settings({"DGLX_OPTIONS": '{"depth": 2}', "DGL_CONF_PATH": "data/g.json"})
+    assert (found.options, found.part_config) == ({"depth": 2}, Path("data/g.json"))
+    assert read_settings({"DGL_CONF_PATH": ""}).part_config is None
+    for wrong in ("depth=2", "[2]"):
+        with pytest.raises(ConfigError, match="must be a JSON object"):
+            read_settings({"DGLX_OPTIONS": wrong})
+
+
+@pytest.mark.parametrize("servers", [(1, 1), (0, 2), (0, 1, 0), (0,)])
+def test_impossible_topologies_are_refused(servers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError):
+        Topology(0, len(servers) if servers != (0,) else 2, servers)

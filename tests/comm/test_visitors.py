@@ -1,0 +1,97 @@
+"""Who is no rank reaches one that runs alone, with the visitors' secret, and gets what is for visitors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import zmq
+
+from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.rpc import Client, ServeConfig
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.wire import ArraySpec, Assembler, Head, Kind, NotAdmittedError, encode
+from dglx_dist.comm.worker_access import ClientAccess, open_client_access
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+
+
+def ask(access: ClientAccess, credentials: Credentials, op: str = "double") -> list[int]:
+    with zmq.Context() as context:
+        client = Client(context, access.addresses, credentials, ServeConfig())
+        try:
+            (answer,) = client.send(0, op, "", [np.array([21])]).wait(2.0)
+        finally:
+            client.close()
+    return [int(value) for value in answer]
+
+
+def register(session: Session) -> None:
+    session.rpc.register("double", lambda _name, arrays: [2 * arrays[0]], for_clients=True)
+    session.rpc.register("rows", lambda _name, _arrays: pytest.fail("a visitor was served as a rank is"))
+
+
+def test_a_session_that_runs_alone_listens_when_visitors_come() -> None:
+    with start_session(timeout_s=20.0) as session:
+        register(session)
+        access = open_client_access(session)
+        assert session.rpc.credentials is None  # no rank is expected
+        assert open_client_access(session) is access
+        assert access.addresses[0].endpoint.startswith("tcp://127.0.0.1:")
+        assert ask(access, access.credentials) == [42]
+        for op in ("rows", "cluster.ping"):
+            with pytest.raises(RemoteError, match=rf"no operation '{op}' .*\(there are: double\)"):
+                ask(access, access.credentials, op)
+        session.rpc.unregister("double")
+        with pytest.raises(RemoteError, match="no operation 'double'"):
+            ask(access, access.credentials)
+        with pytest.raises(PeerError):
+            ask(access, Credentials(secret=b"open sesame"))
+
+
+def test_a_session_that_runs_alone_encrypts_where_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DGLX_CURVE", "1")
+    with start_session(timeout_s=20.0) as session:
+        register(session)
+        access = open_client_access(session)
+        # The pair that visitors show is not the door's.
+        assert access.addresses[0].public_key not in (None, access.credentials.public_key)
+        assert ask(access, access.credentials) == [42]
+        public, secret = make_credentials_keys()
+        stranger = Credentials(secret=access.credentials.secret, public_key=public, secret_key=secret)
+        for other in (stranger, Credentials(secret=access.credentials.secret)):
+            with pytest.raises(PeerError, match="refused"):
+                ask(access, other)
+
+
+def test_nothing_is_read_of_what_is_not_admitted() -> None:
+    """Room is made for an array that travels in pieces as soon as its head is there: not for this one."""
+    spec = ArraySpec(np.dtype("float64"), (1 << 32,), 1 << 20)
+    head = Head(Kind.REQUEST, 1, "rows", "")
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
+        receiver.bind("inproc://messages")
+        sender.connect("inproc://messages")
+        assembler = Assembler(admits=lambda head: head.op == "double")
+        sender.send_multipart([encode(head, [spec]), b"more"])
+        with pytest.raises(NotAdmittedError) as caught:
+            assembler.read(receiver)
+        assert caught.value.head.op == "rows"
+        assert assembler.is_idle
+        sender.send(encode(head._replace(op="double")))
+        message = assembler.read(receiver)
+        assert message is not None
+        assert message.head.op == "double"
+    with start_session(timeout_s=20.0) as session:
+        register(session)
+        access = open_client_access(session)
+        with zmq.Context() as context:
+            client = Client(context, access.addresses, access.credentials, ServeConfig())
+            with pytest.raises(RemoteError, match="no operation 'rows'"):
+                client.send(0, "rows", "", [np.zeros(1 << 18)]).wait(20.0)
+            assert client.send(0, "double", "", [np.arange(1 << 18)]).wait(20.0)[0][-1] == 2 * ((1 << 18) - 1)
+            client.close()
+
+
+def test_on_an_interface() -> None:
+    with start_session(timeout_s=20.0) as session:
+        with pytest.raises(ConfigError, match="option interface='nowhere0' is no network interface"):
+            open_client_access(session, "nowhere0")
+        assert open_client_access(session, "lo").addresses[0].endpoint.startswith("tcp://127.0.0.1:")

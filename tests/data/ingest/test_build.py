@@ -1,0 +1,372 @@
+"""From tables to a dataset, against what is known by hand and against the reader of tables in memory."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from dglx_dist.data.ingest import graph as build
+from dglx_dist.data.ingest.config import read_config
+from dglx_dist.data.ingest.external_memory import Budget
+from dglx_dist.data.ingest.graph import Ingested, IngestPlan, ingest, write_settled
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.sources import load_dataset
+from dglx_dist.data.storage.reader import StoredPart, open_dataset
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError, DatasetError, StorageError
+from dglx_dist.prepare import load_graph
+from tests.data.ingest.shop import BUYS, ITEMS, USERS, describe, write_csv, write_shop
+
+BUYS_TYPE = ("user", "buys", "item")
+EMPTY_LISTS = pa.array([[]] * 3, pa.list_(pa.float32()))
+KNOWS_TYPE = ("user", "knows", "user")
+
+
+@pytest.fixture(params=[1 << 26, 1 << 12], ids=["all fits", "nothing fits"])
+def budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Budget:
+    """Few bytes, so that five rows make many buckets, beside what the program itself takes."""
+    found = Budget(work=request.param)
+    monkeypatch.setattr(build, "open_budget", lambda limit: found)
+    return found
+
+
+def run(folder: Path, description: dict[str, Any] | None = None, **options: Any) -> Ingested:
+    config = read_config(write_shop(folder, description))
+    return ingest(config, IngestPlan(out=folder / "out", memory=1 << 30, **options))
+
+
+def part_of(folder: Path) -> StoredPart:
+    return open_dataset(folder / "out", verify="full").part(0)
+
+
+@pytest.mark.usefixtures("budget")
+def test_what_is_in_the_tables_is_in_the_dataset(tmp_path: Path) -> None:
+    done = run(tmp_path, reverse_edges=True)
+    part = part_of(tmp_path)
+    assert part.user_ids("user").tolist() == USERS["id"]
+    assert part.user_ids("item").tolist() == ITEMS["number"]
+    assert part.original_node_ids("user").tolist() == [0, 1, 2, 3, 4]
+    # Age over its range; then Bonn, Jena, Ulm.
+    assert part.node_data("user", "feat").tolist() == [
+        [0.0, 0, 0, 1], [0.25, 1, 0, 0], [0.5, 0, 0, 1], [1.0, 0, 0, 0], [0.75, 0, 1, 0],
+    ]  # fmt: skip
+    assert part.node_data("user", "emb").dtype == np.float32
+    assert part.node_data("user", "emb").tolist() == USERS["emb"]
+    assert part.node_data("user", "label").tolist() == [0, 1, 0, -1, 1]
+    assert done.manifest.num_classes == {"user": 2}
+    assert done.manifest.parameters["class_names"] == {"user": ["gold", "iron"]}
+    assert part.node_data("item", "price").tolist() == [0.125, 0.375, 0.5]
+    # In-edges of 70, of 5000000000 and of 9, sources ascending: rows 3, 2, 0 | 4 | 1, 5 of the table.
+    assert part.indptr(BUYS_TYPE).tolist() == [0, 3, 4, 6]
+    assert part.indices(BUYS_TYPE).tolist() == [0, 1, 4, 3, 0, 4]
+    assert part.indices(BUYS_TYPE).dtype == np.int32
+    assert part.original_edge_ids(BUYS_TYPE).tolist() == [3, 2, 0, 4, 1, 5]
+    assert part.edge_data(BUYS_TYPE, "count").tolist() == [5.0, 2.0, 3.0, 4.0, 1.0, 6.0]
+    assert part.edge_data(BUYS_TYPE, "count").dtype == np.float64
+    reverse = ("item", "buys-rev", "user")
+    assert part.indptr(reverse).tolist() == [0, 2, 3, 3, 4, 6]
+    assert part.indices(reverse).tolist() == [0, 2, 0, 1, 0, 2]
+    assert part.original_edge_ids(reverse).tolist() == [3, 1, 2, 4, 0, 5]
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith("partial")] == []
+
+
+@pytest.mark.usefixtures("budget")
+def test_splits_have_their_shares_of_the_labelled_nodes(tmp_path: Path) -> None:
+    run(tmp_path)
+    part = part_of(tmp_path)
+    masks = [part.node_data("user", f"{name}_mask") for name in ("train", "val", "test")]
+    assert [mask.sum() for mask in masks] == [2, 1, 1]
+    assert np.sum(masks, axis=0).tolist() == [1, 1, 1, 0, 1]  # dan has no label
+
+
+def test_the_same_bytes_within_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a", "b"]
+    for name, work in zip(names, (1 << 26, 1 << 11), strict=True):
+        monkeypatch.setattr(build, "open_budget", lambda limit, work=work: Budget(work=work))
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, reverse_edges=True, name="shop")
+    texts = [(tmp_path / name / "out" / "manifest.json").read_text() for name in names]
+    assert texts[0] == texts[1]  # it has the checksums of all files
+
+
+@pytest.mark.usefixtures("budget")
+def test_equals_the_reader_of_tables_in_memory(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    ids = [f"n{number}" for number in random.permutation(150)]
+    ends = random.integers(0, 150, (2, 800))
+    nodes = {"id": ids, "feat": random.random((150, 3), dtype=np.float32).tolist()}
+    edges = {"src": [ids[i] for i in ends[0]], "dst": [ids[i] for i in ends[1]], "w": random.random(800)}
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    pyarrow.parquet.write_table(pa.table({**nodes, "feat": pa.array(nodes["feat"], pa.list_(pa.float32()))}),
+                                tables / "nodes.parquet")  # fmt: skip
+    pyarrow.parquet.write_table(pa.table(edges), tables / "edges.parquet", row_group_size=300)
+    (tables / "one.json").write_text(
+        json.dumps(
+            {
+                "nodes": [{"node_type": "_N", "files": "nodes.parquet", "node_id_col": "id",
+                           "features": [{"feature_col": "feat"}]}],
+                "edges": [{"relation": ["_N", "_E", "_N"], "files": "edges.parquet", "source_id_col": "src",
+                           "dest_id_col": "dst", "features": [{"feature_col": "w", "out_dtype": "float64"}]}],
+            }
+        )
+    )  # fmt: skip
+    ingest(read_config(tables / "one.json"), IngestPlan(out=tmp_path / "out", memory=1 << 30))
+    graph = load_dataset(tables)
+    assignment = PARTITIONERS.get("contiguous")(PartitionOptions()).assign(graph, 1, 0)
+    write_dataset(graph, assignment, tmp_path / "other")
+    ours, theirs = (open_dataset(tmp_path / name).manifest.files for name in ("out", "other"))
+    assert {path: info.checksum for path, info in ours.items()} == {
+        path: info.checksum for path, info in theirs.items()
+    }
+
+
+@pytest.mark.usefixtures("budget")
+def test_one_part_is_cut_into_more_with_the_ids_of_the_tables(tmp_path: Path) -> None:
+    run(tmp_path)
+    graph = load_graph(tmp_path / "out")
+    assert graph.user_ids["user"].tolist() == USERS["id"]
+    sources, destinations = graph.edges[BUYS_TYPE]
+    assert [USERS["id"][i] for i in sources] == BUYS["who"]
+    assert [ITEMS["number"][i] for i in destinations] == BUYS["what"]
+    assert graph.edge_data[BUYS_TYPE]["count"].tolist() == BUYS["count"]
+    assert graph.num_classes == {"user": 2}
+    with pytest.raises(ConfigError, match="no option 'ignore'"):
+        load_graph(tmp_path / "out", ignore="x")
+    cut = PARTITIONERS.get("random")(PartitionOptions()).assign(graph, 2, 0)
+    write_dataset(graph, cut, tmp_path / "two")
+    with pytest.raises(ConfigError, match="cut into 2 parts already"):
+        load_graph(tmp_path / "two")
+
+
+@pytest.mark.usefixtures("budget")
+def test_files_name_the_split(tmp_path: Path) -> None:
+    description = describe()
+    (label,) = description["nodes"][0]["labels"]
+    del label["split_pct"]
+    label["custom_split_filenames"] = {"train": "train.json", "valid": ["valid.json"]}
+    (tmp_path / "train.json").write_text('eve\n"ann"\n')
+    (tmp_path / "valid.json").write_text("bob\n")
+    run(tmp_path, description)
+    part = part_of(tmp_path)
+    assert part.node_data("user", "train_mask").tolist() == [True, False, False, False, True]
+    assert part.node_data("user", "val_mask").tolist() == [False, True, False, False, False]
+    assert "test_mask" not in open_dataset(tmp_path / "out").manifest.node_columns["user"]
+    for text, message in (
+        ("eve\nzoe\n", r"train.json: column 'id', row 1: node id 'zoe' is not among the ids of .*users-0"),
+        ("eve\nbob\n", "1 ids are named more than once"),
+        ("\n", r"train.json: names no node; leave 'train' out"),
+        ("\x80", r"train.json: holds no text with one id a line"),
+        ("dan\n", r"users-1.parquet: column 'segment', row 0: no label, but the row is in the train split"),
+    ):
+        (tmp_path / "train.json").write_text(text, encoding="latin-1")
+        with pytest.raises(DatasetError, match=message):
+            run(tmp_path, description, overwrite=True)
+
+
+@pytest.mark.usefixtures("budget")
+@pytest.mark.parametrize(
+    ("file", "columns", "message"),
+    [
+        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "id": ["dan", "ann"]},
+         r"users-1.parquet: column 'id', row 1: node id 'ann' occurs already in row 0 of .*users-0.parquet"),
+        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "id": ["dan", None]},
+         r"users-1.parquet: column 'id', row 1: is empty"),
+        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "age": [1.0, float("nan")]},
+         r"users-1.parquet: column 'age', row 1: nan .*is not a finite number"),
+        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "age": ["1", "old"]},
+         r"users-1.parquet: column 'age', row 1: 'old' is no number"),
+        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "emb": [[1.0, 2.0], [1.0]]},
+         r"users-1.parquet: column 'emb', row 1: .*1 .*, but"),
+        ("users-1.parquet", {k: v[3:] for k, v in USERS.items() if k != "emb"}, r"has no column 'emb'"),
+        ("buys.parquet", {**BUYS, "who": ["eve", "ann", "zoe", "ann", "zoe", "eve"]},
+         r"buys.parquet: column 'who', row 2: node id 'zoe' is not among .* 'user' nodes \(2 rows"),
+        ("buys.parquet", {**BUYS, "what": [70, 9, 70, 70, 9, 8]},
+         r"buys.parquet: column 'what', row 5: node id 8 is not among the ids of the 'item' nodes \(1 rows"),
+        ("buys.parquet", {**BUYS, "who": [1.5] * 6}, r"'who' must hold integer or string ids"),
+        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "emb": [[1.0, 2.0], [1e300, 1.0]]},
+         r"users-1.parquet: column 'emb', row 1: 1e\+300 is beyond float32"),
+        ("items.parquet", {**ITEMS, "price": [0.0, 1.0, -1.0]}, r"'price': the sum of its values is 0"),
+        ("users-0.parquet", {**{k: v[:3] for k, v in USERS.items()}, "emb": EMPTY_LISTS},
+         r"users-0.parquet: column 'emb', row 0: an empty list"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named_and_nothing_is_written(
+    tmp_path: Path, file: str, columns: dict[str, Any], message: str
+) -> None:
+    path = write_shop(tmp_path)
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / file)
+    with pytest.raises(DatasetError, match=message):
+        ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=1 << 30))
+    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith("partial")] == []
+
+
+@pytest.mark.usefixtures("budget")
+def test_a_broken_line_of_csv_is_named(tmp_path: Path) -> None:
+    path = write_shop(tmp_path)
+    (tmp_path / "knows.csv").write_text("a;b\nann;bob\nann\n")
+    with pytest.raises(DatasetError, match=r"knows.csv: not readable as a csv table: .*Expected 2 col"):
+        ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=1 << 30))
+
+
+@pytest.mark.usefixtures("budget")
+def test_ids_that_only_csv_names_are_texts_as_they_are_written(tmp_path: Path) -> None:
+    write_csv(tmp_path / "n.csv", {"id": ["007", "7", "x,y"], "x": ["1", " 2.5", "3e1"]})
+    write_csv(tmp_path / "e.csv", {"s": ["7", "x,y"], "d": ["007", "7"]})
+    description = {
+        "nodes": [
+            {"node_type": "n", "files": "n.csv", "node_id_col": "id", "features": [{"feature_col": "x"}]}
+        ],
+        "edges": [{"relation": ["n", "e", "n"], "files": "e.csv", "source_id_col": "s", "dest_id_col": "d"}],
+    }
+    run(tmp_path, description)
+    part = part_of(tmp_path)
+    assert part.user_ids("n").tolist() == ["007", "7", "x,y"]
+    assert part.indices(("n", "e", "n")).tolist() == [1, 2]
+    assert part.node_data("n", "x").tolist() == [1.0, 2.5, 30.0]
+
+
+@pytest.mark.usefixtures("budget")
+def test_rows_without_an_id_column_are_numbered(tmp_path: Path) -> None:
+    write_csv(tmp_path / "n.csv", {"x": ["1", "2", "3"]})
+    write_csv(tmp_path / "e.csv", {"s": ["2", "0"], "d": ["1", "1"]})
+    description = {
+        "nodes": [{"node_type": "n", "files": "n.csv", "features": [{"feature_col": "x"}]}],
+        "edges": [{"relation": ["n", "e", "n"], "files": "e.csv", "source_id_col": "s", "dest_id_col": "d",
+                   "labels": [{"task_type": "link_prediction", "split_pct": [0.5, 0.5, 0]}]}],
+    }  # fmt: skip
+    run(tmp_path, description)
+    part, etype = part_of(tmp_path), ("n", "e", "n")
+    assert part.user_ids("n") is None
+    assert part.indices(etype).tolist() == [0, 2]
+    masks = [part.edge_data(etype, f"{name}_mask") for name in ("train", "val")]
+    assert sorted(masks[0].tolist()) == [False, True]
+    assert (masks[0] != masks[1]).all()
+    for odd in ("one", "0x1", "01", "+1"):
+        (tmp_path / "e.csv").write_text(f"s,d\n2,1\n0,{odd}\n")
+        with pytest.raises(
+            DatasetError, match=rf"e.csv: column 'd', row 1: node id '{re.escape(odd)}' is no"
+        ):
+            run(tmp_path, description, overwrite=True)
+
+
+def test_texts_are_the_same_however_a_program_keeps_them(tmp_path: Path) -> None:
+    path = write_shop(tmp_path)
+    users, buys = pa.table(USERS), pa.table(BUYS)
+    names = pa.array(USERS["id"], pa.string_view())
+    users = users.set_column(0, "id", names).set_column(2, "city", users["city"].dictionary_encode())
+    users = users.set_column(4, "segment", users["segment"].dictionary_encode())
+    pyarrow.parquet.write_table(users.slice(0, 3), tmp_path / "users-0.parquet")
+    pyarrow.parquet.write_table(users.slice(3), tmp_path / "users-1.parquet")
+    pyarrow.parquet.write_table(
+        buys.set_column(0, "who", buys["who"].dictionary_encode()), tmp_path / "buys.parquet"
+    )
+    ingest(read_config(path), IngestPlan(out=tmp_path / "views", memory=1 << 30))
+    run(tmp_path, name="views")
+    names_of = [(tmp_path / folder / "manifest.json").read_text() for folder in ("views", "out")]
+    assert names_of[0] == names_of[1]
+
+
+def test_files_without_a_row_stand_among_others(tmp_path: Path) -> None:
+    for name, text in (("a", ""), ("b", "x,1\n"), ("c", ""), ("d", "y,2\n")):
+        (tmp_path / f"n-{name}.csv").write_text(f"id,v\n{text}")
+    write_csv(tmp_path / "e-0.csv", {"s": ["x"], "d": ["y"]})
+    (tmp_path / "e-1.csv").write_text("s,d\n")
+    description = {
+        "nodes": [{"node_type": "n", "files": "n-*.csv", "node_id_col": "id",
+                   "features": [{"feature_col": "v"}]}],
+        "edges": [{"relation": ["n", "e", "n"], "files": "e-*.csv", "source_id_col": "s",
+                   "dest_id_col": "d"}],
+    }  # fmt: skip
+    run(tmp_path, description)
+    part = part_of(tmp_path)
+    assert part.user_ids("n").tolist() == ["x", "y"]
+    assert part.node_data("n", "v").tolist() == [1.0, 2.0]
+    assert part.indices(("n", "e", "n")).tolist() == [0]
+
+
+def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(tmp_path: Path) -> None:
+    path = write_shop(tmp_path)
+    users = {**{k: v[3:] for k, v in USERS.items()}, "id": ["dan", "dan"]}
+    pyarrow.parquet.write_table(pa.table(users), tmp_path / "users-1.parquet")
+    (tmp_path / "t.csv").write_text("id\n")
+    for place, value, kind, message in (
+        ("edges.1.dest_id_col", "bee", DatasetError, "knows.csv: has no column 'bee'"),
+        ("edges.0.features.0.feature_col", "cost", DatasetError, "buys.parquet: has no column 'cost'"),
+        ("nodes.1.features.0.transform", {"name": "standard", "sum": "3"}, ConfigError,
+         "sum of 'price' is '3'"),
+        ("nodes.0.labels.0", {"task_type": "classification", "label_col": "segment",
+                              "custom_split_filenames": {"train": "t.csv", "column": "i"}},
+         DatasetError, "t.csv: has no column 'i'"),
+    ):  # fmt: skip
+        description: Any = describe()
+        *steps, last = place.split(".")
+        entry = description
+        for step in steps:
+            entry = entry[int(step) if step.isdigit() else step]
+        entry[int(last) if last.isdigit() else last] = value
+        path.write_text(json.dumps(description))
+        with pytest.raises(kind, match=message):
+            ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=1 << 30))
+
+
+def test_what_was_found_transforms_later_tables_alike(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    write_settled(done, tmp_path / "again" / "shop.json")
+    (tmp_path / "again" / "more").mkdir()
+    told = json.loads((tmp_path / "again" / "shop.json").read_text())
+    features = told["nodes"][0]["features"]
+    assert features[0]["transform"] == {"name": "max_min_norm", "min_val": [20.0], "max_val": [60.0]}
+    assert features[1]["transform"]["mapping"] == {"Bonn": 0, "Jena": 1, "Ulm": 2}
+    assert "transform" not in features[2]
+    # Other people, other ages, another city: the same numbers for the same values all the same.
+    changed = {
+        **{k: v[:3] for k, v in USERS.items()},
+        "city": ["Ulm", "Rom", "Ulm"],
+        "age": [30.0, 90.0, 40.0],
+    }
+    folder = tmp_path / "again" / "more"
+    path = write_shop(folder, told)
+    pyarrow.parquet.write_table(pa.table(changed), folder / "users-0.parquet")
+    ingest(read_config(path), IngestPlan(out=folder / "out", memory=1 << 30))
+    rows = part_of(folder).node_data("user", "feat")[:2].tolist()
+    assert rows == [[0.25, 0, 0, 1], [1.0, 0, 0, 0]]
+
+
+def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("kept")
+    with pytest.raises(StorageError, match="exists already"):
+        run(tmp_path)
+    with pytest.raises(StorageError, match="no dataset of this program"):
+        run(tmp_path, overwrite=True)
+    within = tmp_path / "new" / "x"
+    for what, places in (("workspace", {"workspace": within}), ("output-conf-file", {"settled": within})):
+        plan = IngestPlan(out=tmp_path / "new", memory=1 << 30, **places)
+        with pytest.raises(ConfigError, match=rf"the {what} .* is in .*new"):
+            ingest(read_config(tmp_path / "shop.json"), plan)
+
+
+def test_too_little_memory_is_told_with_the_least(tmp_path: Path) -> None:
+    config = read_config(write_shop(tmp_path))
+    with pytest.raises(ConfigError, match=r"--memory 10MB leaves too little .* grant at least \d+MB"):
+        ingest(config, IngestPlan(out=tmp_path / "out", memory=10 << 20))
+
+
+def test_reverse_edges_that_are_described_already_are_refused(tmp_path: Path) -> None:
+    description = describe()
+    description["edges"][1]["relation"] = ["item", "buys-rev", "user"]
+    description["edges"][1] |= {
+        "source_id_col": "what",
+        "dest_id_col": "who",
+        "files": "buys.parquet",
+        "format": {"name": "parquet"},
+    }
+    with pytest.raises(ConfigError, match="described already"):
+        run(tmp_path, description, reverse_edges=True)

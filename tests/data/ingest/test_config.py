@@ -1,0 +1,121 @@
+"""Reading the description: what is understood, and what is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.data.ingest.config import LabelSpec, read_config
+from dglx_dist.errors import ConfigError
+from tests.data.ingest.shop import describe, write_shop
+
+
+def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
+    config = read_config(write_shop(tmp_path))
+    user, item = config.nodes
+    assert [path.name for path in user.files.paths] == ["users-0.parquet", "users-1.parquet"]
+    assert (user.ntype, user.id_column, user.files.format) == ("user", "id", "parquet")
+    assert [(one.columns, one.name, one.transform) for one in user.features] == [
+        (("age",), "feat", "max_min_norm"),
+        (("city",), "feat", "to_categorical"),
+        (("emb",), "emb", "no-op"),
+    ]
+    assert user.label == LabelSpec(task="classification", column="segment", split=(0.5, 0.25, 0.25))
+    assert item.label is None
+    buys, knows = config.edges
+    assert (buys.etype, buys.source_column, buys.destination_column) == (
+        ("user", "buys", "item"),
+        "who",
+        "what",
+    )
+    assert (knows.files.format, knows.files.separator) == ("csv", ";")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nodes": []}, "'nodes' is \\[\\]; it must be a list that is not empty"),
+        ({"version": "gsprocessing-v1.0"}, "'gsprocessing-v1.0'; it must be one of gconstruct-v0.1"),
+        ({"edgs": []}, "has the key 'edgs', which is not supported; did you mean 'edges'"),
+        ({"nodes.0.node_type": 3}, "'node_type' is 3"),
+        ({"nodes.0.files": "none-*.parquet"}, "there is no file 'none-\\*.parquet', neither in"),
+        ({"nodes.0.format": {"name": "HDF5"}}, "'name' is 'HDF5'; it must be one of csv, parquet"),
+        ({"nodes.0.format": {"name": "csv", "separator": "::"}}, "'::'; it must be one character"),
+        ({"nodes.0.features.0.transform": {"name": "bert_hf"}}, "transform 'bert_hf' is not supported"),
+        ({"nodes.0.features.0.transform.max_bond": 1}, "key 'max_bond'.*did you mean 'max_bound'"),
+        ({"nodes.0.features.0.feature_col": ["a", "b"], "nodes.0.features.0.feature_name": None},
+         "several columns need a feature_name"),
+        ({"nodes.0.features.0.feature_name": "label"}, "'label' is the name of labels or splits"),
+        ({"nodes.0.features.0.out_dtype": "int8"}, "'out_dtype' is 'int8'"),
+        ({"nodes.0.labels": [{}, {}]}, "2 labels; one task for each type"),
+        ({"nodes.0.labels.0.task_type": "link_prediction", "nodes.0.labels.0.label_col": None},
+         "link_prediction is a task of edges"),
+        ({"nodes.0.labels.0.label_col": None}, "'label_col' is None; it must be given for classification"),
+        ({"nodes.0.labels.0.split_pct": [0.9, 0.2, 0]}, "together at most 1"),
+        ({"nodes.0.labels.0.split_pct": [0.8, -1, 0.1, 0.1]}, "must be three shares of train"),
+        ({"nodes.0.labels.0.split_pct": [True, 0, 0]}, "must be three shares of train"),
+        ({"nodes.0.format": {"name": "csv", "separator": "§"}}, "one character of ASCII"),
+        ({"nodes.0.format": {"name": "csv", "separator": "\n"}}, "neither a quote nor an end of line"),
+        ({"nodes.0.format": None, "nodes.0.files": ["users-0.parquet", "knows.csv"]}, "files of one format"),
+        ({"nodes.0.files": "shop.json", "nodes.0.format": None}, "shop.json is of no known format"),
+        ({"nodes.0.labels.0.split_pct": None,
+          "nodes.0.labels.0.custom_split_filenames": {"train": "", "valid": "knows.csv"}}, "'train' is ''"),
+        ({"nodes.0.features.0.transform.max_bound": float("nan")}, "no valid JSON"),
+        ({"nodes.0.node_type": "\ud800"}, "no valid JSON"),
+        ({"nodes.0.labels.0.custom_split_filenames": {"train": "items.parquet"}},
+         "'split_pct' is .* left out where custom_split_filenames"),
+        ({"nodes.0.labels.0.split_pct": None,
+          "nodes.0.labels.0.custom_split_filenames": {"train": "items.parquet", "column": ["a", "b"]}},
+         "the one column of ids"),
+        ({"nodes.0.files": ["users-0.parquet", "users-*.parquet"]}, "files of which none is named twice"),
+        ({"nodes.0.format": {"name": "parquet", "separator": ";"}}, "left out for parquet"),
+        ({"nodes.0.features.0.out_dtype": "float16", "nodes.0.features.1.out_dtype": "float64"},
+         "ask for float16, float64"),
+        ({"nodes.0.labels.0.mask_field_names": []}, "key 'mask_field_names', which is not supported"),
+        ({"edges.0.relation": ["user", "buys"]}, r"\[source node type, relation, destination node type\]"),
+        ({"edges.0.relation": ["user", "buys", "shop"]}, "name the node type 'shop', which is not among"),
+        ({"edges.1.relation": ["user", "buys", "item"]}, "is described twice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    description: Any = describe()
+    for path, value in change.items():
+        *steps, last = path.split(".")
+        entry = description
+        for step in steps:
+            entry = entry[int(step) if step.isdigit() else step]
+        entry[last] = value
+    with pytest.raises(ConfigError, match=message):
+        read_config(write_shop(tmp_path, description))
+
+
+def test_a_file_that_is_no_description_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match="no valid JSON"):
+        read_config(tmp_path / "bad.json")
+    (tmp_path / "list.json").write_text(json.dumps([1]))
+    with pytest.raises(ConfigError, match="must be a JSON object"):
+        read_config(tmp_path / "list.json")
+    (tmp_path / "twice.json").write_text('{"nodes": [], "nodes": [{}]}')
+    with pytest.raises(ConfigError, match="the key 'nodes' stands twice"):
+        read_config(tmp_path / "twice.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="no valid JSON"):
+        read_config(tmp_path / "deep.json")
+
+
+def test_paths_are_found_below_the_current_folder_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In the name of a folder that nobody wrote as a pattern, signs of patterns stand for themselves.
+    folder = tmp_path / "shop[1]"
+    folder.mkdir()
+    path = write_shop(folder)
+    assert len(read_config(path).nodes[0].files.paths) == 2
+    (folder / "configs").mkdir()
+    moved = path.rename(folder / "configs" / "shop.json")
+    monkeypatch.chdir(folder)
+    assert read_config(moved).nodes[1].files.paths == (folder / "items.parquet",)

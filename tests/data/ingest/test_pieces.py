@@ -1,0 +1,246 @@
+"""The parts that ingesting is made of: rows by position, buckets of ids, sorted edges, drawn splits."""
+
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from dglx_dist.data.ingest.columns import NONE, Labels, drawn
+from dglx_dist.data.ingest.config import FileSet
+from dglx_dist.data.ingest.external_memory import Reader, Scatter, Spill, append_ids, bucket_of, read_ids
+from dglx_dist.data.ingest.graph import Ends, sort_edges
+from dglx_dist.data.ingest.id_map import Buckets, RowNumbers
+from dglx_dist.data.ingest.tables import Table, numbers_of_text
+from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.records import Array
+
+
+@pytest.mark.parametrize("memory", [1, 100, 10_000])
+def test_scattered_rows_come_back_in_order(tmp_path: Path, memory: int) -> None:
+    order = np.random.default_rng(0).permutation(50)
+    rows = np.arange(150, dtype=np.float32).reshape(50, 3)
+    scatter = Scatter(tmp_path, 52, np.float32, (3,), memory=memory, fill=7)
+    for piece in np.array_split(order, 4):
+        scatter.put(piece, rows[piece])
+    found = np.concatenate(list(scatter.chunks()))
+    assert np.array_equal(found[:50], rows)
+    assert (found[50:] == 7).all()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_spilled_is_read_in_any_pieces(tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "rows", np.int16, (2,))
+    spill.append(np.arange(6).reshape(3, 2))
+    spill.append(np.arange(6, 10).reshape(2, 2))
+    assert [len(piece) for piece in spill.chunks(2)] == [2, 2, 1]
+    reader = Reader(spill, 2)
+    assert [reader.take(count).tolist() for count in (1, 3, 0, 1)] == [
+        [[0, 1]], [[2, 3], [4, 5], [6, 7]], [], [[8, 9]],
+    ]  # fmt: skip
+
+
+def test_ids_spread_evenly_and_alike_wherever_they_stand() -> None:
+    texts = pa.array([f"user-{number:06}" for number in range(20_000)], pa.large_string())
+    found = bucket_of(texts, 8)
+    assert np.bincount(found).min() > 2300
+    assert np.array_equal(bucket_of(texts.slice(5000, 300), 8), found[5000:5300])
+    assert bucket_of(pa.array(["ab", "ba", "a", "aa"], pa.large_string()), 1 << 30).tolist() == [
+        *dict.fromkeys(bucket_of(pa.array(["ab", "ba", "a", "aa"], pa.large_string()), 1 << 30).tolist())
+    ]
+    assert np.bincount(bucket_of(pa.array(np.arange(20_000)), 8)).min() > 2300
+
+
+def test_long_ids_take_no_more_memory_than_short_ones() -> None:
+    texts = pa.array([f"{number:04}".ljust(20_000, "x") for number in range(200)], pa.large_string())
+    tracemalloc.start()
+    assert len(np.unique(bucket_of(texts, 1 << 30))) == 200
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 << 20  # the texts have as much, and a word for each of their bytes 8 times as much
+
+
+def test_what_repeats_in_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(5000 * 200) % 2, pa.float64()), 200)
+    names = pa.array(["a name that all have " * 50] * 5000)
+    path = tmp_path / "n.parquet"
+    pyarrow.parquet.write_table(pa.table({"x": rows, "name": names}), path, row_group_size=2000)
+    table = Table(FileSet(paths=(path,), format="parquet"), 1 << 16)
+    for names_read in (["x"], ["name"], ["x", "name"]):
+        pieces = list(table.pieces(names_read))
+        assert sum(piece.num_rows for piece in pieces) == 5000
+        assert max(sum(one.nbytes for one in piece.columns.values()) for piece in pieces) <= 1 << 16
+    assert path.stat().st_size < 1 << 17
+
+
+def test_a_row_of_csv_that_does_not_end_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "n.csv"
+    path.write_text('id\na\n"b\n' + "c\n" * 150_000)
+    table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
+    with pytest.raises(DatasetError, match=r"n.csv: .*; a quote is open, or a row has over 64 KB"):
+        list(table.pieces(["id"]))
+
+
+def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> None:
+    path = tmp_path / "n.csv"
+    path.write_text("id\n" + "same\n" * 40_000)
+    table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
+    ids = Buckets(tmp_path / "map", 40_000, 4 * 40_000, 1 << 16)
+    for piece in table.pieces(["id"]):
+        ids.add(piece.columns["id"].cast(pa.large_string()), piece.row)
+    tracemalloc.start()
+    with pytest.raises(
+        DatasetError, match=r"n.csv: column 'id', row 1: node id 'same' occurs already in row 0"
+    ):
+        ids.check_unique(table, "id")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 40_000 * 16
+
+
+@pytest.mark.parametrize("ids", [pa.array([3, 1, 2]), pa.array(["é", "", "long text"], pa.large_string())])
+def test_records_of_ids_are_read_as_they_were_appended(tmp_path: Path, ids: pa.Array) -> None:
+    for first in (0, 3):
+        append_ids(tmp_path, np.array([1, 0, 1]), np.arange(first, first + 3), ids)
+    ((numbers, found),) = read_ids(tmp_path / "1.ids", None)
+    assert numbers.tolist() == [0, 2, 3, 5]
+    assert found.to_pylist() == [ids[i].as_py() for i in (0, 2, 0, 2)]
+    assert [piece[0].tolist() for piece in read_ids(tmp_path / "0.ids", 1)] == [[1], [4]]
+    assert list(read_ids(tmp_path / "9.ids", None)) == []
+
+
+@pytest.mark.parametrize("memory", [500, 1 << 20])
+def test_ids_are_found_in_the_order_in_which_they_are_asked_for(tmp_path: Path, memory: int) -> None:
+    names = [f"n{number}" for number in range(40)]
+    ids = Buckets(tmp_path / "map", 40, 100, memory)
+    for first in (0, 30):
+        last = first + 30 if first == 0 else 40
+        ids.add(pa.array(names[first:last], pa.large_string()), first)
+    ids.check_unique(Table(FileSet(paths=(), format="csv"), 1), "id")
+    asked = [7, 39, 7, 0]
+    pieces = [pa.array([names[i] for i in asked[:3]], pa.large_string()), pa.array(["n0"], pa.large_string())]
+    found = ids.find(pieces, 4, tmp_path / "asked")
+    assert np.concatenate(list(found.rows.chunks())).tolist() == asked
+    assert found.unknown is None
+    strangers = pa.array(["n1", "x", "n2", "y"], pa.large_string())
+    unknown = ids.find([strangers], 4, tmp_path / "more").unknown
+    assert unknown is not None
+    assert (unknown.row, unknown.id, unknown.count) == (1, "x", 2)
+
+
+def test_row_numbers_need_no_table(tmp_path: Path) -> None:
+    found = RowNumbers(3, 1000).find([pa.array([2, 0]), pa.array([3, -1])], 4, tmp_path)
+    assert np.concatenate(list(found.rows.chunks()))[:2].tolist() == [2, 0]
+    assert found.unknown is not None
+    assert (found.unknown.row, found.unknown.id, found.unknown.count) == (2, 3, 2)
+
+
+@pytest.mark.parametrize("memory", [4000, 1 << 20])
+def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: int) -> None:
+    random = np.random.default_rng(1)
+    sources, destinations = random.integers(0, 20, 300), random.integers(0, 9, 300) ** 2 // 9
+    ends = Ends(sources=Spill(tmp_path / "s", np.int64), destinations=Spill(tmp_path / "d", np.int64))
+    ends.sources.append(sources)
+    ends.destinations.append(destinations)
+    found = sort_edges(ends, 20, 10, tmp_path / "out", memory)
+    order = np.lexsort((np.arange(300), sources, destinations))
+    assert whole(found.rows).tolist() == order.tolist()
+    assert whole(found.indices).tolist() == sources[order].tolist()
+    assert whole(found.indptr).tolist() == [0, *np.cumsum(np.bincount(destinations, minlength=10))]
+    assert whole(found.places(tmp_path / "places", memory)).tolist() == np.argsort(order).tolist()
+    with pytest.raises(ConfigError, match=r"edges end at the nodes of row 0 .* grant --memory 1\d\dMB"):
+        sort_edges(ends, 20, 10, tmp_path / "less", 1000)
+
+
+@pytest.mark.parametrize(
+    ("count", "shares", "expected"),
+    [
+        (9, (0.8, 0.1, 0.1), [7, 1, 1]),
+        (1, (0.8, 0.1, 0.1), [1, 0, 0]),
+        (1000, (0.8, 0.1, 0.1), [800, 100, 100]),
+        (9, (0.5, 0.0, 0.0), [4, 0, 0]),
+        (5, (0.5, 0.5, 0.0), [3, 2, 0]),
+    ],
+)
+def test_shares_that_make_up_the_whole_leave_no_row_out(
+    count: int, shares: tuple[float, ...], expected: list[int]
+) -> None:
+    codes = np.concatenate(list(drawn(iter([np.ones(count, bool)]), count, shares, 0)))
+    assert np.bincount(codes, minlength=3)[:3].tolist() == expected
+
+
+def test_more_rows_than_can_be_drawn_are_told() -> None:
+    with pytest.raises(ConfigError, match="1000000000 labelled rows"):
+        next(drawn(iter([np.ones(1, bool)]), 10**9, (0.8, 0.1, 0.1), 0))
+
+
+def whole(spill: Spill) -> Array:
+    return np.concatenate(list(spill.chunks(64)))
+
+
+def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
+    labelled = np.random.default_rng(2).random(200_000) < 0.5
+    count = int(labelled.sum())
+    whole_draw = np.concatenate(list(drawn(iter([labelled]), count, (0.8, 0.1, 0.05), seed=5)))
+    pieces = np.array_split(labelled, 7)
+    assert np.array_equal(np.concatenate(list(drawn(iter(pieces), count, (0.8, 0.1, 0.05), 5))), whole_draw)
+    assert (whole_draw[~labelled] == NONE).all()
+    counts = Counter(whole_draw[labelled].tolist())
+    assert [counts[code] for code in range(3)] == [int(count * share + 1e-6) for share in (0.8, 0.1, 0.05)]
+    # Every place is as likely: the first tenth has its tenth of the validation rows, within 5 deviations.
+    first = (whole_draw[labelled][: count // 10] == 1).sum()
+    assert abs(first - count / 100) < 5 * (count / 100) ** 0.5
+    other_seed = np.concatenate(list(drawn(iter([labelled]), count, (0.8, 0.1, 0.05), 6)))
+    assert not np.array_equal(other_seed, whole_draw)
+
+
+@pytest.mark.parametrize(
+    ("values", "codes", "classes"),
+    [
+        (["red", "", "blue", None], [1, -1, 0, -1], 2),
+        (["10", "9", ""], [10, 9, -1], 11),
+        (["10.0", "2.0", "", "-1"], [10, 2, -1, -1], 11),
+        (["10", "nine"], [0, 1], 2),
+        (["1.0", "1.5"], [0, 1], 2),
+        ([3, None, 0], [3, -1, 0], 4),
+        ([1.0, float("nan")], [1, -1], 2),
+    ],
+)
+def test_labels_become_numbers(values: list[object], codes: list[int], classes: int) -> None:
+    labels = Labels("y", is_regression=False)
+    array = pa.array(values)
+    labels.look(array, "t.csv", 0)
+    labels.settle("t.csv")
+    assert labels.codes(array, "t.csv", 0).tolist() == codes
+    assert labels.num_classes == classes
+
+
+def test_what_is_no_label_is_refused() -> None:
+    mixed = Labels("y", is_regression=False)
+    mixed.look(pa.array(["a"]), "t.parquet", 0)
+    with pytest.raises(DatasetError, match="holds int64, and a file before it texts"):
+        mixed.look(pa.array([1]), "u.parquet", 0)
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is no class"):
+        Labels("y", is_regression=False).look(pa.array([1.0, 1.5]), "t.csv", 10)
+    empty = Labels("y", is_regression=False)
+    empty.look(pa.array(["", None]), "t.csv", 0)
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y' has no label in any row; leave labels out"):
+        empty.settle("t.csv")
+    number = Labels("y", is_regression=False)
+    number.look(pa.array([10**9]), "t.csv", 0)
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y' has the label 1000000000, .* is it an id"):
+        number.settle("t.csv")
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: is empty"):
+        Labels("y", is_regression=True).codes(pa.array([1.0, None]), "t.csv", 0)
+
+
+def test_texts_are_numbers_or_refused() -> None:
+    texts = pa.array(["1;2", " 3 ; 4e1"])
+    assert numbers_of_text(texts, "x", "t.csv", 0, ";").tolist() == [[1.0, 2.0], [3.0, 40.0]]
+    with pytest.raises(DatasetError, match=r"t.csv: column 'x', row 8: 'b' is no number"):
+        numbers_of_text(pa.array(["1;2", "3;4", "b;5"]), "x", "t.csv", 6, ";")
+    with pytest.raises(DatasetError, match=r"row 7: 1 numbers, but row 6 has 2"):
+        numbers_of_text(pa.array(["1;2", "3"]), "x", "t.csv", 6, ";")

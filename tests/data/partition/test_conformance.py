@@ -1,0 +1,119 @@
+"""What every partitioner promises, tried on every name in the registry."""
+
+import numpy as np
+import pytest
+
+from dglx_dist.data.partition.balance import measure
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.graph_views import balance_weights
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Assignment, RawGraph
+from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, communities, flat, homogeneous
+
+every_partitioner = pytest.mark.parametrize("name", PARTITIONERS.names())
+every_graph = pytest.mark.parametrize(
+    "graph",
+    [
+        TWO_TRIANGLES,
+        AUTHORS_AND_PAPERS,
+        homogeneous(7, []),
+        homogeneous(9, [(0, 1), (1, 0)]),
+        homogeneous(8, [(0, 0), (1, 1), (3, 4), (3, 4), (4, 3)]),
+        homogeneous(0, []),
+        communities(num_nodes=400),
+    ],
+    ids=[
+        "two_triangles",
+        "heterogeneous",
+        "no_edges",
+        "isolated",
+        "loops_and_parallel",
+        "empty",
+        "communities",
+    ],
+)
+
+
+def assign(name: str, graph: RawGraph, num_parts: int, seed: int = 0) -> Assignment:
+    """Give each method the least that it needs to be told."""
+    options = PartitionOptions()
+    if name == "file":
+        options = PartitionOptions(vector=np.arange(graph.total_nodes) % num_parts)
+    elif name == "hierarchical":
+        options = PartitionOptions(servers=2 if num_parts % 2 == 0 else 1)
+    return PARTITIONERS.get(name)(options).assign(graph, num_parts, seed)
+
+
+@every_partitioner
+@every_graph
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 70])
+def test_every_node_has_one_owner_and_parts_are_as_even_as_stated(
+    name: str, graph: RawGraph, num_parts: int
+) -> None:
+    assignment = assign(name, graph, num_parts)
+    assert assignment.num_parts == num_parts
+    assert assignment.method == name
+    assert {t: len(p) for t, p in assignment.part_of.items()} == dict(graph.num_nodes)
+    assert all(p.dtype == np.int32 for p in assignment.part_of.values())
+    assert set(flat(assignment.part_of)) <= set(range(num_parts))
+    check_balance(assignment, graph)
+
+
+def check_balance(assignment: Assignment, graph: RawGraph) -> None:
+    """Every part is within the tolerance that the assignment itself states."""
+    num_parts, stated = assignment.num_parts, assignment.parameters["tolerance"]
+    assert isinstance(stated, dict)
+    assert "missed" not in assignment.parameters
+    if stated:
+        weights = balance_weights(graph, PartitionOptions(), num_parts, None)
+        assert list(stated) == list(weights.names) == ["nodes"]
+        sizes = np.bincount(np.array(flat(assignment.part_of), dtype=int), minlength=num_parts)
+        # A share of 2.33 nodes cannot be met better than by 2 and 3.
+        share = graph.total_nodes / num_parts
+        assert sizes.max() <= max(share * (1 + stated["nodes"]), share + 1)
+
+
+@every_partitioner
+def test_same_seed_same_answer(name: str) -> None:
+    graph = communities()
+    first, second = (flat(assign(name, graph, 4, seed=7).part_of) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["random", "metis", "kaminpar", "ldg", "fennel", "hierarchical"])
+def test_another_seed_gives_another_answer(name: str) -> None:
+    graph = communities()
+    assert flat(assign(name, graph, 4, seed=7).part_of) != flat(assign(name, graph, 4, seed=8).part_of)
+
+
+@every_partitioner
+def test_the_graph_is_left_alone(name: str) -> None:
+    graph, untouched = communities(num_nodes=400), communities(num_nodes=400)
+    assign(name, graph, 4)
+    for edge_type, ends in untouched.edges.items():
+        assert all((a == b).all() for a, b in zip(ends, graph.edges[edge_type], strict=True))
+
+
+@every_partitioner
+@pytest.mark.parametrize(("num_parts", "seed", "named"), [(0, 0, "num_parts is 0"), (2, -1, "seed is -1")])
+def test_a_senseless_request_is_refused(name: str, num_parts: int, seed: int, named: str) -> None:
+    options = PartitionOptions(servers=1 if name == "hierarchical" else None)
+    with pytest.raises(ConfigError, match=named):
+        PARTITIONERS.get(name)(options).assign(TWO_TRIANGLES, num_parts, seed)
+
+
+@pytest.mark.parametrize("name", ["metis", "kaminpar", "hierarchical"])
+def test_only_the_bridge_is_cut(name: str) -> None:
+    # 20 in each clique and one edge between them: any other even split cuts more.
+    cliques = [(a + s, b + s) for s in (0, 20) for a in range(20) for b in range(20) if a != b]
+    graph = homogeneous(40, [*cliques, (3, 27)])
+    assert measure(graph, assign(name, graph, 2)).cut_edges == 1
+
+
+@pytest.mark.parametrize("name", ["metis", "kaminpar", "hierarchical", "ldg", "fennel"])
+def test_remote_neighbours_are_fewer_than_at_random(name: str) -> None:
+    """Section 1.6, invariant 8: rho of random is (P - 1) / P, and every real method is far below it."""
+    graph = communities()
+    at_random = measure(graph, assign("random", graph, 4)).edge_cut
+    assert at_random == pytest.approx(3 / 4, abs=0.01)
+    assert measure(graph, assign(name, graph, 4)).edge_cut < 0.6 * at_random

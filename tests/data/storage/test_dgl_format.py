@@ -1,0 +1,182 @@
+"""Stock DGL loads what we write: the same owners, the same in-edges, the same rows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import dgl
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.data.storage.dgl_format import import_dgl_format, write_dgl_format
+from dglx_dist.data.storage.reader import StoredDataset, open_dataset
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, EdgeType, RawGraph
+from tests.data.storage.graphs import (
+    ODD_ONES_OUT,
+    TWO_TRIANGLES,
+    random_heterogeneous,
+    random_homogeneous,
+    random_owners,
+    store,
+)
+
+BARE = RawGraph(
+    name="no features", num_nodes={NODE_TYPE: 3}, edges={EDGE_TYPE: (np.array([0]), np.array([2]))}
+)
+
+
+def load(config: Path, part: int, monkeypatch: pytest.MonkeyPatch):
+    """Stock DGL's reading of one part, its own checks on."""
+    monkeypatch.setenv("DGL_DIST_DEBUG", "1")
+    return dgl.distributed.load_partition(str(config), part)
+
+
+def in_edges(graph: dgl.DGLGraph, book, etype: EdgeType) -> list[tuple[int, int, int]]:
+    """(edge id, source, destination) of one type's edges into owned nodes, per-type global ids."""
+    inner = graph.edata["inner_edge"].bool()
+    source, destination = graph.edges(order="eid")
+    kinds, edges = book.map_to_per_etype(graph.edata[dgl.EID][inner])
+    _, sources = book.map_to_per_ntype(graph.ndata[dgl.NID][source[inner]])
+    _, destinations = book.map_to_per_ntype(graph.ndata[dgl.NID][destination[inner]])
+    chosen = kinds == book.canonical_etypes.index(etype)
+    columns = (one[chosen].tolist() for one in (edges, sources, destinations))
+    return sorted(zip(*columns, strict=True))
+
+
+def stored_in_edges(dataset: StoredDataset, part: int, etype: EdgeType) -> list[tuple[int, int, int]]:
+    stored, manifest = dataset.part(part), dataset.manifest
+    first_edge, first_node = manifest.edge_offsets[etype][part], manifest.node_offsets[etype[2]][part]
+    indptr, indices = stored.indptr(etype), stored.indices(etype)
+    destinations = first_node + np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+    edges = first_edge + np.arange(len(indices))
+    return list(zip(edges.tolist(), indices.tolist(), destinations.tolist(), strict=True))
+
+
+def test_halo_nodes_follow_the_owned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_dgl_format(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "dgl")
+    graph, node_feats, edge_feats, book, name, ntypes, etypes = load(config, 1, monkeypatch)
+    assert (name, ntypes, etypes) == ("two triangles", [NODE_TYPE], [EDGE_TYPE])
+    # New ids 3, 4, 5 are old 1, 3, 5; their in-edges come from new 0, 1, 2 and 5.
+    assert graph.ndata[dgl.NID].tolist() == [3, 4, 5, 0, 1, 2]
+    assert graph.ndata["inner_node"].tolist() == [1, 1, 1, 0, 0, 0]
+    assert graph.ndata["part_id"].tolist() == [1, 1, 1, 0, 0, 0]
+    assert in_edges(graph, book, EDGE_TYPE) == [(3, 0, 3), (4, 1, 4), (5, 5, 4), (6, 2, 5)]
+    assert node_feats["_N/feat"].tolist() == [[2, 3], [6, 7], [10, 11]]
+    assert node_feats["_N/train_mask"].tolist() == [0, 0, 0]
+    np.testing.assert_array_equal(edge_feats["_N:_E:_N/weight"], np.float32([0, 0.6, 0.5, 0.4]))
+    assert book.nid2partid(torch.arange(6)).tolist() == [0, 0, 0, 1, 1, 1]
+    folder = config.parent / "part1"
+    assert dgl.data.utils.load_tensors(str(folder / "orig_nids.dgl"))["_N"].tolist() == [1, 3, 5]
+    assert dgl.data.utils.load_tensors(str(folder / "orig_eids.dgl"))["_N:_E:_N"].tolist() == [0, 6, 5, 4]
+
+
+@pytest.mark.parametrize(
+    ("graph", "num_parts"),
+    [
+        (random_homogeneous(1), 1),
+        (random_homogeneous(2), 3),
+        (random_heterogeneous(3), 1),
+        (random_heterogeneous(4), 3),
+        (
+            RawGraph(
+                name="bare", num_nodes={NODE_TYPE: 3}, edges={EDGE_TYPE: (np.array([0]), np.array([2]))}
+            ),
+            2,
+        ),
+    ],
+)
+def test_stock_dgl_reads_what_our_reader_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: RawGraph, num_parts: int
+) -> None:
+    assignment = random_owners(graph, num_parts, 5)
+    dataset = store(graph, assignment, tmp_path / "ours")
+    config = write_dgl_format(graph, assignment, tmp_path / "dgl")
+    for part in range(num_parts):
+        local, node_feats, edge_feats, book, *_ = load(config, part, monkeypatch)
+        stored = dataset.part(part)
+        for ntype, offsets in dataset.manifest.node_offsets.items():
+            owned = range(int(offsets[part]), int(offsets[part + 1]))
+            assert book.partid2nids(part, ntype).tolist() == list(owned)
+            for name in dataset.manifest.node_columns[ntype]:
+                np.testing.assert_array_equal(node_feats[f"{ntype}/{name}"], stored.node_data(ntype, name))
+        for etype, columns in dataset.manifest.edge_columns.items():
+            assert in_edges(local, book, etype) == stored_in_edges(dataset, part, etype)
+            for name in columns:
+                found = edge_feats[f"{':'.join(etype)}/{name}"]
+                np.testing.assert_array_equal(found, stored.edge_data(etype, name))
+
+
+def test_parts_without_a_type_are_written_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_heterogeneous(0)
+    owners = {"user": np.repeat([0, 2], 10), "item": np.zeros(13, np.int64)}
+    assignment = Assignment(num_parts=4, part_of=owners, method="by hand", seed=0)
+    config = write_dgl_format(graph, assignment, tmp_path / "dgl")
+    local, *_, book, _, _, _ = load(config, 2, monkeypatch)
+    assert [book.partid2nids(part, "user").tolist() for part in (1, 3)] == [[], []]
+    assert book.partid2nids(2, "item").tolist() == []
+    assert local.ndata["inner_node"].sum() == 10
+    import_dgl_format(config, tmp_path / "back")
+    assert np.diff(open_dataset(tmp_path / "back").manifest.node_offsets["user"]).tolist() == [10, 0, 10, 0]
+
+
+@pytest.mark.parametrize("graph", [random_homogeneous(6), random_heterogeneous(7)])
+def test_there_and_back(tmp_path: Path, graph: RawGraph) -> None:
+    assignment = random_owners(graph, 3, 8)
+    ours = store(graph, assignment, tmp_path / "ours")
+    import_dgl_format(write_dgl_format(graph, assignment, tmp_path / "dgl"), tmp_path / "back")
+    back = open_dataset(tmp_path / "back")
+    for part in range(3):
+        for ntype, columns in ours.manifest.node_columns.items():
+            original = back.part(part).user_ids(ntype)
+            assert original.tolist() == ours.part(part).original_node_ids(ntype).tolist()
+            for name in columns:
+                expected = ours.part(part).node_data(ntype, name)
+                found = back.part(part).node_data(ntype, name)
+                assert found.dtype == expected.dtype
+                np.testing.assert_array_equal(found, expected)
+        for etype in ours.manifest.edge_types:
+            assert stored_in_edges(back, part, etype) == stored_in_edges(ours, part, etype)
+
+
+def test_bfloat16_travels(tmp_path: Path) -> None:
+    graph = random_homogeneous(0)
+    graph.node_data[NODE_TYPE]["half"] = np.arange(40, dtype=np.uint16)
+    owners = random_owners(graph, 2, 0)
+    config = write_dgl_format(graph, owners, tmp_path / "dgl", bfloat16=[(NODE_TYPE, "half")])
+    tensors = dgl.data.utils.load_tensors(str(tmp_path / "dgl/part0/node_feat.dgl"))
+    assert tensors["_N/half"].dtype == torch.bfloat16
+    manifest = import_dgl_format(config, tmp_path / "back")
+    assert manifest.node_columns[NODE_TYPE]["half"].dtype == "bfloat16"
+    part = open_dataset(tmp_path / "back").part(1)
+    expected = part.user_ids(NODE_TYPE).tolist()
+    assert part.node_data(NODE_TYPE, "half").tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["a:b", "a/b"])
+def test_names_that_dgl_cannot_hold_are_refused(tmp_path: Path, name: str) -> None:
+    edges = {(name, "e", name): (np.array([0]), np.array([0]))}
+    graph = RawGraph(name="", num_nodes={name: 1}, edges=edges)
+    with pytest.raises(ConfigError, match=name):
+        write_dgl_format(graph, random_owners(graph, 1, 0), tmp_path / "dgl")
+
+
+def test_dtypes_that_dgl_cannot_hold_are_refused(tmp_path: Path) -> None:
+    graph = random_homogeneous(0)
+    graph.node_data[NODE_TYPE]["x"] = np.zeros(40, np.complex128).astype("M8[s]")
+    with pytest.raises(ConfigError, match=r"_N/x has dtype datetime64"):
+        write_dgl_format(graph, random_owners(graph, 1, 0), tmp_path / "dgl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(StorageError, match="exists already"):
+        write_dgl_format(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["U1", ">f4"])
+def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path, dtype: str) -> None:
+    graph = replace(TWO_TRIANGLES, node_data={NODE_TYPE: {"odd": np.ones(6).astype(dtype)}})
+    with pytest.raises(ConfigError, match=f"_N/odd has dtype {np.dtype(dtype)}, which DGL's files cannot"):
+        write_dgl_format(graph, ODD_ONES_OUT, tmp_path / "d")

@@ -1,0 +1,135 @@
+"""Every field of the manifest is checked; the error names the file and the key."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dglx_dist.data.storage.manifest import from_json, read_manifest, to_json, write_manifest
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import StorageError
+from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, random_heterogeneous, random_owners
+
+
+@pytest.fixture(scope="module")
+def value(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path_factory.mktemp("manifest") / "d")
+    return to_json(manifest)
+
+
+def test_json_and_back(tmp_path: Path) -> None:
+    graph = random_heterogeneous(1)
+    manifest = write_dataset(graph, random_owners(graph, 3, 0), tmp_path / "d")
+    read = read_manifest(tmp_path / "d")
+    assert to_json(read) == to_json(manifest)
+    assert to_json(from_json(to_json(manifest), "x")) == to_json(manifest)
+    assert read.checksum == manifest.checksum != ""
+    assert (read.num_nodes("item"), read.num_edges(("user", "rates", "item"))) == (13, 60)
+
+
+def test_the_checksum_names_the_content(tmp_path: Path, value: dict[str, Any]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    first = write_manifest(from_json(value, "x"), tmp_path / "a")
+    assert write_manifest(from_json(value, "x"), tmp_path / "b").checksum == first.checksum
+    other = write_manifest(from_json({**value, "seed": 8}, "x"), tmp_path / "b")
+    assert other.checksum != first.checksum
+
+
+def changed(*path: str | int, to: object) -> Callable[[dict[str, Any]], None]:
+    def change(value: dict[str, Any]) -> None:
+        inner: Any = value
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = to
+
+    return change
+
+
+def removed(key: str) -> Callable[[dict[str, Any]], None]:
+    def change(value: dict[str, Any]) -> None:
+        del value[key]
+
+    return change
+
+
+WRONG = [
+    (changed("format", to="tar"), "'format' is 'tar'"),
+    (changed("version", to=9), "format version 9"),
+    (changed("version", to=True), "'version' is True"),
+    (removed("num_parts"), "'num_parts' is missing"),
+    (changed("num_parts", to=0), "'num_parts' is 0, expected a whole number of at least 1"),
+    (changed("num_parts", to=3), r"'node_types\[0\]\.offsets' is \[0, 3, 6\], expected 4 whole numbers"),
+    (changed("name", to=5), "'name' is 5, expected a string"),
+    (changed("seed", to="x"), "'seed' is 'x'"),
+    (changed("parameters", to=[]), r"'parameters' is \[\], expected an object"),
+    (changed("node_types", to={}), "'node_types' is {}, expected a list"),
+    (changed("node_types", 0, to=1), r"'node_types\[0\]' is 1, expected an object"),
+    (changed("node_types", 0, "offsets", to=[0, 4, 3]), r"offsets' is \[0, 4, 3\], expected .*never fall"),
+    (changed("node_types", 0, "offsets", to=[1, 4, 6]), "start at 0"),
+    (changed("node_types", 0, "offsets", to=[0, 1.5, 6]), "whole numbers"),
+    (changed("node_types", 0, "offsets", to=[0, 4, 10**30]), "64-bit"),
+    (changed("node_types", 0, "user_ids", to="float"), "'float', expected one of 'int64', 'string', None"),
+    (changed("node_types", 0, "num_classes", to=-1), "num_classes' is -1"),
+    (changed("node_types", 0, "columns", "feat", "dtype", to="float3"), r"columns\.feat\.dtype' is 'float3'"),
+    (changed("node_types", 0, "columns", "feat", "row_shape", to=[-2]), "row_shape"),
+    (changed("edge_types", 0, "name", to=["_N", "_N"]), r"'edge_types\[0\]\.name' .*expected 3 strings"),
+    (changed("edge_types", 0, "name", to=["_N", "_E", "user"]), "no node type 'user'"),
+    (changed("files", "x.arrow", to={"bytes": -1, "crc32": "0"}), r"'files\.x\.arrow\.bytes' is -1"),
+    (changed("files", "x.arrow", to={"bytes": 1}), r"'files\.x\.arrow\.crc32' is missing"),
+    (changed("files", "../x", to={"bytes": 1, "crc32": "0"}), r"'files' has the unexpected '\.\./x'"),
+    (changed("files", to={}), r"'files' lacks 'part0/edges/_N\._E\._N/data/weight\.arrow'"),
+    (changed("colour", to="red"), "'colour' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_a_wrong_field_is_named(
+    value: dict[str, Any], change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    copy = json.loads(json.dumps(value))
+    change(copy)
+    with pytest.raises(StorageError, match=f"somewhere/manifest.json.*{message}"):
+        from_json(copy, "somewhere/manifest.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "3", "\x00\xff", "[" * 100_000])
+def test_something_else_than_a_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(StorageError, match=r"manifest\.json"):
+        read_manifest(tmp_path)
+
+
+def test_an_edited_manifest_is_refused(tmp_path: Path, value: dict[str, Any]) -> None:
+    write_manifest(from_json(value, "x"), tmp_path)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace('"seed": 7', '"seed": 8'))
+    with pytest.raises(StorageError, match=r"manifest\.json does not match its checksum"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("stated", ["", "00000000", "x" * 8, "\\ud800"])
+def test_a_senseless_checksum_is_refused(tmp_path: Path, value: dict[str, Any], stated: str) -> None:
+    checksum = write_manifest(from_json(value, "x"), tmp_path).checksum
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace(f'"{checksum}"', f'"{stated}"'))
+    with pytest.raises(StorageError, match=r"manifest\.json does not match its checksum"):
+        read_manifest(tmp_path)
+
+
+def test_a_folder_of_dgl_is_told_apart(tmp_path: Path) -> None:
+    config = tmp_path / "shop.json"
+    config.write_text('{"part_method": "metis", "node_map": {}}')
+    for given in (tmp_path, config):
+        with pytest.raises(StorageError, match="format of DGL") as refused:
+            read_manifest(given)
+        assert f'dx.DistGraph(part_config="{config}")' in str(refused.value)
+
+
+def test_a_missing_folder_is_named_once(tmp_path: Path) -> None:
+    for folder, reason in ((tmp_path / "absent", "does not exist"), (tmp_path, r"has no manifest\.json")):
+        with pytest.raises(StorageError, match=reason) as refused:
+            read_manifest(folder)
+        assert str(refused.value).count(str(folder)) == 1

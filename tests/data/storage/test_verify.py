@@ -1,0 +1,256 @@
+"""A damaged byte or wrong id in any file is an error that names the file; whole files are read once."""
+
+import json
+import logging
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dglx_dist.data.storage import reader as verify
+from dglx_dist.data.storage.columns import write_column
+from dglx_dist.data.storage.manifest import read_manifest, write_manifest
+from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import DatasetError, StorageError
+from dglx_dist.records import ColumnInfo
+from tests.data.storage.graphs import (
+    FOLLOWS,
+    ODD_ONES_OUT,
+    RATES,
+    TWO_TRIANGLES,
+    flipped_bits,
+    put_value,
+    random_heterogeneous,
+    random_owners,
+)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify") / "d"
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    open_dataset(folder)
+    return folder
+
+
+def stored_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "cache" not in path.parts)
+
+
+def test_every_file_but_the_manifest_is_listed_in_it(stored: Path) -> None:
+    listed = json.loads((stored / "manifest.json").read_text())["files"]
+    assert {str(path.relative_to(stored)) for path in stored_files(stored)} == {"manifest.json", *listed}
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("how", ["auto", "full"])
+def test_one_flipped_byte_anywhere_is_found(stored: Path, how: verify.Verify, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(stored_files(stored)))
+    content = path.read_bytes()
+    position = data.draw(st.integers(0, len(content) - 1))
+    damaged = bytearray(content)
+    damaged[position] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(damaged)
+    try:
+        with pytest.raises(StorageError) as caught:
+            open_dataset(stored, verify=how)
+        assert str(path) in str(caught.value)
+    finally:
+        path.write_bytes(content)
+    open_dataset(stored, verify=how)
+
+
+def test_a_shortened_file_is_found(stored: Path) -> None:
+    path = stored / "part0/nodes/_N/data/feat.arrow"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    try:
+        with pytest.raises(StorageError, match=r"feat\.arrow has \d+ bytes instead of"):
+            open_dataset(stored)
+    finally:
+        path.write_bytes(content)
+
+
+@pytest.fixture
+def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read to verify them."""
+    names: list[str] = []
+    real = verify.checksum
+
+    def recording(path: Path) -> object:
+        names.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(verify, "checksum", recording)
+    return names
+
+
+def test_whole_files_are_read_once(tmp_path: Path, read_files: list[str]) -> None:
+    manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    open_dataset(tmp_path / "d", verify="never")
+    assert read_files == []
+    open_dataset(tmp_path / "d")
+    assert len(read_files) == len(manifest.files)
+    open_dataset(tmp_path / "d")
+    assert len(read_files) == len(manifest.files)
+    open_dataset(tmp_path / "d", verify="full")
+    assert len(read_files) == 2 * len(manifest.files)
+
+
+def test_only_a_changed_file_is_read_again(tmp_path: Path, read_files: list[str]) -> None:
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    open_dataset(tmp_path / "d")
+    read_files.clear()
+    path = tmp_path / "d/part1/nodes/_N/data/label.arrow"
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    open_dataset(tmp_path / "d")
+    assert read_files == ["label.arrow"]
+
+
+def test_a_damaged_stamp_only_costs_time(tmp_path: Path, read_files: list[str]) -> None:
+    manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    open_dataset(tmp_path / "d")
+    (tmp_path / "d/cache/verified.json").write_text("[")
+    open_dataset(tmp_path / "d")
+    assert len(read_files) == 2 * len(manifest.files)
+    for _ in flipped_bits(tmp_path / "d/cache/verified.json", every=29):
+        read_files.clear()
+        open_dataset(tmp_path / "d")
+        assert read_files
+
+
+def test_a_folder_that_cannot_be_written_is_read_each_time(
+    tmp_path: Path, read_files: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    # A file where the cache folder would be stops root too, whom permissions do not.
+    (tmp_path / "d/cache").write_text("")
+    with caplog.at_level(logging.WARNING):
+        open_dataset(tmp_path / "d")
+        open_dataset(tmp_path / "d")
+    assert len(read_files) == 2 * len(manifest.files)
+    assert "reads all its files" in caplog.text
+
+
+EDGES = "part1/edges/_N._E._N"
+# Part 1 has the indptr [0, 1, 3, 4] of 4 edges; there are 6 nodes and 7 edges.
+WRONG_IDS = [
+    (f"{EDGES}/indices.arrow", 2, 6),
+    (f"{EDGES}/indices.arrow", 0, -1),
+    (f"{EDGES}/indices.arrow", 1, 2**31 - 1),
+    (f"{EDGES}/original_ids.arrow", 1, 7),
+    (f"{EDGES}/original_ids.arrow", 1, -(2**63)),
+    (f"{EDGES}/indptr.arrow", 0, 1),
+    (f"{EDGES}/indptr.arrow", 1, 2**40),
+    (f"{EDGES}/indptr.arrow", 1, -1),
+    (f"{EDGES}/indptr.arrow", 2, 0),
+    (f"{EDGES}/indptr.arrow", 3, 3),
+    ("part1/nodes/_N/original_ids.arrow", 2, 6),
+    ("part1/nodes/_N/original_ids.arrow", 0, -1),
+]
+
+
+@pytest.mark.parametrize("how", ["auto", "full"])
+@pytest.mark.parametrize(("path", "at", "value"), WRONG_IDS)
+def test_an_id_out_of_range_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, at: int, value: int, how: verify.Verify
+) -> None:
+    # Few at a time: neighbours are compared across the borders too.
+    monkeypatch.setattr(verify, "_VALUES", 2)
+    folder = tmp_path / "d"
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    open_dataset(folder)
+    put_value(folder, path, at, value)
+    for _ in range(2):
+        with pytest.raises(DatasetError) as caught:
+            open_dataset(folder, verify=how)
+        said = f"{folder}: part 1 is wrong: in {path}, {Path(path).stem}[{at}] is {value}, expected "
+        assert str(caught.value).startswith(said)
+        assert "partition the graph again" in str(caught.value)
+
+
+@pytest.mark.parametrize("etype", [RATES, FOLLOWS])
+def test_ids_are_those_of_their_own_type(tmp_path: Path, etype: tuple[str, str, str]) -> None:
+    graph, folder = random_heterogeneous(0), tmp_path / "d"
+    write_dataset(graph, random_owners(graph, 2, 0), folder)
+    path = f"part0/edges/{'.'.join(etype)}/indices.arrow"
+    put_value(folder, path, 3, 19)
+    open_dataset(folder)
+    put_value(folder, path, 3, 20)
+    with pytest.raises(DatasetError, match=re.escape(f"{path}, indices[3] is 20, expected 0 to 19 ('user'")):
+        open_dataset(folder)
+
+
+def test_an_array_that_holds_no_ids_is_named(tmp_path: Path) -> None:
+    folder, path = tmp_path / "d", f"{EDGES}/indices.arrow"
+    manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    (folder / path).unlink()
+    num_edges = int(np.diff(next(iter(manifest.edge_offsets.values())))[1])
+    info = ColumnInfo(dtype="float32", row_shape=())
+    file = write_column(folder / path, info, num_edges, [np.zeros(num_edges, np.float32)])
+    write_manifest(replace(read_manifest(folder), files={**manifest.files, path: file}), folder)
+    with pytest.raises(DatasetError, match=r"indices is float32 .* expected int32 or int64"):
+        open_dataset(folder)
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the arrays whose ids are compared with their ranges."""
+    names: list[str] = []
+    real = verify._check_ids
+
+    def recording(folder: Path, ids: verify._Ids) -> None:
+        names.append(ids.path)
+        real(folder, ids)
+
+    monkeypatch.setattr(verify, "_check_ids", recording)
+    return names
+
+
+def test_ids_are_compared_once(tmp_path: Path, compared: list[str]) -> None:
+    folder = tmp_path / "d"
+    manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    arrays = {path for path in manifest.files if "/edges/" in path or "original_ids" in path}
+    arrays = {path for path in arrays if "/data/" not in path}
+    open_dataset(folder, verify="never")
+    assert compared == []
+    for _ in range(2):
+        open_dataset(folder)
+        assert sorted(compared) == sorted(arrays)
+    open_dataset(folder, verify="full")
+    assert len(compared) == 2 * len(arrays)
+
+
+def test_what_an_earlier_version_found_whole_is_compared_with_its_ranges(
+    tmp_path: Path, compared: list[str], read_files: list[str]
+) -> None:
+    """Its stamps do not say that ids are in range, nor does another manifest's."""
+    folder = tmp_path / "d"
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    open_dataset(folder)
+    stamps = folder / "cache/verified.json"
+    stamps.write_text(json.dumps({path: one[:3] for path, one in json.loads(stamps.read_text()).items()}))
+    compared.clear()
+    read_files.clear()
+    open_dataset(folder)
+    assert len(compared) == len(read_files) == 8
+    write_manifest(replace(read_manifest(folder), seed=8), folder)
+    open_dataset(folder)
+    assert len(compared) == len(read_files) == 16
+
+
+def test_ids_in_a_folder_that_cannot_be_written_are_compared_each_time(
+    tmp_path: Path, compared: list[str]
+) -> None:
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    (tmp_path / "d/cache").write_text("")
+    for times in (1, 2):
+        open_dataset(tmp_path / "d")
+        assert len(compared) == 8 * times

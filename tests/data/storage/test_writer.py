@@ -1,0 +1,285 @@
+"""read(write(x)) == x; nothing is lost on the way, and nothing of a killed write loads."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dglx_dist.data.storage import writer
+from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, ColumnInfo, RawGraph, SparseRows
+from tests.data.storage.graphs import (
+    ODD_ONES_OUT,
+    TWO_TRIANGLES,
+    assert_same_graph,
+    random_heterogeneous,
+    random_homogeneous,
+    random_owners,
+    read_back,
+    store,
+)
+
+
+def test_what_is_stored_can_be_drawn(tmp_path: Path) -> None:
+    part = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d").part(1)
+    assert part.original_node_ids(NODE_TYPE).tolist() == [1, 3, 5]
+    assert part.user_ids(NODE_TYPE).tolist() == ["b", "d", "längst"]
+    assert part.indptr(EDGE_TYPE).tolist() == [0, 1, 3, 4]
+    assert part.indices(EDGE_TYPE).tolist() == [0, 1, 5, 2]
+    assert part.original_edge_ids(EDGE_TYPE).tolist() == [0, 6, 5, 4]
+    assert part.node_data(NODE_TYPE, "feat").tolist() == [[2, 3], [6, 7], [10, 11]]
+    assert part.node_data(NODE_TYPE, "train_mask").dtype == np.bool_
+    np.testing.assert_array_equal(part.edge_data(EDGE_TYPE, "weight"), np.float32([0, 0.6, 0.5, 0.4]))
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+dtypes = st.sampled_from(["bool", "uint8", "int16", "int64", "uint32", "float16", "float32", "float64"])
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[RawGraph, Assignment]:
+    """Any types, sizes, columns and user ids; empty ones among them."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 20)))
+    num_nodes = draw(st.dictionaries(names, st.integers(0, 12), min_size=1, max_size=3))
+    edges = {}
+    for etype in draw(st.lists(st.tuples(names, names, names), max_size=3)):
+        ends = [list(num_nodes)[len(piece) % len(num_nodes)] for piece in (etype[0], etype[2])]
+        count = draw(st.integers(0, 30)) if all(num_nodes[end] for end in ends) else 0
+        sampled = [rng.integers(0, max(1, num_nodes[end]), count) for end in ends]
+        edges[ends[0], etype[1], ends[1]] = tuple(sampled)
+
+    def columns(count: int) -> dict[str, np.ndarray]:
+        shape = draw(st.sampled_from([(), (3,), (2, 2), (0,)]))
+        chosen = draw(st.dictionaries(names, dtypes, max_size=2))
+        return {name: rng.integers(0, 2, (count, *shape)).astype(dtype) for name, dtype in chosen.items()}
+
+    user_ids = {
+        ntype: np.array([f"{ntype.encode().hex()}{node}" for node in range(count)], dtype=np.str_)
+        if draw(st.booleans())
+        else rng.permutation(count) - 5
+        for ntype, count in num_nodes.items()
+        if draw(st.booleans())
+    }
+    graph = RawGraph(
+        name=draw(names),
+        num_nodes=num_nodes,
+        edges=edges,
+        node_data={ntype: columns(count) for ntype, count in num_nodes.items()},
+        edge_data={etype: columns(len(src)) for etype, (src, _) in edges.items()},
+        num_classes={ntype: 3 for ntype in num_nodes if draw(st.booleans())},
+        user_ids=user_ids,
+    )
+    return graph, random_owners(graph, draw(st.integers(1, 4)), draw(st.integers(0, 99)))
+
+
+@given(graphs())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_reading_gives_what_was_written(tmp_path_factory, case) -> None:
+    graph, assignment = case
+    dataset = store(graph, assignment, tmp_path_factory.mktemp("any") / "d")
+    assert_same_graph(read_back(dataset), graph)
+    for ntype, part_of in assignment.part_of.items():
+        assert (
+            np.diff(dataset.manifest.node_offsets[ntype]).tolist()
+            == np.bincount(part_of, minlength=assignment.num_parts).tolist()
+        )
+
+
+def test_small_chunks_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_homogeneous(3)
+    assignment = random_owners(graph, 3, 4)
+    whole = write_dataset(graph, assignment, tmp_path / "whole")
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 20)
+    assert write_dataset(graph, assignment, tmp_path / "chunked").checksum == whole.checksum
+
+
+def test_sparse_features_are_stored_dense(tmp_path: Path) -> None:
+    # Rows: {1: 2.0, 3: 1.0}, nothing, {0: 5.0}.
+    rows = SparseRows(
+        indptr=np.array([0, 2, 2, 3]),
+        indices=np.array([1, 3, 0], np.int32),
+        values=np.array([2, 1, 5], np.float32),
+        num_columns=4,
+    )
+    edges = {EDGE_TYPE: (np.array([0]), np.array([1]))}
+    graph = RawGraph(name="", num_nodes={NODE_TYPE: 3}, edges=edges, node_data={NODE_TYPE: {"feat": rows}})
+    owners = Assignment(num_parts=2, part_of={NODE_TYPE: np.array([1, 0, 0])}, method="", seed=0)
+    dataset = store(graph, owners, tmp_path / "d")
+    assert dataset.part(0).node_data(NODE_TYPE, "feat").tolist() == [[0, 0, 0, 0], [5, 0, 0, 0]]
+    assert dataset.part(1).node_data(NODE_TYPE, "feat").tolist() == [[0, 2, 0, 1]]
+
+
+def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
+    graph = random_homogeneous(0)
+    bits = np.arange(40, dtype=np.uint16)
+    graph.node_data[NODE_TYPE]["half"] = bits
+    manifest = write_dataset(
+        graph, random_owners(graph, 2, 0), tmp_path / "d", bfloat16=[(NODE_TYPE, "half")]
+    )
+    assert manifest.node_columns[NODE_TYPE]["half"] == ColumnInfo(dtype="bfloat16", row_shape=())
+    part = open_dataset(tmp_path / "d").part(0)
+    assert part.node_data(NODE_TYPE, "half").tolist() == bits[part.original_node_ids(NODE_TYPE)].tolist()
+    with pytest.raises(ConfigError, match=r"feat has dtype float32; the bits of bfloat16"):
+        write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "e", bfloat16=[(NODE_TYPE, "feat")])
+    rows = SparseRows(indptr=np.arange(41), indices=np.zeros(40, np.int32), values=np.ones(40), num_columns=1)
+    sparse = dataclasses.replace(graph, node_data={NODE_TYPE: {"rows": rows}})
+    with pytest.raises(ConfigError, match=r"rows has dtype float64; the bits of bfloat16"):
+        write_dataset(sparse, random_owners(graph, 2, 0), tmp_path / "f", bfloat16=[(NODE_TYPE, "rows")])
+
+
+def test_the_manifest_tells_how_it_was_made(tmp_path: Path) -> None:
+    owners = Assignment(
+        num_parts=2,
+        part_of=ODD_ONES_OUT.part_of,
+        method="metis",
+        seed=7,
+        parameters={"tolerance": {"train": 0.05}},
+    )
+    write_dataset(TWO_TRIANGLES, owners, tmp_path / "d", quality={"edge_cut": 5 / 7})
+    manifest = open_dataset(tmp_path / "d").manifest
+    assert (manifest.method, manifest.seed, manifest.num_parts) == ("metis", 7, 2)
+    assert manifest.parameters == {"tolerance": {"train": 0.05}}
+    assert manifest.quality == {"edge_cut": 5 / 7}
+
+
+def test_a_figure_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quality\['edge_cut'\] is nan"):
+        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d", quality={"edge_cut": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_column_of_the_wrong_length_is_named(tmp_path: Path) -> None:
+    graph = random_homogeneous(0)
+    graph.node_data[NODE_TYPE]["short"] = np.zeros(39)
+    with pytest.raises(ConfigError, match=r"_N/short has shape \(39,\), but there are 40"):
+        write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
+
+
+def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    first = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    with pytest.raises(StorageError, match="exists already"):
+        write_dataset(random_homogeneous(0), random_owners(random_homogeneous(0), 2, 0), folder)
+    assert open_dataset(folder).manifest.checksum == first.checksum
+
+
+def test_overwriting_replaces_all_of_a_dataset(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    write_dataset(random_heterogeneous(0), random_owners(random_heterogeneous(0), 3, 0), folder)
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder, overwrite=True)
+    assert_same_graph(read_back(open_dataset(folder)), TWO_TRIANGLES)
+    assert sorted(path.name for path in tmp_path.rglob("part*")) == ["part0", "part1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format": "dglx-dataset", "version": 99}'])
+def test_overwriting_replaces_what_no_longer_loads(tmp_path: Path, damage: bytes) -> None:
+    folder = tmp_path / "d"
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    path = folder / "manifest.json"
+    path.write_bytes(damage or path.read_bytes()[:-9])
+    with pytest.raises(StorageError):
+        open_dataset(folder)
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder, overwrite=True)
+    assert_same_graph(read_back(open_dataset(folder)), TWO_TRIANGLES)
+
+
+def test_overwriting_spares_a_dataset_with_a_stranger_in_it(tmp_path: Path) -> None:
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    (tmp_path / "d" / "notes.txt").write_text("mine")
+    with pytest.raises(StorageError, match="not overwritten"):
+        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d", overwrite=True)
+    assert (tmp_path / "d" / "notes.txt").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file/d cannot be written: .*file'; choose"):
+        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "file" / "d")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.arange(40, dtype=np.uint64) + np.uint64(2**63), "'_N' have dtype uint64"),
+        (np.arange(40.0), "'_N' have dtype float64"),
+        (np.arange(39), r"'_N' have shape \(39,\), but there are 40"),
+    ],
+)
+def test_user_ids_that_cannot_be_kept_are_refused(tmp_path: Path, ids: np.ndarray, message: str) -> None:
+    graph = dataclasses.replace(random_homogeneous(0), user_ids={NODE_TYPE: ids})
+    with pytest.raises(ConfigError, match=message):
+        write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "manifest.json"])
+def test_overwriting_never_touches_anything_else(tmp_path: Path, name: str) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / name).write_text("{}")
+    with pytest.raises(StorageError, match="home"):
+        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "home", overwrite=True)
+    assert (tmp_path / "home" / name).read_text() == "{}"
+
+
+def test_an_empty_folder_may_be_given(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    assert_same_graph(read_back(store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")), TWO_TRIANGLES)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    graph = random_homogeneous(0)
+    graph.edges[EDGE_TYPE][0][7] = 40
+    with pytest.raises(ConfigError, match="edge 7"):
+        write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Writes the dataset named by its argument, and stops for good after the file number given second.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dglx_dist.data.storage import writer
+from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES
+wanted, real = int(sys.argv[2]), (writer.write_column, writer.write_manifest)
+written = 0
+def counting(function):
+    def write(*args):
+        global written
+        result = function(*args)
+        written += 1
+        if written == wanted:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return write
+writer.write_column, writer.write_manifest = map(counting, real)
+writer.write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, Path(sys.argv[1]), overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("file_number", [1, 10, 17])
+def test_a_killed_write_leaves_nothing_that_loads(tmp_path: Path, file_number: int) -> None:
+    """17 is the manifest, after two parts of one id, three node and four edge columns (strings apart)."""
+    folder = tmp_path / "d"
+    before = write_dataset(random_homogeneous(0), random_owners(random_homogeneous(0), 2, 0), folder)
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", KILLED, str(folder), str(file_number)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ended = subprocess.run(command, env=environment, cwd=root, timeout=100, check=False, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    (left,) = (path for path in tmp_path.iterdir() if path != folder)
+    assert (left / "manifest.json").exists() == (file_number == 17)
+    with pytest.raises(StorageError, match="left behind"):
+        open_dataset(left)
+    assert open_dataset(folder).manifest.checksum == before.checksum
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder, overwrite=True)
+    assert_same_graph(read_back(open_dataset(folder)), TWO_TRIANGLES)

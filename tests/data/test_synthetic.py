@@ -1,0 +1,199 @@
+"""The built-in graph: sizes, shape of the randomness, and that neighbours help."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.data.partition.balance import measure
+from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.metis import Metis
+from dglx_dist.data.synthetic import SyntheticConfig, assign_communities, generate, parse_config
+from dglx_dist.data.validate import check_raw_graph
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
+
+SMALL = SyntheticConfig(nodes=3000, degree=10, classes=5, features=20, communities=20, seed=3)
+
+
+@pytest.fixture(scope="module")
+def small() -> RawGraph:
+    return generate(SMALL)
+
+
+def ends(graph: RawGraph) -> tuple[Array, Array]:
+    return graph.edges[EDGE_TYPE]
+
+
+def columns(graph: RawGraph) -> dict[str, Array]:
+    return {name: np.asarray(column) for name, column in graph.node_data[NODE_TYPE].items()}
+
+
+def test_sizes_and_dtypes_are_those_asked_for(small: RawGraph) -> None:
+    check_raw_graph(small, "small")
+    source_ids, destination_ids = ends(small)
+    assert len(source_ids) == len(destination_ids) == 30_000
+    assert source_ids.dtype == destination_ids.dtype == np.int32
+    assert columns(small)["feat"].shape == (3000, 20)
+    assert columns(small)["feat"].dtype == np.float32
+    assert small.num_classes == {NODE_TYPE: 5}
+    sizes = {name: int(columns(small)[name].sum()) for name in ("train_mask", "val_mask", "test_mask")}
+    assert sizes == {"train_mask": 300, "val_mask": 300, "test_mask": 600}
+
+
+def test_edges_are_distinct_sorted_without_loops_and_in_both_directions(small: RawGraph) -> None:
+    source_ids, destination_ids = (ids.astype(np.int64) for ids in ends(small))
+    keys = source_ids * 3000 + destination_ids
+    assert (np.diff(keys) > 0).all()
+    assert (source_ids != destination_ids).all()
+    assert np.array_equal(np.sort(destination_ids * 3000 + source_ids), keys)
+
+
+def test_no_node_is_isolated(small: RawGraph) -> None:
+    assert np.bincount(ends(small)[1], minlength=3000).min() >= 1
+
+
+def test_one_direction_stores_every_pair_once() -> None:
+    graph = generate(dataclasses.replace(SMALL, both_directions=False))
+    source_ids, destination_ids = (ids.astype(np.int64) for ids in ends(graph))
+    assert len(source_ids) == 30_000
+    low, high = np.minimum(source_ids, destination_ids), np.maximum(source_ids, destination_ids)
+    assert len(np.unique(low * 3000 + high)) == 30_000
+    assert 0.4 < (source_ids < destination_ids).mean() < 0.6
+
+
+def test_the_seed_decides_everything(small: RawGraph) -> None:
+    again = generate(SMALL)
+    other = generate(dataclasses.replace(SMALL, seed=4))
+    assert all(np.array_equal(a, b) for a, b in zip(ends(small), ends(again), strict=True))
+    assert all(np.array_equal(value, columns(again)[name]) for name, value in columns(small).items())
+    assert not np.array_equal(ends(small)[0], ends(other)[0])
+    assert not np.array_equal(columns(small)["feat"], columns(other)["feat"])
+
+
+def test_homophily_and_locality_are_shares_of_edges() -> None:
+    config = dataclasses.replace(SMALL, homophily=0.6, locality=0.5, label_noise=0)
+    graph = generate(config)
+    source_ids, destination_ids = ends(graph)
+    communities, labels = assign_communities(config), columns(graph)["label"]
+    assert abs((labels[source_ids] == labels[destination_ids]).mean() - 0.6) < 0.02
+    assert abs((communities[source_ids] == communities[destination_ids]).mean() - 0.3) < 0.02
+
+
+def test_degrees_are_skewed_more_by_a_smaller_exponent() -> None:
+    def top_share(exponent: float) -> float:
+        graph = generate(dataclasses.replace(SMALL, exponent=exponent))
+        degrees = np.sort(np.bincount(ends(graph)[1], minlength=3000))
+        return float(degrees[-30:].sum() / degrees.sum())
+
+    # One node in a hundred has a hundredth of the edges when all degrees are alike.
+    assert 0.01 < top_share(50) < 0.025
+    assert top_share(2.2) > 0.06
+
+
+@pytest.mark.parametrize(("skew", "least", "most"), [(0.0, 0.08, 0.12), (0.9, 0.75, 1.0)])
+def test_skew_puts_training_nodes_into_a_tenth_of_the_communities(
+    skew: float, least: float, most: float
+) -> None:
+    config = dataclasses.replace(SMALL, skew=skew, train_rate=0.08)
+    train_mask = columns(generate(config))["train_mask"]
+    assert train_mask.sum() == 240
+    assert least <= (assign_communities(config)[train_mask] < 2).mean() <= most
+
+
+def test_skew_keeps_the_number_of_training_nodes_when_the_few_communities_are_full() -> None:
+    config = dataclasses.replace(SMALL, skew=1.0, train_rate=0.5)
+    assert columns(generate(config))["train_mask"].sum() == 1500
+
+
+def test_no_features_and_no_test_nodes_leave_the_columns_out() -> None:
+    graph = generate(dataclasses.replace(SMALL, features=0, test_rate=0.0))
+    assert set(columns(graph)) == {"label", "train_mask", "val_mask"}
+
+
+def test_one_class_in_one_community_is_a_graph_too() -> None:
+    graph = generate(SyntheticConfig(nodes=50, degree=4, classes=1, communities=1))
+    assert graph.total_edges == 200
+
+
+def test_metis_finds_the_communities_and_skew_makes_balance_matter() -> None:
+    # 28 % of the links leave their community; at random, 75 % of them all would be cut.
+    metis = Metis(PartitionOptions())
+    even, skewed = (generate(SyntheticConfig(features=0, skew=skew)) for skew in (0.0, 0.9))
+    assignment = metis.assign(even, num_parts=4, seed=0)
+    assert measure(even, assignment).edge_cut < 0.25
+
+    def largest_train_share(graph: RawGraph) -> float:
+        part_of = metis.assign(graph, num_parts=4, seed=0).part_of[NODE_TYPE]
+        counts = np.bincount(part_of[columns(graph)["train_mask"]], minlength=4)
+        return float(counts.max() / counts.mean())
+
+    assert largest_train_share(even) < 1.2
+    assert largest_train_share(skewed) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("", {}, SyntheticConfig()),
+        ("nodes=2e4,degree=7.5", {"seed": 9}, SyntheticConfig(nodes=20_000, degree=7.5, seed=9)),
+        ("seed=1", {"seed": 2, "both_directions": False}, SyntheticConfig(seed=2, both_directions=False)),
+        ("both_directions=no", {}, SyntheticConfig(both_directions=False)),
+        ("", {"seed": 2**60 + 1}, SyntheticConfig(seed=2**60 + 1)),  # no float holds that number
+    ],
+)
+def test_a_spec_is_read_and_options_win(
+    text: str, options: dict[str, object], expected: SyntheticConfig
+) -> None:
+    assert parse_config(text, options) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("node=3", "did you mean 'nodes'"),
+        ("nodes", "name=value"),
+        ("nodes=many", "must be a number"),
+        ("nodes=2.5", "whole number"),
+        ("both_directions=maybe", "true or false"),
+        ("homophily=1.5", "homophily=1.5 .* between 0 and 1"),
+        ("exponent=2", "above 2"),
+        ("communities=15", "a multiple of classes=10"),
+        ("nodes=100,degree=25", "degree=25.0 .* between 2 and 5"),
+        ("train_rate=0.8,val_rate=0.3", "sum to more than 1"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_remedy(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(text, {})
+
+
+def test_neighbours_help_by_a_wide_margin() -> None:
+    graph = generate(SyntheticConfig(nodes=4000, degree=15, classes=5, features=50, communities=20))
+    source_ids, destination_ids = (torch.from_numpy(ids).long() for ids in ends(graph))
+    data = {name: torch.from_numpy(column) for name, column in columns(graph).items()}
+    features = data["feat"]
+    sums = torch.zeros_like(features).index_add_(0, destination_ids, features[source_ids])
+    means = sums / torch.bincount(destination_ids, minlength=4000)[:, None]
+    alone = _accuracy_of_mlp(features, data)
+    with_neighbours = _accuracy_of_mlp(torch.cat([features, means], dim=1), data)
+    assert alone > 0.3  # better than one in five: features say something
+    assert with_neighbours > alone + 0.1
+    assert with_neighbours < 0.97  # and labels are noisy enough that models differ
+
+
+def _accuracy_of_mlp(features: Tensor, data: dict[str, Tensor]) -> float:
+    """Accuracy on the test nodes of a small classifier that sees nothing but ``features`` ((N, F))."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(features.shape[1], 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-3)
+    train, test = data["train_mask"], data["test_mask"]
+    for _ in range(100):
+        loss = nn.functional.cross_entropy(model(features[train]), data["label"][train])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    guesses = model.eval()(features[test]).argmax(dim=1)
+    return float((guesses == data["label"][test]).float().mean())

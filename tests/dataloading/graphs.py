@@ -1,0 +1,55 @@
+"""Small graphs for the tests of sampling, and batches of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dglx_dist.dataloading.kernels import Ask, RawBatch
+from dglx_dist.keyed_random import Csc, Rule, stream_key
+
+NO_EDGES = np.empty(0, np.int64)
+
+
+def csc_from(in_edges: Sequence[Sequence[int]], weights: Sequence[float] = (), dtype: str = "int32") -> Csc:
+    """Node n has the in-neighbours ``in_edges[n]``, whose edges are numbered one after another."""
+    indptr = np.cumsum([0, *(len(row) for row in in_edges)]).astype(np.int64)
+    indices = np.array([node for row in in_edges for node in row], dtype=dtype)
+    return Csc(indptr, indices, np.array(weights, np.float32), 0, 0)
+
+
+def random_csc(num_nodes: int, mean_degree: int, seed: int = 0, dtype: str = "int32") -> Csc:
+    """Uneven in-degrees (some nodes have none, one has very many), distinct in-neighbours."""
+    rng = np.random.default_rng(seed)
+    degrees = np.minimum(rng.poisson(mean_degree * rng.pareto(3.0, num_nodes)), num_nodes - 1)
+    degrees[0] = num_nodes // 2
+    rows = [np.sort(rng.choice(num_nodes, degree, replace=False)) for degree in degrees]
+    return csc_from([row.tolist() for row in rows], dtype=dtype)
+
+
+def ask_for(
+    seeds: Sequence[int] | NDArray[np.int64],
+    fanouts: Sequence[int],
+    *,
+    replace: bool = False,
+    exclude: Sequence[int] = (),
+    seed: int = 0,
+    epoch: int = 0,
+    dtype: str = "int64",
+) -> Ask:
+    """``fanouts`` as DGL orders them: input-most layer first."""
+    streams = np.array([stream_key(seed, epoch, hop) for hop in range(len(fanouts))], np.uint64)
+    rule = Rule(replace, np.array(sorted(exclude), np.int64))
+    hops = np.array(list(fanouts)[::-1], np.int64)
+    return Ask(np.asarray(seeds, np.int64), hops, streams, rule, np.empty(0, dtype))
+
+
+def edges_of_hop(batch: RawBatch, hop: int) -> list[tuple[int, int, int]]:
+    """(global source, global destination, edge id) of a hop, in order."""
+    num_rows = batch.node_ends[:-1] + 1
+    first = int(num_rows[:hop].sum())
+    indptr = batch.indptr[first : first + num_rows[hop]]
+    edges = slice(batch.edge_ends[hop], batch.edge_ends[hop + 1])
+    destinations = np.repeat(batch.nodes[: batch.node_ends[hop]], np.diff(indptr))
+    sources = batch.nodes[batch.sources[edges]]
+    return list(zip(sources.tolist(), destinations.tolist(), batch.edge_ids[edges].tolist(), strict=True))

@@ -1,0 +1,359 @@
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import dgl
+import pytest
+import torch
+from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
+from dgl.dataloading import negative_sampler as dgl_negative
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.dataloading import negative
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.analysis import reverse_edge_ids
+from dglx_dist.graph.dist_graph import DistGraph
+from tests.dataloading import bonds
+from tests.dataloading.bonds import BOUGHT, BUYING, BUYS, HALF, KNOWING, KNOWS
+from tests.helpers.ranks import run_ranks
+
+SAMPLER = NeighborSampler([2, 3], prefetch_node_feats=["feat"])
+EDGES = torch.arange(2 * HALF)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("edges")
+    return {
+        "ring": str(bonds.write(bonds.ring(), folder / "ring", 3)),
+        "shop": str(bonds.write(bonds.shop(), folder / "shop", 3)),
+    }
+
+
+@pytest.fixture
+def g(folders: dict[str, str]) -> Iterator[DistGraph]:
+    with start_session():
+        yield DistGraph(folders["ring"])
+
+
+@pytest.fixture
+def shop(folders: dict[str, str]) -> Iterator[DistGraph]:
+    with start_session():
+        yield DistGraph(folders["shop"])
+
+
+def loader_of(g: DistGraph, **options: Any) -> DistEdgeDataLoader:
+    options = {"batch_size": 16, "shuffle": True, "seed": 3} | options
+    return DistEdgeDataLoader(g, options.pop("eids", EDGES), options.pop("sampler", SAMPLER), **options)
+
+
+def ids_of(graph: dgl.DGLGraph) -> list[int]:
+    return graph.edata[dgl.EID].tolist()
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_every_edge_once_an_epoch_in_another_order_each(g: DistGraph, num_threads: int) -> None:
+    loader = loader_of(g, num_threads=num_threads)
+    first, second = ([ids_of(pairs) for _, pairs, _ in loader] for _ in range(2))
+    assert len(first) == len(loader) == 15
+    assert sorted(chain(*first)) == sorted(chain(*second)) == EDGES.tolist()
+    assert first != second
+
+
+def test_pair_graphs_lie_over_the_last_blocks_destinations(g: DistGraph) -> None:
+    for input_nodes, pairs, negatives, blocks in loader_of(g, negative_sampler=negative.Uniform(3)):
+        seeds = blocks[-1].dstdata[dgl.NID]
+        assert torch.equal(pairs.ndata[dgl.NID], seeds)
+        assert torch.equal(negatives.ndata[dgl.NID], seeds)
+        sources, destinations = (seeds[ends] for ends in pairs.edges())
+        expected = g.find_edges(pairs.edata[dgl.EID])
+        assert torch.equal(sources, expected[0])
+        assert torch.equal(destinations, expected[1])
+        assert torch.equal(seeds[negatives.edges()[0]], sources.repeat_interleave(3))
+        touched = torch.cat([*pairs.edges(), negatives.edges()[1]])
+        assert len(touched.unique()) == len(seeds)
+        assert torch.equal(blocks[0].srcdata["feat"], g.ndata["feat"][input_nodes])
+
+
+def remaining_degrees(g: DistGraph, nodes: torch.Tensor, gone: set[int]) -> torch.Tensor:
+    _, destinations = g.find_edges(sorted(gone))
+    return g.in_degrees(nodes) - torch.bincount(destinations, minlength=g.num_nodes())[nodes]
+
+
+def check_excluded(g: DistGraph, loader: Any, reverse: torch.Tensor | None) -> int:
+    """No edge of the batch or its reverse in any block, and the fan-out is full from what is left."""
+    counted = 0
+    for _, pairs, *_, blocks in loader:
+        gone = set(ids_of(pairs))
+        if reverse is not None:
+            gone |= set(reverse[pairs.edata[dgl.EID]].tolist())
+        for block, fanout in zip(blocks, (2, 3), strict=True):
+            assert not gone & set(ids_of(block))
+            left = remaining_degrees(g, block.dstdata[dgl.NID], gone)
+            assert torch.equal(block.in_degrees(), left.clamp(max=fanout))
+            counted += int((left < g.in_degrees(block.dstdata[dgl.NID])).sum())
+    return counted
+
+
+def test_without_exclusion_a_batch_sees_its_own_edges(g: DistGraph) -> None:
+    sampler = NeighborSampler([-1])
+    for _, pairs, (block,) in loader_of(g, sampler=sampler):
+        assert set(ids_of(pairs)) <= set(ids_of(block))
+
+
+def in_rank(ring: str, structure: Any, shares: list[list[int]]) -> dict[str, Any]:
+    """Two epochs for each kind of exclusion; what was visited, drawn and shared."""
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(ring, structure=structure)
+        reverse = reverse_edge_ids(g)
+        mine = torch.tensor(shares[session.topology.rank], dtype=torch.int64)
+        draws: dict[str, list[list[int]]] = {}
+        counted = 0
+        for mode, options in (
+            ("self", {"exclude": "self"}),
+            ("reverse_id", {"exclude": "reverse_id", "reverse_eids": reverse}),
+            ("list", {"exclude": "reverse_id", "reverse_eids": reverse[:]}),
+            ("function", {"exclude": lambda ids: torch.cat([ids, reverse[ids]])}),
+        ):
+            loader = loader_of(g, eids=mine, batch_size=1, negative_sampler=negative.Uniform(2), **options)
+            counted += check_excluded(g, loader, None if mode == "self" else reverse[:])
+            for _, pairs, negatives, blocks in loader:
+                assert session.step_share is pairs.step_share is negatives.step_share is blocks[-1].step_share
+                for edge in ids_of(pairs):
+                    found = [*negatives.ndata[dgl.NID][negatives.edges()[1]].tolist(), *ids_of(blocks[0])]
+                    draws.setdefault(f"{mode} {edge}", []).append(found)
+        loader = loader_of(g, eids=mine, batch_size=16)
+        shares_seen = [
+            (pairs.num_edges(), session.step_share.num_local, session.step_share.num_global)
+            for _, pairs, _ in loader
+        ]
+        return {"draws": draws, "counted": counted, "shares": shares_seen}
+
+
+def test_on_any_ranks_the_same_is_drawn_and_excluded(folders: dict[str, str]) -> None:
+    """30 edges on one rank; 25 and 5 on two, cut and whole; 20, 0 and 10 on three."""
+    ids = EDGES[::8].tolist()
+    whole = run_ranks(in_rank, 1, args=(folders["ring"], "replicated", [ids]))
+    two = run_ranks(
+        in_rank, 2, args=(folders["ring"], "partitioned", [ids[:25], ids[25:]]), ranks_per_server=1
+    )
+    three = run_ranks(in_rank, 3, args=(folders["ring"], "replicated", [ids[:20], [], ids[20:]]))
+    for results in (two, three):
+        found = {key: value for result in results for key, value in result["draws"].items()}
+        assert found == whole[0]["draws"]
+    assert whole[0]["counted"] > 100
+    assert whole[0]["shares"] == [(16, 16, 16), (14, 14, 14)]
+    assert [result["shares"] for result in two] == [[(16, 16, 21), (9, 9, 9)], [(5, 5, 21), (0, 0, 9)]]
+    assert three[1]["shares"] == [(0, 0, 26), (0, 0, 4)]
+
+
+def test_a_resumed_loader_goes_on_where_it_was(g: DistGraph) -> None:
+    options = {"exclude": "self", "negative_sampler": negative.PerSourceUniform(2)}
+
+    def rows(loader: Any, num: int | None = None) -> list[Any]:
+        out = []
+        for _, pairs, negatives, blocks in loader:
+            out.append((ids_of(pairs), negatives.edges()[1].tolist(), ids_of(blocks[0]), loader.state_dict()))
+            if len(out) == num:
+                break
+        return out
+
+    loader = loader_of(g, **options)
+    loader.set_epoch(4)
+    whole = rows(loader)
+    again = loader_of(g, **options)
+    again.load_state_dict(whole[5][-1])
+    assert rows(again) == whole[6:]
+    assert again.epoch == 5
+    other = loader_of(g, **options)
+    other.set_epoch(5)
+    assert rows(other, 2) == rows(again, 2) != whole[:2]
+
+
+def test_dgls_wrapper_says_the_same(g: DistGraph) -> None:
+    reverse = reverse_edge_ids(g)[:]
+    wrapped = as_edge_prediction_sampler(
+        SAMPLER, exclude="reverse_id", reverse_eids=reverse, negative_sampler=dgl_negative.Uniform(3),
+        prefetch_labels=["label"],
+    )  # fmt: skip
+    ours = loader_of(g, exclude="reverse_id", reverse_eids=reverse, negative_sampler=negative.Uniform(3))
+    for one, other in zip(loader_of(g, sampler=wrapped), ours, strict=True):
+        assert ids_of(one[1]) == ids_of(other[1])
+        assert torch.equal(one[2].edges()[1], other[2].edges()[1])
+        assert [ids_of(block) for block in one[3]] == [ids_of(block) for block in other[3]]
+        assert torch.equal(one[1].edata["label"], g.orig_edge_ids(one[1].edata[dgl.EID]))
+    check_excluded(g, loader_of(g, sampler=wrapped), reverse)
+    with pytest.raises(ConfigError, match=r"dx\.DistEdgeDataLoader"):
+        DataLoader(g, EDGES, wrapped)
+
+
+def test_no_edges_at_all(g: DistGraph) -> None:
+    loader = loader_of(g, eids=[])
+    assert len(loader) == 0
+    assert list(loader) == []
+
+
+def test_fixed_ids_are_never_drawn(g: DistGraph) -> None:
+    for _, _, blocks in loader_of(g, exclude=EDGES[EDGES % 2 == 0]):
+        assert all(edge % 2 for block in blocks for edge in ids_of(block))
+
+
+def shop_in_rank(folder: str, structure: Any) -> dict[str, Any]:
+    """Batches of two edge types with exclusion of reverse types."""
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder, structure=structure)
+        rank, world = session.topology.rank, session.topology.world_size
+        eids = {"buys": torch.arange(BUYING)[rank::world], KNOWS: torch.arange(KNOWING)[rank::world]}
+        reverse = {
+            BUYS: reverse_edge_ids(g, BUYS, reverse_etype=BOUGHT)[:],
+            KNOWS: reverse_edge_ids(g, KNOWS)[:],
+        }
+        sampler = as_edge_prediction_sampler(
+            NeighborSampler([{BUYS: -1, BOUGHT: -1, KNOWS: 2}, {BUYS: 3, BOUGHT: -1, KNOWS: -1}]),
+            exclude=lambda ids: {
+                KNOWS: ids.get(KNOWS, torch.empty(0, dtype=torch.int64)),
+                "buys": ids.get(BUYS, torch.empty(0, dtype=torch.int64)),
+                BOUGHT: reverse[BUYS][ids[BUYS]] if BUYS in ids else [],
+            },
+            negative_sampler=negative.Uniform(2, corrupt="both"),
+            prefetch_labels={"buys": ["stars"]},
+        )
+        by_types = as_edge_prediction_sampler(
+            sampler.sampler, exclude="reverse_types",
+            reverse_etypes={"buys": "bought_by"},
+        )  # fmt: skip
+        seen: dict[str, list[int]] = {"buys": [], "knows": [], "steps": []}
+        for input_nodes, pairs, negatives, blocks in loader_of(g, eids=eids, sampler=sampler, batch_size=8):
+            check_shop(g, pairs, negatives, blocks, input_nodes)
+            gone = {BOUGHT: reverse[BUYS][pairs.edges["buys"].data[dgl.EID]].tolist()}
+            gone |= {etype: pairs.edges[etype].data[dgl.EID].tolist() for etype in (BUYS, KNOWS)}
+            for block in blocks:
+                for etype, ids in gone.items():
+                    assert not set(ids) & set(block.edges[etype].data[dgl.EID].tolist())
+            seen["buys"] += gone[BUYS]
+            seen["knows"] += gone[KNOWS]
+            seen["steps"].append(session.step_share.num_local)
+        for _, pairs, blocks in loader_of(g, eids={"buys": eids["buys"]}, sampler=by_types, batch_size=8):
+            back = set(reverse[BUYS][pairs.edges["buys"].data[dgl.EID]].tolist())
+            for block in blocks:
+                assert not back & set(block.edges[BOUGHT].data[dgl.EID].tolist())
+                assert not set(pairs.edges[BUYS].data[dgl.EID].tolist()) & set(
+                    block.edges[BUYS].data[dgl.EID].tolist()
+                )
+        return seen
+
+
+def check_shop(g: DistGraph, pairs: Any, negatives: Any, blocks: Any, input_nodes: Any) -> None:
+    assert set(pairs.canonical_etypes) == set(negatives.canonical_etypes) == set(g.canonical_etypes)
+    for ntype in g.ntypes:
+        assert torch.equal(pairs.nodes[ntype].data[dgl.NID], blocks[-1].dstnodes[ntype].data[dgl.NID])
+        assert torch.equal(negatives.nodes[ntype].data[dgl.NID], pairs.nodes[ntype].data[dgl.NID])
+        assert torch.equal(input_nodes[ntype], blocks[0].srcnodes[ntype].data[dgl.NID])
+    for etype in (BUYS, KNOWS):
+        ids = pairs.edges[etype].data[dgl.EID]
+        assert negatives.num_edges(etype) == 4 * len(ids)
+        sources, destinations = pairs.edges(etype=etype)
+        assert torch.equal(pairs.nodes[etype[0]].data[dgl.NID][sources], g.find_edges(ids, etype)[0])
+        assert torch.equal(pairs.nodes[etype[2]].data[dgl.NID][destinations], g.find_edges(ids, etype)[1])
+    assert pairs.num_edges(BOUGHT) == negatives.num_edges(BOUGHT) == 0
+    stars = pairs.edges["buys"].data["stars"]
+    assert torch.equal(stars, g.orig_edge_ids(pairs.edges["buys"].data[dgl.EID], BUYS))
+
+
+@pytest.mark.parametrize(("ranks", "structure"), [(1, "replicated"), (2, "partitioned")])
+def test_edges_of_several_types(folders: dict[str, str], ranks: int, structure: str) -> None:
+    results = run_ranks(shop_in_rank, ranks, args=(folders["shop"], structure), ranks_per_server=1)
+    assert sorted(chain(*(result["buys"] for result in results))) == list(range(BUYING))
+    assert sorted(chain(*(result["knows"] for result in results))) == list(range(KNOWING))
+    assert sum(chain(*(result["steps"] for result in results))) == BUYING + KNOWING
+
+
+WRONG = {
+    "type": ({"likes": [1]}, {}, ConfigError, "'likes'"),
+    "range": ([240], {}, IndexError, "id 240 at position 0"),
+    "twice": ([3, 4, 3], {}, ConfigError, "have edge 3 more than once"),
+    "mode": ([3], {"exclude": "reverse"}, ConfigError, "exclude='reverse'"),
+    "missing": ([3], {"exclude": "reverse_id"}, ConfigError, "needs reverse_eids="),
+    "length": ([3], {"exclude": "reverse_id", "reverse_eids": EDGES[1:]}, ConfigError, "one per edge"),
+    "source ids": (
+        EDGES, {"exclude": "reverse_id", "reverse_eids": EDGES.roll(HALF)}, ConfigError, "ids change when",
+    ),
+    "k": ([3], {"negative_sampler": dgl_negative.Uniform(-2)}, ConfigError, "k=-2"),
+    "power": (
+        [3], {"negative_sampler": negative.DegreeWeighted(2, power=1e3)}, ConfigError, "power=1000.0 is too",
+    ),
+    "pace": ([3], {"batch_size": 0}, ConfigError, "batch_size=0"),
+    "seed": ([3], {"seed": -1}, ConfigError, "seed=-1"),
+    "column": (
+        [3], {"sampler": NeighborSampler([2], prefetch_node_feats=["fest"])}, ConfigError, "'fest'",
+    ),
+    "fixed": ([3], {"exclude": [240]}, IndexError, "240"),
+    "option": ([3], {"batchsize": 3}, ConfigError, "no option 'batchsize'"),
+    "sampler": ([3], {"sampler": "all"}, ConfigError, "str does not make blocks"),
+    "both": (
+        [3], {"exclude": "self", "sampler": as_edge_prediction_sampler(SAMPLER)}, ConfigError, "not to both",
+    ),
+    "labels": (
+        [3], {"sampler": as_edge_prediction_sampler(SAMPLER, prefetch_labels=["star"])}, ConfigError, "star",
+    ),
+}  # fmt: skip
+
+
+def wrong_in_rank(folder: str) -> dict[str, str]:
+    """Rank 1 makes each mistake while the others do well; nobody hangs."""
+    told = {}
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder)
+        for name, (eids, options, error, message) in WRONG.items():
+            if session.topology.rank == 1:
+                with pytest.raises(error, match=message):
+                    loader_of(g, eids=eids, **options)
+            else:
+                with pytest.raises(ConfigError, match=r"rank 1 on .*: ") as caught:
+                    loader_of(g, eids=[0])
+                told[name] = str(caught.value)
+        mode = [None, "self"][session.topology.rank]
+        with pytest.raises(ConfigError, match="different exclude: rank 0 None, rank 1 'self'"):
+            loader_of(g, eids=[session.topology.rank], exclude=mode)
+        assert len(loader_of(g, eids=[session.topology.rank])) == 1
+    return told
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(folders: dict[str, str]) -> None:
+    told = run_ranks(wrong_in_rank, 2, args=(folders["ring"],))[0]
+    assert set(told) == set(WRONG)
+    assert "needs reverse_eids=" in told["missing"]
+
+
+def test_an_edge_type_without_reverse_ids_is_refused(shop: DistGraph) -> None:
+    reverse = {"knows": reverse_edge_ids(shop, KNOWS)}
+    with pytest.raises(ConfigError, match=r"reverse of \('user', 'buys', 'item'\)"):
+        loader_of(shop, eids={"buys": [1]}, exclude="reverse_id", reverse_eids=reverse)
+    with pytest.raises(ConfigError, match="several edge types"):
+        loader_of(shop, eids=[1])
+
+
+def test_wrappers_with_code_of_their_own_are_refused(g: DistGraph) -> None:
+    class Own(dgl.dataloading.EdgePredictionSampler):
+        def sample(self, g: Any, seed_edges: Any) -> Any:
+            return super().sample(g, seed_edges)
+
+    with pytest.raises(ConfigError, match="Own samples edges with code of its own"):
+        loader_of(g, sampler=Own(SAMPLER))
+
+
+def test_a_node_samplers_own_code_is_told_what_to_exclude(g: DistGraph) -> None:
+    class Every(NeighborSampler):
+        def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
+            frontier = g.sample_neighbors(seed_nodes, -1, exclude_edges=exclude_eids)
+            block = dgl.to_block(frontier, seed_nodes)
+            block.edata[dgl.EID] = frontier.edata[dgl.EID][block.edata[dgl.EID]]
+            return block.srcdata[dgl.NID], seed_nodes, [block]
+
+    total = 0
+    for _, pairs, (block,) in loader_of(g, sampler=Every([2]), exclude="self"):
+        assert not set(ids_of(pairs)) & set(ids_of(block))
+        total += block.num_edges()
+    assert total > 1000

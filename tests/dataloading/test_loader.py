@@ -1,0 +1,303 @@
+import warnings
+from itertools import chain
+from pathlib import Path
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from dgl.dataloading import MultiLayerFullNeighborSampler, NeighborSampler
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import NODE_TYPE, StepShare
+from tests.dataloading.rings import NUM_NODES
+from tests.helpers.ranks import run_ranks
+
+IDS = torch.arange(NUM_NODES)
+SAMPLER = NeighborSampler([3, 4], prefetch_node_feats=["feat"], prefetch_labels=["label"])
+
+
+def loader_of(graph: DistGraph, **options) -> DataLoader:
+    options = {"batch_size": 7, "shuffle": True, "seed": 3} | options
+    return DataLoader(graph, options.pop("indices", IDS), options.pop("sampler", SAMPLER), **options)
+
+
+def seeds_of(loader) -> list[list[int]]:
+    return [seeds.tolist() for _, seeds, _ in loader]
+
+
+def edges_of(loader) -> list[list[list[int]]]:
+    return [[block.edata[dgl.EID].tolist() for block in blocks] for _, _, blocks in loader]
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_every_seed_once_an_epoch_in_another_order_each(graph: DistGraph, num_threads: int) -> None:
+    loader = loader_of(graph, num_threads=num_threads)
+    first, second = seeds_of(loader), seeds_of(loader)
+    assert len(first) == len(loader) == 9
+    assert [len(seeds) for seeds in first] == [7] * 8 + [4]
+    assert sorted(chain(*first)) == sorted(chain(*second)) == IDS.tolist()
+    assert first != second
+
+
+def test_threads_change_nothing(graph: DistGraph) -> None:
+    offline = edges_of(loader_of(graph, num_threads=0))
+    assert edges_of(loader_of(graph, num_threads=3, depth=4)) == offline
+
+
+def test_without_shuffle_the_order_is_the_users(graph: DistGraph) -> None:
+    given = torch.tensor([9, 4, 30, 2])
+    assert seeds_of(loader_of(graph, indices=given, shuffle=False, batch_size=3)) == [[9, 4, 30], [2]]
+
+
+def test_drop_last(graph: DistGraph) -> None:
+    loader = loader_of(graph, drop_last=True)
+    assert [len(seeds) for seeds in seeds_of(loader)] == [7] * 8
+    assert loader.num_targets_of_epoch == (56, 56)
+
+
+@pytest.mark.parametrize("make", [lambda mask: mask, lambda mask: {NODE_TYPE: mask.nonzero().squeeze()}])
+def test_masks_and_dicts_of_one_type_are_seeds(graph: DistGraph, make) -> None:
+    mask = IDS % 5 == 0
+    assert sorted(chain(*seeds_of(loader_of(graph, indices=make(mask))))) == IDS[mask].tolist()
+
+
+def test_features_and_labels_are_those_of_the_ids(graph: DistGraph) -> None:
+    for input_nodes, output_nodes, blocks in loader_of(graph):
+        assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][input_nodes])
+        assert torch.equal(blocks[-1].dstdata["label"], graph.ndata["label"][output_nodes])
+        assert torch.equal(blocks[0].srcdata[dgl.NID], input_nodes)
+        assert torch.equal(blocks[-1].dstdata[dgl.NID], output_nodes)
+        assert set(blocks[-1].srcdata) == {dgl.NID}
+
+
+def test_kept_batches_stay_as_they_were(graph: DistGraph) -> None:
+    kept = [(nodes, blocks[0].srcdata["feat"]) for nodes, _, blocks in loader_of(graph, batch_size=3)]
+    for nodes, features in kept:
+        assert torch.equal(features, graph.ndata["feat"][nodes])
+
+
+def test_without_prefetch_nothing_is_attached(graph: DistGraph) -> None:
+    for _, _, blocks in loader_of(graph, sampler=NeighborSampler([2])):
+        assert set(blocks[0].srcdata) == set(blocks[0].dstdata) == {dgl.NID}
+        assert set(blocks[0].edata) == {dgl.EID}
+
+
+def test_edge_columns(graph: DistGraph) -> None:
+    sampler = NeighborSampler([3, 4], prefetch_edge_feats=["source"])
+    original = graph.orig_ids(IDS)
+    for _, _, blocks in loader_of(graph, sampler=sampler):
+        for block in blocks:
+            sources = block.srcdata[dgl.NID][block.edges()[0]]
+            assert torch.equal(block.edata["source"], original[sources].float())
+
+
+def test_full_sampler_gives_dgls_blocks(graph: DistGraph) -> None:
+    structure = graph.structure(graph.canonical_etypes[0])
+    indptr, indices = (
+        torch.from_numpy(column.astype(np.int64))
+        for column in (structure.shards[0].indptr, structure.shards[0].indices)
+    )
+    whole = dgl.graph(("csc", (indptr, indices, torch.empty(0, dtype=torch.int64))), num_nodes=NUM_NODES)
+    for _, seeds, blocks in loader_of(graph, sampler=MultiLayerFullNeighborSampler(2)):
+        frontier = seeds
+        for block in reversed(blocks):
+            subgraph = dgl.in_subgraph(whole, frontier)
+            expected = dgl.to_block(subgraph, frontier)
+            assert sorted(block.edata[dgl.EID].tolist()) == sorted(subgraph.edata[dgl.EID].tolist())
+            assert torch.equal(block.in_degrees(), expected.in_degrees())
+            assert set(block.srcdata[dgl.NID].tolist()) == set(expected.srcdata[dgl.NID].tolist())
+            frontier = block.srcdata[dgl.NID]
+
+
+@pytest.mark.parametrize("fanout", [2, -1])
+def test_masked_edges_only(graph: DistGraph, fanout: int) -> None:
+    original = graph.orig_ids(IDS)
+    for _, _, (block,) in loader_of(graph, sampler=NeighborSampler([fanout], mask="odd")):
+        assert (original[block.srcdata[dgl.NID][block.edges()[0]]] % 2 == 1).all()
+        nodes = block.dstdata[dgl.NID]
+        odd_in_degree = (nodes % 17 + (nodes + 1) % 2) // 2
+        assert torch.equal(block.in_degrees(), odd_in_degree.clamp(max=fanout if fanout > 0 else NUM_NODES))
+
+
+def test_probabilities_favour_the_likely(graph: DistGraph) -> None:
+    # Node 16 has the in-neighbours 17 ... 32, each as likely as its id.
+    loader = loader_of(graph, indices=[16], sampler=NeighborSampler([1], prob="source"))
+    ids = [nodes[1].item() for _ in range(2000) for nodes, _, _ in loader]
+    weights = np.arange(17, 33)
+    mean = (weights**2).sum() / weights.sum()
+    assert abs(np.mean(ids) - mean) < 4 * weights.std() / np.sqrt(
+        2000
+    )  # 25.4, against 24.5 if all were alike
+
+
+def test_excluded_edges_are_never_drawn(graph: DistGraph) -> None:
+    exclude = torch.arange(0, graph.num_edges(), 3)
+    seen = torch.cat([
+        block.edata[dgl.EID]
+        for _, _, blocks in loader_of(graph, sampler=NeighborSampler([-1, 3]), exclude=exclude)
+        for block in blocks
+    ])  # fmt: skip
+    assert (seen % 3 != 0).all()
+    assert len(seen.unique()) > graph.num_edges() // 2
+
+
+def test_a_sampler_of_the_users_own_draws_through_the_graph(graph: DistGraph) -> None:
+    class EveryNeighbour(NeighborSampler):
+        def sample_blocks(self, g, seed_nodes, exclude_eids=None):
+            block = dgl.to_block(g.sample_neighbors(seed_nodes, -1), seed_nodes)
+            return block.srcdata[dgl.NID], seed_nodes, [block]
+
+    sampler = EveryNeighbour([1], prefetch_node_feats=["feat"], prefetch_labels=["label"])
+    for nodes, seeds, (block,) in loader_of(graph, sampler=sampler):
+        assert torch.equal(block.in_degrees(), seeds % 17)
+        assert torch.equal(block.srcdata["feat"], graph.ndata["feat"][nodes])
+        assert torch.equal(block.dstdata["label"], graph.ndata["label"][seeds])
+
+
+def test_a_repeated_epoch_is_the_same(graph: DistGraph) -> None:
+    loader = loader_of(graph)
+    first, second = edges_of(loader), edges_of(loader)
+    loader.set_epoch(0)
+    assert edges_of(loader) == first
+    assert edges_of(loader) == second
+
+
+def test_leaving_early_moves_on_to_the_next_epoch(graph: DistGraph) -> None:
+    epochs = loader_of(graph)
+    seeds_of(epochs)
+    second = seeds_of(epochs)
+    loader = loader_of(graph)
+    next(iter(loader))
+    assert seeds_of(loader) == second
+
+
+@pytest.mark.parametrize("stop", [1, 4, 9])
+def test_resuming_gives_the_steps_that_were_left(graph: DistGraph, stop: int) -> None:
+    uninterrupted = loader_of(graph)
+    expected = edges_of(uninterrupted) + edges_of(uninterrupted)
+    loader, seen, state = loader_of(graph), [], {}
+    for _, _, blocks in loader:
+        seen.append([block.edata[dgl.EID].tolist() for block in blocks])
+        state = loader.state_dict()
+        if len(seen) == stop:
+            break
+    resumed = loader_of(graph)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(state["epoch"])
+    assert seen + edges_of(resumed) + edges_of(resumed) == expected
+
+
+def test_a_position_of_another_loader_is_refused(graph: DistGraph) -> None:
+    with pytest.raises(CheckpointError, match="pass seed=8"):
+        loader_of(graph).load_state_dict({"epoch": 0, "step": 0, "seed": 8})
+    with pytest.raises(CheckpointError, match="9 steps here"):
+        loader_of(graph).load_state_dict({"epoch": 0, "step": 10, "seed": 3})
+
+
+def test_shares_and_times(graph: DistGraph) -> None:
+    loader = loader_of(graph, batch_size=32)
+    shares = []
+    for _, _, blocks in loader:
+        assert blocks[-1].step_share == graph.session.step_share
+        shares.append(graph.session.step_share)
+    assert shares == [StepShare(num_local=n, num_global=n) for n in (32, 28)]
+    assert graph.session.step_share is None, "a step after the loop is not the loader's"
+    times = loader.times(reset=True)
+    assert times.sample_s > 0
+    assert times.fetch_s > 0
+    assert times.wait_s > 0
+    assert loader.times().sample_s == 0
+
+
+def test_no_seeds_no_steps(graph: DistGraph) -> None:
+    loader = loader_of(graph, indices=[])
+    assert len(loader) == 0
+    assert list(loader) == []
+
+
+def test_what_dgl_accepts_and_has_no_use_here_warns(graph: DistGraph) -> None:
+    with pytest.warns(UserWarning, match="num_workers=4 has no effect: batches are made on threads"):
+        loader_of(graph, num_workers=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader_of(graph, num_workers=0, use_uva=False, device="cpu")
+
+
+WRONG = [
+    ({"indices": [3, 5, 3]}, ConfigError, "node 3 more than once"),
+    ({"indices": [3, 60]}, IndexError, "60"),
+    ({"indices": {"user": [1]}}, ConfigError, "'user'"),
+    ({"batch_size": 0}, ConfigError, "batch_size=0"),
+    ({"seed": -1}, ConfigError, "seed=-1"),
+    ({"exclude": [10**6]}, IndexError, "1000000"),
+    ({"sampler": NeighborSampler([2], prefetch_node_feats=["fest"])}, ConfigError, "'fest'.*'feat'"),
+    ({"sampler": NeighborSampler([2], prefetch_labels=["labels"])}, ConfigError, "prefetch_labels"),
+    ({"sampler": NeighborSampler([2], prob="no")}, ConfigError, "prob names 'no'.*'odd'"),
+    ({"sampler": NeighborSampler([2], edge_dir="out")}, ConfigError, "dgl.reverse"),
+    ({"sampler": "all"}, ConfigError, "str does not make blocks"),
+    ({"sampler": NeighborSampler([{"likes": 2}])}, ConfigError, "fanouts"),
+    ({"num_thread": 2}, ConfigError, "did you mean 'num_threads'"),
+    ({"device": "gpu"}, ConfigError, "device='gpu' is no device"),
+]  # fmt: skip
+WRONG_WEIGHTS = [
+    ({"sampler": NeighborSampler([2], prob="negative")}, ConfigError, "finite weights of at least 0"),
+    ({"sampler": NeighborSampler([2], prob="pair")}, ConfigError, "one number per edge"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [*WRONG, *WRONG_WEIGHTS])
+def test_what_cannot_be_honoured_is_refused_at_construction(
+    graph: DistGraph, options, error, message
+) -> None:
+    with pytest.raises(error, match=message):
+        loader_of(graph, **options)
+
+
+def wrong_in_rank(folder: str) -> None:
+    """Rank 1 makes each mistake while rank 0 does well; nobody waits for the other."""
+    with start_session(timeout_s=60) as session:
+        graph = DistGraph(folder)
+        for options, error, message in WRONG:
+            if session.topology.rank == 1:
+                with pytest.raises(error, match=message):
+                    loader_of(graph, **{"indices": IDS[1::2]} | options)
+            else:
+                with pytest.raises(ConfigError, match=r"rank 1 on .*: "):
+                    loader_of(graph, indices=IDS[::2])
+        mine = NeighborSampler([3, 4], prob=[None, "odd"][session.topology.rank])
+        with pytest.raises(ConfigError, match=r"rank 0 .*prob=None, rank 1 .*prob='odd'; give all the same"):
+            loader_of(graph, sampler=mine)
+        assert len(loader_of(graph, indices=IDS[session.topology.rank :: 2])) == 5
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(rings: dict[int, Path]) -> None:
+    run_ranks(wrong_in_rank, 2, args=(str(rings[2]),))
+
+
+def test_an_error_of_a_batch_reaches_the_loop(graph: DistGraph) -> None:
+    class Failing(NeighborSampler):
+        def sample_blocks(self, g, seed_nodes, exclude_eids=None):
+            raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        list(loader_of(graph, sampler=Failing([1])))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, {}, {"seed": 3}, {"seed": 3, "step": -1, "epoch": 0}, {"seed": 3, "step": "a", "epoch": 0}],
+)
+def test_what_is_no_position_is_refused(graph: DistGraph, state) -> None:
+    with pytest.raises(CheckpointError, match="no position"):
+        loader_of(graph).load_state_dict(state)
+
+
+def test_numbers_beyond_64_bits_are_refused(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        loader_of(graph, seed=1 << 64)
+    with pytest.raises(ConfigError, match="fanouts"):
+        loader_of(graph, sampler=NeighborSampler([1 << 70]))

@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+
+from dglx_dist.dataloading import negative
+from dglx_dist.dataloading.negative import NegativeSampler, Positives
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import EDGE_TYPE
+
+KINDS = [negative.Uniform(3), negative.PerSourceUniform(3), negative.DegreeWeighted(3), negative.InBatch(3)]
+
+
+def positives(g: DistGraph, ids: list[int], *, seed: int = 1, epoch: int = 0) -> Positives:
+    edges = np.array(ids, np.int64)
+    sources, destinations = (ends.numpy() for ends in g.find_edges(edges))
+    return Positives(
+        etype=EDGE_TYPE, number=0, ids=edges, sources=sources, destinations=destinations,
+        num_sources=g.num_nodes(), num_destinations=g.num_nodes(), seed=seed, epoch=epoch,
+    )  # fmt: skip
+
+
+def draw(sampler: NegativeSampler, g: DistGraph, edges: Positives) -> tuple[np.ndarray, np.ndarray]:
+    return sampler.open(g, [EDGE_TYPE])(edges)
+
+
+@pytest.mark.parametrize("sampler", KINDS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("corrupt", ["tail", "head", "both"])
+def test_one_end_of_each_edge_is_kept(graph: DistGraph, sampler: NegativeSampler, corrupt: str) -> None:
+    edges = positives(graph, list(range(0, 400, 9)))
+    kept = type(sampler)(3, corrupt=corrupt)
+    sources, destinations = (ends.reshape(len(edges.ids), -1) for ends in draw(kept, graph, edges))
+    assert sources.shape[1] == (6 if corrupt == "both" else 3)
+    tails = slice(0, 0) if corrupt == "head" else slice(0, 3)
+    heads = slice(0, 0) if corrupt == "tail" else slice(-3, None)
+    assert (sources[:, tails] == edges.sources[:, None]).all()
+    assert (destinations[:, heads] == edges.destinations[:, None]).all()
+    for drawn in (destinations[:, tails], sources[:, heads]):
+        assert ((drawn >= 0) & (drawn < graph.num_nodes())).all()
+        assert drawn.size == 0 or len(np.unique(drawn)) > 10
+
+
+@pytest.mark.parametrize("sampler", KINDS[:3], ids=lambda one: type(one).__name__)
+def test_an_edge_has_its_negatives_in_whatever_batch(graph: DistGraph, sampler: NegativeSampler) -> None:
+    whole = draw(sampler, graph, positives(graph, [7, 300, 12, 99]))[1].reshape(4, 3)
+    piece = draw(sampler, graph, positives(graph, [99, 300]))[1].reshape(2, 3)
+    assert piece.tolist() == [whole[3].tolist(), whole[1].tolist()]
+    assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], epoch=1))[1].tolist() != whole.tolist()
+    assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], seed=2))[1].tolist() != whole.tolist()
+
+
+@pytest.mark.parametrize("sampler", KINDS, ids=lambda one: type(one).__name__)
+def test_no_edges_have_no_negatives(graph: DistGraph, sampler: NegativeSampler) -> None:
+    sources, destinations = draw(sampler, graph, positives(graph, []))
+    assert len(sources) == len(destinations) == 0
+    assert sources.dtype == destinations.dtype == np.int64
+
+
+def test_uniform_reaches_every_node_alike(graph: DistGraph) -> None:
+    edges = positives(graph, list(range(graph.num_edges())))
+    counts = np.bincount(draw(negative.Uniform(200), graph, edges)[1], minlength=60)
+    mean = counts.sum() / 60
+    chi2 = ((counts - mean) ** 2 / mean).sum()
+    assert chi2 < 100  # 59 degrees of freedom: the 99.9 % point is 98.3
+
+
+def test_edges_of_one_source_share_their_negatives(graph: DistGraph) -> None:
+    edges = positives(graph, list(range(0, 200)))
+    rows = draw(negative.PerSourceUniform(4), graph, edges)[1].reshape(-1, 4)
+    by_source = {
+        source: {tuple(row) for row in rows[edges.sources == source]} for source in set(edges.sources)
+    }
+    assert len(by_source) < 200
+    assert all(len(sets) == 1 for sets in by_source.values())
+    assert len(set.union(*by_source.values())) == len(by_source)
+
+
+def test_weights_are_degrees_to_the_power(graph: DistGraph) -> None:
+    edges = positives(graph, list(range(graph.num_edges())))
+    counts = np.bincount(draw(negative.DegreeWeighted(200, power=2.0), graph, edges)[1], minlength=60)
+    degrees = graph.in_degrees().numpy()
+    assert (counts[degrees == 0] == 0).all()
+    expected = degrees**2 / (degrees**2).sum() * counts.sum()
+    some = degrees > 0
+    chi2 = ((counts - expected)[some] ** 2 / expected[some]).sum()
+    assert chi2 < some.sum() + 4 * np.sqrt(2 * some.sum())
+
+
+def test_in_batch_negatives_are_other_edges_ends(graph: DistGraph) -> None:
+    ids = [3, 50, 77, 200, 310]
+    edges = positives(graph, ids)
+    all_others = draw(negative.InBatch(), graph, edges)[1].reshape(5, 4)
+    for row, own in enumerate(range(5)):
+        others = np.delete(edges.destinations, own)
+        assert sorted(all_others[row]) == sorted(others)
+    few = draw(negative.InBatch(2), graph, edges)[1].reshape(5, 2)
+    assert few.tolist() == all_others[:, :2].tolist()
+    turned = draw(negative.InBatch(2), graph, positives(graph, ids[::-1]))[1].reshape(5, 2)
+    assert turned[::-1].tolist() == few.tolist()
+    assert len(draw(negative.InBatch(2), graph, positives(graph, [3]))[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: negative.Uniform(-1), "k=-1"),
+        (lambda: negative.PerSourceUniform(0), "k=0"),
+        (lambda: negative.InBatch(True), "k=True"),
+        (lambda: negative.Uniform(2, corrupt="middle"), "corrupt='middle'"),  # type: ignore[arg-type]
+        (lambda: negative.DegreeWeighted(2, power=-1.0), "power=-1.0"),
+        (lambda: negative.DegreeWeighted(2, power=float("nan")), "power=nan"),
+    ],
+)
+def test_wrong_values_are_named(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

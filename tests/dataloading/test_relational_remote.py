@@ -1,0 +1,147 @@
+"""Several edge types over ranks and servers: the same draws wherever they are made, and exact bytes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dglx_dist.dataloading.kernels import Workspace
+from dglx_dist.dataloading.sampler import RemoteTypedSource, WholeTypedSource, keyed_draw
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.structure import CSCShard
+from dglx_dist.keyed_random import Rule
+from tests.dataloading.shop import KNOWS, shop_draws, shop_in_rank, typed_shop, write_shop
+from tests.helpers.ranks import run_ranks
+
+SHARES = {"0": {"user": [0, 2, 4, 9, 17, 29], "item": [3, 44]}, "1": {"item": [0, 1, 7], "user": [8]}}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shop(tmp_path_factory.mktemp("shop") / "two", 2)
+
+
+def run(shop: Path, ranks: int, structure: str, shares: dict, exclude: bool = False) -> list[dict]:
+    return run_ranks(shop_in_rank, ranks, args=(str(shop), structure, shares, exclude), ranks_per_server=1)
+
+
+def test_a_cut_structure_draws_what_a_replicated_one_draws(shop: Path) -> None:
+    whole = run(shop, 2, "replicated", SHARES)
+    cut = run(shop, 2, "partitioned", SHARES, exclude=True)
+    for one, other in zip(whole, cut, strict=True):
+        assert one["drawn"] == other["drawn"]
+        assert one["targets"] == other["targets"]
+        assert one["shares"] == other["shares"]
+        assert one["bytes"][0] == one["own bytes"][0] == 0
+        assert other["bytes"][0] == other["bytes"][1] > 0
+        assert other["own bytes"][0] == other["own bytes"][1] > 0
+        assert one["parity"] == [0, 1]
+        assert other["parity"] == [1]
+    assert [share for share, _ in whole[0]["shares"]] == [5, 3]
+    assert [total for _, total in whole[0]["shares"]] == [9, 3]
+
+
+def test_any_number_of_ranks_draws_what_one_draws_and_a_rank_may_have_no_seeds(shop: Path) -> None:
+    both = {ntype: SHARES["0"].get(ntype, []) + SHARES["1"].get(ntype, []) for ntype in ("user", "item")}
+    (offline,) = run(shop, 1, "replicated", {"0": both})
+    first, idle = run(shop, 2, "replicated", {"0": both, "1": {}})
+    common = offline["drawn"].keys() & first["drawn"].keys()
+    assert {key for key in offline["drawn"] if key.startswith("0 ")} <= common
+    assert all(offline["drawn"][key] == first["drawn"][key] for key in common)
+    assert idle["drawn"] == {}
+    assert idle["shares"] == [[0, total] for _, total in first["shares"]]
+
+
+class Recording:
+    """Stands in for the structure of one edge type, cut in two at a node: notes who asks and who draws."""
+
+    def __init__(self, name, csc, cut, draw, events) -> None:
+        edge = int(csc.indptr[cut])
+        self._name, self._cut, self._draw, self._events = name, cut, draw, events
+        self._pieces = [
+            CSCShard(indptr=csc.indptr[: cut + 1], indices=csc.indices[:edge], first_node=0, first_edge=0),
+            CSCShard(
+                indptr=csc.indptr[cut:] - edge, indices=csc.indices[edge:], first_node=cut, first_edge=edge
+            ),
+        ]
+
+    def submit(self, op, nodes, parameters, *, exclude, layer):
+        from dglx_dist.graph.structure import Piece, join_pieces
+
+        self._events.append(("ask", layer, self._name))
+        nodes = nodes.copy()
+
+        class Pending:
+            def result(_self):
+                self._events.append(("draw", layer, self._name))
+                places = np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)
+                pieces = [
+                    Piece(
+                        edges=self._draw(piece, nodes[at], parameters, exclude),
+                        starts=np.arange(len(at) + 1),
+                        positions=at,
+                    )
+                    for piece, at in zip(self._pieces, places, strict=True)
+                ]
+                return join_pieces(len(nodes), pieces)
+
+        return Pending()
+
+
+def cut_source(events, schema, cscs):
+    draw = keyed_draw(Rule(False, np.empty(0, np.int64)), {})
+    structures = [
+        Recording(etype, csc, (len(csc.indptr) - 1) // 2, draw, events)
+        for etype, csc in zip(schema.etypes, cscs, strict=True)
+    ]
+    return RemoteTypedSource(schema, structures, "draw")
+
+
+SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("direct_limit", [0, 1000])
+def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: int) -> None:
+    schema, cscs = typed_shop()
+    draws = shop_draws(schema, [3, 2, -1], idtype=np.dtype(dtype))
+    once = {KNOWS: np.arange(0, len(cscs[0].indices), 3)}
+    ask = draws.ask(SEEDS, 0, once)
+    workspace = Workspace(80, direct_limit=direct_limit)
+    source = cut_source([], schema, cscs)
+    batch, again = source.sample(ask, once, workspace), source.sample(ask, once, workspace)
+    expected = WholeTypedSource(schema, cscs).sample(ask, once, Workspace(80))
+    for one, two, other in zip(batch, again, expected, strict=True):
+        assert one.tolist() == two.tolist() == other.tolist()
+    assert batch.sources.dtype == dtype
+
+
+def test_in_every_hop_all_requests_leave_before_anything_is_drawn() -> None:
+    schema, cscs = typed_shop()
+    events: list[tuple[str, int, tuple[str, str, str]]] = []
+    draws = shop_draws(schema, [2, 2])
+    cut_source(events, schema, cscs).sample(draws.ask(SEEDS, 0, {}), {}, Workspace(80))
+    for layer in (2, 1):
+        kinds = [kind for kind, at, _ in events if at == layer]
+        assert kinds == ["ask"] * 6 + ["draw"] * 6
+    assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
+
+
+def test_nothing_is_asked_where_nothing_is_drawn() -> None:
+    schema, cscs = typed_shop()
+    events: list[tuple[str, int, tuple[str, str, str]]] = []
+    only = {etype: 2 if etype == KNOWS else 0 for etype in schema.etypes}
+    source = cut_source(events, schema, cscs)
+    source.sample(shop_draws(schema, [only]).ask(SEEDS, 0, {}), {}, Workspace(80))
+    assert {name for _, _, name in events} == {KNOWS}
+
+
+def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
+    schema, cscs = typed_shop()
+    draws, workspace = shop_draws(schema, [2]), Workspace(80)
+    source = cut_source([], schema, cscs)
+    with pytest.raises(ConfigError, match="node 3 more than once"):
+        source.sample(draws.ask({"item": np.array([3, 5, 3])}, 0, {}), {}, workspace)
+    batch = source.sample(draws.ask(SEEDS, 0, {}), {}, workspace)
+    expected = WholeTypedSource(schema, cscs).sample(draws.ask(SEEDS, 0, {}), {}, Workspace(80))
+    assert batch.nodes.tolist() == expected.nodes.tolist()

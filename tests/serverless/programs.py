@@ -1,0 +1,253 @@
+"""Small programs of three models, and a plain single-process way of running any program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dglx_dist.records import Array
+from dglx_dist.serverless.json_fields import Json
+from dglx_dist.serverless.program import FIXED, Edge, Gather, Program, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.stages.base import loss_in_halves
+from dglx_dist.serverless.tasks import Computed, Direction, Item, Role, Work
+
+RELU: Json = {"name": "relu"}
+ELU: Json = {"name": "elu", "alpha": 1.0}
+
+
+def gcn(widths: tuple[int, ...] = (5, 4, 3), num_train: int = 6) -> Program:
+    """GraphConv per pair of widths, relu between them."""
+    steps: list[Step] = []
+    for layer in range(1, len(widths)):
+        wide, narrow, last = widths[layer - 1], widths[layer], layer == len(widths) - 1
+        config: dict[str, Json] = {"in": wide, "out": narrow, "bias": True}
+        steps += [
+            Gather(name=f"GA{layer}", source=before(layer), output=Slot(f"a{layer}", wide), edges="fixed:0"),
+            Vertex(
+                name=f"AV{layer}",
+                stage="dense",
+                config=config if last else {**config, "activation": RELU},
+                inputs=(f"a{layer}",),
+                outputs=(Slot(f"h{layer}", narrow),),
+                weights=(f"layers.{layer}.weight", f"layers.{layer}.bias"),
+            ),
+        ]
+        steps += [] if last else [Scatter(name=f"SC{layer}", slots=(f"h{layer}",))]
+    return Program(
+        steps=tuple(steps), features=widths[0], classes=widths[-1], num_train=num_train, dtype="float64"
+    )
+
+
+def sage() -> Program:
+    """Two SAGEConv of 5-4-3 columns, relu between them."""
+    steps: list[Step] = []
+    for layer, (wide, narrow) in enumerate([(5, 4), (4, 3)], start=1):
+        names = ("fc_self.weight", "fc_neigh.weight", "fc_self.bias")
+        activation: dict[str, Json] = {"activation": RELU} if layer == 1 else {}
+        steps += [
+            Gather(name=f"GA{layer}", source=before(layer), output=Slot(f"a{layer}", wide), edges="fixed:0"),
+            Vertex(
+                name=f"AV{layer}",
+                stage="sage",
+                config={"in": wide, "out": narrow, "bias": True, **activation},
+                inputs=(f"a{layer}", before(layer)),
+                outputs=(Slot(f"h{layer}", narrow),),
+                weights=tuple(f"layers.{layer}.{name}" for name in names),
+            ),
+        ]
+        steps += [Scatter(name="SC1", slots=("h1",))] if layer == 1 else []
+    return Program(steps=tuple(steps), features=5, classes=3, num_train=6, dtype="float64")
+
+
+def gat() -> Program:
+    """GATConv(5, 2, 3 heads), elu, flat; GATConv(6, 3, 4 heads, residual), averaged."""
+    first: Json = {"heads": 3, "width": 2, "bias": True, "merge": "flatten", "activation": ELU}
+    configs: list[dict[str, Json]] = [
+        {"in": 5, "heads": 3, "width": 2},
+        {"in": 6, "heads": 4, "width": 3, "before": first, "residual": "linear", "residual_bias": True},
+    ]
+    own = ["fc.weight", "attn_l", "attn_r"]
+    names = [
+        tuple(f"layers.1.{name}" for name in own),
+        ("layers.1.bias", *(f"layers.2.{name}" for name in [*own, "res_fc.weight", "res_fc.bias"])),
+    ]
+    steps: list[Step] = []
+    for layer, heads, wide in ((1, 3, 6), (2, 4, 12)):
+        outputs = [Slot(f"z{layer}", wide), Slot(f"el{layer}", heads), Slot(f"er{layer}", heads)]
+        steps += [
+            Vertex(
+                name=f"AV{layer}",
+                stage="attention_project",
+                config=configs[layer - 1],
+                inputs=("x",) if layer == 1 else ("s1",),
+                outputs=(*outputs, Slot("r2", 12)) if layer == 2 else tuple(outputs),
+                weights=names[layer - 1],
+            ),
+            Scatter(name=f"SC{layer}", slots=(f"z{layer}", f"el{layer}")),
+            Edge(
+                name=f"AE{layer}",
+                stage="attention_edges",
+                config={"heads": heads, "slope": 0.2},
+                sources=f"el{layer}",
+                targets=f"er{layer}",
+                output=Slot(f"att{layer}", heads),
+            ),
+            Gather(
+                name=f"GA{layer}", source=f"z{layer}", output=Slot(f"s{layer}", wide), edges=f"att{layer}"
+            ),
+        ]
+    finish: dict[str, Json] = {"heads": 4, "width": 3, "bias": False, "merge": "mean", "residual": True}
+    last = Vertex(
+        name="AV3",
+        stage="attention_finish",
+        config=finish,
+        inputs=("s2", "r2"),
+        outputs=(Slot("h", 3),),
+    )
+    return Program(steps=(*steps, last), features=5, classes=3, num_train=6, dtype="float64")
+
+
+def before(layer: int) -> str:
+    return "x" if layer == 1 else f"h{layer - 1}"
+
+
+class PlainRun:
+    """One epoch of a program in one process: every task by Work, every gather over plain edge lists.
+
+    Args:
+        program: What to run.
+        weights: By the user's names.
+        indptr: (N + 1,) of the in-edges.
+        sources: (E,) of the in-edges.
+        fixed: Edge values by name, (E, 1).
+        labels: (N,) int32.
+        bounds: (K + 1,) first node of each interval, and N.
+        fused: Whether the last step is fused.
+        rematerialise: As in TaskOptions.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[str, Array],
+        *,
+        x: Array,
+        indptr: Array,
+        sources: Array,
+        fixed: Mapping[str, Array],
+        labels: Array,
+        bounds: list[int],
+        fused: bool = True,
+        rematerialise: bool = True,
+    ) -> None:
+        self.program, self.weights, self.fixed = program, weights, fixed
+        self.indptr, self.sources, self.labels, self.bounds = indptr, sources, labels, bounds
+        self.targets = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+        self.rematerialise = rematerialise
+        self.rows: dict[str, Array] = {"x": x}
+        self.gradients: dict[str, Array] = {}
+        self.saved: dict[tuple[int, int], list[Array]] = {}
+        self.gradients = {name: np.zeros_like(weight) for name, weight in weights.items()}
+        self.loss_sum, self.correct = 0.0, 0
+        last = program.last
+        for step in range(last if fused else last + 1):
+            self._forward(step)
+        if fused:
+            self._task(last, Direction.FUSED)
+        else:
+            self._loss(last)
+            self._task(last, Direction.BACKWARD)
+        for step in reversed(range(last)):
+            self._backward(step)
+
+    def _forward(self, index: int) -> None:
+        step = self.program.steps[index]
+        if isinstance(step, Gather):
+            out = np.zeros((len(self.labels), step.output.width))
+            np.add.at(out, self.targets, self._spread(step) * self.rows[step.source][self.sources])
+            self.rows[step.output.name] = out
+        elif not isinstance(step, Scatter):
+            self._task(index, Direction.FORWARD)
+
+    def _backward(self, index: int) -> None:
+        step = self.program.steps[index]
+        trained = self.program.trained
+        if isinstance(step, Gather) and step.output.name in trained:
+            slope = self.gradients[step.output.name][self.targets]
+            if step.source in trained:
+                self._add(step.source, self.sources, slope * self._spread(step))
+            if step.edges is not None and not step.edges.startswith(FIXED):
+                heads = self.rows[step.edges].shape[1]
+                products = (slope * self.rows[step.source][self.sources]).reshape(len(slope), heads, -1)
+                self.gradients[step.edges] = products.sum(-1)
+        elif isinstance(step, Edge):
+            logits = self._task(index, Direction.BACKWARD)
+            self._add(step.sources, self.sources, logits)
+            self._add(step.targets, self.targets, logits)
+        elif isinstance(step, Vertex):
+            self._task(index, Direction.BACKWARD)
+
+    def _spread(self, step: Gather) -> Array:
+        """(E, width or 1): what each edge weighs, by column."""
+        if step.edges is None:
+            return np.ones((len(self.sources), 1))
+        if step.edges.startswith(FIXED):
+            return self.fixed[step.edges]
+        values = self.rows[step.edges]
+        return np.repeat(values, step.output.width // values.shape[1], axis=1)
+
+    def _add(self, slot: str, where: Array, rows: Array) -> None:
+        total = self.gradients.setdefault(slot, np.zeros_like(self.rows[slot]))
+        np.add.at(total, where, rows)
+
+    def _loss(self, last: int) -> None:
+        (slot,) = (slot.name for slot in self.program.steps[last].outputs)  # type: ignore[union-attr]
+        parts = []
+        for first, end in zip(self.bounds, self.bounds[1:], strict=False):
+            rows, labels = self.rows[slot][first:end], self.labels[first:end]
+            loss = loss_in_halves(rows, labels, 1 / self.program.num_train)
+            self.loss_sum, self.correct = self.loss_sum + loss.loss_sum, self.correct + loss.correct
+            parts.append(loss.gradient)
+        self.gradients[slot] = np.concatenate(parts)
+
+    def _task(self, index: int, direction: Direction) -> Array:
+        """Run one step of every interval; return the last array given for all nodes or edges."""
+        work = Work(self.program, index, direction, self.rematerialise)
+        found = [self._interval(work, index, number) for number in range(len(self.bounds) - 1)]
+        joined = [np.concatenate(parts) for parts in zip(*(one.rows for one in found), strict=True)]
+        for item, array in zip(work.given, joined, strict=True):
+            if item.role is Role.OUTPUT:
+                self.rows[item.slot] = array
+            elif item.role is Role.GRADIENT and isinstance(self.program.steps[index], Vertex):
+                self._add(item.slot, np.arange(len(array)), array)
+        for number, one in enumerate(found):
+            saved = zip(work.given, one.rows, strict=True)
+            if direction is Direction.FORWARD:
+                self.saved[index, number] = [array for item, array in saved if item.role is Role.SAVED]
+            elif direction is Direction.FUSED:
+                self.loss_sum += float(one.rows[-1][0])
+                self.correct += int(one.rows[-1][1])
+            for name, slope in zip(work.weights if work.pushes else (), one.gradients, strict=True):
+                self.gradients[name] = self.gradients[name] + slope
+        return joined[-1] if joined else np.zeros(0)
+
+    def _interval(self, work: Work, index: int, number: int) -> Computed:
+        first, end = self.bounds[number], self.bounds[number + 1]
+        saved = iter(self.saved.get((index, number), []))
+        arrays = [
+            next(saved) if item.role is Role.SAVED else self._pulled(item, first, end) for item in work.pulled
+        ]
+        return work.whole([self.weights[name] for name in work.weights], arrays, end - first)
+
+    def _pulled(self, item: Item, first: int, end: int) -> Array:
+        edges = slice(int(self.indptr[first]), int(self.indptr[end]))
+        is_edge = item.per.value == "edge"
+        if item.role is Role.LABELS:
+            return self.labels[first:end]
+        if item.role is Role.INDPTR:
+            return self.indptr[first : end + 1] - self.indptr[first]
+        if item.role is Role.SOURCES:
+            return self.rows[item.slot][self.sources[edges]]
+        store = self.gradients if item.role is Role.GRADIENT else self.rows
+        return store[item.slot][edges if is_edge else slice(first, end)]

@@ -1,0 +1,246 @@
+"""A graph server and a parameter server that know no graph: rows by chance; what comes is kept."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.rpc import Handler, Rpc
+from dglx_dist.comm.topology import Topology
+from dglx_dist.comm.wire import payload_bytes
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array
+from dglx_dist.serverless import worker as ops
+from dglx_dist.serverless.executors.base import Executor, Lost
+from dglx_dist.serverless.program import Edge, Program, Vertex
+from dglx_dist.serverless.tasks import (
+    Address,
+    Direction,
+    Item,
+    Per,
+    Role,
+    Secrets,
+    Task,
+    TaskKey,
+    TaskOptions,
+    Work,
+    check_payload,
+    half_rows,
+    join_halves,
+    kernels,
+    parse_attempt,
+    parse_half,
+    take_half,
+)
+
+PATIENCE_S = 30.0
+CORES = {"x86_64": ("Nehalem", "Haswell"), "aarch64": ("ARMV8", "NEOVERSEN1")}
+
+
+def other_core() -> str:
+    """A core type of OpenBLAS, for OPENBLAS_CORETYPE, whose kernels this process does not compute with."""
+    if "OpenBLAS" not in kernels() or platform.machine() not in CORES:
+        pytest.skip("NumPy has no OpenBLAS that is told its kernels")
+    return next(core for core in CORES[platform.machine()] if core.upper() not in kernels().upper())
+
+
+def keys_of(program: Program, interval: int = 0, epoch: int = 0) -> list[TaskKey]:
+    """Every task that a worker can do."""
+    found = []
+    for index, step in enumerate(program.steps):
+        if isinstance(step, Vertex | Edge):
+            found += [TaskKey(epoch, index, interval, way) for way in (Direction.FORWARD, Direction.BACKWARD)]
+    return [*found, TaskKey(epoch, program.last, interval, Direction.FUSED)]
+
+
+class Bench:
+    """Answers workers' operations for one program, and counts the bytes.
+
+    Args:
+        program: What is trained.
+        rows: Of each interval.
+        rematerialise: As in TaskOptions.
+    """
+
+    def __init__(self, program: Program, rows: Sequence[int], *, rematerialise: bool = True) -> None:
+        self.program, self.rows, self.rematerialise = program, list(rows), rematerialise
+        self.weights = _weights(program)
+        self.late = 0
+        """How often a first pull is told "not yet"."""
+        self.calls: list[tuple[str, str]] = []
+        self.bytes = {"pull": 0, "give": 0, "weights": 0, "gradients": 0}
+        self.given: dict[TaskKey, dict[int, list[Array]]] = {}
+        self.pushed: dict[TaskKey, list[Array]] = {}
+        self.pushes: list[TaskKey] = []
+        self.address = Address(rank=0, host="here", endpoint="tcp://127.0.0.1:1")
+        self.secrets = Secrets(secret="unused")
+        self._lock = threading.Lock()
+
+    def handlers(self) -> dict[str, Handler]:
+        """Operation to what answers it."""
+        return {
+            ops.PROGRAM: self._give_program,
+            ops.PULL: self._pull,
+            ops.GIVE: self._take,
+            ops.WEIGHTS: self._give_weights,
+            ops.GRADIENTS: self._take_gradients,
+        }
+
+    def work(self, key: TaskKey) -> Work:
+        return Work(self.program, key.step, key.direction, self.rematerialise)
+
+    def task(self, key: TaskKey, *, streaming: bool = True, timeout_s: float = 20.0) -> Task:
+        return Task(
+            key=key,
+            rows=self.rows[key.interval],
+            program=self.program.digest,
+            graph_server=self.address,
+            parameter_server=self.address,
+            secrets=self.secrets,
+            timeout_s=timeout_s,
+            options=TaskOptions(streaming=streaming, rematerialise=self.rematerialise),
+        )
+
+    def arrays(self, key: TaskKey) -> list[Array]:
+        """What the whole task pulls; equal whenever it is asked for."""
+        rng = np.random.default_rng([key.step, key.interval, len(key.direction.value)])
+        rows = self.rows[key.interval]
+        indptr = np.concatenate([[0], np.cumsum(rng.integers(0, 4, size=rows))])
+        return [self._draw(rng, item, rows, indptr) for item in self.work(key).pulled]
+
+    def check(self, key: TaskKey) -> None:
+        """Compare what came for ``key`` with a direct call, bit for bit."""
+        work = self.work(key)
+        wanted = work.whole(
+            [self.weights[name] for name in work.weights], self.arrays(key), self.task(key).rows
+        )
+        halves = self.given[key]
+        assert sorted(halves) == [0, 1]
+        for one, other in zip(join_halves(work.given, halves[0], halves[1]), wanted.rows, strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+        for one, other in zip(self.pushed.get(key, []), wanted.gradients, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def wait_for(self, executor: Executor, keys: Sequence[TaskKey]) -> list[Lost]:
+        """Wait until all halves of ``keys`` are here; return what was lost meanwhile."""
+        lost: list[Lost] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while any(len(self.given.get(key, {})) < 2 for key in keys):
+            lost += executor.lost()
+            missing = [str(key) for key in keys if len(self.given.get(key, {})) < 2]
+            assert time.monotonic() < deadline, f"missing {missing}; lost {lost[:2]}"
+            time.sleep(0.002)
+        return lost + executor.lost()
+
+    def _draw(self, rng: np.random.Generator, item: Item, rows: int, indptr: Array) -> Array:
+        if item.role is Role.INDPTR:
+            return indptr
+        if item.role is Role.LABELS:
+            return rng.integers(-1, self.program.classes, size=rows, dtype=np.int32)
+        length = int(indptr[-1]) if item.per is Per.EDGE else rows
+        return rng.normal(size=(length, item.width)).astype(item.dtype)
+
+    def _give_program(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        with self._lock:
+            self.calls.append(("program", name))
+        return [np.frombuffer(self.program.to_json(), np.uint8)]
+
+    def _pull(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        key, half = parse_half(name)
+        key.check(self.program, len(self.rows))
+        with self._lock:
+            self.calls.append(("pull", name))
+            if self.late > 0:
+                self.late -= 1
+                return []
+        rows = self.rows[key.interval]
+        found = take_half(self.work(key).pulled, self.arrays(key), rows, half)
+        self._count("pull", found)
+        return found
+
+    def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        key, half, _attempt = parse_attempt(name)
+        key.check(self.program, len(self.rows))
+        nodes = half_rows(self.rows[key.interval], half)
+        edges = self._edges(key, half)
+        check_payload(self.work(key).given, arrays, nodes.stop - nodes.start, name, num_edges=edges)
+        self._count("give", arrays)
+        with self._lock:
+            self.calls.append(("give", name))
+            halves = self.given.setdefault(key, {})
+            fresh = half not in halves
+            halves.setdefault(half, list(arrays))
+        return [np.array([int(fresh)])]
+
+    def _edges(self, key: TaskKey, half: int) -> int | None:
+        pulled = self.work(key).pulled
+        found = take_half(pulled, self.arrays(key), self.rows[key.interval], half)
+        bounds = [array for item, array in zip(pulled, found, strict=True) if item.role is Role.INDPTR]
+        return int(bounds[0][-1]) if bounds else None
+
+    def _give_weights(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        key = TaskKey.parse(name)
+        found = [self.weights[weight] for weight in self.program.weights_of(key.step)]
+        self._count("weights", found)
+        with self._lock:
+            self.calls.append(("weights", name))
+        return found
+
+    def _take_gradients(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        key = TaskKey.parse(name)
+        self._count("gradients", arrays)
+        with self._lock:
+            self.calls.append(("gradients", name))
+            self.pushes.append(key)
+            old = self.pushed.setdefault(key, list(arrays))
+        if not all(map(np.array_equal, old, arrays)):
+            raise ConfigError(f"gradients {name} came again with other bits")
+        return []
+
+    def _count(self, what: str, arrays: Sequence[Array]) -> None:
+        with self._lock:
+            self.bytes[what] += payload_bytes(arrays)
+
+
+@contextmanager
+def served(bench: Bench, *, curve: bool = False) -> Iterator[Rpc]:
+    """Serve ``bench`` on a port of this machine."""
+    topology = Topology(rank=0, world_size=1, server_of_rank=(0,))
+    rpc = Rpc(0, Ledger(topology), 20.0)
+    public, secret = make_credentials_keys() if curve else (None, None)
+    worker_public, worker_secret = make_credentials_keys() if curve else (None, None)
+    accepted = frozenset(key for key in (worker_public,) if key is not None)
+    endpoint = rpc.listen(
+        "127.0.0.1",
+        Credentials(secret=b"open sesame", public_key=public, secret_key=secret, accepted_keys=accepted),
+    )
+    for op, handler in bench.handlers().items():
+        rpc.register(op, handler)
+    bench.address = Address(rank=0, host="here", endpoint=endpoint, public_key=_text(public))
+    bench.secrets = Secrets(
+        secret="open sesame", public_key=_text(worker_public), secret_key=_text(worker_secret)
+    )
+    try:
+        yield rpc
+    finally:
+        rpc.close()
+
+
+def _text(key: bytes | None) -> str | None:
+    return None if key is None else key.decode()
+
+
+def _weights(program: Program) -> Mapping[str, Array]:
+    rng = np.random.default_rng(1)
+    return {
+        name: rng.normal(size=shape).astype(program.dtype) for name, shape in program.weight_shapes.items()
+    }

@@ -1,0 +1,294 @@
+"""Workers under AWS's own runtime client, invoked by boto3: results, cold and warm, limits, deaths, bills."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from dglx_dist.cli.train_config import TrainConfig
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.serverless.aws import clients
+from dglx_dist.serverless.aws.clients import Place, is_amazon
+from dglx_dist.serverless.aws.deploy import try_function
+from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
+from dglx_dist.serverless.aws.package import Package, write_zip
+from dglx_dist.serverless.controller import Controller, ControllerOptions, RelaunchRule, TunerLimits
+from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
+
+from ..helpers.functions_service import REGION, Function, FunctionsService
+from ..helpers.zips import zipped
+from ..strategies import equality
+from .programs import gcn
+from .servers import Bench, keys_of, served
+
+NAME, LAYER = "dglx-worker", f"arn:aws:lambda:{REGION}:123456789012:layer:numpy-pyzmq:1"
+PATIENCE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials, where boto3's own chain finds them."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FunctionsService]:
+    """One service with one function for all tests: its first container takes the longest.
+
+    NumPy and pyzmq are in a layer, so that 15 MB are neither packed nor unpacked.
+    """
+    code = write_zip(tmp_path_factory.mktemp("package") / "worker.zip", Package(libraries=False)).path
+    with FunctionsService() as running:
+        running.add(NAME, code.read_bytes(), Layers=[{"Arn": LAYER}])
+        yield running
+
+
+def executor(service: FunctionsService, **options: object) -> AwsExecutor:
+    given = {"function": NAME, "endpoint_url": service.url, "read_log_every_s": 0.05}
+    return AwsExecutor(ExecutorContext(), {**given, **options})
+
+
+def function(service: FunctionsService) -> Function:
+    found = service.functions[NAME]
+    found.outcomes.clear()
+    found.lines.clear()
+    return found
+
+
+def test_tasks_come_back_by_the_controller_with_their_bill(service: FunctionsService) -> None:
+    bench, ours = Bench(gcn(), [7, 4, 3]), function(service)
+    ours.concurrency = 2
+    keys = [key for interval in range(3) for key in keys_of(bench.program, interval)]
+    with served(bench), executor(service) as running:
+        # However slow this machine is, nothing is late.
+        patient = RelaunchRule(least_s=PATIENCE_S, first_s=PATIENCE_S)
+        options = ControllerOptions(limits=TunerLimits(intervals=3), workers=4, tick_s=0.01, relaunch=patient)
+        controller = Controller(running, options)
+        with controller.run():
+            for key in keys:
+                controller.launch(bench.task(key), ready=True)
+            left = set(keys)
+            deadline = time.monotonic() + PATIENCE_S
+            while left or controller.counts.unbilled:
+                controller.raise_if_failed()
+                assert time.monotonic() < deadline, (left, controller.counts, ours.outcomes)
+                done = {key for key in left if len(bench.given.get(key, {})) == 2}
+                assert all(controller.finished(key, 0) for key in done)
+                left -= done
+                time.sleep(0.005)
+        counts = controller.counts
+    for key in keys:
+        bench.check(key)
+    assert len(ours.containers) <= 2
+    assert (counts.invocations, counts.relaunched) == (len(keys), 0)
+    assert 1 <= counts.cold <= 2
+    assert counts.warm == len(keys) - counts.cold
+    seconds = sum(outcome.duration_s for outcome in ours.outcomes)
+    assert counts.billed_s == pytest.approx(seconds, abs=0.002 * len(keys))
+    assert counts.gb_s == pytest.approx(counts.billed_s * 192 / 1024, abs=0.001 * len(keys))
+    assert running.simulated
+
+
+def test_a_whole_run_has_the_bits_of_one_without_functions(
+    service: FunctionsService, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    function(service)
+    folder = tmp_path_factory.mktemp("run")
+    plan = TrainConfig(data=str(equality.write_parts(folder)), out="", hidden=8, dropout=0.0, epochs=2)
+    here = {"executor": "inline", "intervals": 2, "workers": 2}
+    there = {"executor": "aws", "function": NAME, "endpoint_url": service.url, "read_log_every_s": 0.05}
+    losses = []
+    for number, options in enumerate((here, {**here, **there})):
+        out = folder / str(number)
+        train_dataset(replace(plan, out=str(out), strategy="lambda", strategy_options=options))
+        epochs = (out / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(epoch)["loss"] for epoch in epochs])
+    account = json.loads((out / "summary.json").read_text())["account"]
+    assert losses[0] == losses[1]
+    assert len(losses[1]) == 2
+    assert account["invocations"] >= 2 * 2 * 3
+    assert account["label"].startswith("simulated")
+
+
+def test_what_a_dead_container_did_not_do_another_does(service: FunctionsService) -> None:
+    """AWS tells nothing: only the time says that it is dead. The late result of a slow one is refused."""
+    bench, ours = Bench(gcn(), [7]), function(service)
+    ours.retries = 0
+    (key, *_) = keys_of(bench.program)
+    # The first pull is told "not yet" for long: time enough to kill who waits.
+    bench.late = 10**6
+    with served(bench), executor(service, read_log=False) as running:
+        running.invoke(bench.task(key).to_event())
+        deadline = time.monotonic() + PATIENCE_S
+        while ("pull", f"{key}/0") not in bench.calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert service.kill_busy(NAME) == 1
+        (outcome,) = service.wait_for(NAME, 1)
+        assert outcome.error == "Sandbox.Exit"
+        assert running.lost() == []
+        bench.late = 0
+        running.invoke(bench.task(key).again().to_event())
+        bench.wait_for(running, [key])
+    bench.check(key)
+
+
+def test_an_event_that_fails_is_told_in_the_log_and_not_run_again(service: FunctionsService) -> None:
+    client = boto3.client("lambda", endpoint_url=service.url)
+    ours = function(service)
+    ours.retries = 0
+    assert (
+        client.invoke(FunctionName=NAME, InvocationType="Event", Payload=b'{"no": "task"}')["StatusCode"]
+        == 202
+    )
+    (outcome,) = service.wait_for(NAME, 1)
+    assert outcome.error == "Unhandled" or "ConfigError" in str(outcome.error)
+    assert "lacks the field 'version'" in json.loads(outcome.body)["errorMessage"]
+
+
+def test_a_wrong_secret_gives_nothing_away(service: FunctionsService) -> None:
+    bench, ours = Bench(gcn(), [7]), function(service)
+    ours.retries = 0
+    (key, *_) = keys_of(bench.program)
+    with served(bench), executor(service, read_log=False) as running:
+        event = json.loads(bench.task(key, timeout_s=1.0).to_event())
+        event["secrets"]["secret"] = "open barley"
+        running.invoke(json.dumps(event).encode())
+        (outcome,) = service.wait_for(NAME, 1)
+    assert outcome.error is not None
+    assert str(key) in json.loads(outcome.body)["errorMessage"]
+    assert bench.calls == []
+
+
+def test_the_trial_is_a_real_task(service: FunctionsService) -> None:
+    function(service)
+    told: list[str] = []
+    _, warm = try_function(NAME, Place(endpoint_url=service.url), told.append)
+    assert "tcp://127.0.0.1:" in told[0]
+    assert not warm.cold
+    assert 0 < warm.worker_s <= warm.seconds
+
+
+def test_the_service_keeps_aws_rules(service: FunctionsService, tmp_path: Path) -> None:
+    """Time-outs kill, a start that fails is told, synchronous calls over the limit are refused."""
+    client = boto3.client("lambda", endpoint_url=service.url, config=no_retries())
+    for name, code, told in [
+        ("slow", "import time\ndef handler(event, context): time.sleep(60)\n", "timed out after 0.3"),
+        ("broken", "import no_such_module\n", "no_such_module"),
+    ]:
+        service.add(
+            name,
+            ours(tmp_path, code),
+            Handler="ours.handler",
+            Timeout=0.3 if name == "slow" else 10,
+        )
+        answer = client.invoke(FunctionName=name, Payload=b"{}")
+        assert answer["FunctionError"] == "Unhandled"
+        assert told in answer["Payload"].read().decode()
+        assert not any(container.alive for container in service.functions[name].containers)
+    service.functions["slow"].concurrency = 0
+    with pytest.raises(client.exceptions.TooManyRequestsException):
+        client.invoke(FunctionName="slow", Payload=b"{}")
+
+
+def ours(folder: Path, code: str) -> bytes:
+    return zipped(folder, code, name="ours.py").read_bytes()
+
+
+def no_retries() -> Any:
+    from botocore.config import Config
+
+    return Config(retries={"total_max_attempts": 1})
+
+
+def test_the_trial_shows_why_a_function_fails(service: FunctionsService, tmp_path: Path) -> None:
+    service.add(
+        "other",
+        ours(tmp_path, "def handler(event, context): raise OSError('no memory')\n"),
+        Handler="ours.handler",
+    )
+    with pytest.raises(RemoteError, match="no memory"):
+        try_function("other", Place(endpoint_url=service.url), lambda _: None)
+    with pytest.raises(ConfigError, match=r"nothing can listen at '192.0.2.1'"):
+        try_function("other", Place(endpoint_url=service.url), lambda _: None, address="192.0.2.1")
+
+
+def test_mistakes_are_named(service: FunctionsService, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EXECUTORS.get("aws") is AwsExecutor
+    with pytest.raises(ConfigError, match=r"lacks the field 'function'"):
+        AwsExecutor(ExecutorContext(), {})
+    with pytest.raises(ConfigError, match="unknown field 'access_key'"):
+        executor(service, access_key="AKIA")
+    with pytest.raises(
+        ConfigError, match=r"there is no function 'absent' in eu-west-1.*dglx lambda deploy absent"
+    ):
+        executor(service, function="absent")
+    monkeypatch.setattr(clients, "MAX_TRIES", 1)
+    with pytest.raises(PeerError, match="could not look for the function"):
+        executor(service, endpoint_url="http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    with pytest.raises(ConfigError, match=r"absent.*aws configure"):
+        executor(service)
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    with pytest.raises(ConfigError, match="aws configure"):
+        executor(service)
+
+
+def test_dollars_are_simulated_wherever_the_address_comes_from(
+    service: FunctionsService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3 takes one from its own settings, too; nobody is paid there either."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
+    with AwsExecutor(ExecutorContext(), {"function": NAME, "read_log": False}) as running:
+        assert running.simulated
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert is_amazon(Place().client("lambda"))
+
+
+def test_an_event_that_aws_does_not_take_is_lost_at_once(service: FunctionsService, tmp_path: Path) -> None:
+    bench = Bench(gcn(), [7])
+    (key, *_) = keys_of(bench.program)
+    service.add("gone", ours(tmp_path, ""), Handler="ours.handler")
+    with served(bench), executor(service, function="gone", read_log=False) as running:
+        service.discard(service.functions.pop("gone"))
+        running.invoke(bench.task(key).to_event())
+        deadline = time.monotonic() + PATIENCE_S
+        while not (lost := running.lost()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    assert (lost[0].key, lost[0].attempt) == (key, 0)
+    assert "Function not found" in lost[0].reason
+
+
+def test_report_lines_are_read_as_aws_writes_them() -> None:
+    line = (
+        "REPORT RequestId: 6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11\tDuration: 12.34 ms\t"
+        "Billed Duration: 113 ms\tMemory Size: 192 MB\tMax Memory Used: 88 MB\tInit Duration: 100.60 ms\t\n"
+    )
+    found = read_report(line)
+    assert found is not None
+    assert found.request == "6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11"
+    assert (found.invocation.duration_s, found.invocation.cold, found.invocation.memory_mb) == (
+        0.113,
+        True,
+        192,
+    )
+    warm = read_report(line.replace("Init Duration", "Other Duration"))
+    assert warm is not None
+    assert not warm.invocation.cold
+    assert read_report("START RequestId: 6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11 Version: $LATEST") is None

@@ -1,0 +1,323 @@
+"""Tasks go out in order and within bounds, again when a worker dies or is late, and count once."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.serverless.controller import (
+    Controller,
+    ControllerOptions,
+    Durations,
+    Finished,
+    RelaunchRule,
+    TunerLimits,
+)
+from dglx_dist.serverless.cost import prices
+from dglx_dist.serverless.executors.base import Executor, ExecutorContext, Invocation, Lost
+from dglx_dist.serverless.tasks import Address, Direction, Secrets, Task, TaskKey
+
+SERVER = Address(rank=0, host="here", endpoint="tcp://127.0.0.1:1")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Noted(Executor):
+    """Runs nothing and remembers what it was asked."""
+
+    def __init__(
+        self, context: ExecutorContext | None = None, options: Mapping[str, object] | None = None
+    ) -> None:
+        self.sent: list[str] = []
+        self.sizes: list[int] = []
+        self.dead: list[Lost] = []
+        self.ended: list[Invocation] = []
+
+    def invoke(self, event: bytes) -> None:
+        task = Task.from_event(event)
+        self.sent.append(f"{task.key}/{task.attempt}")
+
+    def size(self, workers: int) -> None:
+        self.sizes.append(workers)
+
+    def lost(self) -> list[Lost]:
+        told, self.dead = self.dead, []
+        return told
+
+    def billed(self) -> list[Invocation]:
+        told, self.ended = self.ended, []
+        return told
+
+    @property
+    def workers(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+class Scene:
+    """A controller with a clock that stands still and an executor that only notes."""
+
+    def __init__(self, workers: int | None = 2, intervals: int = 100, **options: object) -> None:
+        self.clock, self.executor, self.seen = Clock(), Noted(), list[Finished]()
+        chosen = ControllerOptions(limits=TunerLimits(intervals=intervals), workers=workers, **options)  # type: ignore[arg-type]
+        self.controller = Controller(self.executor, chosen, self.clock, self.seen.append)
+
+    def launch(self, interval: int, epoch: int = 0, *, ready: bool = True) -> TaskKey:
+        task = make_task(interval, epoch)
+        self.controller.launch(task, ready=ready)
+        return task.key
+
+    def wait(self, seconds: float) -> list[str]:
+        """Let time pass and tick; return what was sent."""
+        before = len(self.executor.sent)
+        self.clock.now += seconds
+        self.controller.tick()
+        return self.executor.sent[before:]
+
+
+def make_task(interval: int, epoch: int = 0, step: int = 1) -> Task:
+    key = TaskKey(epoch, step, interval, Direction.FORWARD)
+    return Task(
+        key=key,
+        rows=3,
+        program="0" * 64,
+        graph_server=SERVER,
+        parameter_server=SERVER,
+        secrets=Secrets(secret="s"),
+        timeout_s=5.0,
+    )
+
+
+def test_no_more_than_the_workers_are_under_way_and_older_epochs_go_first() -> None:
+    scene = Scene(workers=2)
+    first, _, later, older = (scene.launch(i, epoch) for i, epoch in [(0, 1), (1, 1), (2, 1), (3, 0)])
+    assert scene.executor.sent == ["r0.e1.s1.i0.f/0", "r0.e1.s1.i1.f/0"]
+    assert (scene.controller.waiting, scene.controller.under_way, scene.executor.sizes) == (2, 2, [2])
+    assert scene.controller.finished(first, 0)
+    assert scene.executor.sent[2:] == [f"{older}/0"]
+    assert scene.controller.finished(older, 0)
+    assert scene.executor.sent[3:] == [f"{later}/0"]
+
+
+def test_early_workers_leave_one_to_tasks_that_others_may_wait_for() -> None:
+    scene = Scene(workers=2)
+    early = [scene.launch(i, ready=False) for i in range(3)]
+    assert scene.executor.sent == [f"{early[0]}/0"]
+    ready = scene.launch(7)
+    assert scene.executor.sent[1:] == [f"{ready}/0"]
+    scene.controller.ready(early[2])
+    scene.controller.ready(early[2])
+    assert scene.controller.finished(ready, 0)
+    assert scene.executor.sent[2:] == [f"{early[2]}/0"]
+    # The first is ready now and takes no early place any more.
+    scene.controller.ready(early[0])
+    assert scene.controller.finished(early[2], 0)
+    assert scene.executor.sent[3:] == [f"{early[1]}/0"]
+    alone = Scene(workers=1)
+    alone.launch(0, ready=False)
+    assert alone.executor.sent == []
+
+
+def test_the_first_result_counts_and_others_are_refused() -> None:
+    scene = Scene(relaunch=RelaunchRule(first_s=2))
+    key = scene.launch(0)
+    assert scene.wait(2.1) == [f"{key}/1"]
+    assert scene.controller.finished(key, 0)
+    assert not scene.controller.finished(key, 1)
+    assert not scene.controller.finished(make_task(9).key, 0)
+    counts = scene.controller.counts
+    assert (counts.invocations, counts.relaunched, counts.lost, counts.refused) == (2, 1, 0, 2)
+    assert scene.controller.under_way == 0
+
+
+def test_a_number_of_an_attempt_that_nobody_made_does_not_have_the_task_done_again() -> None:
+    scene = Scene(relaunch=RelaunchRule(first_s=2))
+    key = scene.launch(0)
+    assert scene.controller.finished(key, 999_999)
+    assert scene.wait(60) == []
+    assert scene.controller.under_way == 0
+
+
+def test_time_counts_from_when_the_rows_are_there() -> None:
+    scene = Scene(relaunch=RelaunchRule(first_s=2))
+    key = scene.launch(0, ready=False)
+    assert scene.wait(100) == []
+    scene.controller.ready(key)
+    assert scene.wait(1.9) == []
+    assert scene.wait(0.2) == [f"{key}/1"]
+    scene.clock.now += 1
+    assert scene.controller.finished(key, 1)
+    (seen,) = scene.seen
+    assert (seen.attempt, seen.ready - seen.sent, seen.done - seen.sent) == pytest.approx((1, -2.1, 1))
+
+
+def test_the_time_out_is_five_times_the_usual_and_at_least_half_a_second() -> None:
+    kind, durations = (1, "f"), Durations(RelaunchRule(first_s=7))
+    assert durations.timeout_s(kind) == 7
+    durations.add(kind, 0.01)
+    assert durations.timeout_s(kind) == 0.5
+    durations.add(kind, 1.01)
+    assert durations.average(kind) == pytest.approx(0.95 * 0.01 + 0.05 * 1.01)
+    for _ in range(500):
+        durations.add(kind, 1.01)
+    assert durations.timeout_s(kind) == pytest.approx(5 * 1.01)
+    assert [durations.timeout_s(kind, n) / durations.timeout_s(kind) for n in range(6)] == [1, 2, 4, 8, 8, 8]
+    assert durations.timeout_s((1, "b")) == 7
+
+
+def test_usual_is_what_this_step_took() -> None:
+    scene = Scene()
+    key = scene.launch(0)
+    scene.clock.now += 0.3
+    assert scene.controller.finished(key, 0)
+    late = scene.launch(1)
+    assert scene.wait(1.49) == []
+    assert scene.wait(0.02) == [f"{late}/1"]
+    assert scene.wait(2.9) == []
+    assert scene.wait(0.2) == [f"{late}/2"]
+
+
+def test_the_dead_are_replaced_at_once_and_once() -> None:
+    scene = Scene()
+    key = scene.launch(0, ready=False)
+    scene.executor.dead = [
+        Lost(key=key, attempt=0, reason="killed"),
+        Lost(key=key, attempt=0, reason="killed"),
+    ]
+    assert scene.wait(0) == [f"{key}/1"]
+    scene.executor.dead = [Lost(key=key, attempt=0, reason="told late")]
+    assert scene.wait(0) == []
+    assert scene.controller.finished(key, 1)
+    scene.executor.dead = [Lost(key=key, attempt=1, reason="after it gave")]
+    assert scene.wait(0) == []
+    assert (scene.controller.counts.lost, scene.controller.counts.relaunched) == (1, 1)
+
+
+def test_it_gives_up_with_the_last_reason() -> None:
+    scene = Scene(relaunch=RelaunchRule(retries=2))
+    key = scene.launch(0)
+    for attempt in range(2):
+        scene.executor.dead = [Lost(key=key, attempt=attempt, reason="out of memory")]
+        assert scene.wait(0) == [f"{key}/{attempt + 1}"]
+    scene.executor.dead = [Lost(key=key, attempt=2, reason="out of memory")]
+    with pytest.raises(PeerError, match=rf"{key} in 3 attempts; the last: out of memory.*retries"):
+        scene.wait(0)
+
+
+def test_a_batch_goes_out_when_it_is_full_or_has_waited() -> None:
+    scene = Scene(workers=10, batch=3, batch_wait_s=0.01)
+    scene.launch(0)
+    assert len(scene.executor.sent) == 1
+    scene.launch(1)
+    scene.launch(2)
+    assert len(scene.executor.sent) == 1
+    scene.launch(3)
+    assert len(scene.executor.sent) == 4
+    scene.launch(4)
+    assert scene.wait(0.009) == []
+    assert scene.wait(0.002) == ["r0.e0.s1.i4.f/0"]
+    quick = ControllerOptions(limits=TunerLimits(intervals=1), batch=3, batch_wait_s=0.01)
+    assert (quick.pause_s, replace(quick, batch_wait_s=0.0).pause_s) == (0.01, 0.001)
+    assert replace(quick, batch=1).pause_s == quick.tick_s
+
+
+def test_what_ended_is_counted_and_billed_by_the_step() -> None:
+    scene = Scene(prices=prices("dorylus"))
+    for interval in range(3):
+        scene.controller.finished(scene.launch(interval), 0)
+    scene.executor.ended = [Invocation(duration_s=0.25, cold=cold, memory_mb=192) for cold in (True, False)]
+    scene.wait(0)
+    counts = scene.controller.counts
+    assert (counts.invocations, counts.cold, counts.warm, counts.unbilled) == (3, 1, 1, 1)
+    assert (counts.billed_s, counts.gb_s) == pytest.approx((0.5, 2 * 0.3 * 0.1875))
+    assert (counts.usage.invocations, counts.usage.gb_seconds) == (3, counts.gb_s)
+
+
+def test_the_number_of_workers_follows_the_queue() -> None:
+    scene, queue = Scene(workers=None, intervals=8, tune_s=1.0), [0.0]
+    scene.controller.watch(lambda: queue[0])
+    assert (scene.controller.workers, scene.executor.sizes) == (8, [8])
+    for length in (10.0, 20.0, 40.0):
+        queue[0] = length
+        scene.wait(1.0)
+        scene.wait(0.5)
+        scene.clock.now -= 0.5
+    assert (scene.controller.workers, scene.executor.sizes) == (2, [8, 4, 2])
+    for interval in range(4):
+        scene.launch(interval)
+    assert scene.controller.under_way == 2
+    queue[0] = 0
+    scene.wait(1.0)
+    assert scene.controller.under_way == scene.controller.workers > 2
+
+
+def test_fewer_workers_leave_one_to_what_the_early_ones_wait_for() -> None:
+    """All places of three who wait for rows would leave none to the task that gives them, when it dies."""
+    scene, queue = Scene(workers=None, intervals=4, tune_s=1.0), [0.0]
+    scene.controller.watch(lambda: queue[0])
+    first = scene.launch(0)
+    early = [scene.launch(interval, ready=False) for interval in (1, 2, 3)]
+    assert scene.controller.under_way == 4
+    for length in (10.0, 20.0, 40.0):
+        queue[0] = length
+        scene.wait(1.0)
+    assert scene.controller.workers == 4
+    scene.executor.dead = [Lost(key=first, attempt=0, reason="killed")]
+    assert scene.wait(0) == [f"{first}/1"]
+    for key in (first, *early):
+        scene.controller.ready(key)
+    queue[0] = 60.0
+    scene.wait(1.0)
+    assert scene.controller.workers == scene.executor.sizes[-1] == 1
+
+
+def test_a_thread_ticks_and_its_error_is_kept() -> None:
+    executor = Noted()
+    options = ControllerOptions(
+        limits=TunerLimits(intervals=1), workers=1, tick_s=60, relaunch=RelaunchRule(retries=0)
+    )
+    controller = Controller(executor, options)
+    task = make_task(0)
+    controller.launch(task, ready=True)
+    executor.dead = [Lost(key=task.key, attempt=0, reason="killed")]
+    with pytest.raises(PeerError, match="killed"), controller.run():
+        wake_until_it_fails(controller)
+
+
+def test_a_thread_that_ends_by_a_mistake_of_ours_is_told() -> None:
+    limits = TunerLimits(intervals=1)
+    controller = Controller(Noted(), ControllerOptions(limits=limits, tick_s=0.001, tune_s=1e-9))
+    controller.watch(lambda: 1 / 0)
+    with pytest.raises(PeerError, match="stopped: ZeroDivisionError"), controller.run():
+        wake_until_it_fails(controller)
+
+
+def wake_until_it_fails(controller: Controller) -> None:
+    controller.raise_if_failed()
+    controller.wake()
+    pause = threading.Event()
+    for _ in range(10_000):
+        pause.wait(0.001)
+        controller.raise_if_failed()
+
+
+def test_nonsense_is_refused() -> None:
+    scene = Scene()
+    scene.launch(0)
+    with pytest.raises(ConfigError, match="launched already"):
+        scene.launch(0)
+    for options in ({"workers": 0}, {"batch": 0}, {"tick_s": 0.0}):
+        with pytest.raises(ConfigError):
+            Scene(**options)
+    for rule in ({"least_s": 0}, {"factor": 0.5}, {"keep": 1}, {"retries": -1}):
+        with pytest.raises(ConfigError):
+            RelaunchRule(**rule)

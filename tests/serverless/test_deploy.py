@@ -1,0 +1,259 @@
+"""Functions are made, brought up to date and removed on AWS (moto's): what is said before, and done once."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moto import mock_aws
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.serverless.aws import clients as bounds
+from dglx_dist.serverless.aws import deploy as function_module
+from dglx_dist.serverless.aws import deploy as role
+from dglx_dist.serverless.aws.clients import HANDLER, Deployment, Place
+from dglx_dist.serverless.aws.deploy import Function, deploy, look_function, plan, plan_removal, remove
+
+from ..helpers.zips import zipped
+
+NAME, REGION = "dglx-worker", "eu-west-1"
+PLACE = Place(region=REGION)
+"""One for all tests: each new one reads boto3's descriptions of the services again."""
+
+
+@pytest.fixture(scope="module")
+def mocked() -> Iterator[Any]:
+    with mock_aws() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def aws(mocked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is there but the two policies that are used: reading all of AWS's own takes moto a second."""
+    mocked.reset()
+    statement = {"Effect": "Allow", "Action": "logs:PutLogEvents", "Resource": "*"}
+    document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    for name in ("LOG_POLICY", "VPC_POLICY"):
+        short = getattr(role, name).rpartition("/")[2]
+        made = client("iam").create_policy(PolicyName=short, Path="/service-role/", PolicyDocument=document)
+        monkeypatch.setattr(role, name, made["Policy"]["Arn"])
+    monkeypatch.setattr(role, "_MANAGED", made["Policy"]["Arn"].rpartition("/")[0] + "/")
+
+
+@pytest.fixture
+def wanted(tmp_path: Path) -> Deployment:
+    return Deployment(name=NAME, package=zipped(tmp_path), place=PLACE, runtime="python3.12")
+
+
+@functools.cache
+def client(service: str) -> Any:
+    return PLACE.client(service)
+
+
+def do(deployment: Deployment) -> list[str]:
+    """Deploy; what was planned, said and done must be the same."""
+    planned, said = plan(deployment), list[str]()
+    assert deploy(deployment, said.append) == tuple(said) == planned
+    return said
+
+
+def settings() -> dict[str, Any]:
+    return dict(client("lambda").get_function(FunctionName=NAME)["Configuration"])
+
+
+def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(wanted: Deployment) -> None:
+    plan(wanted)
+    assert client("lambda").list_functions()["Functions"] == []
+    assert client("iam").list_roles()["Roles"] == []
+    said = do(wanted)
+    assert said[0] == "create the role dglx-worker-role"
+    assert said[1] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
+    assert said[2].startswith(
+        "create the function dglx-worker: memory 192 MB, time-out 60 s, runtime python3.12"
+    )
+    found = settings()
+    assert (found["Handler"], found["MemorySize"], found["Timeout"]) == (HANDLER, 192, 60)
+    assert found["Role"].endswith(":role/dglx-worker-role")
+    events = client("lambda").get_function_event_invoke_config(FunctionName=NAME)
+    assert events["MaximumRetryAttempts"] == 0
+    (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
+    assert policy["PolicyArn"] == role.LOG_POLICY
+    assert do(wanted) == []
+
+
+def test_only_what_differs_is_updated(wanted: Deployment, tmp_path: Path) -> None:
+    do(wanted)
+    first = settings()["CodeSha256"]
+    said = do(replace(wanted, memory_mb=512, timeout_s=30))
+    assert said == ["update MemorySize, Timeout of dglx-worker", "wait until dglx-worker is updated"]
+    assert (settings()["MemorySize"], settings()["Timeout"], settings()["CodeSha256"]) == (512, 30, first)
+    zipped(tmp_path, "second")
+    said = do(replace(wanted, memory_mb=512, timeout_s=30))
+    assert [text.split(" (")[0] for text in said] == [
+        "update the code of dglx-worker",
+        "wait until dglx-worker is updated",
+    ]
+    assert settings()["CodeSha256"] != first
+
+
+def test_a_function_in_a_vpc_may_have_network_cards_there(wanted: Deployment) -> None:
+    inside = replace(wanted, subnets=("subnet-2", "subnet-1"), security_groups=("sg-1",))
+    do(inside)
+    assert set(settings()["VpcConfig"]["SubnetIds"]) == set(inside.subnets)
+    assert settings()["VpcConfig"]["SecurityGroupIds"] == list(inside.security_groups)
+    (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
+    assert policy["PolicyArn"] == role.VPC_POLICY
+    assert do(replace(inside, subnets=inside.subnets[::-1])) == []
+    assert do(wanted)[0] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
+
+
+def test_it_goes_on_where_it_stopped(wanted: Deployment) -> None:
+    said: list[str] = []
+
+    def stop_at_function(text: str) -> None:
+        said.append(text)
+        if text.startswith("create the function"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        deploy(wanted, stop_at_function)
+    assert len(said) == 3
+    assert do(wanted)[0].startswith("create the function")
+
+
+def test_a_given_role_is_used_and_never_touched(wanted: Deployment) -> None:
+    trust = '{"Version": "2012-10-17", "Statement": []}'
+    arn = client("iam").create_role(RoleName="mine", AssumeRolePolicyDocument=trust)["Role"]["Arn"]
+    assert "role" not in " ".join(do(replace(wanted, role="mine")))
+    assert settings()["Role"] == arn
+    assert do(replace(wanted, role=arn)) == []
+    with pytest.raises(ConfigError, match="there is no role 'yours'"):
+        plan(replace(wanted, role="yours"))
+    remove(NAME, wanted.place, lambda _: None)
+    assert [one["RoleName"] for one in client("iam").list_roles()["Roles"]] == ["mine"]
+
+
+def test_a_large_package_goes_by_a_bucket(wanted: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MAX_DIRECT_BYTES", 10)
+    monkeypatch.setattr(function_module, "MAX_DIRECT_BYTES", 10)
+    with pytest.raises(ConfigError, match="--bucket"):
+        replace(wanted)
+    storage = client("s3")
+    storage.create_bucket(Bucket="ours", CreateBucketConfiguration={"LocationConstraint": REGION})
+    large = replace(wanted, bucket="ours")
+    assert any(text.startswith("upload the package to s3://ours/dglx/dglx-worker-") for text in do(large))
+    (stored,) = storage.list_objects_v2(Bucket="ours")["Contents"]
+    assert stored["Size"] == wanted.package.stat().st_size
+    assert do(large) == []
+
+
+def test_everything_that_was_made_is_removed_and_nothing_else(wanted: Deployment) -> None:
+    do(wanted)
+    client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
+    client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}-2")
+    planned, said = plan_removal(NAME, wanted.place), list[str]()
+    assert remove(NAME, wanted.place, said.append) == planned == tuple(said)
+    assert planned == (
+        "delete the function dglx-worker",
+        "delete the log /aws/lambda/dglx-worker",
+        "delete the role dglx-worker-role",
+    )
+    assert client("lambda").list_functions()["Functions"] == []
+    assert client("iam").list_roles()["Roles"] == []
+    assert [one["logGroupName"] for one in client("logs").describe_log_groups()["logGroups"]] == [
+        f"/aws/lambda/{NAME}-2"
+    ]
+    assert remove(NAME, wanted.place, said.append) == ()
+
+
+def test_what_others_made_is_left_alone(wanted: Deployment) -> None:
+    trust = '{"Version": "2012-10-17", "Statement": []}'
+    iam = client("iam")
+    iam.create_role(RoleName="dglx-worker-role", AssumeRolePolicyDocument=trust)
+    with pytest.raises(ConfigError, match="not made for the function dglx-worker"):
+        plan(wanted)
+    arn = iam.get_role(RoleName="dglx-worker-role")["Role"]["Arn"]
+    code = {"ZipFile": wanted.package.read_bytes()}
+    client("lambda").create_function(
+        FunctionName=NAME, Runtime="python3.12", Role=arn, Handler="a.b", Code=code
+    )
+    for attempt in (lambda: plan(replace(wanted, role=arn)), lambda: plan_removal(NAME, wanted.place)):
+        with pytest.raises(ConfigError, match="was not made by dglx"):
+            attempt()
+
+
+def test_a_log_whose_function_is_not_ours_stays(wanted: Deployment) -> None:
+    client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
+    assert plan_removal(NAME, wanted.place) == ()
+    # The role says that the function was ours, and that an earlier removal did not come to its end.
+    do(wanted)
+    client("lambda").delete_function(FunctionName=NAME)
+    assert plan_removal(NAME, wanted.place) == (
+        "delete the log /aws/lambda/dglx-worker",
+        "delete the role dglx-worker-role",
+    )
+
+
+def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
+    wanted: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first deploy may have been ended before it was usable: then AWS takes no change either."""
+    do(wanted)
+    now, states = (
+        look_function(client("lambda"), NAME),
+        [{"State": "Pending"}, {"LastUpdateStatus": "InProgress"}],
+    )
+    assert now is not None
+    for state, waits in zip(states, ("active", "updated"), strict=True):
+        there = {**now, "Configuration": {**now["Configuration"], **state}}
+        monkeypatch.setattr(function_module, "look", lambda _client, _name, there=there: there)
+        assert list(plan(wanted)) == [f"wait until dglx-worker is {waits}"]
+        assert plan(replace(wanted, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
+
+
+def test_another_processor_is_a_change_of_the_code(wanted: Deployment) -> None:
+    """Without libraries a package is the same for both."""
+    do(wanted)
+    # moto does not change it.
+    planned = plan(replace(wanted, architecture="arm64"))
+    assert [text.split(" (")[0] for text in planned] == [
+        "update the code of dglx-worker",
+        "wait until dglx-worker is updated",
+    ]
+
+
+def test_a_role_that_is_not_known_yet_is_waited_for(
+    wanted: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    made = Function(wanted, pauses.append)
+    refused = made._client.exceptions.InvalidParameterValueException(
+        {"Error": {"Message": "The role defined for the function cannot be assumed by Lambda."}},
+        "CreateFunction",
+    )
+    create, left = made._client.create_function, [refused, refused]
+
+    def sometimes(**given: Any) -> Any:
+        if left:
+            raise left.pop()
+        return create(**given)
+
+    monkeypatch.setattr(made._client, "create_function", sometimes)
+    for step in made.steps():
+        step.act()
+    assert len(pauses) == 2
+    assert settings()["FunctionName"] == NAME
+
+
+def test_a_function_that_cannot_be_used_is_told(wanted: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Function(wanted, lambda _: None)
+    *_, wait, _drop = made.steps()
+    states = [{"State": "Pending"}, {"State": "Failed", "StateReason": "no addresses left in subnet-1"}]
+    monkeypatch.setattr(made._client, "get_function_configuration", lambda FunctionName: states.pop(0))
+    with pytest.raises(ConfigError, match="no addresses left in subnet-1"):
+        wait.act()

@@ -1,0 +1,330 @@
+"""Every executor gives the arrays of a direct call, bit for bit; what dies is known at once."""
+
+import json
+import ssl
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.comm.rpc import Handler
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.serverless.executors.base import EXECUTORS, Executor, ExecutorContext, Faults, Lost
+from dglx_dist.serverless.tasks import Direction, TaskKey
+from dglx_dist.serverless.worker import RemoteCaller, Worker
+
+from .programs import gat, gcn, sage
+from .servers import Bench, keys_of, served
+
+ROWS = [5, 0, 1, 4]
+
+
+@contextmanager
+def functions_service(
+    answer: tuple[int, bytes] | None = None, certificate: Path | None = None
+) -> Iterator[tuple[str, list[Mapping[str, str]]]]:
+    """A URL behind which the handler runs, and the headers of what came."""
+    callers = threading.local()
+    opened: list[RemoteCaller] = []
+    seen: list[Mapping[str, str]] = []
+
+    def run(event: bytes) -> bytes:
+        if not hasattr(callers, "worker"):
+            opened.append(RemoteCaller())
+            callers.worker = Worker(opened[-1])
+        return json.dumps(callers.worker.handle(event)).encode()
+
+    class Service(BaseHTTPRequestHandler):
+        protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
+
+        def do_POST(self) -> None:
+            event = self.rfile.read(int(self.headers["Content-Length"]))
+            seen.append(dict(self.headers.items()) | {"path": self.path})
+            try:
+                status, body = answer or (200, run(event))
+            except Exception as error:
+                status, body = 500, f"{type(error).__name__}: {error}".encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    scheme = "http" if certificate is None else "https"
+    try:
+        yield f"{scheme}://127.0.0.1:{server.server_port}/f?key=1", seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        for caller in opened:
+            caller.close()
+
+
+@contextmanager
+def executor_of(name: str, handlers: Mapping[str, Handler], **options: object) -> Iterator[Executor]:
+    with ExitStack() as undo:
+        if name == "http":
+            options["url"] = undo.enter_context(functions_service())[0]
+        context = ExecutorContext(handlers=handlers)
+        yield undo.enter_context(EXECUTORS.get(name)(context, options))
+
+
+@pytest.mark.parametrize("name", ["inline", "local", "http"])
+def test_every_task_is_the_direct_call(name: str) -> None:
+    benches = [
+        Bench(make(), ROWS, rematerialise=rematerialise)
+        for make, rematerialise in ((gcn, True), (sage, False), (gat, True), (gat, False))
+    ]
+    handlers = benches[0].handlers()
+    with executor_of(name, handlers) as executor:
+        executor.size(2)
+        for number, bench in enumerate(benches):
+            handlers.update(bench.handlers())
+            with served(bench):
+                keys = [key for interval in range(len(ROWS)) for key in keys_of(bench.program, interval)]
+                for index, key in enumerate(keys):
+                    executor.invoke(bench.task(key, streaming=(index + number) % 2 == 0).to_event())
+                assert bench.wait_for(executor, keys) == []
+                for key in keys:
+                    bench.check(key)
+        executor.close()
+        billed = executor.billed()
+    if name == "inline":
+        assert billed == []
+        return
+    done = sum(len(keys_of(bench.program)) * len(ROWS) for bench in benches)
+    # What closing interrupts is the word of the last one or two, not their work.
+    assert done - 2 <= len(billed) <= done
+    assert 1 <= sum(one.cold for one in billed) <= 2
+    assert all(one.duration_s > 0 and one.memory_mb == 192 for one in billed)
+
+
+def lost_of(name: str, bench: Bench, key: TaskKey, **options: object) -> Lost:
+    told = threading.Event()
+    with ExitStack() as undo:
+        undo.enter_context(served(bench))
+        if name == "http":
+            options["url"] = undo.enter_context(functions_service())[0]
+        context = ExecutorContext(handlers=bench.handlers(), notice=told.set)
+        executor = undo.enter_context(EXECUTORS.get(name)(context, options))
+        executor.invoke(bench.task(key).again().to_event())
+        assert told.wait(30)
+        (lost,) = executor.lost()
+        assert executor.lost() == []
+        # The next one is done all the same.
+        good = keys_of(bench.program)[0]
+        executor.invoke(bench.task(good).to_event())
+        bench.wait_for(executor, [good])
+        bench.check(good)
+        return lost
+
+
+@pytest.mark.parametrize("name", ["inline", "local", "http"])
+def test_a_task_that_fails_is_told_of_with_its_reason(name: str) -> None:
+    bench, key = Bench(gcn(), ROWS), TaskKey(0, 0, 0, Direction.FORWARD)
+    lost = lost_of(name, bench, key)
+    assert (lost.key, lost.attempt) == (key, 1)
+    assert (
+        "task r0.e0.s0.i0.f, attempt 1: task r0.e0.s0.i0.f is step 'GA1', which graph servers do"
+        in lost.reason
+    )
+
+
+@pytest.mark.parametrize("name", ["inline", "local"])
+def test_a_kill_is_known_at_once(name: str) -> None:
+    bench, key = Bench(gcn(), ROWS), TaskKey(0, 4, 3, Direction.FUSED)
+    # The draw is by key and attempt: with this seed the first goes wrong and the second does not.
+    lost = lost_of(name, bench, key, faults={"kill": 0.3, "seed": seed_for(key), "place": "pushed"})
+    assert (lost.key, lost.attempt) == (key, 1)
+    assert "killed" in lost.reason
+    assert bench.pushes == [key]
+    assert key not in bench.given
+
+
+def seed_for(key: TaskKey) -> int:
+    """A seed that kills attempt 1 of ``key`` and not the first task of all."""
+    other = keys_of(gcn())[0]
+    for seed in range(1000):
+        faults = Faults(seed=seed, kill=0.3)
+        if faults.draw(key, 1)[0] is not None and faults.draw(other, 0)[0] is None:
+            return seed
+    raise AssertionError("no seed")
+
+
+@pytest.mark.parametrize("name", ["inline", "local"])
+def test_delays_and_duplicates_change_no_bit(name: str) -> None:
+    bench = Bench(gcn(), ROWS)
+    keys = [key for interval in range(len(ROWS)) for key in keys_of(bench.program, interval)]
+    faults = {"delay": 0.3, "duplicate": 0.5, "delay_s": 0.001, "seed": 3}
+    with served(bench), executor_of(name, bench.handlers(), faults=faults) as executor:
+        executor.size(2)
+        for key in keys:
+            executor.invoke(bench.task(key).to_event())
+        assert bench.wait_for(executor, keys) == []
+    for key in keys:
+        bench.check(key)
+    assert len(bench.pushes) > len(set(bench.pushes))
+
+
+def test_unknown_options_and_late_events_are_refused() -> None:
+    bench = Bench(gcn(), ROWS)
+    event = bench.task(keys_of(bench.program)[0]).to_event()
+    for name in ("inline", "local"):
+        with pytest.raises(ConfigError, match="unknown field 'memory'"):
+            EXECUTORS.get(name)(ExecutorContext(handlers=bench.handlers()), {"memory": 1})
+        with pytest.raises(ConfigError, match="more than 1"):
+            EXECUTORS.get(name)(
+                ExecutorContext(handlers=bench.handlers()), {"faults": {"kill": 0.6, "delay": 0.6}}
+            )
+        executor = EXECUTORS.get(name)(ExecutorContext(handlers=bench.handlers()), {})
+        with pytest.raises(ConfigError, match="no JSON"):
+            executor.invoke(b"{")
+        with pytest.raises(ConfigError, match="at least 1"):
+            executor.size(0)
+        executor.close()
+        executor.close()
+        with pytest.raises(PeerError, match=r"closed; task r0\.e0\.s1\.i0\.f came too late"):
+            executor.invoke(event)
+    with pytest.raises(ConfigError, match="give handlers"):
+        EXECUTORS.get("inline")(ExecutorContext(), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "lacks the field 'url'"),
+        ({"url": "ftp://x/"}, "https://HOST/PATH"),
+        ({"url": "http://example.org/f"}, "for everybody to read; use https://, or insecure=true"),
+        *(
+            ({"url": url}, "https://HOST/PATH")
+            for url in (
+                *("https://h:99999/f", "https://h:x/f", "https://[::1/f", "https:///f", "https://h/a b"),
+                *("https://h/\u00e9", "file:///etc/passwd", "f"),
+            )
+        ),
+        ({"url": "https://me:mine@example.org/f"}, "give the header Authorization"),
+        ({"url": "https://example.org/f", "headers": {"a": 1}}, "'a'"),
+        ({"url": "https://example.org/f", "headers": {"a b": "1"}}, "cannot send the header 'a b'"),
+        ({"url": "https://example.org/f", "headers": {"a": "\u20ac"}}, "cannot send the header 'a'"),
+        ({"url": "https://example.org/f", "headers": dict.fromkeys(map(str, range(33)), "1")}, "at most 32"),
+        ({"url": "https://example.org/f", "headers": ["a"]}, "give an object"),
+        ({"url": "https://example.org/f", "faults": {}}, "unknown field 'faults'"),
+        ({"url": "https://example.org/f", "certificates": "/nowhere.pem"}, "give a PEM file"),
+    ],
+)
+def test_options_of_http_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EXECUTORS.get("http")(ExecutorContext(), options)
+
+
+def posted(bench: Bench, **options: object) -> list[Lost]:
+    """Post one event; wait for the word that it is lost."""
+    told = threading.Event()
+    with EXECUTORS.get("http")(ExecutorContext(notice=told.set), options) as executor:
+        executor.invoke(bench.task(keys_of(bench.program)[0]).to_event())
+        assert told.wait(30)
+        return executor.lost()
+
+
+def test_http_tells_what_a_service_says() -> None:
+    bench = Bench(gcn(), ROWS)
+    with functions_service((503, b"too busy")) as (url, seen):
+        (lost,) = posted(bench, url=url, headers={"x-api-key": "mine"})
+        assert lost.reason.endswith("answered 503: too busy")
+        assert seen[0]["x-api-key"] == "mine"
+        assert seen[0]["path"] == "/f?key=1"
+    (lost,) = posted(bench, url=url)
+    assert "POST to 127.0.0.1" in lost.reason
+    assert "key=1" not in lost.reason
+    with functions_service((500, b"\x1b]0;owned\x07" + b"x" * 60_000)) as (url, _):
+        assert posted(bench, url=url)[0].reason.endswith("answered 500: \ufffd]0;owned\ufffd" + "x" * 490)
+    with functions_service((200, b"[]")) as (url, _):
+        assert "a worker's answer" in posted(bench, url=url)[0].reason
+    with functions_service((200, b"x" * 100_000)) as (url, _):
+        assert "more than 65536" in posted(bench, url=url)[0].reason
+
+
+def test_a_service_that_only_takes_events_bills_nothing_here() -> None:
+    bench = Bench(gcn(), ROWS)
+    with functions_service((202, b"")) as (url, seen):
+        executor = EXECUTORS.get("http")(ExecutorContext(), {"url": url})
+        with executor:
+            for _ in range(3):
+                executor.invoke(bench.task(keys_of(bench.program)[0]).to_event())
+            while len(seen) < 3:
+                threading.Event().wait(0.005)
+        assert (executor.lost(), executor.billed()) == ([], [])
+
+
+def test_closing_waits_for_no_service() -> None:
+    bench = Bench(gcn(), ROWS)
+    bench.late = 1 << 60
+    told = threading.Event()
+    with served(bench), functions_service() as (url, seen):
+        executor = EXECUTORS.get("http")(ExecutorContext(notice=told.set), {"url": url, "timeout_s": 60})
+        executor.invoke(bench.task(keys_of(bench.program)[0], timeout_s=2).to_event())
+        while not seen:
+            threading.Event().wait(0.005)
+        executor.close()
+        assert executor.lost() == []
+        assert [thread.name for thread in threading.enumerate() if thread.name == "dglx-worker"] == []
+
+
+def test_certificates_are_verified(tmp_path: Path) -> None:
+    certificate = self_signed(tmp_path)
+    bench = Bench(gcn(), ROWS)
+    key = keys_of(bench.program)[0]
+    with served(bench), functions_service(certificate=certificate) as (url, _):
+        (lost,) = posted(bench, url=url)
+        assert "CERTIFICATE_VERIFY_FAILED" in lost.reason
+        options = {"url": url, "certificates": str(certificate)}
+        with EXECUTORS.get("http")(ExecutorContext(), options) as executor:
+            executor.invoke(bench.task(key).to_event())
+            assert bench.wait_for(executor, [key]) == []
+    bench.check(key)
+
+
+def self_signed(folder: Path) -> Path:
+    """A file with a key and a certificate for 127.0.0.1."""
+    from ipaddress import ip_address
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "here")])
+    now = datetime.now(timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.Encoding.PEM
+    private = key.private_bytes(
+        form, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    file = folder / "certificate.pem"
+    file.write_bytes(private + certificate.public_bytes(form))
+    return file

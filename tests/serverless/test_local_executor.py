@@ -1,0 +1,372 @@
+"""Workers as processes: alone with their package, throttled, and gone when their graph server is."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.serverless.aws.package import code_of, stages_of
+from dglx_dist.serverless.executors import local
+from dglx_dist.serverless.executors import local as cpu_group
+from dglx_dist.serverless.executors.base import ExecutorContext
+from dglx_dist.serverless.executors.local import LocalExecutor
+from dglx_dist.serverless.program import Gather, Program, Vertex
+from dglx_dist.serverless.stages.base import register_stage
+from dglx_dist.serverless.tasks import Direction, Task, TaskKey
+
+from .programs import gcn
+from .servers import Bench, keys_of, other_core, served
+
+ROOT = Path(__file__).parents[2]
+FORWARD = TaskKey(0, 1, 0, Direction.FORWARD)
+STAGE = '''
+import sys
+
+import numpy as np
+
+from dglx_dist.serverless.stages.base import Backward, Forward, VertexStage
+
+
+class Scaled(VertexStage):
+    """y = w x, by column."""
+
+    def __init__(self, config):
+        self.weight_shapes = {"scale": (config["width"],)}
+        self.input_widths = self.output_widths = (config["width"],)
+        self.saved_widths = ()
+
+    weight_shapes = input_widths = output_widths = saved_widths = None
+
+    def forward(self, weights, inputs):
+        print("what a stage prints goes nowhere near the answers")
+        if len(inputs[0]) and inputs[0].flat[0] == 0.125:
+            raise ValueError(f"sees {sys.path} {sorted(sys.modules)}")
+        return Forward((inputs[0] * weights[0],), ())
+
+    def backward(self, weights, inputs, gradients, *, saved=None, wanted=None):
+        return Backward((gradients[0] * weights[0],), ((gradients[0] * inputs[0]).sum(0),))
+'''
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, f"not {what} within 20 s"
+        time.sleep(0.005)
+
+
+def children(of: int) -> list[int]:
+    """Processes whose parent is ``of``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(parent) == of:
+                found.append(int(folder.name))
+    return found
+
+
+def workers() -> list[int]:
+    """Worker processes of this one."""
+    return [
+        pid for pid in children(os.getpid()) if b"worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def waiting_bench() -> Bench:
+    """Its rows never come."""
+    bench = Bench(gcn(), [7])
+    bench.late = 1 << 60
+    return bench
+
+
+def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in local._DECIDES_BITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "")
+    for name in ("AWS_SECRET_ACCESS_KEY", "OPENBLAS_PASSWORD", "MKL_TOKEN"):
+        monkeypatch.setenv(name, "sesame")
+    bench = waiting_bench()
+    with served(bench), LocalExecutor(ExecutorContext(folder=tmp_path), {}) as executor:
+        executor.invoke(bench.task(FORWARD).to_event())
+        until(lambda: ("pull", "r0.e0.s1.i0.f/0") in bench.calls, "asked for rows")
+        (pid,) = workers()
+        variables = Path(f"/proc/{pid}/environ").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"sesame" not in variables + command
+        names = {entry.partition(b"=")[0] for entry in variables.split(b"\0")}
+        threads = {b"OMP_NUM_THREADS", b"OPENBLAS_NUM_THREADS", b"MKL_NUM_THREADS"}
+        assert names == {b"", b"LANG", b"NPY_DISABLE_CPU_FEATURES"} | threads
+        assert os.readlink(f"/proc/{pid}/cwd") == "/"
+        (tree,) = tmp_path.iterdir()
+        inside = {path.name for path in tree.iterdir()}
+        assert inside - {"numpy.libs", "pyzmq.libs"} == {"dglx_dist", "numpy", "zmq", "dglx_stages.json"}
+        assert not (tree / "dglx_dist" / "graph").exists()
+    # Closed in the middle of a task: nothing is left, and the task is nobody's news.
+    assert not is_alive(pid)
+    assert list(tmp_path.iterdir()) == []
+    assert executor.lost() == []
+
+
+def test_a_killed_process_is_known_within_a_second_and_replaced() -> None:
+    bench, told = waiting_bench(), threading.Event()
+    with served(bench), LocalExecutor(ExecutorContext(notice=told.set), {}) as executor:
+        executor.invoke(bench.task(FORWARD).to_event())
+        until(lambda: ("pull", "r0.e0.s1.i0.f/0") in bench.calls, "asked for rows")
+        (pid,) = workers()
+        os.kill(pid, signal.SIGKILL)
+        assert told.wait(1)
+        (lost,) = executor.lost()
+        assert (
+            lost.reason
+            == f"task r0.e0.s1.i0.f, attempt 0: worker process {pid} was killed by signal 9: it said nothing"
+        )
+        bench.late = 0
+        executor.invoke(bench.task(FORWARD).again().to_event())
+        assert bench.wait_for(executor, [FORWARD]) == []
+        until(lambda: executor.workers == 1, "one worker")
+        assert workers() != [pid]
+
+
+PARENT = """
+import os, sys, time
+from dglx_dist.serverless.executors.base import ExecutorContext
+from dglx_dist.serverless.executors.local import LocalExecutor
+
+executor = LocalExecutor(ExecutorContext(), {})
+executor.invoke(sys.stdin.read().encode())
+forked = os.fork()
+if forked:
+    print(forked, flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_end_with_their_graph_server_however_it_ends(tmp_path: Path) -> None:
+    bench = waiting_bench()
+    with served(bench):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)},
+        )
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdin.write(bench.task(FORWARD, timeout_s=60).to_event())
+        parent.stdin.close()
+        # It holds the worker's pipe open, too, as a loader's processes may.
+        forked = int(parent.stdout.readline())
+        try:
+            until(lambda: ("pull", "r0.e0.s1.i0.f/0") in bench.calls, "asked for rows")
+            (worker,) = [pid for pid in children(parent.pid) if pid != forked]
+            parent.kill()
+            parent.wait()
+            parent.stdout.close()
+            until(lambda: not is_alive(worker), "ended")
+        finally:
+            os.kill(forked, signal.SIGKILL)
+
+
+OTHER_KERNELS = """
+from dglx_dist.serverless.executors.base import ExecutorContext
+from dglx_dist.serverless.executors.local import LocalExecutor
+from dglx_dist.serverless.tasks import kernels
+from tests.serverless.programs import sage
+from tests.serverless.servers import Bench, keys_of, served
+
+bench = Bench(sage(), [50])
+keys = keys_of(bench.program)
+with served(bench), LocalExecutor(ExecutorContext(), {}) as executor:
+    for key in keys:
+        executor.invoke(bench.task(key).to_event())
+    bench.wait_for(executor, keys)
+told = [name for what, name in bench.calls if what == "program"]
+assert told == [kernels()], (told, kernels())
+for key in keys:
+    bench.check(key)
+print(kernels())
+"""
+
+
+def test_workers_compute_with_the_kernels_that_their_graph_server_is_told() -> None:
+    core = other_core()
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_KERNELS],
+        cwd=ROOT,
+        env={**os.environ, "OPENBLAS_CORETYPE": core},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert core.upper() in done.stdout.upper()
+
+
+def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """A program whose one step is a user's own stage, in a module of its own."""
+    (tmp_path / "my_scaled.py").write_text(STAGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    register_stage("my_scaled", "my_scaled:Scaled")
+    gather = Gather(name="GA", source="x", output=replace(gcn().slots["x"], name="a"), edges=None)
+    out = replace(gather.output, name="y")
+    vertex = Vertex(
+        name="AV", stage="my_scaled", config={"width": 5}, inputs=("a",), outputs=(out,), weights=("w",)
+    )
+    return Program(steps=(gather, vertex), features=5, classes=5, num_train=3, dtype="float64")
+
+
+def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(scaled(tmp_path, monkeypatch), [4])
+    stages = stages_of(bench.program.steps)
+    assert stages == {"my_scaled": "my_scaled:Scaled"}
+    told = threading.Event()
+    context = ExecutorContext(stages=stages, notice=told.set)
+    with served(bench), LocalExecutor(context, {}) as executor:
+        keys = keys_of(bench.program)
+        for key in keys:
+            executor.invoke(bench.task(key).to_event())
+        assert bench.wait_for(executor, keys) == []
+        for key in keys:
+            bench.check(key)
+        # Asked by a number that the stage knows, it tells what it sees: the folder and the standard library.
+        bench.arrays = lambda key: [np.full((4, 5), 0.125)]  # type: ignore[method-assign]
+        executor.invoke(bench.task(replace(keys[0], epoch=1)).to_event())
+        assert told.wait(30)
+        (lost,) = executor.lost()
+        assert "ValueError: sees ['/tmp" in lost.reason.replace(str(tmp_path.parent.parent.parent), "/tmp")
+        assert "site-packages" not in lost.reason
+        assert "torch" not in lost.reason
+
+
+def test_a_stage_that_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="move its class to a module of its own"):
+        LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "__main__:Mine"}), {})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="move its class to the top of 'mine'"):
+        LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "mine:make.<locals>.Mine"}), {})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="no_such_module"):
+        code_of({"mine": "no_such_module.inner:Mine"})
+
+
+def test_a_package_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_broken.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    bench, told = Bench(gcn(), [7]), threading.Event()
+    context = ExecutorContext(stages={"broken": "my_broken:Stage"}, notice=told.set)
+    with served(bench), LocalExecutor(context, {}) as executor:
+        executor.invoke(bench.task(FORWARD).to_event())
+        assert told.wait(30)
+        (lost,) = executor.lost()
+    assert "no_such_library" in lost.reason
+    assert "ended with exit code 1" in lost.reason
+
+
+def seconds_of(bench: Bench, tasks: Sequence[Task], **options: object) -> list[float]:
+    with served(bench), LocalExecutor(ExecutorContext(), options) as executor:
+        address = {"graph_server": bench.address, "parameter_server": bench.address, "secrets": bench.secrets}
+        for task in tasks:
+            executor.invoke(replace(task, **address).to_event())  # type: ignore[arg-type]
+        bench.wait_for(executor, [task.key for task in tasks])
+        found: list[float] = []
+        until(lambda: len(found) == len(tasks) or not found.extend(_seconds(executor)), "told of all")
+        return found
+
+
+def _seconds(executor: LocalExecutor) -> list[float]:
+    return [one.duration_s for one in executor.billed()]
+
+
+def test_bandwidth_and_processor_are_those_of_a_small_function() -> None:
+    # 5000 rows of 40 bytes down, of 32 bytes up: 200 kB and 160 kB.
+    bench = Bench(gcn(), [5000])
+    tasks = [bench.task(replace(FORWARD, epoch=epoch)) for epoch in range(2)]
+    for took_s in seconds_of(bench, tasks, bytes_per_s=1e6, cpu_share=0.9):
+        assert took_s > 0.2
+    for task in tasks:
+        bench.check(task.key)
+
+
+def test_a_control_group_is_used_where_one_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[tuple[int, float]] = []
+
+    class Group:
+        def close(self) -> None:
+            groups.clear()
+
+    def hold(pid: int, share: float) -> Group:
+        groups.append((pid, share))
+        return Group()
+
+    monkeypatch.setattr(local, "hold", hold)
+    bench = Bench(gcn(), [4])
+    with served(bench), LocalExecutor(ExecutorContext(), {"cpu_share": 0.11}) as executor:
+        executor.invoke(bench.task(FORWARD).to_event())
+        bench.wait_for(executor, [FORWARD])
+        assert groups == [(workers()[0], 0.11)]
+    assert groups == []
+
+
+def test_groups_hold_their_process_and_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's files as plain ones; a group that took no process is left to nobody."""
+    made = tmp_path / "group"
+    monkeypatch.setattr(cpu_group.cgroups, "make", lambda name, share: made.mkdir() or made)
+    group = cpu_group.hold(123, 0.5)
+    assert group is not None
+    assert (made / "cgroup.procs").read_text() == "123"
+    (made / "cgroup.procs").unlink()
+    group.close()
+    assert not made.exists()
+    monkeypatch.setattr(cpu_group.cgroups, "make", lambda name, share: None)
+    assert cpu_group.hold(123, 0.5) is None
+    monkeypatch.setattr(cpu_group.cgroups, "_parents", lambda: [tmp_path])
+    busy = tmp_path / "dglx-worker-1-2"
+    (busy / "process").mkdir(parents=True)
+    (tmp_path / "dglx-worker-1-3").mkdir()
+    (tmp_path / "other").mkdir()
+    cpu_group.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dglx-worker-1-2", "other"]
+
+
+def test_fewer_workers_are_used_when_fewer_are_wanted() -> None:
+    bench = waiting_bench()
+    with served(bench), LocalExecutor(ExecutorContext(), {}) as executor:
+        executor.size(2)
+        keys = [replace(FORWARD, epoch=epoch) for epoch in range(4)]
+        for key in keys[:2]:
+            executor.invoke(bench.task(key).to_event())
+        until(lambda: len({name for what, name in bench.calls if what == "pull"}) == 2, "both at work")
+        assert executor.workers == 2
+        executor.size(1)
+        bench.late = 0
+        bench.wait_for(executor, keys[:2])
+        until(lambda: executor.workers == 1, "one left")
+        for key in keys[2:]:
+            executor.invoke(bench.task(key).to_event())
+        bench.wait_for(executor, keys)
+        assert executor.workers == len(workers()) == 1

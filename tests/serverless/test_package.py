@@ -1,0 +1,164 @@
+"""The package of a worker: what it imports and no more, small, equal bytes for equal contents."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.serverless.aws import package as libraries
+from dglx_dist.serverless.aws.package import (
+    Package,
+    Packed,
+    download_wheels,
+    package_root,
+    wheel_files,
+    worker_files,
+    write_zip,
+)
+from dglx_dist.serverless.tasks import Direction, TaskKey
+from dglx_dist.serverless.worker import WorkerAnswer
+
+from .programs import gat
+from .servers import Bench, served
+
+AS_A_FUNCTION = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+event = json.load(sys.stdin)
+from dglx_dist.serverless.aws.function import handler
+print(json.dumps(handler(event, None)))
+files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+print(json.dumps(sorted(str(file) for name, file in files.items() if file and name.partition(".")[0] in (
+    "numpy", "zmq", "dglx_dist"))))
+"""
+
+
+def test_files_are_those_that_a_worker_imports() -> None:
+    files = worker_files(package_root())
+    assert files == tuple(sorted(files))
+    rooms = {"/".join(file.split("/")[:2]) for file in files if file.count("/") > 1}
+    assert rooms == {"dglx_dist/cluster", "dglx_dist/offload"}
+    assert {"dglx_dist/serverless/worker_process.py", "dglx_dist/serverless/stages/conv.py"} <= set(files)
+    assert not {"dglx_dist/comm/session.py", "dglx_dist/serverless/aws/executor.py"} & set(files)
+    for file in files:
+        parents = Path(file).parents
+        assert all(f"{parent}/__init__.py" in files for parent in parents if parent.name), file
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no module dglx_dist\.offload\.worker\.function"):
+        worker_files(tmp_path)
+
+
+def test_the_zip_is_small_and_works_alone(worker_package: Packed, tmp_path: Path) -> None:
+    packed = worker_package
+    assert packed.num_bytes == packed.path.stat().st_size < 50e6
+    assert packed.sha256 == hashlib.sha256(packed.path.read_bytes()).hexdigest()
+    folder = tmp_path / "inside"
+    with zipfile.ZipFile(packed.path) as archive:
+        assert sum(entry.file_size for entry in archive.infolist()) < 250e6  # AWS's limit
+        archive.extractall(folder)
+    assert any(folder.glob("numpy-*.dist-info/licenses/LICENSE*"))
+    assert not any(folder.rglob("tests"))
+    bench, key = Bench(gat(), [5]), TaskKey(0, 0, 0, Direction.FORWARD)
+    with served(bench):
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", AS_A_FUNCTION, str(folder)],
+            input=bench.task(key).to_event(),
+            capture_output=True,
+            env={},
+            cwd="/",
+            check=True,
+            timeout=60,
+        )
+    answer, files = done.stdout.splitlines()
+    assert WorkerAnswer.from_json(answer).accepted
+    bench.check(key)
+    assert all(file.startswith(str(folder)) for file in json.loads(files))
+
+
+def test_equal_contents_are_equal_bytes_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "stages.py").write_text("class Stage: pass\n")
+    (tmp_path / "mine" / ".env").write_text("KEY=mine\n")
+    (tmp_path / "mine" / ".git").mkdir()
+    (tmp_path / "mine" / ".git" / "config").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    small = Package(libraries=False)
+    mine = Package(libraries=False, stages={"mine": "mine.stages:Stage"})
+    first, again = write_zip(tmp_path / "1.zip", small), write_zip(tmp_path / "2.zip", small)
+    other = write_zip(tmp_path / "2.zip", mine)
+    assert first.path.read_bytes() == (tmp_path / "1.zip").read_bytes()
+    assert (first.sha256, first.num_bytes) == (again.sha256, again.num_bytes)
+    assert other.sha256 != first.sha256
+    with zipfile.ZipFile(other.path) as archive:
+        names = archive.namelist()
+        assert names == sorted(names)
+        assert [name for name in names if name.startswith("mine")] == ["mine/__init__.py", "mine/stages.py"]
+        assert json.loads(archive.read("dglx_stages.json")) == {"mine": "mine.stages:Stage"}
+    assert sorted(path.name for path in tmp_path.glob("*.zip*")) == ["1.zip", "2.zip"]
+
+
+def wheel(folder: Path, name: str, inside: dict[str, str]) -> None:
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        for path, text in inside.items():
+            archive.writestr(path, text)
+
+
+def test_wheels_take_the_place_of_what_is_installed(tmp_path: Path) -> None:
+    wheel(
+        tmp_path,
+        "numpy-2.0-cp312-cp312-manylinux2014_aarch64.whl",
+        {
+            "numpy/__init__.py": "n",
+            "numpy/tests/t.py": "t",
+            "numpy/x.pyi": "x",
+            "numpy.libs/a.so": "a",
+            "numpy-2.0.dist-info/RECORD": "r",
+            "numpy-2.0.dist-info/licenses/LICENSE.txt": "l",
+        },
+    )
+    with pytest.raises(ConfigError, match="0 wheels of pyzmq"):
+        dict(wheel_files(tmp_path))
+    wheel(tmp_path, "pyzmq-27.0-cp312-abi3-manylinux2014_aarch64.whl", {"zmq/__init__.py": "z"})
+    found = dict(wheel_files(tmp_path))
+    assert found == {
+        "numpy/__init__.py": b"n",
+        "numpy.libs/a.so": b"a",
+        "numpy-2.0.dist-info/licenses/LICENSE.txt": b"l",
+        "zmq/__init__.py": b"z",
+    }
+    packed = write_zip(tmp_path / "w.zip", Package(wheels=tmp_path))
+    with zipfile.ZipFile(packed.path) as archive:
+        assert set(found) <= set(archive.namelist())
+
+
+def test_wheels_are_asked_for_by_version_and_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, len(asked) - 1, "", "no such wheel")
+
+    monkeypatch.setattr(libraries.subprocess, "run", run)
+    download_wheels(tmp_path, python="3.12", architecture="aarch64")
+    assert {
+        f"numpy=={np.__version__}",
+        "--platform=manylinux2014_aarch64",
+        "--python-version=3.12",
+        "--only-binary=:all:",
+        f"--dest={tmp_path}",
+    } <= set(asked[0])
+    with pytest.raises(ConfigError, match=r"failed; put wheels of both into .* It said: no such wheel"):
+        download_wheels(tmp_path, python="3.12", architecture="aarch64")

@@ -1,0 +1,340 @@
+"""Parameter servers on real ranks beside torch in one process; bytes; what is said when one dies."""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.ledger import WORKER, Ledger
+from dglx_dist.comm.rpc import Rpc
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.errors import PeerError, RemoteError
+from dglx_dist.records import Array
+from dglx_dist.serverless import parameter_service as ops
+from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, assign
+from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, Places
+from dglx_dist.serverless.parameter_updates import make_update
+from dglx_dist.serverless.tasks import Direction, TaskKey
+from tests.helpers.ranks import run_ranks, start_ranks
+
+SHAPES = {"w": (3, 2), "b": (2,), "v": (4, 2)}
+STEPS = {0: ("w", "b"), 2: ("v",)}
+SIZE = 6 + 2 + 8
+GROUPS = [{"lr": 0.05, "amsgrad": True, "params": list(SHAPES)}]
+SIZES = [4, 0, 7, 5, 1, 6]
+"""Rows of each interval; one has none."""
+EPOCHS = 4
+
+
+def rows_of(interval: int) -> tuple[Array, Array, Array]:
+    """X (n, 3), Z (n, 4), y (n, 2): y is to be X w + b + Z v."""
+    draw, n = np.random.default_rng(interval), SIZES[interval]
+    return draw.standard_normal((n, 3)), draw.standard_normal((n, 4)), draw.standard_normal((n, 2))
+
+
+def first_weights() -> list[Array]:
+    draw = np.random.default_rng(99)
+    return [draw.standard_normal(shape) for shape in SHAPES.values()]
+
+
+def torchs_answer() -> tuple[list[Array], list[dict[str, Array]]]:
+    w, b, v = (torch.tensor(value, requires_grad=True) for value in first_weights())
+    optimizer = torch.optim.Adam([w, b, v], lr=0.05, amsgrad=True)
+    parts = [[torch.tensor(one) for one in rows_of(interval)] for interval in range(len(SIZES))]
+    x, z, y = (torch.cat([part[at] for part in parts]) for at in range(3))
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        (0.5 * (x @ w + b + z @ v - y).square().sum() / sum(SIZES)).backward()
+        optimizer.step()
+    states = [{key: value.numpy() for key, value in optimizer.state[one].items()} for one in (w, b, v)]
+    return [one.detach().numpy() for one in (w, b, v)], states
+
+
+def plan_of(num_servers: int, staleness: int = 0) -> ParameterPlan:
+    return ParameterPlan(
+        shapes=SHAPES,
+        dtype=np.dtype(np.float64),
+        steps=STEPS,
+        server_of_interval=assign(SIZES, num_servers),
+        num_servers=num_servers,
+        staleness=staleness,
+    )
+
+
+@contextmanager
+def served(
+    rpc: Rpc, plan: ParameterPlan, places: Places, timeout_s: float | None = None
+) -> Iterator[tuple[ParameterService | None, ParameterClient]]:
+    service = None
+    if rpc.rank in places.parameter_servers:
+        index = places.parameter_servers.index(rpc.rank)
+        update = make_update("Adam", GROUPS, list(SHAPES))
+        service = ParameterService(
+            rpc, ParameterServer(plan, index, first_weights(), update), places, timeout_s
+        )
+    client = ParameterClient(rpc, plan, places, timeout_s=timeout_s)
+    try:
+        yield service, client
+    finally:
+        if service is not None:
+            service.close()
+        client.close()
+
+
+def key_of(interval: int, epoch: int, step: int, direction: Direction = Direction.BACKWARD) -> TaskKey:
+    return TaskKey(epoch, step, interval, direction)
+
+
+def train_interval(rpc: Rpc, client: ParameterClient, interval: int, epoch: int, *, as_worker: bool) -> None:
+    def call(op: str, key: TaskKey, arrays: Sequence[Array]) -> list[Array]:
+        # A worker has no ledger; what this rank counts in its place is told apart by the phase.
+        return rpc.call(client.rank_of(interval), op, str(key), arrays, phase="stands for a worker")
+
+    keys = [key_of(interval, epoch, step) for step in STEPS]
+    weights = [call(ops.WEIGHTS, key, []) if as_worker else client.weights(key) for key in keys]
+    (w, b), (v,) = weights
+    x, z, y = rows_of(interval)
+    delta = (x @ w + b + z @ v - y) / sum(SIZES)
+    gradients = [[x.T @ delta, delta.sum(0)], [z.T @ delta]]
+    for key, arrays in reversed(list(zip(keys, gradients, strict=True))):
+        for _ in range(2 if interval == 3 else 1):  # once more is no harm
+            if as_worker:
+                call(ops.GRADIENTS, key, arrays)
+            else:
+                client.gradients(key, arrays)
+
+
+def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, Any]:
+    plan, rpc = plan_of(num_servers), session.rpc
+    ranks = tuple(range(session.topology.world_size))
+    places = Places(parameter_servers=ranks[:num_servers], graph_servers=ranks)
+    before = session.ledger.snapshot()
+    with served(rpc, plan, places) as (service, client):
+        barrier(session, "all serve")
+        for epoch in range(EPOCHS):
+            for interval in range(rpc.rank, len(SIZES), len(ranks)):
+                train_interval(rpc, client, interval, epoch, as_worker=as_worker)
+            client.wait_for(epoch + 1)
+        found = {"latest": client.latest(), "state": client.state()}
+        barrier(session, "all read")
+        if service is not None:
+            service.server.drain()
+            found["alive"] = service.server.alive
+    rows = session.ledger.since(before)
+    found["bytes"] = [(row.phase, row.layer, row.source, row.destination, row.num_bytes) for row in rows]
+    return found
+
+
+def train_with_one_two_and_three_servers() -> list[dict[str, Any]]:
+    with start_session() as session:
+        found = [train(session, num_servers, as_worker=num_servers == 3) for num_servers in (1, 2, 3)]
+        barrier(session, "done")
+        return found
+
+
+def total(rows: Sequence[tuple[str, int, int, int, int]], phase: str, *ends: int) -> int:
+    return sum(row[4] for row in rows if row[0] == phase and (not ends or (row[2], row[3]) == ends))
+
+
+def check_bytes(found: list[dict[str, Any]], num_servers: int) -> None:
+    """Weights |W| a pull, gradients |W| a push, sums |theta| s (P - 1) per server, direction and epoch."""
+    rows = [row for one in found for row in one["bytes"]]
+    for source in range(num_servers):
+        for destination in range(num_servers):
+            expected = EPOCHS * SIZE * 8 if source != destination else 0
+            assert total(rows, ops.BETWEEN, source, destination) == expected
+    assert total(rows, ops.BETWEEN) == EPOCHS * SIZE * 8 * num_servers * (num_servers - 1)
+    server_of = assign(SIZES, num_servers)
+    twice = [2 if interval == 3 else 1 for interval in range(len(SIZES))]
+    if num_servers == 3:
+        for server in range(3):
+            intervals = np.flatnonzero(server_of == server)
+            assert total(rows, ops.DOWN, server, WORKER) == EPOCHS * SIZE * 8 * len(intervals)
+            assert total(rows, ops.UP, WORKER, server) == EPOCHS * SIZE * 8 * sum(
+                twice[one] for one in intervals
+            )
+        assert {(row[0], row[1]) for row in rows if WORKER in row[2:4]} == {
+            (phase, step) for phase in (ops.DOWN, ops.UP) for step in STEPS
+        }
+    else:
+        # What a rank asks of itself is no traffic.
+        away = [one for one in range(len(SIZES)) if one % 3 != server_of[one]]
+        assert total(rows, ops.DOWN) == EPOCHS * SIZE * 8 * len(away)
+        assert total(rows, ops.UP) == EPOCHS * SIZE * 8 * sum(twice[one] for one in away)
+
+
+def test_one_two_and_three_servers_train_as_torch_does() -> None:
+    by_rank = run_ranks(train_with_one_two_and_three_servers, 3)
+    expected, states = torchs_answer()
+    for at, num_servers in enumerate((1, 2, 3)):
+        found = [rank[at] for rank in by_rank]
+        for one in found:
+            for position, name in enumerate(SHAPES):
+                np.testing.assert_allclose(one["latest"][name], expected[position], rtol=1e-12)
+                assert one["latest"][name].tobytes() == found[0]["latest"][name].tobytes()
+                for key, value in states[position].items():
+                    np.testing.assert_allclose(one["state"][f"{name}/{key}"], value, rtol=1e-12)
+        assert [one.get("alive") for one in found] == [(EPOCHS,)] * num_servers + [None] * (3 - num_servers)
+        check_bytes(found, num_servers)
+
+
+def train_until_death(session: Session, client: ParameterClient) -> None:
+    for epoch in range(EPOCHS):
+        if session.topology.rank == 1 and epoch == 1:
+            os._exit(3)
+        for interval in np.flatnonzero(assign(SIZES, 2) == session.topology.rank):
+            train_interval(session.rpc, client, int(interval), epoch, as_worker=False)
+        client.wait_for(epoch + 1)
+
+
+def die_in_the_second_epoch() -> str:
+    with start_session(timeout_s=60) as session:
+        places = Places(parameter_servers=(0, 1), graph_servers=(0, 1, 2))
+        with served(session.rpc, plan_of(2), places) as (_, client):
+            barrier(session, "all serve")
+            with pytest.raises(PeerError) as caught:
+                train_until_death(session, client)
+            session.close(failed=True)
+            return str(caught.value)
+
+
+def test_a_dead_server_is_named_by_those_that_wait() -> None:
+    outcomes = start_ranks(die_in_the_second_epoch, 3)
+    assert outcomes[1].exitcode == 3
+    for rank in (0, 2):
+        assert outcomes[rank].exitcode == 0, outcomes[rank].error
+        assert "rank 1" in outcomes[rank].result
+
+
+def alone() -> Rpc:
+    return Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), timeout_s=30)
+
+
+ALONE = Places(parameter_servers=(0,), graph_servers=(0,))
+
+
+def test_who_waits_too_long_is_told_for_what() -> None:
+    with served(alone(), plan_of(1), ALONE, timeout_s=0.01) as (_, client):
+        for interval in range(len(SIZES)):
+            for step in STEPS:
+                if (interval, step) not in ((2, 0), (4, 0), (4, 2)):
+                    arrays = [np.zeros(SHAPES[name]) for name in STEPS[step]]
+                    client.gradients(key_of(interval, 0, step), arrays)
+        with pytest.raises(PeerError) as caught:
+            client.wait_for(1)
+    text = "epoch 0, step 0: gradients of intervals 2, 4; epoch 0, step 2: gradients of intervals 4"
+    assert text in str(caught.value)
+    assert "parameter server 0 on rank 0" in str(caught.value)
+
+
+def test_what_workers_must_not_ask_is_refused() -> None:
+    rpc = alone()
+    with served(rpc, plan_of(1), ALONE):
+        good = [np.zeros(SHAPES["v"])]
+        for op, name, arrays, says in (
+            (ops.WEIGHTS, "r0.e0.s0.i99.f", [], "no interval 99"),
+            (ops.WEIGHTS, "r0.e0.s1.i0.f", [], "step 1 has no weights"),
+            (ops.WEIGHTS, "../etc", [], "no key"),
+            (ops.WEIGHTS, "r0.e1.s0.i0.f", [], "beyond staleness 0"),
+            (ops.GRADIENTS, "r0.e0.s2.i0.f", good, "goes forward"),
+            (ops.GRADIENTS, "r0.e0.s2.i0.b", [good[0][:1]], "of shape"),
+            (ops.SUMS, "0/0", [np.zeros(SIZE)], "sums of server 0"),
+            (ops.SUMS, "0", [np.zeros(SIZE)], "no epoch and server"),
+            (ops.SUMS, "0/1", [], "0 arrays"),
+            (ops.UPDATED, "1/1", [], "no parameter server 1"),
+        ):
+            with pytest.raises(RemoteError, match=says):
+                rpc.call(0, op, name, arrays, phase="test")
+
+
+def test_an_update_that_fails_ends_the_waiting_and_the_service() -> None:
+    rpc = alone()
+    with served(rpc, plan_of(1), ALONE) as (service, client):
+        assert service is not None
+        service.server._update.apply = broken  # type: ignore[method-assign]
+        for interval in range(len(SIZES)):
+            for step, names in STEPS.items():
+                client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
+        with pytest.raises(PeerError, match="parameter server 0 on rank 0 stopped: ValueError: no room"):
+            client.wait_for(1)
+        with pytest.raises(RemoteError, match="no room"):
+            client.weights(key_of(0, 0, 0))
+        with pytest.raises(PeerError, match="no room"):
+            service.raise_if_stopped()
+
+
+class Answered:
+    """In the place of a call to a rank that is not there."""
+
+    def __init__(self, arrays: list[Array]) -> None:
+        self._arrays = arrays
+
+    def result(self, _timeout_s: float) -> list[Array]:
+        return self._arrays
+
+
+@pytest.mark.parametrize(
+    ("dead", "says"),
+    [
+        ([1], "no answer of parameter server 1 on rank 1 while its sums of epoch 0 are waited for"),
+        ([], "parameter server 1 on rank 1 sent no sums of epoch 0 within 0.02 s; .* waits for all of it"),
+    ],
+)
+def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rpc = alone()
+    myself = rpc.submit
+
+    def submit(rank: int, op: str, name: str, arrays: Sequence[Array], **counted: Any) -> Any:
+        if rank == 0:
+            return myself(rank, op, name, arrays, **counted)
+        return Answered([np.frombuffer(b"all of it", np.uint8)] if op == ops.MISSING else [])
+
+    monkeypatch.setattr(rpc, "submit", submit)
+    monkeypatch.setattr(rpc, "silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
+    plan, places = plan_of(2), Places(parameter_servers=(0, 1), graph_servers=(0,))
+    server = ParameterServer(plan, 0, first_weights(), make_update("Adam", GROUPS, list(SHAPES)))
+    client = ParameterClient(rpc, plan, places)
+    service = ParameterService(rpc, server, places, timeout_s=0.02)
+    for interval in plan.intervals_of(0):
+        for step, names in STEPS.items():
+            client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
+    with pytest.raises(PeerError, match=says):
+        client.wait_for(1)
+    service.close()
+    client.close()
+
+
+def broken(_weights: Sequence[Array], _gradients: Sequence[Array]) -> tuple[Array, ...]:
+    raise ValueError("no room")
+
+
+def test_listeners_hear_of_each_update_once() -> None:
+    rpc, heard, all_heard = alone(), [], threading.Event()
+
+    def listen(updates: int) -> None:
+        heard.append(updates)
+        if updates == 2:
+            all_heard.set()
+
+    plan = plan_of(1, staleness=1)
+    server = ParameterServer(plan, 0, first_weights(), make_update("Adam", GROUPS, list(SHAPES)))
+    client = ParameterClient(rpc, plan, ALONE, on_update=listen)
+    service = ParameterService(rpc, server, ALONE)
+    for epoch in (1, 0):
+        for interval in range(len(SIZES)):
+            for step, names in STEPS.items():
+                client.gradients(key_of(interval, epoch, step), [np.ones(SHAPES[name]) for name in names])
+    client.wait_for(2)
+    assert all_heard.wait(20)
+    assert heard == [1, 2]
+    service.close()
+    client.close()
+    with pytest.raises(RemoteError, match="no operation"):
+        rpc.call(0, ops.LATEST, "", [], phase="test")

@@ -1,0 +1,211 @@
+"""Programs: what they tell, their one text, and what makes no sense is refused."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Gather, Program, Scatter, Slot, Step, Vertex
+
+from .programs import gat, gcn, sage
+
+PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "one layer": lambda: gcn((5, 3))}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_comes_back_from_its_text(name: str) -> None:
+    program = PROGRAMS[name]()
+    text = program.to_json()
+    again = Program.from_json(text)
+    assert again == program
+    assert again.to_json() == text
+    assert again.digest == program.digest
+    assert Program.from_json(text.decode()) == program
+
+
+def test_a_digest_is_the_programs_and_nothing_elses() -> None:
+    """Other processes, orders of fields and hash seeds give the same one; any other program another."""
+    command = "from tests.serverless.programs import gat; print(gat().digest)"
+    found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == gat().digest
+    others = [gat(), gcn(), sage(), gcn((5, 4, 4, 3)), gcn(num_train=7), replace(gcn(), dtype="float32")]
+    assert len({program.digest for program in others}) == len(others)
+
+
+def test_what_a_program_tells() -> None:
+    program = gat()
+    assert program.vertex_steps == (0, 4, 8)
+    assert program.last == 8
+    assert program.producers["att2"] == 6
+    assert list(program.slots)[:3] == ["x", "z1", "el1"]
+    assert program.slots["r2"] == Slot("r2", 12)
+    assert program.trained == set(program.slots) - {"x"}
+    assert program.weights_of(0) == {
+        "layers.1.fc.weight": (6, 5),
+        "layers.1.attn_l": (1, 3, 2),
+        "layers.1.attn_r": (1, 3, 2),
+    }
+    assert program.weights_of(8) == {}
+    assert list(program.weight_shapes)[3] == "layers.1.bias"
+    assert gcn().trained == {"h1", "a2", "h2"}  # a1, sums of features, has no gradient
+    assert sage().trained == {"h1", "a2", "h2"}
+
+
+@pytest.mark.parametrize("call", ["weights_of", "vertex_stage", "edge_stage"])
+def test_steps_that_are_not_there_are_refused(call: str) -> None:
+    program = gcn()
+    for index in (-1, 0, 99):
+        with pytest.raises(ConfigError, match="step"):
+            getattr(program, call)(index)
+
+
+def changed(index: int, **fields: Any) -> Callable[[], Program]:
+    """gcn with other fields in one step."""
+
+    def make() -> Program:
+        program = gcn()
+        steps = list(program.steps)
+        steps[index] = replace(steps[index], **fields)
+        return replace(program, steps=tuple(steps))
+
+    return make
+
+
+def steps(*some: Step | str) -> Callable[[], Program]:
+    return lambda: replace(gcn(), steps=some)  # type: ignore[arg-type]
+
+
+LAST = gcn().steps[4]
+WRONG: dict[str, tuple[Callable[[], Program], str]] = {
+    "no steps": (steps(), "number of steps"),
+    "no step": (steps("AV1"), "no step"),
+    "ends in a gather": (steps(*gcn().steps[:1]), "must be a Vertex"),
+    "other classes": (lambda: replace(gcn(), classes=4), "must be a Vertex"),
+    "no classes": (lambda: replace(gcn(), classes=0), "classes"),
+    "no features": (lambda: replace(gcn(), features=-1), "features"),
+    "other features": (lambda: replace(gcn(), features=6), "makes 5 columns of 6"),
+    "half a node": (lambda: replace(gcn(), num_train=0.5), "num_train"),  # type: ignore[arg-type]
+    "true classes": (lambda: replace(gcn(), classes=True), "classes"),
+    "no train nodes": (lambda: replace(gcn(), num_train=0), "num_train"),
+    "float16": (lambda: replace(gcn(), dtype="float16"), "dtype"),
+    "other loss": (lambda: replace(gcn(), loss="mse"), "loss"),
+    "same name twice": (changed(1, name="GA1"), "taken"),
+    "name with a slash": (changed(1, name="A/1"), "A-Z"),
+    "no name": (changed(1, name=""), "A-Z"),
+    "gather of nothing": (changed(0, source="h9"), "no step before makes"),
+    "gather of what comes later": (changed(0, source="h1"), "no step before makes"),
+    "gather without scatter": (steps(*gcn().steps[:2], *gcn().steps[3:]), "put a Scatter"),
+    "gather into more columns": (changed(0, output=Slot("a1", 6)), "keeps the columns"),
+    "gather by unknown edges": (changed(0, edges="att"), "no step before makes of edges"),
+    "gather by rows of nodes": (changed(3, edges="h1"), "no step before makes of edges"),
+    "gather by a bad number": (changed(0, edges="fixed:01"), "no step before makes of edges"),
+    "slot is there already": (changed(0, output=Slot("x", 5)), "there already"),
+    "slot without a name": (changed(0, output=Slot("", 5)), "slots are named"),
+    "unknown stage": (changed(1, stage="dens"), "did you mean 'dense'"),
+    "stage by path": (changed(1, stage="os:system"), "no stage"),
+    "stage of edges": (changed(1, stage="attention_edges", config={"heads": 1, "slope": 1.0}), "edges"),
+    "bad config": (changed(1, config={"in": 5}), "lacks the field 'out'"),
+    "too few inputs": (changed(1, inputs=()), "inputs"),
+    "input of other columns": (changed(1, inputs=("x", "a1")), "inputs"),
+    "output of other columns": (changed(1, outputs=(Slot("h1", 5),)), "outputs"),
+    "no outputs": (changed(1, outputs=()), "outputs"),
+    "too few weights": (changed(1, weights=("w",)), "its stage wants"),
+    "same weight twice": (changed(1, weights=("w", "w")), "belongs to a step already"),
+    "weight of another step": (changed(4, weights=("w", "layers.1.bias")), "belongs to a step already"),
+    "weight without a name": (changed(1, weights=("w", "")), "no name"),
+    "scatter of nothing": (changed(2, slots=()), "slots"),
+    "scatter of features": (changed(2, slots=("x",)), "again"),
+    "scatter twice": (changed(2, slots=("h1", "h1")), "again"),
+    "scatter of what is not there": (changed(2, slots=("h2",)), "no step before makes"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_makes_no_sense_is_refused(case: str) -> None:
+    make, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_edges_are_checked_too() -> None:
+    program = gat()
+    edge = program.steps[2]
+    for change, message in (
+        ({"sources": "er1"}, "put a Scatter"),
+        ({"sources": "z1"}, "columns"),
+        ({"targets": "att0"}, "no step before makes"),
+        ({"output": Slot("att1", 2)}, "columns"),
+        ({"stage": "dense", "config": {"in": 1, "out": 1, "bias": False}}, "vertices"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replace(program, steps=(*program.steps[:2], replace(edge, **change), *program.steps[3:]))
+    rows = Vertex(name="V", stage="attention_finish", config={}, inputs=("att1",), outputs=(Slot("y", 3),))
+    with pytest.raises(ConfigError):
+        replace(program, steps=(*program.steps[:3], rows))
+    with pytest.raises(ConfigError, match="no step before makes of nodes"):
+        replace(program, steps=(*program.steps[:3], Scatter(name="S", slots=("att1",))))
+    odd = Gather(name="G", source="x", output=Slot("s1", 5), edges="att1")
+    with pytest.raises(ConfigError, match="5 columns by 3 heads"):
+        replace(program, steps=(*program.steps[:3], odd))
+
+
+def as_json() -> dict[str, Any]:
+    return json.loads(gat().to_json())
+
+
+@pytest.mark.parametrize("field", as_json())
+def test_every_field_of_the_text_must_be_there_and_right(field: str) -> None:
+    without = {name: value for name, value in as_json().items() if name != field}
+    for wrong in (without, {**as_json(), field: None}, {**as_json(), field: [[]]}, {**as_json(), field: "?"}):
+        with pytest.raises(ConfigError, match=field if field != "steps" else "step"):
+            Program.from_json(json.dumps(wrong))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+def test_every_field_of_a_step_must_be_there_and_right(step: int) -> None:
+    for field in as_json()["steps"][step]:
+        for bad in (None, 7, [7], {"?": 1}, "", "x" * 600):
+            text = as_json()
+            text["steps"][step][field] = bad
+            if bad is None and field == "edges":
+                continue
+            with pytest.raises(ConfigError):
+                Program.from_json(json.dumps(text))
+        text = as_json()
+        del text["steps"][step][field]
+        if field == "edges":
+            continue
+        with pytest.raises(ConfigError):
+            Program.from_json(json.dumps(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        (b"\xff\xfe\x00", "no JSON"),
+        ('{"version": NaN}', "NaN is no number"),
+        ("[]", "is a list"),
+        ("7", "is a int"),
+        (json.dumps({**as_json(), "version": 2}), "version"),
+        (json.dumps({**as_json(), "more": 1}), "unknown field 'more'"),
+        (json.dumps({**as_json(), "steps": as_json()["steps"] * 60}), "at most 512"),
+        (" " * (MAX_PROGRAM_BYTES + 1), "more than 1048576"),
+    ],
+)
+def test_what_is_no_program_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Program.from_json(text)
+
+
+def test_a_text_cannot_name_what_is_not_registered() -> None:
+    text = as_json()
+    text["steps"][0]["stage"] = "subprocess:run"
+    with pytest.raises(UnknownNameError, match="there is no stage 'subprocess:run'"):
+        Program.from_json(json.dumps(text))

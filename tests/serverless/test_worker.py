@@ -1,0 +1,386 @@
+"""One task from event to end: the bits of a direct call, the bytes of the paper, what is refused."""
+
+import base64
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
+from dglx_dist.records import Array
+from dglx_dist.serverless import worker as caller_module
+from dglx_dist.serverless.aws import function
+from dglx_dist.serverless.program import Program
+from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
+from dglx_dist.serverless.worker import DirectCaller, Place, RemoteCaller, Worker, WorkerAnswer
+
+from .programs import gat, gcn, sage
+from .servers import Bench, keys_of, served
+
+PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat}
+ROWS = [7, 0, 1]
+
+
+@contextmanager
+def remote() -> Iterator[RemoteCaller]:
+    caller = RemoteCaller()
+    try:
+        yield caller
+    finally:
+        caller.close()
+
+
+def all_keys(bench: Bench) -> list[TaskKey]:
+    return [key for interval in range(len(bench.rows)) for key in keys_of(bench.program, interval)]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("rematerialise", [True, False])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_every_task_by_sockets_is_the_direct_call(name: str, rematerialise: bool, streaming: bool) -> None:
+    bench = Bench(PROGRAMS[name](), ROWS, rematerialise=rematerialise)
+    with served(bench), remote() as caller:
+        worker = Worker(caller)
+        for key in all_keys(bench):
+            found = worker.handle(bench.task(key, streaming=streaming).to_event())
+            assert found["accepted"] is True
+            bench.check(key)
+        assert [name for what, name in bench.calls if what == "program"] == [kernels()]
+    steps = {index for index in bench.program.vertex_steps if bench.program.weights_of(index)}
+    assert {key.step for key in bench.pushed} == steps
+    assert all(key.direction is not Direction.FORWARD for key in bench.pushed)
+
+
+def moved(key: TaskKey, *, rematerialise: bool = True, streaming: bool = True) -> tuple[int, ...]:
+    """Bytes of pull, give, weights, gradients of one task of 7 rows in the program of 5, 4, 3 columns."""
+    bench = Bench(gcn(), [7], rematerialise=rematerialise)
+    with served(bench), remote() as caller:
+        Worker(caller).handle(bench.task(key, streaming=streaming).to_event())
+    return tuple(bench.bytes.values())
+
+
+def test_bytes_are_those_of_the_paper() -> None:
+    # Section 4.6 with n = 7, s = 8: AV l pulls n d, gives n d (and z without rematerialisation); gradAV pulls
+    # n (d_before + d) (and z), gives n d_before above layer 1; |W| down each time, up backward.
+    n, s, first, second = 7, 8, (5 * 4 + 4) * 8, (4 * 3 + 3) * 8
+    av1, grad1 = TaskKey(0, 1, 0, Direction.FORWARD), TaskKey(0, 1, 0, Direction.BACKWARD)
+    av2, grad2 = TaskKey(0, 4, 0, Direction.FORWARD), TaskKey(0, 4, 0, Direction.BACKWARD)
+    fused = TaskKey(0, 4, 0, Direction.FUSED)
+    assert moved(av1) == (n * 5 * s, n * 4 * s, first, 0)
+    assert moved(av1, rematerialise=False) == (n * 5 * s, 2 * n * 4 * s, first, 0)
+    assert moved(grad1) == (n * (5 + 4) * s, 0, first, first)
+    assert moved(grad1, rematerialise=False) == (n * (5 + 4 + 4) * s, 0, first, first)
+    apart = [sum(pair) for pair in zip(moved(av2), moved(grad2), strict=True)]
+    together = moved(fused)
+    statistics = 2 * 2 * 8
+    assert together == (n * 4 * s + n * 4, n * 4 * s + statistics, second, second)
+    # Fusion saves the outputs up, the gradient down with the inputs a second time, and the weights once.
+    saved = [one - other for one, other in zip(apart, together, strict=True)]
+    assert saved == [n * (4 + 3) * s - n * 4, n * 3 * s - statistics, second, 0]
+    for key in (av1, grad1, fused):
+        assert moved(key, streaming=False) == moved(key)
+
+
+def test_gradients_arrive_before_rows_and_forward_rows_leave_half_by_half() -> None:
+    bench = Bench(gcn(), [7])
+    worker = Worker(DirectCaller(bench.handlers()))
+    worker.handle(bench.task(TaskKey(0, 4, 0, Direction.FUSED)).to_event())
+    done = [what for what, _ in bench.calls]
+    assert done == ["program", "weights", "pull", "pull", "gradients", "give", "give"]
+    bench.calls.clear()
+    places: list[str] = []
+
+    def at(place: Place) -> None:
+        places.append(place.value)
+        if place is Place.HALF:
+            places.append(f"{sum(what == 'give' for what, _ in bench.calls)} given")
+
+    worker = Worker(DirectCaller(bench.handlers()), at)
+    worker.handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
+    assert places == ["before_pull", "half", "0 given", "half", "1 given", "computed", "pushed", "end"]
+    places.clear()
+    worker.handle(bench.task(TaskKey(1, 1, 0, Direction.FORWARD), streaming=False).to_event())
+    assert places[-5:] == ["half", "2 given", "computed", "pushed", "end"]
+
+
+def test_rows_that_are_late_are_asked_for_again_and_counted_once() -> None:
+    bench, key = Bench(gcn(), [7]), TaskKey(0, 1, 0, Direction.FORWARD)
+    bench.late = 3
+    with served(bench), remote() as caller:
+        Worker(caller).handle(bench.task(key).to_event())
+        assert [name for what, name in bench.calls if what == "pull"] == ["r0.e0.s1.i0.f/0"] * 4 + [
+            "r0.e0.s1.i0.f/1"
+        ]
+        assert bench.bytes["pull"] == 7 * 5 * 8
+        bench.late = 10**9
+        late = bench.task(replace(key, epoch=1), timeout_s=0.05)
+        with pytest.raises(
+            PeerError, match=r"task r0\.e1\.s1\.i0\.f, attempt 0: rank 0 on here had no rows for .*/0"
+        ):
+            Worker(caller).handle(late.to_event())
+    bench.check(key)
+
+
+def test_an_answer_says_what_happened_and_a_second_attempt_is_not_taken() -> None:
+    bench, key = Bench(gcn(), [7]), TaskKey(0, 4, 0, Direction.FUSED)
+    worker = Worker(DirectCaller(bench.handlers()))
+    first = worker.handle(json.loads(bench.task(key).to_event()))
+    second = WorkerAnswer.from_json(json.dumps(worker.handle(bench.task(key).again().to_event())))
+    assert first == {
+        **first,
+        "key": "r0.e0.s4.i0.fb",
+        "attempt": 0,
+        "accepted": True,
+        "cold": True,
+        "error": "",
+    }
+    assert (second.key, second.attempt, second.accepted, second.cold) == (key, 1, False, False)
+    assert second.seconds > 0
+    assert bench.pushes == [key, key]  # with the same bits, or Bench would have refused
+    bench.check(key)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", list(Place))
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.FUSED])
+def test_a_worker_that_dies_anywhere_loses_nothing(place: Place, direction: Direction) -> None:
+    bench = Bench(gcn(), [7])
+    key = TaskKey(0, 4, 0, direction)
+
+    def at(here: Place) -> None:
+        if here is place:
+            raise Killed
+
+    task = bench.task(key)
+    with pytest.raises(RemoteError, match="Killed"):
+        Worker(DirectCaller(bench.handlers()), at).handle(task.to_event())
+    if place is not Place.END:
+        assert len(bench.given.get(key, {})) < 2  # so the task is not done
+    if place is Place.PUSHED and direction is Direction.FUSED:
+        assert bench.pushes == [key]
+    Worker(DirectCaller(bench.handlers())).handle(task.again().to_event())
+    bench.check(key)
+
+
+def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, keys = Bench(gcn(), ROWS), keys_of(gcn())
+    with served(bench), remote() as caller:
+        worker = Worker(caller)
+        for key in keys[:2]:
+            worker.handle(bench.task(key).to_event())
+        job = caller._job
+        assert job is not None
+        assert len(job._client._links) == 1
+        monkeypatch.setattr(caller_module, "_IDLE_S", -1.0)
+        worker.handle(bench.task(keys[2]).to_event())
+        assert caller._job is not job
+    assert [name for what, name in bench.calls if what == "program"] == [kernels()]
+
+
+def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
+    bench, keys = Bench(gcn(), ROWS), keys_of(gcn())
+    with served(bench):
+        events = [bench.task(key).to_event() for key in keys]
+        coded = base64.b64encode(events[2]).decode()
+        assert function.handler(json.loads(events[0]))["accepted"] is True
+        assert function.handler({"body": events[1].decode(), "requestContext": {}})["cold"] is False
+        assert function.handler({"body": coded, "isBase64Encoded": True}, object())["key"] == str(keys[2])
+        for key in keys[:3]:
+            bench.check(key)
+        function._WORKER._caller.close()
+
+
+def test_each_run_hears_which_kernels_a_worker_computes_with() -> None:
+    bench, (key, *_) = Bench(gcn(), ROWS), keys_of(gcn())
+    worker = Worker(DirectCaller(bench.handlers()))
+    for task in (bench.task(key), bench.task(replace(key, run=1)), bench.task(replace(key, run=1, epoch=1))):
+        worker.handle(task.to_event())
+    assert [name for what, name in bench.calls if what == "program"] == [kernels(), kernels()]
+
+
+def test_another_run_brings_another_program() -> None:
+    worker = Worker(DirectCaller(Bench(gcn(), ROWS).handlers()))
+    bench = Bench(gcn((5, 4, 3), num_train=7), ROWS)
+    with pytest.raises(ConfigError, match=r"gave program .*, not .*: it is of another run"):
+        worker.handle(bench.task(keys_of(gcn())[0]).to_event())
+
+
+def test_a_dead_server_is_named() -> None:
+    bench = Bench(gcn(), ROWS)
+    with served(bench):
+        task = bench.task(TaskKey(0, 1, 0, Direction.FORWARD))
+    with remote() as caller, pytest.raises(PeerError) as caught:
+        Worker(caller).handle(task.to_event())
+    assert "task r0.e0.s1.i0.f, attempt 0: rank 0 on here" in str(caught.value)
+    assert "lambda.program" in str(caught.value)
+
+
+@pytest.mark.parametrize("curve", [False, True], ids=["plain", "encrypted"])
+def test_a_worker_without_the_secret_is_refused(curve: bool, caplog: pytest.LogCaptureFixture) -> None:
+    bench, key = Bench(gcn(), ROWS), TaskKey(0, 1, 0, Direction.FORWARD)
+    with served(bench, curve=curve), remote() as caller, caplog.at_level(logging.WARNING):
+        task = bench.task(key)
+        public, secret = bench.secrets.public_key, bench.secrets.secret_key
+        wrong = replace(task.secrets, secret="open barley")
+        if curve:
+            stranger = caller_module.zmq.curve_keypair()
+            wrong = replace(wrong, public_key=stranger[0].decode(), secret_key=stranger[1].decode())
+        with pytest.raises(PeerError, match="refused the connection") as caught:
+            Worker(caller).handle(replace(task, secrets=wrong).to_event())
+        assert "open" not in str(caught.value)
+        assert bench.calls == []
+        Worker(caller).handle(task.to_event())
+        bench.check(key)
+        assert (public is None) is (secret is None) is not curve
+    assert "does not know this job's secret" in caplog.text
+
+
+def test_an_encrypted_job_never_shows_its_secret_in_clear() -> None:
+    bench = Bench(gcn(), ROWS)
+    with served(bench, curve=True), remote() as caller:
+        task = bench.task(keys_of(gcn())[0])
+        naked = replace(task, graph_server=replace(task.graph_server, public_key=None))
+        with pytest.raises(ConfigError, match="without a public key"):
+            Worker(caller).handle(naked.to_event())
+
+
+def refused(event: object, message: str) -> None:
+    bench = Bench(gcn(), ROWS)
+    with pytest.raises(DglxError, match=message):
+        Worker(DirectCaller(bench.handlers())).handle(event)
+    assert [what for what, _ in bench.calls if what != "program"] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("key", "r0.e0.s1.i0.x", "no key of a task"),
+        ("key", "r0.e0.s1.i99999999999.f", "no key of a task"),
+        ("key", "r0.e0.s99.i0.f", "names step 99 of 5"),
+        ("key", "r0.e0.s0.i0.f", "graph servers do themselves"),
+        ("key", "r0.e0.s1.i0.fb", "only the last, 4, can be"),
+        ("rows", -1, "'rows' = -1"),
+        ("rows", 1 << 50, "'rows'"),
+        ("timeout_s", 1e9, "'timeout_s'"),
+        ("program", "0" * 64, "it is of another run"),
+        ("stage", "os:system", "unknown field 'stage'"),
+        ("attempt", None, "'attempt'"),
+    ],
+)
+def test_events_that_make_no_sense_are_refused(field: str, value: object, message: str) -> None:
+    event = json.loads(Bench(gcn(), ROWS).task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
+    refused({**event, field: value}, message)
+
+
+MALICIOUS = {
+    "cut off": (b"{", "no JSON"),
+    "a list": ("[1]", "give an object"),
+    "large": (b'{"x":"' + b"y" * 300_000 + b'"}', "300008 bytes, more than 262144"),
+    "deep": (b'{"key":' + b"[" * 100_000, "no JSON"),
+    "as deep as can be read": (b'{"version":' + b"[" * 700 + b"]" * 700 + b"}", "'version' = a list"),
+    "a pickle": (b"\x80\x04cos\nsystem\n(S'true'\ntR.", "no JSON"),
+    "a number beyond all floats": ({"timeout_s": 10**400}, "'timeout_s' = 1000"),
+    "a number beyond all texts": (b'{"version":' + b"1" * 5000 + b"}", "no JSON"),
+    "no number": (b'{"version":NaN}', "NaN is no number"),
+    "half a character": ({"graph_server": {"rank": 0, "host": "\ud800", "endpoint": "tcp://a:1"}}, "'host'"),
+    "steers a terminal": ({"program": "\x1b]0;owned\x07"}, r"'\\x1b\]0;owned"),
+    "a file as endpoint": (
+        {"graph_server": {"rank": 0, "host": "h", "endpoint": "ipc:///tmp/x", "public_key": None}},
+        "give tcp://HOST:PORT",
+    ),
+    "a stage of its own": ({"stages": {"dense": "os:system"}}, "unknown field 'stages'"),
+    "nothing": (None, "a NoneType"),
+    "a number": (7, "a int"),
+    "a real list": ([1], "a list"),
+}
+
+
+@pytest.mark.parametrize("case", MALICIOUS)
+def test_malicious_events_are_refused(case: str) -> None:
+    given, message = MALICIOUS[case]
+    if isinstance(given, dict):
+        given = {**json.loads(Bench(gcn(), ROWS).task(keys_of(gcn())[0]).to_event()), **given}
+    refused(given, message)
+
+
+@pytest.mark.parametrize("body", ["?", "\u00e9", "bm8gSlNPTg==", "e30="])
+def test_malicious_bodies_of_requests_are_refused(body: str) -> None:
+    with pytest.raises(ConfigError, match=r"no base64|no JSON|lacks the field"):
+        function.handler({"body": body, "isBase64Encoded": True})
+    with pytest.raises(ConfigError, match="no JSON"):
+        function.handler({"body": body})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([], "without one program"),
+        ([np.zeros(8, np.uint8)] * 2, "without one program"),
+        ([np.zeros((1 << 20) + 1, np.uint8)], "without one program of at most 1048576 bytes"),
+        ([np.frombuffer(b"\x80\x04cos\nsystem\n.", np.uint8)], "no JSON"),
+        ([np.frombuffer(sage().to_json(), np.uint8)], "it is of another run"),
+    ],
+)
+def test_what_is_not_the_program_of_the_task_is_refused(answer: list[Array], message: str) -> None:
+    bench = Bench(gcn(), ROWS)
+    handlers = bench.handlers() | {"lambda.program": lambda name, arrays: answer}
+    with pytest.raises(ConfigError, match=rf"task r0\.e0\.s1\.i0\.f, attempt 0: .*{message}"):
+        Worker(DirectCaller(handlers)).handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
+    assert bench.calls == []
+
+
+def test_a_program_names_registered_stages_only() -> None:
+    bench = Bench(gcn(), ROWS)
+    text = bench.program.to_json().replace(b'"dense"', b'"os:system"')
+    handlers = bench.handlers() | {"lambda.program": lambda name, arrays: [np.frombuffer(text, np.uint8)]}
+    with pytest.raises(DglxError, match="there is no stage 'os:system'"):
+        Worker(DirectCaller(handlers)).handle(bench.task(keys_of(gcn())[0]).to_event())
+
+
+@pytest.mark.parametrize(
+    ("op", "answer", "message"),
+    [
+        ("lambda.pull", [np.zeros((4, 6))], "shape"),
+        ("lambda.pull", [np.zeros((400, 5))], "shape"),
+        ("lambda.pull", [np.zeros((4, 5)), np.zeros((4, 5))], "2 arrays, not 1"),
+        ("lambda.pull", [np.zeros((4, 5), dtype=np.float32)], "float32"),
+        ("lambda.weights", [np.zeros((5, 4))], "got weights"),
+        ("lambda.weights", [np.zeros((5, 40)), np.zeros(4)], "got weights"),
+        ("lambda.give", [], "without yes or no"),
+        ("lambda.give", [np.array([1.0])], "without yes or no"),
+    ],
+)
+def test_answers_of_other_shapes_are_refused(op: str, answer: list[Array], message: str) -> None:
+    bench = Bench(gcn(), ROWS)
+    handlers = bench.handlers() | {op: lambda name, arrays: answer}
+    with pytest.raises(ConfigError, match=f"task r0.e0.s1.i0.f, attempt 0: .*{message}"):
+        Worker(DirectCaller(handlers)).handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
+
+
+def test_a_server_that_raises_is_named() -> None:
+    bench = Bench(gcn(), ROWS)
+    key = TaskKey(0, 1, len(ROWS), Direction.FORWARD)  # there is no such interval
+    bench.rows.append(3)
+    event = bench.task(key).to_event()
+    bench.rows.pop()
+    with served(bench), remote() as caller:
+        task = bench.task(TaskKey(0, 1, 0, Direction.FORWARD))
+        event = replace(task, key=key).to_event()
+        with pytest.raises(
+            RemoteError, match=r"i3\.f, attempt 0: rank 0 on here failed at lambda\.pull 'r0\.e0\.s1\.i3"
+        ):
+            Worker(caller).handle(event)
+
+
+def test_a_program_is_what_its_digest_says() -> None:
+    program: Program = gcn()
+    assert Bench(program, ROWS).task(keys_of(program)[0]).program == program.digest

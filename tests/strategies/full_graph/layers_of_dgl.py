@@ -1,0 +1,352 @@
+"""Layers to compare, each from width 4 to width 4, as modules of (graph, h): all of dgl.nn, and by hand.
+
+What runs where is the table at the end: LAYERS on blocks and on local graphs; ON_GRAPHS on local graphs
+alone, as DGL runs them on no block; REFUSED nowhere, with the words of the refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dgl
+import dgl.function as fn
+import torch
+from dgl import nn as dglnn
+from torch import Tensor, nn
+
+WIDTH, WIDE, NUM_RELATIONS = 4, 6, 3
+
+
+class Flat(nn.Module):
+    """A convolution with heads, whose output is one row per node again."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, graph: Any, h: Tensor) -> Tensor:
+        return self.conv(graph, h).flatten(1)
+
+
+class Residual(nn.Module):
+    """A module around a convolution: norm, activation, and the destinations' own rows added."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.LayerNorm(width), dglnn.SAGEConv(width, width, "mean")
+
+    def forward(self, block: Any, h: Tensor) -> Tensor:
+        return h[: block.num_dst_nodes()] + self.conv(block, torch.relu(self.norm(h)))
+
+
+class ByHand(nn.Module):
+    """Message passing with DGL's functions; the rows are first and not where a hook looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata["h"] = h
+            g.update_all(fn.copy_u("h", "m"), fn.mean("m", "o"))
+            return self.linear(torch.cat([h[: g.num_dst_nodes()], g.dstdata["o"]], 1))
+
+
+class Attention(nn.Module):
+    """Edges first, softmax, then messages, all by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata.update({"h": h, "k": self.key(h)})
+            g.dstdata["q"] = self.query(h[: g.num_dst_nodes()])
+            g.apply_edges(fn.u_dot_v("k", "q", "s"))
+            g.edata["a"] = dgl.ops.edge_softmax(g, g.edata["s"])
+            g.update_all(fn.u_mul_e("h", "a", "m"), fn.sum("m", "o"))
+            return g.dstdata["o"]
+
+
+class Functions(nn.Module):
+    """Messages and reductions that are functions of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata["h"] = h
+            g.update_all(self._message, self._reduce)
+            return g.dstdata["o"]
+
+    def _message(self, edges: Any) -> dict[str, Tensor]:
+        return {"m": self.linear(edges.src["h"])}
+
+    def _reduce(self, nodes: Any) -> dict[str, Tensor]:
+        return {"o": torch.logsumexp(nodes.mailbox["m"], 1)}
+
+
+class EdgeValues(nn.Module):
+    """A convolution that takes a value per edge; the first tensor of those that return several."""
+
+    def __init__(self, conv: nn.Module, **taken: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.conv, self._taken = conv, taken
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        out = self.conv(g, h, **{name: take(g) for name, take in self._taken.items()})
+        return out[0] if isinstance(out, tuple) else out
+
+
+class ServerLeaders(nn.Module):
+    """Messages of three dimensions, which the edges weigh head by head, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata["h"] = self.linear(h).view(len(h), -1, 2)
+            g.edata["w"] = features(2)(g).unsqueeze(-1)
+            g.update_all(fn.u_mul_e("h", "w", "m"), fn.max("m", "o"))
+            return g.dstdata["o"].flatten(1)
+
+
+class Between(nn.Module):
+    """Functions of the user's of both ends of an edge, then a sum of what is on the edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata["h"], g.dstdata["t"] = h, h[: g.num_dst_nodes()]
+            g.apply_edges(lambda edges: {"e": torch.cat([edges.src["h"], edges.dst["t"]], 1)})
+            g.edata["e"] = torch.relu(self.linear(g.edata["e"]))
+            g.update_all(fn.copy_e("e", "m"), fn.sum("m", "o"), lambda nodes: {"o": nodes.data["o"] * 2})
+            return g.dstdata["o"]
+
+
+class OfPair(nn.Module):
+    """A convolution that takes the rows of sources and of destinations of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dglnn.EGATConv((WIDTH, WIDTH), 3, 2, 3, 2)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, (h, h[: g.num_dst_nodes()]), features(3)(g))[0].flatten(1)
+
+
+class Transformer(nn.Module):
+    """Types of the nodes beside their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dglnn.HGTConv(WIDTH, 2, 2, 2, NUM_RELATIONS, 0.0)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h, (h[:, 0] > 0).long(), relations(g))
+
+
+class Coordinates(nn.Module):
+    """Two matrices of the nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dglnn.EGNNConv(WIDTH, 5, WIDTH, 3)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h, h[:, :3], features(3)(g))[0]
+
+
+class Initial(nn.Module):
+    """A convolution that takes the first features beside the last ones."""
+
+    def __init__(self, **taken: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.conv, self._taken = dglnn.GCN2Conv(WIDTH, 1, alpha=0.3), taken
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h, torch.sin(h), **{name: take(g) for name, take in self._taken.items()})
+
+
+class Atoms(nn.Module):
+    """Pooling by distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ones = torch.ones(1, 2)
+        self.conv = dglnn.AtomicConv(torch.tensor([[1.0, 2.0]]), ones, ones)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h[:, :1], features(1)(g).abs()).repeat(1, 2)
+
+
+class Reversible(nn.Module):
+    """Layers that DGL computes again in backward, where they exchange again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dglnn.GroupRevRes(Residual(2), 2)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return self.conv(g, h.clone())  # it takes the memory of what it is given
+
+
+class OverSources(nn.Module):
+    """A softmax over the out-edges of each source."""
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        return dgl.ops.edge_softmax(g, features(1)(g), norm_by="src")
+
+
+def _ids(g: Any) -> Tensor:
+    return g.edata[dgl.EID] if dgl.EID in g.edata else torch.arange(g.num_edges())
+
+
+def weights(g: Any) -> Tensor:
+    """(E,) positive weights, each of its edge."""
+    return 1.0 + (_ids(g) % 5).double() / 7
+
+
+def relations(g: Any) -> Tensor:
+    """(E,) edge types."""
+    return _ids(g) % NUM_RELATIONS
+
+
+def features(width: int) -> Callable[[Any], Tensor]:
+    """Give (E, width) features of edges, each of its edge."""
+    return lambda g: torch.cos(_ids(g).double().unsqueeze(1) * torch.arange(1.0, width + 1))
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "sage mean": lambda: dglnn.SAGEConv(WIDTH, WIDTH, "mean"),
+    "sage pool": lambda: dglnn.SAGEConv(WIDTH, WIDTH, "pool"),
+    "sage gcn": lambda: dglnn.SAGEConv(WIDTH, WIDTH, "gcn"),
+    "sage lstm": lambda: dglnn.SAGEConv(WIDTH, WIDTH, "lstm"),
+    "sage weighted": lambda: EdgeValues(dglnn.SAGEConv(WIDTH, WIDTH, "mean"), edge_weight=weights),
+    "gcn both": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="both"),
+    "gcn left": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="left"),
+    "gcn right": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="right"),
+    "gcn none": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="none"),
+    "gcn weighted": lambda: EdgeValues(dglnn.GraphConv(WIDTH, WIDTH), edge_weight=weights),
+    "gat": lambda: Flat(dglnn.GATConv(WIDTH, 2, 2)),
+    "gatv2": lambda: Flat(dglnn.GATv2Conv(WIDTH, 2, 2)),
+    "gin": lambda: dglnn.GINConv(_mlp(), "sum", learn_eps=True),
+    "gin max": lambda: dglnn.GINConv(_mlp(), "max"),
+    "edge": lambda: dglnn.EdgeConv(WIDTH, WIDTH),
+    "dot gat": lambda: Flat(dglnn.DotGatConv(WIDTH, 2, 2)),
+    "agnn": lambda: dglnn.AGNNConv(),
+    "relations": lambda: EdgeValues(
+        dglnn.RelGraphConv(WIDTH, WIDTH, NUM_RELATIONS, num_bases=2), etypes=relations
+    ),
+    "gat residual": lambda: Flat(dglnn.GATConv(WIDTH, 2, 2, residual=True)),
+    "gatv2 residual": lambda: Flat(dglnn.GATv2Conv(WIDTH, 2, 2, residual=True)),
+    "gat weighted": lambda: Flat(EdgeValues(dglnn.GATConv(WIDTH, 2, 2), edge_weight=weights)),
+    "edge gat": lambda: Flat(EdgeValues(dglnn.EdgeGATConv(WIDTH, 3, 2, 2), edge_feat=features(3))),
+    "egat": OfPair,
+    "gine": lambda: EdgeValues(dglnn.GINEConv(_mlp(), learn_eps=True), edge_feat=features(WIDTH)),
+    "nn": lambda: EdgeValues(
+        dglnn.NNConv(WIDTH, WIDTH, nn.Linear(3, WIDTH * WIDTH), "mean", residual=True), efeat=features(3)
+    ),
+    "cf": lambda: EdgeValues(dglnn.CFConv(WIDTH, 3, 5, WIDTH), edge_feats=features(3)),
+    "gmm": lambda: EdgeValues(dglnn.GMMConv(WIDTH, WIDTH, 3, 2, "mean", residual=True), pseudo=features(3)),
+    "hgt": Transformer,
+    "residual": Residual,
+    "by hand": ByHand,
+    "attention": Attention,
+    "functions": Functions,
+    "heads": ServerLeaders,
+    "between": Between,
+}
+"""On blocks and on local graphs."""
+
+ON_GRAPHS: dict[str, Callable[[], nn.Module]] = {
+    "sgc": lambda: dglnn.SGConv(WIDTH, WIDTH, k=2),
+    "tag": lambda: dglnn.TAGConv(WIDTH, WIDTH, k=2),
+    "cheb": lambda: dglnn.ChebConv(WIDTH, WIDTH, 3),
+    "gated": lambda: dglnn.GatedGraphConv(WIDTH, WIDTH, 2, 1),
+    "gcn2": Initial,
+    "egnn": Coordinates,
+    "atomic": Atoms,
+    "egat alone": lambda: Flat(EdgeValues(dglnn.EGATConv(WIDTH, 3, 2, 3, 2), efeats=features(3))),
+}
+"""Those that DGL runs on whole graphs alone."""
+
+RECOMPUTED: dict[str, Callable[[], nn.Module]] = {"reversible": Reversible}
+"""As ON_GRAPHS, where all ranks go backward at the same time, as processes do."""
+
+_REVERSED, _OF_ALL = "out-edges of each source", "this rank's alone"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "over sources": (OverSources, _REVERSED),
+    "gcn2 weighted": (lambda: Initial(edge_weight=weights), _REVERSED),
+    "tag weighted": (lambda: EdgeValues(dglnn.TAGConv(WIDTH, WIDTH, 2), edge_weight=weights), _REVERSED),
+    "sgc weighted": (lambda: EdgeValues(dglnn.SGConv(WIDTH, WIDTH, 2), edge_weight=weights), _REVERSED),
+    "appnp weighted": (lambda: EdgeValues(dglnn.APPNPConv(2, 0.2), edge_weight=weights), _REVERSED),
+    "gated types": (
+        lambda: EdgeValues(dglnn.GatedGraphConv(WIDTH, WIDTH, 2, NUM_RELATIONS), etypes=relations),
+        "all edges at once",
+    ),
+    # These two have a batch norm, besides: HaloModel refuses them earlier.
+    "pna": (lambda: dglnn.PNAConv(WIDTH, WIDTH, ["mean"], ["identity"], 2.5), _OF_ALL),
+    "dgn": (lambda: dglnn.DGNConv(WIDTH, WIDTH, ["sum"], ["identity"], 2.5), _OF_ALL),
+    "twirls": (
+        lambda: dglnn.TWIRLSConv(WIDTH, WIDTH, 8, 2, num_mlp_before=1, num_mlp_after=1, norm="none"),
+        "change the graph before it is partitioned",
+    ),
+}
+"""On local graphs; on blocks they are refused, too."""
+
+
+class Stack(nn.Module):
+    """Two layers, on two blocks or on one graph."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = make(), make()
+        self.double()
+
+    def forward(self, graphs: Any, h: Tensor) -> Tensor:
+        one, two = graphs if isinstance(graphs, list) else (graphs, graphs)
+        return self.second(two, torch.tanh(self.first(one, h)))
+
+
+class Jumping(nn.Module):
+    """A trained row per node beside its features, and rows of every layer carried to the last one.
+
+    Called with blocks or with one graph; both have ``dgl.NID`` on their nodes.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(num_nodes, WIDTH)
+        self.convs = nn.ModuleList(dglnn.SAGEConv(WIDTH, WIDTH, "mean") for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.jump, self.out = dglnn.JumpingKnowledge("cat"), nn.Linear(3 * WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, graphs: Any, h: Tensor) -> Tensor:
+        both = graphs if isinstance(graphs, list) else [graphs, graphs]
+        h = h + self.embedding(both[0].srcdata[dgl.NID][: len(h)])
+        rows = [h]
+        for graph, conv, norm in zip(both, self.convs, self.norms, strict=True):
+            h = h[: graph.num_dst_nodes()] + torch.relu(conv(graph, norm(h)))
+            rows.append(h)
+        last = both[-1].num_dst_nodes()
+        # As users write it, whatever the number of rows.
+        jumped = self.jump([one[:last] for one in rows]).view(last, -1)
+        return self.out(jumped)

@@ -1,0 +1,32 @@
+"""Memory that is kept between exchanges."""
+
+from __future__ import annotations
+
+import torch
+
+from dglx_dist.strategies.full_graph.halo_exchange import KeptBuffer, bytes_of
+
+
+def test_room_is_kept_and_grows_only() -> None:
+    kept = KeptBuffer()
+    first = kept.room((3, 5), torch.float64)
+    assert first.shape == (3, 5)
+    assert first.is_contiguous()
+    again = kept.room((7,), torch.bfloat16)
+    assert again.data_ptr() == first.data_ptr()
+    assert kept.num_bytes == 120
+    kept.room((4, 8), torch.float64)
+    assert kept.num_bytes == 256
+    assert kept.room((0, 4), torch.int64).shape == (0, 4)
+    assert kept.room((2, 0), torch.bool).shape == (2, 0)
+    assert kept.room((), torch.float32).shape == ()
+
+
+def test_bytes_are_a_view() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.bool):
+        tensor = torch.zeros(2, 3, dtype=dtype)
+        view = bytes_of(tensor)
+        assert len(view) == 6 * dtype.itemsize
+        view[0] = 1
+        assert tensor.view(torch.uint8).reshape(-1)[0] == 1
+    assert len(bytes_of(torch.zeros(0, 3))) == 0

@@ -1,0 +1,375 @@
+"""Cooperative batching on real ranks (algorithms 3.8 (5)): float64, plain SGD."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph.options import CooperativeOptions, read_cooperative_options
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.full_graph import runs
+
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("cooperative"))
+
+
+def difference(mine: list[Any], other: list[Any]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(mine, other, strict=True))
+
+
+def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: int = 2) -> dict[str, Any]:
+    """Gradients of each step at the first weights, and who trained on what."""
+    session = g.session
+    strategy: Any = STRATEGIES.get("cooperative")(session, options)
+    before = session.ledger.snapshot()
+    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    wrapped = strategy.wrap(runs.first_model(kind), g)
+    seeds, gradients, rows, counts = [], [], [], []
+    moved: list[dict[str, int]] = []
+    for _ in range(epochs):
+        of_epoch: list[list[int]] = []
+        for _, output_nodes, blocks in loader:
+            scores = wrapped(blocks, blocks[0].srcdata["feat"])
+            labels = blocks[-1].dstdata["label"]
+            wrapped.zero_grad()
+            F.cross_entropy(scores, labels).backward()
+            share = blocks[-1].step_share
+            assert share.num_local == len(output_nodes)
+            counts.append(share.num_global)
+            gradients.append([p.grad.clone().numpy() for p in wrapped.parameters()])
+            of_epoch.append(output_nodes.tolist())
+            rows.append(blocks[0].own_rows)
+        seeds.append(of_epoch)
+        moved.append({})
+        for row in session.ledger.since(before):
+            moved[-1][row.phase] = moved[-1].get(row.phase, 0) + row.num_bytes
+        before = session.ledger.snapshot()
+    return {"seeds": seeds, "gradients": gradients, "rows": rows, "counts": counts, "moved": moved}
+
+
+def epochs_of(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    start_session(timeout_s=60)
+    g = DistGraph(folder, structure="partitioned")
+    found = {"epochs": [an_epoch(g, case) for case in cases]}
+    found["train"] = g.ndata["train_mask"][:].nonzero()[:, 0].tolist()
+    bounds = g.get_node_partition_policy("_N").bounds
+    found["own"] = bounds[g.session.topology.server : g.session.topology.server + 2].tolist()
+    g.close()
+    return found
+
+
+CASES: list[dict[str, Any]] = [
+    {"batches": 3},
+    {"batches": 3, "composition": "ordered", "keep": "rebuild"},
+    {"batches": 3, "composition": "shuffled"},
+    {"batches": 4, "external_hops": 1, "external_fanout": 2, "external_inner": "batch"},
+    {"batches": 2, "external_hops": 1, "external_fanout": 2, "resample_every": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def everything(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """By the number of ranks, on two servers."""
+    return {
+        ranks: run_ranks(epochs_of, ranks, args=(str(folder), CASES), ranks_per_server=ranks // 2)
+        for ranks in (2, 4)
+    }
+
+
+@pytest.fixture(params=[2, 4])
+def epochs(
+    everything: dict[int, list[dict[str, Any]]], request: pytest.FixtureRequest
+) -> list[dict[str, Any]]:
+    return everything[request.param]
+
+
+def test_every_seed_is_in_one_co_batch_of_its_server(epochs: list[dict[str, Any]]) -> None:
+    train = epochs[0]["train"]
+    for number, case in enumerate(CASES):
+        for epoch in range(2):
+            steps = [result["epochs"][number]["seeds"][epoch] for result in epochs]
+            assert all(len(of_rank) == case["batches"] for of_rank in steps)
+            everything = [node for of_rank in steps for seeds in of_rank for node in seeds]
+            assert sorted(everything) == train
+            for result, of_rank in zip(epochs, steps, strict=True):
+                first, last = result["own"]
+                assert all(first <= node < last for seeds in of_rank for node in seeds)
+
+
+def test_steps_weigh_their_seeds(epochs: list[dict[str, Any]]) -> None:
+    for number, case in enumerate(CASES):
+        for result in epochs:
+            counts = result["epochs"][number]["counts"]
+            assert counts == epochs[0]["epochs"][number]["counts"]
+            assert sum(counts[: case["batches"]]) == len(result["train"])
+
+
+def test_gradients_of_an_epoch_add_up_to_the_whole_graphs(epochs: list[dict[str, Any]]) -> None:
+    graph = equality.plain_graph()
+    model = runs.first_model("sage")
+    targets = graph.ndata["train_mask"].nonzero()[:, 0]
+    F.cross_entropy(
+        model([graph, graph], graph.ndata["feat"])[targets], graph.ndata["label"][targets]
+    ).backward()
+    whole = [p.grad.numpy() for p in model.parameters()]
+    for number in range(3):
+        for result in epochs:
+            found = result["epochs"][number]
+            for epoch in range(2):
+                steps = slice(3 * epoch, 3 * epoch + 3)
+                total = [
+                    sum(g * n for g, n in zip(of_parameter, found["counts"][steps], strict=True))
+                    / len(targets)
+                    for of_parameter in zip(*found["gradients"][steps], strict=True)
+                ]
+                assert difference(total, whole) <= TOLERANCE
+
+
+def test_ranks_of_a_server_share_the_co_batches_of_one(everything: dict[int, list[dict[str, Any]]]) -> None:
+    """Seeds, external nodes and gradients of a step are the same on any number of ranks per server."""
+    for number in range(len(CASES)):
+        for server, alone in enumerate(everything[2]):
+            pair = everything[4][2 * server : 2 * server + 2]
+            for epoch in range(2):
+                shared = zip(*(one["epochs"][number]["seeds"][epoch] for one in pair), strict=True)
+                assert [sorted(first + second) for first, second in shared] == [
+                    sorted(seeds) for seeds in alone["epochs"][number]["seeds"][epoch]
+                ]
+            rows = zip(*(one["epochs"][number]["rows"] for one in pair), strict=True)
+            assert [sum(step) for step in rows] == alone["epochs"][number]["rows"]
+            for one in pair:
+                for mine, other in zip(
+                    one["epochs"][number]["gradients"], alone["epochs"][number]["gradients"], strict=True
+                ):
+                    assert difference(mine, other) <= TOLERANCE
+
+
+def test_compositions_are_what_they_say(epochs: list[dict[str, Any]]) -> None:
+    for result in epochs:
+        random, ordered = [result["epochs"][n]["seeds"] for n in range(2)]
+        assert [sorted(one) for one in random[0]] == [sorted(one) for one in random[1]]
+        assert [sorted(one) for one in ordered[0]] == [sorted(one) for one in ordered[1]]
+    assert any(
+        sorted(result["epochs"][2]["seeds"][0][0]) != sorted(result["epochs"][2]["seeds"][1][0])
+        for result in epochs
+    )
+
+
+def test_structure_is_asked_for_once_where_plans_are_kept(epochs: list[dict[str, Any]]) -> None:
+    asked = [
+        [sum(r["epochs"][n]["moved"][epoch].get("preload_structure", 0) for r in epochs) for epoch in (0, 1)]
+        for n in range(3)
+    ]
+    assert asked[0][0] > 0
+    assert asked[0][1] == 0
+    assert asked[1][1] > 0
+    assert asked[2][1] > 0
+
+
+def test_features_come_once_where_co_batches_are_kept(epochs: list[dict[str, Any]]) -> None:
+    """3.8 (7): 0 feature bytes from the second epoch on; made again or anew, they come again."""
+    moved = [
+        [sum(r["epochs"][n]["moved"][epoch].get("preload", 0) for r in epochs) for epoch in (0, 1)]
+        for n in range(len(CASES))
+    ]
+    for kept in (0, 3):
+        assert moved[kept][0] > 0
+        assert moved[kept][1] == 0
+    assert moved[1][0] == moved[1][1] > 0
+    assert moved[2][1] > 0
+    assert moved[4][1] > 0
+
+
+def second_run(folder: str) -> dict[str, Any]:
+    start_session(timeout_s=60)
+    g = DistGraph(folder, structure="partitioned")
+    found = an_epoch(g, CASES[0])
+    g.close()
+    return found
+
+
+def test_a_later_run_reads_the_plans(folder: Path) -> None:
+    first = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
+    again = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
+    assert sum(one["moved"][0].get("preload_structure", 0) for one in first) > 0
+    for phase in ("preload_structure", "preload"):
+        assert sum(sum(moved.get(phase, 0) for moved in one["moved"]) for one in again) == 0
+    for one, other in zip(first, again, strict=True):
+        assert one["seeds"] == other["seeds"]
+        for mine, theirs in zip(one["gradients"], other["gradients"], strict=True):
+            assert difference(mine, theirs) == 0
+
+
+def kept_at(folder: str, seed: int) -> tuple[str, bool]:
+    """Where the plans of a loader with a seed of its own are kept, and whether a closed graph is let go."""
+    with start_session(timeout_s=60, seed=seed) as session:
+        g = DistGraph(folder)
+        strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 3})
+        loader = strategy.loader(g, runs.my_share(g), runs.sampler(), seed=5)
+        kept = str(loader._source._cache.folder)
+        g.close()
+        graph = weakref.ref(g)
+        del g, loader
+        gc.collect()
+        return kept, graph() is None
+
+
+def test_plans_that_were_split_by_another_seed_are_not_found(folder: Path) -> None:
+    (first,), (again,), (other,) = (run_ranks(kept_at, 1, args=(str(folder), seed)) for seed in (0, 0, 1))
+    assert first[0] == again[0] != other[0]
+
+
+def test_a_closed_graph_is_let_go_before_the_session_ends(folder: Path) -> None:
+    ((_, is_gone),) = run_ranks(kept_at, 1, args=(str(folder), 0))
+    assert is_gone
+
+
+def rows_fetched(folder: str) -> dict[str, int]:
+    """Rows of the features that this rank fetches for a third of its server's seeds: together, and alone."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    source: Any = STRATEGIES.get("cooperative")(session, {"batches": 3, "keep": "rebuild"})
+    loader = source.loader(g, runs.my_share(g), runs.sampler())
+    together = alone = 0
+    for _, output_nodes, blocks in loader:
+        together += blocks[0].own_rows
+        # What a rank would fetch for its own seeds, without the others of the server.
+        known, frontier = set(output_nodes.tolist()), output_nodes.numpy()
+        for _ in range(2):
+            found = g.structure().ask("in_edges", frontier).sources
+            frontier = np.array(sorted(set(found.tolist()) - known), np.int64)
+            known |= set(frontier.tolist())
+        alone += len(known)
+    g.close()
+    return {"together": together, "alone": alone, "server": session.topology.server}
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(4, 2), *wide((2, 1))])
+def test_fetching_once_per_server_moves_no_more_rows(folder: Path, ranks: int, per_server: int) -> None:
+    results = run_ranks(rows_fetched, ranks, args=(str(folder),), ranks_per_server=per_server)
+    for server in {result["server"] for result in results}:
+        mine = [result for result in results if result["server"] == server]
+        together, alone = sum(one["together"] for one in mine), sum(one["alone"] for one in mine)
+        assert together == alone if per_server == 1 else together < alone
+
+
+def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    lengths = []
+    for size in sizes:
+        strategy: Any = STRATEGIES.get("cooperative")(session, {"memory": size, "keep": "rebuild"})
+        model = runs.first_model("sage")
+        if wrap_first:
+            wrapped = strategy.wrap(model, g)
+            loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+        else:
+            loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+            with pytest.raises(ConfigError, match=r"dx.wrap\(model, g\) before"):
+                len(loader)
+            wrapped = strategy.wrap(model, g)
+        for _, _, blocks in loader:
+            scores = wrapped(blocks, blocks[0].srcdata["feat"])
+            F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+        lengths.append(len(loader))
+        del wrapped
+    strategy = STRATEGIES.get("cooperative")(session, {"memory": "1000"})
+    strategy.loader(g, runs.my_share(g), runs.sampler())
+    with pytest.raises(ConfigError, match="do not hold even one"):
+        strategy.wrap(runs.first_model("sage"), g)
+    g.close()
+    return lengths
+
+
+@pytest.mark.parametrize("wrap_first", [False, True])
+def test_less_memory_more_co_batches(folder: Path, wrap_first: bool) -> None:
+    results = run_ranks(
+        with_memory, 2, args=(str(folder), ["1GB", "300KB", "200KB"], wrap_first), ranks_per_server=2
+    )
+    assert results[0] == results[1]
+    one, some, more = results[0]
+    assert one == 1
+    assert 1 < some < more
+
+
+def alone(folder: str) -> tuple[list[int], str]:
+    """How many co-batches had been read in the body of each step of an epoch; what too many are told."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
+    loader = ahead.loader(g, runs.my_share(g), runs.sampler())
+    read, original = threading.Semaphore(0), loader._reader.read
+
+    def counted(*args: Any) -> Any:
+        columns = original(*args)
+        read.release()
+        return columns
+
+    loader._reader.read = counted
+    found = 0
+    waits = []
+    for step, _ in enumerate(loader):
+        wanted = min(step + 2, 4)
+        # The loop's own thread stands still here, so somebody else must read the next one.
+        while found < wanted and read.acquire(timeout=30):
+            found += 1
+        waits.append(found)
+    strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 1000})
+    with pytest.raises(ConfigError) as refused:
+        strategy.loader(g, torch.arange(6), runs.sampler())
+    g.close()
+    return waits, str(refused.value)
+
+
+def test_the_next_co_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
+    ((waits, told),) = run_ranks(alone, 1, args=(str(folder),))
+    assert waits == [2, 3, 4, 4]
+    assert "batches=1000 co-batches, and the servers have 6 seeds; give 1 to 6" in told
+
+
+def test_options() -> None:
+    assert read_cooperative_options("cooperative", {}) == CooperativeOptions()
+    read = read_cooperative_options(
+        "cooperative", {"memory": "1MB", "external_fanout": 3, "external_inner": "batch"}
+    )
+    assert (read.batches, read.memory) == (0, 2**20)
+    assert read.eas is not None
+    assert (read.eas.hops, read.eas.fanout, read.eas.inner) == (1, 3, "batch")
+    assert read_cooperative_options("cooperative", {"memory": 5000}).memory == 5000
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"batches": 0}, "batches=0"),
+        ({"batches": -1}, "batches=-1"),
+        ({"batches": 2, "memory": "1GB"}, "and not both"),
+        ({"memory": "much"}, "'much' is no size"),
+        ({"composition": "any"}, "composition='any'"),
+        ({"keep": "tape"}, "keep='tape'"),
+        ({"external_hops": 1}, "without external_fanout"),
+        ({"external_inner": "batch"}, "external_inner='batch'"),
+        ({"hops": 1}, "no option 'hops'"),
+    ],
+)
+def test_what_cannot_be_honoured(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_cooperative_options("cooperative", options)

@@ -1,0 +1,94 @@
+"""Both ends of a message, on a pair of sockets in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from dglx_dist.errors import PeerError
+from dglx_dist.strategies.full_graph.halo_exchange import End, Incoming, Receiver, Sender, head_of
+
+BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, two = socket.socketpair()
+    with one, two:
+        one.setblocking(False)
+        two.setblocking(False)
+        yield one, two
+
+
+def pieces(data: bytes, step: int) -> Iterator[memoryview]:
+    yield from (memoryview(data)[at : at + step] for at in range(0, len(data), step))
+
+
+def to(room: bytearray) -> Incoming:
+    return Incoming(rank=0, room=memoryview(room))
+
+
+def test_more_than_fits_goes_both_ways() -> None:
+    """Neither end waits for the other: each sends what there is room for, and takes what is there."""
+    size = 3_000_000
+    data = [bytes([number]) * size for number in (1, 2)]
+    rooms = [bytearray(size), bytearray(size)]
+    head = head_of(1, size, "halo of layer 1")
+    with pair() as sockets:
+        ends = [
+            End(
+                rank=1 - number,
+                connection=sockets[number],
+                sender=Sender(head, pieces(data[number], 100_000)),
+                receiver=Receiver(head, to(rooms[number])),
+            )
+            for number in (0, 1)
+        ]
+        for end in ends:
+            end.serve(selectors.EVENT_WRITE)
+            assert end.events == BOTH
+        while any(end.events for end in ends):
+            for end in ends:
+                end.serve(end.events)
+    assert rooms == [bytearray(data[1]), bytearray(data[0])]
+
+
+def test_a_message_ends_where_it_ends() -> None:
+    """What a peer that is ahead sends next stays in the connection."""
+    with pair() as (one, two):
+        for number, byte in ((1, b"a"), (2, b"b")):
+            assert Sender(head_of(number, 4, "x"), iter([memoryview(byte * 4)])).send(one)
+        for number, byte in ((1, b"a"), (2, b"b")):
+            room = bytearray(4)
+            receiver = Receiver(head_of(number, 4, "x"), to(room))
+            while not receiver.receive(two, 0):
+                pass
+            assert room == byte * 4
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (head_of(1, 8, "halo of layer 2"), "rank 5 sends 8 bytes of 'halo of layer 2'"),
+        (head_of(1, 16, "halo of layer 1"), "rank 5 sends 16 bytes"),
+        (head_of(3, 8, "halo of layer 1"), "its message 3 to this rank"),
+        (b"GET " + bytes(48), "b'GET ' where a message begins"),
+    ],
+)
+def test_anything_else_is_refused(sent: bytes, told: str) -> None:
+    with pair() as (one, two):
+        one.send(sent)
+        receiver = Receiver(head_of(1, 8, "halo of layer 1"), to(bytearray(8)))
+        with pytest.raises(PeerError, match=told):
+            receiver.receive(two, 5)
+
+
+def test_closed_end_is_an_error() -> None:
+    with pair() as (one, two):
+        one.close()
+        with pytest.raises(ConnectionResetError, match="closed at the other end"):
+            Receiver(head_of(1, 8, "x"), to(bytearray(8))).receive(two, 0)

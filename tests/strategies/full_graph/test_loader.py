@@ -1,0 +1,145 @@
+"""The loader of full-graph training: what it yields, epoch by epoch, and where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import CheckpointError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.full_graph import runs
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full_graph", {}),
+    "anew": ("full_graph", {"use_pp": False}),
+    "closed": ("shared_preload", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("granndis_loader"))
+
+
+def loader_of(g: DistGraph, strategy: str, options: dict[str, Any], share: str, **more: Any) -> Any:
+    return STRATEGIES.get(strategy)(g.session, options).loader(
+        g, runs.my_share(g, share), runs.sampler(), **more
+    )
+
+
+def on_rank(folder: str) -> dict[str, Any]:
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder)
+        found: dict[str, Any] = {}
+        for name, (strategy, options) in OPTIONS.items():
+            loader = loader_of(g, strategy, options, "uneven")
+            found[name] = look_at(g, loader, use_pp=options.get("use_pp", True))
+        check_positions(g)
+        # Ranks that name the same seeds, or none, train on each once.
+        everyone = equality.new_ids_of_training(g)
+        sampler = runs.sampler()
+        strategy = STRATEGIES.get("full_graph")(session, {})
+        for seeds in (everyone, everyone if session.topology.rank == 0 else everyone[:0]):
+            loader = strategy.loader(g, seeds, sampler)
+            assert loader.num_targets_of_epoch == found["full"]["targets"]
+        g.barrier()
+        return found
+
+
+def look_at(g: DistGraph, loader: Any, *, use_pp: bool) -> dict[str, Any]:
+    """Check one rank's blocks against the whole graph."""
+    raw = equality.raw_graph()
+    features = torch.from_numpy(raw.node_data[NODE_TYPE]["feat"])
+    labels = torch.from_numpy(raw.node_data[NODE_TYPE]["label"])
+    assert len(loader) == 1
+    assert g.session.step_share is None
+    batches = []
+    for epoch in range(2):
+        assert loader.epoch == epoch
+        for inputs, outputs, blocks in loader:
+            assert loader.state_dict() == {"epoch": epoch, "step": 1, "seed": g.session.seed}
+            share = blocks[-1].step_share
+            assert (share.num_local, share.num_global) == loader.num_targets_of_epoch
+            assert len(outputs) == share.num_local
+            assert [block.step_number for block in blocks] == [epoch, epoch]
+            assert all(isinstance(block, HaloBlock) for block in blocks)
+            assert torch.equal(blocks[0].srcdata["feat"], features[g.orig_ids(inputs)])
+            assert torch.equal(blocks[-1].dstdata["label"], labels[g.orig_ids(outputs)])
+            if use_pp:
+                assert torch.equal(inputs, blocks[0].srcdata[dgl.NID])
+            else:
+                assert len(inputs) == blocks[0].own_rows
+            # What a model writes into blocks is gone in the next epoch.
+            assert "h" not in blocks[1].dstdata
+            blocks[1].dstdata["h"] = torch.ones(len(outputs))
+            batches.append((inputs, outputs))
+        assert g.session.step_share is None
+    assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
+    times = loader.times()
+    assert times.fetch_s == times.sample_s == 0.0
+    check_edges(g, blocks)
+    return {
+        "seeds": g.orig_ids(outputs).tolist(),
+        "targets": loader.num_targets_of_epoch,
+        "owned": g.get_partition_book().nid2partid(outputs).tolist(),
+        "server": g.session.topology.server,
+    }
+
+
+def check_edges(g: DistGraph, blocks: Any) -> None:
+    """Every in-edge of every destination is there, once."""
+    raw = equality.raw_graph()
+    pairs = np.stack(raw.edges[EDGE_TYPE])
+    for block in blocks:
+        ends = [
+            g.orig_ids(ids[places.long()]).numpy()
+            for ids, places in zip(
+                (block.srcdata[dgl.NID], block.dstdata[dgl.NID]), block.edges(), strict=True
+            )
+        ]
+        targets = g.orig_ids(block.dstdata[dgl.NID]).numpy()
+        expected = pairs[:, np.isin(pairs[1], targets)]
+        found = np.stack(ends)
+        assert sorted(map(tuple, found.T.tolist())) == sorted(map(tuple, expected.T.tolist()))
+
+
+def check_positions(g: DistGraph) -> None:
+    loader = loader_of(g, "full_graph", {}, "uneven", seed=7)
+    for _ in loader:
+        position = loader.state_dict()
+    assert position == {"epoch": 0, "step": 1, "seed": 7}
+    loader.load_state_dict(position)
+    assert len(list(loader)) == 0
+    assert loader.epoch == 1
+    loader.set_epoch(5)
+    assert [blocks[0].step_number for _, _, blocks in loader] == [5]
+    # Left early: it counts as an epoch.
+    next(iter(loader))
+    assert [blocks[0].step_number for _, _, blocks in loader] == [7]
+    with pytest.raises(CheckpointError, match="pass seed=8"):
+        loader.load_state_dict({"epoch": 0, "step": 0, "seed": 8})
+    with pytest.raises(CheckpointError, match="was at step 2"):
+        loader.load_state_dict({"epoch": 0, "step": 2, "seed": 7})
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2)])
+def test_every_seed_is_computed_once_where_it_lies(folder: Path, ranks: int, ranks_per_server: int) -> None:
+    results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
+    expected = [node for node in range(equality.NUM_NODES) if node % 3 == 0]
+    for name in OPTIONS:
+        seeds = [seed for one in results for seed in one[name]["seeds"]]
+        assert sorted(seeds) == expected
+        assert {one[name]["targets"][1] for one in results} == {len(expected)}
+        for one in results:
+            assert set(one[name]["owned"]) <= {one[name]["server"]}

@@ -1,0 +1,143 @@
+"""Mistakes that other implementations make leave other weights: equality is no accident (algorithms 3.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import StepShare
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph import loader as batches
+from dglx_dist.strategies.full_graph.halo_plan import OnePlan
+from dglx_dist.strategies.full_graph.loader import FullGraphLoader
+from dglx_dist.strategies.full_graph.model import install
+from dglx_dist.strategies.full_graph.options import read_request
+from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, make_plans
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.full_graph import runs
+from tests.strategies.test_equality import TOLERANCE, difference
+
+EPOCHS = 6
+Wrap = Callable[[DistGraph, Any, nn.Module], Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("granndis_wrong"))
+
+
+def right(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
+    return strategy.wrap(model, g)
+
+
+def mean_of_means(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
+    """What torch's own DDP does."""
+    wrapped = strategy.wrap(model, g, "sum")
+    return lambda blocks, x: _scaled(wrapped(blocks, x), 1 / g.session.topology.world_size)
+
+
+def weighed_at_parameters(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
+    """The halo's gradients then count as those of a rank that has other targets."""
+    install(model)
+    return STRATEGIES.get("data_parallel")(g.session, {}).wrap(model, g)
+
+
+def without_adjoint(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
+    """Rows of the halo as constants."""
+    module: Any = model
+    for conv in module.convs:
+        conv.register_forward_pre_hook(_detach_halo)
+    return strategy.wrap(model, g)
+
+
+def _scaled(scores: Tensor, factor: float) -> Tensor:
+    return scores.detach() + (scores - scores.detach()) * factor
+
+
+def _detach_halo(module: nn.Module, given: Any) -> Any:
+    block, rows = given
+    whole = block.all_rows(rows)
+    return block, torch.cat([whole[: block.own_rows], whole[block.own_rows :].detach()])
+
+
+WRONG: dict[str, Wrap] = {
+    "mean of means": mean_of_means,
+    "weighed at parameters": weighed_at_parameters,
+    "without adjoint": without_adjoint,
+}
+
+
+def train(g: DistGraph, wrap: Wrap, kind: str) -> list[Any]:
+    strategy = right_strategy(g)
+    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    return steps_on(loader, runs.first_model(kind), lambda model: wrap(g, strategy, model))
+
+
+def right_strategy(g: DistGraph) -> Any:
+    return STRATEGIES.get("full_graph")(g.session, {})
+
+
+def steps_on(loader: Any, model: nn.Module, wrap: Callable[[nn.Module], Any]) -> list[Any]:
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
+    for _ in range(EPOCHS):
+        for _, _, blocks in loader:
+            loss = F.cross_entropy(wrapped(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+            optimizer.step()
+    return [p.detach().numpy().copy() for p in model.parameters()]
+
+
+def counting_replicas(g: DistGraph) -> list[Any]:
+    """Every server's loss on all training nodes that it holds, those of other servers included."""
+    is_training = g.ndata["train_mask"][:]
+    held = make_plans(g, g.local_nodes(), 1, 1).nodes
+    seeds = torch.from_numpy(held)[is_training[held]]
+    planner = Planner(g)
+    plan = planner.plan(PlanRequest(seeds=seeds.numpy(), num_layers=2, hops=2, seeds_stay=True))
+    counts = gather_int64([plan.seeds], g.session)
+    share = StepShare(num_local=plan.seeds, num_global=int(counts.sum()))
+    assert share.num_global > int(is_training.sum())
+    request = read_request("full_graph", g, seeds, runs.sampler(), {})
+    loader = FullGraphLoader(g, OnePlan(plan, share), request, use_pp=True)
+    return steps_on(loader, runs.first_model("sage"), lambda model: right_strategy(g).wrap(model, g))
+
+
+def on_rank(folder: str) -> dict[str, list[Any]]:
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        found = {name: train(g, wrap, "sage") for name, wrap in WRONG.items()}
+        found["right"] = train(g, right, "sage")
+        found["replicas count"] = counting_replicas(g)
+        found["right norm"] = train(g, right, "gcn_symmetric")
+        # Degrees of the piece of the graph in place of those of the whole.
+        made = batches.halo_block
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(batches, "halo_block", lambda *args, **named: made(*args, etype=named["etype"]))
+            found["degrees of a piece"] = train(g, right, "gcn_symmetric")
+        g.barrier()
+        return found
+
+
+def test_mistakes_are_told_apart(folder: Path) -> None:
+    expected = {
+        kind: runs.one_process(runs.first_model(kind), epochs=EPOCHS) for kind in ("sage", "gcn_symmetric")
+    }
+    for found in run_ranks(on_rank, 3, args=(str(folder),), ranks_per_server=1):
+        assert difference(found["right"], expected["sage"]) <= TOLERANCE
+        assert difference(found["right norm"], expected["gcn_symmetric"]) <= TOLERANCE
+        for name in WRONG:
+            assert difference(found[name], expected["sage"]) > 1e-4, name
+        assert difference(found["replicas count"], expected["sage"]) > 1e-4
+        assert difference(found["degrees of a piece"], expected["gcn_symmetric"]) > 1e-4

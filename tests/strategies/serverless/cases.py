@@ -1,0 +1,160 @@
+"""Graph servers, parameter servers and the plain answer for one small graph, in one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dglx_dist.records import Array
+from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, assign
+from dglx_dist.serverless.parameter_updates import make_update
+from dglx_dist.serverless.program import Program
+from dglx_dist.strategies.serverless.graph_partition import (
+    LocalGraph,
+    Part,
+    boundaries_together,
+    cut_intervals,
+    interval_sizes,
+    local_graph,
+    routes_of,
+)
+from dglx_dist.strategies.serverless.graph_server import GraphServer
+from tests.serverless.programs import PlainRun, gat, gcn, sage
+
+PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat}
+LR = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """N nodes in CSC order, five features, three classes."""
+
+    indptr: Array
+    sources: Array
+    x: Array = field(repr=False)
+    labels: Array
+    fixed: Array
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.labels)
+
+    def graphs(self, starts: Sequence[int]) -> list[LocalGraph]:
+        found = []
+        for rank, (first, end) in enumerate(itertools.pairwise(starts)):
+            edges = slice(int(self.indptr[first]), int(self.indptr[end]))
+            indptr = self.indptr[first : end + 1] - self.indptr[first]
+            found.append(local_graph(rank, starts, indptr, self.sources[edges]))
+        return found
+
+    def part(self, graph: LocalGraph, boundary: Sequence[Array], intervals: int, first_interval: int) -> Part:
+        first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
+        edges = slice(int(self.indptr[first]), int(self.indptr[end]))
+        bounds = cut_intervals(graph.indptr, graph.sources, intervals)
+        return Part(
+            graph=graph,
+            bounds=bounds,
+            first_interval=first_interval,
+            routes=routes_of(graph, bounds, boundary),
+            features=np.concatenate([self.x[first:end], self.x[graph.ghosts]]),
+            labels=self.labels[first:end],
+            fixed={"fixed:0": self.fixed[edges]},
+        )
+
+    def parts(self, starts: Sequence[int], intervals: int) -> list[Part]:
+        graphs = self.graphs(starts)
+        boundaries = boundaries_together(graphs)
+        return [
+            self.part(graph, boundary, intervals, graph.rank * intervals)
+            for graph, boundary in zip(graphs, boundaries, strict=True)
+        ]
+
+
+@functools.cache
+def case(num_nodes: int = 40, num_edges: int = 160, seed: int = 0) -> Case:
+    """Directed, with self loops and parallel edges; the last tenth of the nodes has no in-edge."""
+    draw = np.random.default_rng(seed)
+    sources = draw.integers(0, num_nodes, num_edges)
+    targets = draw.integers(0, num_nodes - num_nodes // 10, num_edges)
+    sources[:5] = targets[:5]
+    order = np.lexsort((sources, targets))
+    counts = np.bincount(targets, minlength=num_nodes)
+    labels = draw.integers(-1, 3, num_nodes).astype(np.int32)
+    labels[: num_nodes // 4] = -1  # whole intervals without training nodes
+    return Case(
+        indptr=np.concatenate([[0], np.cumsum(counts)]),
+        sources=sources[order],
+        x=draw.standard_normal((num_nodes, 5)),
+        labels=labels,
+        fixed=draw.random((num_edges, 1)),
+    )
+
+
+def first_weights(program: Program) -> dict[str, Array]:
+    draw = np.random.default_rng(1)
+    return {name: draw.standard_normal(shape) * 0.5 for name, shape in program.weight_shapes.items()}
+
+
+def plain_run(program: Program, weights: dict[str, Array], graph: Case) -> PlainRun:
+    return PlainRun(
+        program,
+        weights,
+        x=graph.x,
+        indptr=graph.indptr,
+        sources=graph.sources,
+        fixed={"fixed:0": graph.fixed},
+        labels=graph.labels,
+        bounds=[0, graph.num_nodes],
+    )
+
+
+@functools.cache
+def plain_answer(name: str, epochs: int) -> tuple[dict[str, Array], list[tuple[float, int]]]:
+    """Weights after ``epochs`` of SGD in one process, without tasks, intervals or servers; loss of each."""
+    program, graph = PROGRAMS[name](), case()
+    weights, losses = first_weights(program), []
+    for _ in range(epochs):
+        found = plain_run(program, weights, graph)
+        losses.append((found.loss_sum, found.correct))
+        weights = {key: value - LR * found.gradients[key] for key, value in weights.items()}
+    return weights, losses
+
+
+def plan_of(
+    program: Program, parts: Sequence[Part], num_servers: int = 1, staleness: int = 0
+) -> ParameterPlan:
+    sizes = interval_sizes([part.bounds for part in parts])
+    return ParameterPlan.of(program, assign(sizes, num_servers), num_servers=num_servers, staleness=staleness)
+
+
+def parameter_server(program: Program, plan: ParameterPlan, index: int) -> ParameterServer:
+    weights = first_weights(program)
+    names = list(plan.shapes)
+    update = make_update("SGD", [{"lr": LR, "params": names}], names)
+    return ParameterServer(plan, index, [weights[name] for name in names], update)
+
+
+def servers(
+    program: Program,
+    starts: Sequence[int],
+    intervals: int,
+    *,
+    num_parameter_servers: int = 1,
+    staleness: int = 0,
+    graph: Case | None = None,
+    **options: bool,
+) -> tuple[list[GraphServer], list[ParameterServer]]:
+    parts = (graph or case()).parts(starts, intervals)
+    plan = plan_of(program, parts, num_parameter_servers, staleness)
+    return (
+        [GraphServer(part, program, **options) for part in parts],
+        [parameter_server(program, plan, index) for index in range(num_parameter_servers)],
+    )
+
+
+def latest(parameters: ParameterServer) -> dict[str, Array]:
+    return dict(zip(parameters.plan.shapes, parameters.latest(), strict=True))

@@ -1,0 +1,57 @@
+"""A stage of a user's own that torch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dglx_dist.records import Array
+from dglx_dist.serverless.json_fields import Fields
+from dglx_dist.serverless.stages.base import Backward, Config, Forward, Shapes, VertexStage
+from dglx_dist.strategies.serverless.trainer import backward_by_torch, forward_by_torch
+
+
+class TensorGate(VertexStage):
+    """h = tanh(around W) * own[:, :out] + around W, as own_stage.Gate; nobody wrote its gradient."""
+
+    def __init__(self, config: Config) -> None:
+        fields = Fields(config, "stage tensor_gate")
+        self._in, self._out = fields.whole("in", 1, 1000), fields.whole("out", 1, 1000)
+        fields.end()
+
+    @property
+    def weight_shapes(self) -> Shapes:
+        return {"weight": (self._in, self._out)}
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        return (self._in, self._in)
+
+    @property
+    def output_widths(self) -> tuple[int, ...]:
+        return (self._out,)
+
+    @property
+    def saved_widths(self) -> tuple[int, ...]:
+        return ()
+
+    def _compute(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        z = inputs[0] @ weights[0]
+        return [torch.tanh(z) * inputs[1][:, : self._out] + z]
+
+    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+        return forward_by_torch(self._compute, weights, inputs)
+
+    def backward(
+        self,
+        weights: Sequence[Array],
+        inputs: Sequence[Array],
+        gradients: Sequence[Array],
+        *,
+        saved: Any = None,
+        wanted: Sequence[bool] | None = None,
+    ) -> Backward:
+        return backward_by_torch(self._compute, weights, inputs, gradients, wanted=wanted)

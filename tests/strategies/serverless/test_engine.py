@@ -1,0 +1,354 @@
+"""Engines on real ranks: equal to plain training, bytes to the formulas, and what is said of the dead."""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.comm.collectives import barrier, gather_int64, gather_json
+from dglx_dist.comm.rpc import Handler
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import Array
+from dglx_dist.serverless.parameter_service import Places
+from dglx_dist.serverless.program import Program
+from dglx_dist.serverless.tasks import (
+    Direction,
+    TaskKey,
+    Work,
+    add_gradients,
+    attempt_name,
+    half_name,
+    half_rows,
+)
+from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
+from dglx_dist.strategies.serverless.engine import Engine, EngineConfig, EpochTotals
+from dglx_dist.strategies.serverless.graph_partition import (
+    Part,
+    exchange_boundaries,
+    read_features,
+    read_structure,
+)
+from dglx_dist.strategies.serverless.graph_server import GraphServer
+from dglx_dist.strategies.serverless.options import StalenessPolicy
+from tests.helpers.ranks import run_ranks, start_ranks
+from tests.strategies.equality import write_parts
+
+from . import cases
+
+EPOCHS, INTERVALS = 4, 3
+STARTS = {1: [0, 40], 2: [0, 17, 40], 4: [0, 9, 9, 24, 40]}
+"""The second of four graph servers has no nodes."""
+
+
+class Hands:
+    """Workers as threads that ask by the operations of real ones; some tasks are done twice."""
+
+    def __init__(
+        self, session: Session, program: Program, handlers: Mapping[str, Handler], twice: bool
+    ) -> None:
+        self._rpc, self._program, self._handlers, self._twice = session.rpc, program, handlers, twice
+        self._tasks: queue.SimpleQueue[tuple[TaskKey, int] | None] = queue.SimpleQueue()
+        self.launched: dict[TaskKey, bool] = {}
+        self.early: set[TaskKey] = set()
+        self.done_twice: list[TaskKey] = []
+        self.failure: Exception | None = None
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(3)]
+        for thread in self._threads:
+            thread.start()
+
+    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
+        assert key not in self.launched
+        self.launched[key] = ready
+        if not ready:
+            self.early.add(key)
+        self._tasks.put((key, rows))
+
+    def ready(self, key: TaskKey) -> None:
+        assert self.launched[key] is False
+        self.launched[key] = True
+
+    def done(self, key: TaskKey, attempt: int) -> None:
+        if attempt:
+            self.done_twice.append(key)
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self._do(*task)
+            except Exception as error:
+                self.failure = error
+                return
+
+    def _ask(self, op: str, name: str, arrays: Sequence[Array] = ()) -> list[Array]:
+        return self._rpc.call(self._rpc.rank, op, name, arrays, phase="test")
+
+    def _do(self, key: TaskKey, rows: int) -> None:
+        work = Work(self._program, key.step, key.direction, True)
+        weights = self._handlers[WEIGHTS](str(key), []) if work.weights else []
+        found = []
+        for half in (0, 1):
+            while not (arrays := self._ask(PULL, half_name(key, half))):
+                time.sleep(0.001)
+            nodes = half_rows(rows, half)
+            found.append(work.half(weights, arrays, nodes.stop - nodes.start))
+        for attempt in (0, 1) if self._twice else (0,):
+            if work.pushes and work.weights:
+                self._handlers[GRADIENTS](str(key), add_gradients(found[0].gradients, found[1].gradients))
+            for half in (0, 1):
+                (taken,) = self._ask(GIVE, attempt_name(key, half, attempt), found[half].rows)
+                assert taken.tolist() == [attempt == 0]
+
+
+def engine_of(
+    session: Session,
+    program: Program,
+    pace: StalenessPolicy,
+    num_servers: int,
+    *,
+    twice: bool = False,
+    **settings: Any,
+) -> tuple[Engine, Hands]:
+    rank, world = session.topology.rank, session.topology.world_size
+    graph = cases.case().graphs(STARTS[world])[rank]
+    boundary = exchange_boundaries(session, graph)
+    part = cases.case().part(graph, boundary, INTERVALS, rank * INTERVALS)
+    plan = cases.plan_of(program, parts_of(world), num_servers, pace.staleness)
+    places = Places(parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(world)))
+    config = EngineConfig(plan=plan, places=places, pace=pace, **settings)
+    hired: list[Hands] = []
+
+    def start_workers(handlers: Mapping[str, Handler]) -> Hands:
+        hired.append(Hands(session, program, handlers, twice))
+        return hired[0]
+
+    parameters = cases.parameter_server(program, plan, rank) if rank < num_servers else None
+    return Engine(session, GraphServer(part, program), config, parameters, start_workers), hired[0]
+
+
+def parts_of(world: int) -> list[Part]:
+    return cases.case().parts(STARTS[world], INTERVALS)
+
+
+def check_plain(name: str, engine: Engine, totals: list[EpochTotals]) -> None:
+    weights, losses = cases.plain_answer(name, EPOCHS)
+    for key, value in engine.parameters.latest().items():
+        np.testing.assert_allclose(value, weights[key], rtol=1e-10, atol=1e-12, err_msg=key)
+    assert [one.epoch for one in totals] == list(range(EPOCHS))
+    assert [one.correct for one in totals] == [correct for _, correct in losses]
+    np.testing.assert_allclose([one.loss_sum for one in totals], [loss for loss, _ in losses], rtol=1e-10)
+    assert all(one.seconds > 0 for one in totals)
+
+
+def train(session: Session, name: str, pace: StalenessPolicy, **settings: Any) -> None:
+    """Two runs of two epochs each, beside the plain answer where the mode is exact."""
+    engine, hands = engine_of(
+        session, cases.PROGRAMS[name](), pace, min(2, session.topology.world_size), **settings
+    )
+    totals = engine.run(EPOCHS // 2)
+    assert engine.epoch == EPOCHS // 2
+    assert engine.snapshot().steps == ("",) * INTERVALS
+    totals += engine.run(EPOCHS - EPOCHS // 2)
+    if pace.mode != "async":
+        check_plain(name, engine, totals)
+    assert all(hands.launched.values())
+    behind_gather = {key for key in hands.launched if key.step == 1 and key.direction is Direction.FORWARD}
+    if pace.mode == "no_pipe":
+        assert not hands.early
+    elif name != "gat":
+        assert behind_gather <= hands.early
+    engine.close()
+    hands.close()
+
+
+def one_rank() -> None:
+    with start_session(timeout_s=30.0) as session:
+        for name in cases.PROGRAMS:
+            train(session, name, StalenessPolicy(mode="pipe"), threads=2)
+        train(session, "gcn", StalenessPolicy(mode="no_pipe"), twice=True)
+
+
+def check_what_is_read(session: Session, folder: str) -> None:
+    """Structure and features of a rank's own nodes and ghosts are the graph's; bytes to the formula."""
+    g = DistGraph(Path(folder) / "parts")
+    before = session.ledger.snapshot()
+    graph = read_structure(g)
+    own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1])
+    edges = g.structure(g.canonical_etypes[0]).ask("in_edges", own)
+    ids = np.concatenate([own, graph.ghosts])
+    assert (graph.indptr == edges.indptr).all()
+    assert (ids[graph.sources] == edges.sources).all()
+    boundary = exchange_boundaries(session, graph)
+    assert [len(nodes) for nodes in boundary] == gather_int64(np.diff(graph.ghost_starts), session)[
+        :, graph.rank
+    ].tolist()
+    features = read_features(g, graph, "feat", "float64")
+    assert (features == g.ndata["feat"][torch.from_numpy(ids)].numpy()).all()
+    assert read_features(g, graph, "feat", "float32").dtype == np.float32
+    with pytest.raises(ConfigError, match="features are"):
+        read_features(g, graph, "label", "float64")
+    barrier(session, "reading")
+    rows = [row for row in session.ledger.since(before) if row.phase == "preload"]
+    asked = gather_json([row.num_bytes for row in rows], session)
+    ghosts = gather_int64([graph.num_ghosts], session).sum()
+    # The list once, the features twice.
+    assert sum(sum(one) for one in asked) == ghosts * (8 + 2 * (8 + 8 * 7))
+    g.close()
+
+
+def four_ranks(folder: str) -> dict[str, Any]:
+    with start_session(timeout_s=30.0) as session:
+        check_what_is_read(session, folder)
+        before = session.ledger.snapshot()
+        train(session, "gcn", StalenessPolicy(mode="pipe"), twice=True)
+        rows = [(row.phase, row.layer, row.num_bytes) for row in session.ledger.since(before)]
+        train(session, "gat", StalenessPolicy(mode="pipe"), threads=2)
+        train(session, "sage", StalenessPolicy(mode="no_pipe"))
+        train(session, "gat", StalenessPolicy(mode="async", staleness=1), threads=2)
+        return {"rows": gather_json(rows, session)}
+
+
+def test_one_rank_without_sockets() -> None:
+    one_rank()
+
+
+def test_four_ranks_of_which_one_has_no_nodes(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    found = run_ranks(four_ranks, 4, args=(str(tmp_path),), ranks_per_server=1)[0]["rows"]
+    sums: dict[tuple[str, int], int] = {}
+    for rank in found:
+        for phase, layer, size in rank:
+            sums[phase, layer] = sums.get((phase, layer), 0) + size
+    graphs = cases.case().graphs(STARTS[4])
+    pairs = sum(graph.num_ghosts for graph in graphs)
+    nodes, (d0, d1, s) = 40, (5, 4, 8)
+    assert pairs > 0
+    assert sums["ghosts", 2] == sums["ghost_gradients", 2] == EPOCHS * pairs * (4 + s * d1)
+    assert sums["preload", 0] == 8 * pairs
+    assert [layer for phase, layer in sums if phase.startswith("ghost")] == [2, 2]
+    # Each task was given twice but pulled once; a fused one gives two numbers per half beside its rows.
+    statistics = 2 * 2 * 8 * 4 * INTERVALS
+    assert sums["lambda_down", 1] == EPOCHS * nodes * (d0 + d0 + d1) * s
+    assert sums["lambda_down", 4] == EPOCHS * nodes * (d1 * s + 4)
+    assert sums["lambda_up", 1] == 2 * EPOCHS * nodes * d1 * s
+    assert sums["lambda_up", 4] == 2 * EPOCHS * (nodes * d1 * s + statistics)
+
+
+def die_behind_the_barrier(do: Callable[[TaskKey, int], None]) -> Callable[[TaskKey, int], None]:
+    def do_or_die(key: TaskKey, rows: int) -> None:
+        if (key.step, key.direction) == (1, Direction.BACKWARD):
+            time.sleep(1.0)  # until the other rank has done its part, too: it waits for no barrier any more
+            os._exit(3)
+        do(key, rows)
+
+    return do_or_die
+
+
+def a_death() -> str:
+    with start_session(timeout_s=20.0) as session:
+        engine, hands = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
+        engine.run(1)
+        if session.topology.rank == 1:
+            hands._do = die_behind_the_barrier(hands._do)  # type: ignore[method-assign]
+        with pytest.raises((PeerError, RemoteError)) as caught:
+            engine.run(100)
+        engine.abandon()
+        session.close(failed=True)
+        return str(caught.value)
+
+
+def test_a_graph_server_that_dies_is_named() -> None:
+    """Also where all others wait for the weights alone."""
+    outcomes = start_ranks(a_death, 2, timeout_s=90)
+    assert outcomes[1].exitcode == 3
+    assert "rank 1 on" in outcomes[0].result
+    assert "the next update" in outcomes[0].result
+
+
+def test_what_workers_may_ask() -> None:
+    with start_session(timeout_s=30.0) as session:
+        program = cases.gcn()
+        engine, hands = engine_of(session, program, StalenessPolicy(), 1)
+
+        def ask(op: str, name: str, arrays: Sequence[Array] = ()) -> list[Array]:
+            return session.rpc.call(0, op, name, arrays, phase="test")
+
+        assert Program.from_json(ask(PROGRAM, "")[0].tobytes()) == program
+        assert ask(PULL, "r0.e0.s1.i0.f/0") == []
+        engine.run(2)
+        for op, name, message in (
+            (PULL, "r0.e0.s1.i0.f/0", "is over"),
+            (PULL, "r0.e2.s1.i3.f/0", "no interval from 0 to 2"),
+            (PULL, "r0.e2.s2.i0.f/0", "no worker does step 2"),
+            (PULL, "r0.e2.s4.i0.b/0", "no worker does step 4 in this direction"),
+            (PULL, "r0.e2.s1.i0.f", "names no half"),
+            (GIVE, "r0.e2.s1.i0.f/0/0", "came before it began"),
+            (GIVE, "r0.e2.s1.i0.f/0", "names no half"),
+        ):
+            with pytest.raises(RemoteError, match=message):
+                ask(op, name)
+        assert ask(GIVE, "r0.e1.s1.i0.f/0/7")[0].tolist() == [0]
+        assert hands.done_twice == []
+        assert ask(GIVE, "r0.e1.s1.i0.f/1/7")[0].tolist() == [0]
+        assert hands.done_twice == [TaskKey.parse("r0.e1.s1.i0.f")]
+        engine.close()
+        hands.close()
+
+
+def test_a_standstill_names_tasks_and_what_updates_wait_for() -> None:
+    with start_session(timeout_s=1.0) as session:
+        engine, hands = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
+        hands._do = lambda _key, _rows: None  # type: ignore[method-assign]
+        with pytest.raises(
+            PeerError, match=r"no worker gave rows for r0.e0.s1.i0.f.*gradients of intervals 0, 1, 2"
+        ):
+            engine.run(1)
+        engine.abandon()
+        hands.close()
+
+
+def test_what_a_worker_fails_with_ends_the_run() -> None:
+    with start_session(timeout_s=30.0) as session:
+        engine, hands = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
+
+        def fail(_key: TaskKey, _rows: int) -> None:
+            raise PeerError("no worker did it")
+
+        hands._do = fail  # type: ignore[method-assign]
+        with pytest.raises(PeerError, match="no worker did it"):
+            engine.run(1)
+        engine.abandon()
+        hands.close()
+
+
+def test_a_next_task_that_cannot_be_sent_ends_the_run_and_not_the_worker() -> None:
+    with start_session(timeout_s=30.0) as session:
+        engine, hands = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
+
+        def fail(_key: TaskKey, _attempt: int) -> None:
+            raise PeerError("no more workers")
+
+        hands.done = fail  # type: ignore[method-assign]
+        with pytest.raises(PeerError, match="no more workers"):
+            engine.run(1)
+        assert hands.failure is None
+        engine.abandon()
+        hands.close()

@@ -1,0 +1,140 @@
+"""What goes wrong under dx.fit: workers leave no trace; a dead rank ends the job, which resumes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dglx_dist as dx
+from dglx_dist.comm.session import current_session
+from dglx_dist.errors import DglxError
+from dglx_dist.records import EpochRecord
+from dglx_dist.serverless.executors.base import Faults
+from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
+from dglx_dist.serverless.worker import Place
+from dglx_dist.training.fit import FitConfig, FitResult
+from tests.helpers.ranks import start_ranks
+from tests.serverless.servers import other_core
+from tests.strategies import equality
+
+EPOCHS, INTERVALS = 3, 3
+A_FIFTH: dict[str, Any] = {"kill": 0.1, "delay": 0.05, "duplicate": 0.05, "delay_s": 0.7}
+"""Of the calls. Who is late by so much is given up where 0.5 s are allowed."""
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=equality.RATE, momentum=0.9)
+
+
+def trained(folder: Path, config: FitConfig, **options: Any) -> tuple[list[Any], FitResult]:
+    with dx.init("lambda", timeout=30, intervals=INTERVALS, workers=2, **options):
+        g = dx.DistGraph(folder)
+        model, result = dx.fit(equality.model_of("sage", g), g, config=config, make_optimizer=sgd)
+        return [parameter.detach().numpy().copy() for parameter in model.parameters()], result
+
+
+def plain(epochs: int) -> FitConfig:
+    return FitConfig(epochs=epochs, eval_every=0, show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def faultless(folder: Path) -> list[Any]:
+    return trained(folder, plain(EPOCHS), executor="inline")[0]
+
+
+def first_attempts() -> list[TaskKey]:
+    """Of the first run of a session, of two layers: AV forward, the last one fused, AV backward."""
+    kinds = ((1, Direction.FORWARD), (4, Direction.FUSED), (1, Direction.BACKWARD))
+    return [
+        TaskKey(epoch, step, interval, direction, 1)
+        for epoch in range(EPOCHS)
+        for interval in range(INTERVALS)
+        for step, direction in kinds
+    ]
+
+
+def with_seed_that_strikes() -> tuple[dict[str, Any], int]:
+    """Faults that strike a fifth of the first attempts, in every way; how many kill before the end."""
+    keys = first_attempts()
+    for seed in range(1000):
+        drawn = [Faults(seed=seed, **A_FIFTH).draw(key, 0) for key in keys]
+        faults = [fault for fault, _ in drawn if fault is not None]
+        killed = [fault for fault in faults if fault.seconds is None and fault.place is not Place.END]
+        delayed = [fault for fault in faults if fault.seconds is not None]
+        twice = sum(times == 2 for _, times in drawn)
+        if len(killed) >= 2 and delayed and twice >= 2 and len(faults) + twice >= 0.2 * len(keys):
+            return {"seed": seed, **A_FIFTH}, len(killed)
+    raise AssertionError("no seed strikes so")
+
+
+@pytest.mark.parametrize("executor", ["local", "inline"])
+def test_a_fifth_of_the_calls_may_go_wrong(executor: str, folder: Path, faultless: list[Any]) -> None:
+    faults, killed = with_seed_that_strikes()
+    found, result = trained(folder, plain(EPOCHS), executor=executor, faults=faults)
+    assert all(np.array_equal(one, other) for one, other in zip(faultless, found, strict=True))
+    account: dict[str, Any] = result.account
+    assert account["relaunched"] >= killed
+    # All tasks of the run, each attempt counted.
+    assert account["invocations"] == len(first_attempts()) + account["relaunched"]
+
+
+def test_a_run_of_unlike_kernels_says_so_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings(executor: str) -> list[str]:
+        caplog.clear()
+        trained(folder, FitConfig(epochs=2, eval_every=1, show_progress=False), executor=executor)
+        return [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
+
+    core = other_core()
+    # NumPy of this process is loaded, and has its kernels; workers take those that the variable says.
+    monkeypatch.setenv("OPENBLAS_CORETYPE", core)
+    assert warnings("inline") == []
+    (said,) = warnings("local")
+    assert kernels() in said
+    assert core.upper() in said.upper()
+
+
+def saving(saved: Path, **more: Any) -> FitConfig:
+    return FitConfig(epochs=EPOCHS, eval_every=1, checkpoint_folder=saved, show_progress=False, **more)
+
+
+def until_death(folder: str, saved: str) -> str:
+    """Rank 1, a graph server and a parameter server, dies after the second epoch; what rank 0 says."""
+
+    def die(record: EpochRecord) -> None:
+        if record.epoch == 1 and current_session().topology.rank == 1:
+            os._exit(3)
+
+    session = dx.init("lambda", timeout=20, executor="inline", intervals=2, workers=2, parameter_servers=2)
+    g = dx.DistGraph(folder)
+    with pytest.raises(DglxError) as caught:
+        dx.fit(
+            equality.model_of("sage", g), g, config=saving(Path(saved)), make_optimizer=sgd, callbacks=[die]
+        )
+    session.close(failed=True)
+    return str(caught.value)
+
+
+def test_a_dead_graph_and_parameter_server_is_named_and_the_job_resumes(
+    folder: Path, faultless: list[Any], tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    outcomes = start_ranks(until_death, 2, args=(str(folder), str(saved)), timeout_s=120)
+    assert outcomes[1].exitcode == 3
+    assert "rank 1" in outcomes[0].result
+    # Any number of ranks goes on; sums in another order are those of a run that never died but for rounding.
+    found, result = trained(folder, saving(saved, resume=True), executor="inline")
+    assert result.first_epoch == 2
+    for mine, whole in zip(found, faultless, strict=True):
+        assert np.abs(mine - whole).max() < 1e-12

@@ -1,0 +1,343 @@
+"""All graph servers in one thread: pipe is plain training; async keeps its bounds in any order of events."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.serverless.parameter_server import ParameterServer
+from dglx_dist.serverless.program import Vertex
+from dglx_dist.serverless.tasks import TaskKey
+from dglx_dist.strategies.serverless.graph_server import GraphServer, Kind, LocalParameters, compute_task
+from dglx_dist.strategies.serverless.options import StalenessPolicy
+from dglx_dist.strategies.serverless.serial_scheduler import (
+    Choice,
+    Event,
+    SerialSchedule,
+    What,
+    first_come,
+    replayed,
+    seeded,
+)
+
+from . import cases
+
+CUTS = {1: [0, 40], 2: [0, 17, 40], 3: [0, 13, 13, 40], 4: [0, 9, 20, 33, 40]}
+"""First nodes of each graph server; one of three has no nodes at all."""
+
+
+def train(
+    name: str,
+    graph_servers: int,
+    intervals: int,
+    pace: StalenessPolicy,
+    choose: Choice,
+    *,
+    epochs: int,
+    parameter_servers: int = 1,
+    **options: bool,
+) -> tuple[SerialSchedule, list[ParameterServer]]:
+    servers, parameters = cases.servers(
+        cases.PROGRAMS[name](),
+        CUTS[graph_servers],
+        intervals,
+        num_parameter_servers=parameter_servers,
+        staleness=pace.staleness,
+        **options,
+    )
+    schedule = SerialSchedule(servers, parameters, pace, choose)
+    schedule.run(epochs)
+    return schedule, parameters
+
+
+def check_equal_to_plain(
+    name: str, schedule: SerialSchedule, parameters: Sequence[ParameterServer], epochs: int
+) -> None:
+    weights, losses = cases.plain_answer(name, epochs)
+    for server in parameters:
+        for key, value in cases.latest(server).items():
+            np.testing.assert_allclose(value, weights[key], rtol=1e-10, atol=1e-12, err_msg=key)
+    for epoch, (loss_sum, correct) in enumerate(losses):
+        found = [server.statistics(epoch) for server in schedule.servers]
+        assert sum(one[0] for one in found) == pytest.approx(loss_sum, rel=1e-10)
+        assert sum(one[1] for one in found) == correct
+
+
+@pytest.mark.parametrize("name", cases.PROGRAMS)
+@pytest.mark.parametrize("graph_servers", CUTS)
+@pytest.mark.parametrize(("intervals", "parameter_servers"), [(1, 1), (3, 3), (7, 2)])
+def test_pipe_is_plain_training(
+    name: str, graph_servers: int, intervals: int, parameter_servers: int
+) -> None:
+    count = min(parameter_servers, graph_servers * intervals)
+    choose = seeded(graph_servers)
+    schedule, parameters = train(
+        name,
+        graph_servers,
+        intervals,
+        StalenessPolicy(mode="pipe"),
+        choose,
+        epochs=3,
+        parameter_servers=count,
+    )
+    check_equal_to_plain(name, schedule, parameters, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "intervals", "options"),
+    [("gcn", 100, {}), ("sage", 3, {"fused": False}), ("gat", 2, {"rematerialise": False, "fused": False})],
+)
+def test_twenty_epochs_and_a_hundred_intervals(name: str, intervals: int, options: dict[str, bool]) -> None:
+    pace = StalenessPolicy(mode="no_pipe" if name == "sage" else "pipe")
+    epochs, graph_servers = (2, 1) if intervals == 100 else (20, 2)
+    schedule, parameters = train(name, graph_servers, intervals, pace, first_come, epochs=epochs, **options)
+    check_equal_to_plain(name, schedule, parameters, epochs)
+
+
+@pytest.mark.parametrize("name", cases.PROGRAMS)
+def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
+    found = []
+    for pace, choose in (
+        (StalenessPolicy(mode="pipe"), seeded(1)),
+        (StalenessPolicy(mode="pipe"), first_come),
+        (StalenessPolicy(mode="async", staleness=0), first_come),
+    ):
+        _, parameters = train(name, 3, 3, pace, choose, epochs=4, parameter_servers=2)
+        found.append([value.tobytes() for value in parameters[0].latest()])
+    assert found[0] == found[1] == found[2]
+
+
+def test_options_and_modes_change_no_bit() -> None:
+    found = []
+    for options in ({}, {"fused": False}, {"rematerialise": False}, {"fused": False, "rematerialise": False}):
+        for mode in ("pipe", "no_pipe"):
+            _, parameters = train("gat", 2, 2, StalenessPolicy(mode=mode), seeded(3), epochs=2, **options)
+            found.append([value.tobytes() for value in parameters[0].latest()])
+    assert all(one == found[0] for one in found)
+
+
+def test_runs_go_on_where_they_ended_and_async_can_become_synchronous() -> None:
+    pace = StalenessPolicy(mode="async", staleness=2)
+    servers, parameters = cases.servers(cases.gcn(), CUTS[2], 2, staleness=2)
+    schedule = SerialSchedule(servers, parameters, pace, seeded(5))
+    schedule.run(3)
+    between = cases.latest(parameters[0])
+    for progress in schedule.progress:
+        progress.pace.synchronous_from = 3
+    schedule.run(5)
+    program, graph = cases.gcn(), cases.case()
+    for _ in range(2):
+        gradients = cases.plain_run(program, between, graph).gradients
+        between = {key: value - cases.LR * gradients[key] for key, value in between.items()}
+    for key, value in cases.latest(parameters[0]).items():
+        np.testing.assert_allclose(value, between[key], rtol=1e-10, atol=1e-12)
+
+
+def test_a_record_is_replayed_and_another_runs_record_is_refused() -> None:
+    pace = StalenessPolicy(mode="async", staleness=1)
+    first, parameters = train("sage", 2, 3, pace, seeded(7), epochs=4)
+    again, repeated = train("sage", 2, 3, pace, replayed(first.record), epochs=4)
+    assert again.record == first.record
+    assert [one.tobytes() for one in repeated[0].latest()] == [
+        one.tobytes() for one in parameters[0].latest()
+    ]
+    other, changed = train("sage", 2, 3, pace, seeded(8), epochs=4)
+    assert other.record != first.record
+    assert any((a != b).any() for a, b in zip(changed[0].latest(), parameters[0].latest(), strict=True))
+    with pytest.raises(ConfigError, match="is it of another run"):
+        train("sage", 2, 3, StalenessPolicy(mode="pipe"), replayed(first.record), epochs=4)
+
+
+def test_gradients_of_intervals_add_up_to_those_of_the_graph() -> None:
+    """And an interval without training nodes, or without nodes, reports zeros."""
+    program, graph = cases.gcn(), cases.case()
+    servers, parameters = cases.servers(program, CUTS[3], 7)
+    total = {name: np.zeros(shape) for name, shape in program.weight_shapes.items()}
+    reported: set[tuple[int, int]] = set()
+    silent = 0
+
+    class Listening:
+        def weights(self, key: TaskKey) -> list[np.ndarray]:
+            return LocalParameters(parameters).weights(key)
+
+        def gradients(self, key: TaskKey, arrays: Sequence[np.ndarray]) -> None:
+            nonlocal silent
+            reported.add((key.interval, key.step))
+            silent += not any(array.any() for array in arrays)
+            for name, array in zip(program.weights_of(key.step), arrays, strict=True):
+                total[name] += array
+            LocalParameters(parameters).gradients(key, arrays)
+
+    schedule = SerialSchedule(servers, parameters, StalenessPolicy())
+    schedule._hands = Listening()  # type: ignore[assignment]
+    schedule.run(1)
+    plain = cases.plain_run(program, cases.first_weights(program), graph)
+    for name, gradient in plain.gradients.items():
+        np.testing.assert_allclose(total[name], gradient, rtol=1e-12, atol=1e-13)
+    assert reported == {(interval, step) for interval in range(21) for step in (1, 4)}
+    assert silent >= 14  # the seven of the graph server without nodes, twice
+
+
+class Bounds:
+    """Watches a schedule and checks every bound of bounded asynchrony after each event."""
+
+    def __init__(
+        self, schedule: SerialSchedule, parameters: Sequence[ParameterServer], staleness: int
+    ) -> None:
+        self.schedule, self.parameters, self.staleness = schedule, parameters, staleness
+        self.written: dict[tuple[int, int], int] = {}
+        self.seen: dict[tuple[int, int], int] = {}
+        self.versions: dict[tuple[int, int, int], int] = {}
+        self.lag = self.spread = self.alive = 0
+        self.sources = [sources_of(server) for server in schedule.servers]
+        schedule.watch = self.look
+
+    def look(self, event: Event) -> None:
+        updates = self.parameters[0].updates
+        alive = max(len(server.alive) for server in self.parameters)
+        assert alive <= self.staleness + 2
+        self.alive = max(self.alive, alive)
+        if event.what is What.UPDATE:
+            return
+        server = self.schedule.servers[event.server]
+        epoch, index = divmod(event.position, len(server.course))
+        assert epoch - updates <= self.staleness
+        self.spread = max(self.spread, epoch - updates)
+        move, place = server.course[index], (event.server, event.interval)
+        if move.kind is Kind.GATHER and move.step > 0:
+            oldest = min(
+                (self.value_of(place, at) for at in self.sources[event.server][event.interval]), default=epoch
+            )
+            self.lag = max(self.lag, epoch - oldest)
+            assert epoch - oldest <= self.staleness + 1
+        elif move.kind is Kind.SCATTER:
+            self.seen[place] = epoch
+        elif move.kind is Kind.WORK and event.what is What.SUBMIT and index == 1:
+            self.written[place] = epoch
+        if event.what is What.COMPUTE:
+            self.check_version(server, event, epoch)
+
+    def value_of(self, reader: tuple[int, int], source: tuple[int, int]) -> int:
+        """Epoch of the rows of ``source`` that ``reader`` sees: ghosts are as old as the last letter."""
+        return (self.written if source[0] == reader[0] else self.seen)[source]
+
+    def check_version(self, server: GraphServer, event: Event, epoch: int) -> None:
+        interval = server.part.first_interval + event.interval
+        (index,) = {int(self.parameters[0].plan.server_of_interval[interval])}
+        for number, parameters in enumerate(self.parameters):
+            stash = parameters.stashes.get(interval)
+            assert (stash is not None) == (number == index)
+        stashed_epoch, version = self.parameters[index].stashes[interval]
+        assert stashed_epoch == epoch
+        key = (event.server, event.interval, epoch)
+        assert self.versions.setdefault(key, version) == version
+        assert epoch - self.staleness <= version <= epoch
+
+
+def sources_of(server: GraphServer) -> list[set[tuple[int, int]]]:
+    """Per interval: (graph server, interval) of the sources of its in-edges; all have as many intervals."""
+    part, graph = server.part, server.part.graph
+    bounds = [one.bounds for one in cases_parts(tuple(graph.starts.tolist()), part.num_intervals)]
+    found = []
+    for interval in range(part.num_intervals):
+        some = set()
+        for local in graph.sources[part.edges_of(interval)].tolist():
+            where = (
+                local + graph.starts[graph.rank]
+                if local < graph.num_own
+                else graph.ghosts[local - graph.num_own]
+            )
+            owner = int(np.searchsorted(graph.starts, where, side="right") - 1)
+            inside = where - graph.starts[owner]
+            some.add((owner, int(np.searchsorted(bounds[owner], inside, side="right") - 1)))
+        found.append(some)
+    return found
+
+
+@functools.cache
+def cases_parts(starts: tuple[int, ...], intervals: int) -> list:
+    return SMALL().parts(list(starts), intervals)
+
+
+SMALL = functools.partial(cases.case, 12, 30, 3)
+
+
+@pytest.mark.parametrize(("staleness", "runs"), [(0, 300), (1, 400), (2, 300)])
+def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -> None:
+    worst, epochs = {"spread": 0, "lag": 0, "alive": 0}, 2 + staleness
+    program = cases.gcn((5, 2, 3))
+    for seed in range(runs):
+        servers, parameters = cases.servers(
+            program,
+            [0, 7, 12],
+            1 + (seed % 3 == 2),
+            num_parameter_servers=1 + seed % 2,
+            staleness=staleness,
+            graph=SMALL(),
+        )
+        pace = StalenessPolicy(mode="async", staleness=staleness)
+        schedule = SerialSchedule(servers, parameters, pace, uneven(seed))
+        bounds = Bounds(schedule, parameters, staleness)
+        schedule.run(epochs)
+        for server in parameters:
+            server.drain()
+            assert server.updates == epochs
+            assert server.stashes == {}
+            assert server.alive == (epochs,)
+        assert not any(server.desk.keys for server in servers)
+        worst = {name: max(value, getattr(bounds, name)) for name, value in worst.items()}
+    # The bounds are reached, so that the test would see one that is exceeded.
+    assert worst == {"spread": staleness, "lag": staleness + 1, "alive": staleness + 2}
+
+
+def uneven(seed: int) -> Choice:
+    """A seeded choice in which one graph server, another one each time, is mostly held back."""
+    draw, slow = np.random.default_rng(seed), seed % 3
+
+    def choose(events: Sequence[Event]) -> int:
+        quick = [at for at, event in enumerate(events) if event.server != slow]
+        among: Sequence[int] | range = quick if quick and draw.random() < 0.9 else range(len(events))
+        return int(among[int(draw.integers(len(among)))])
+
+    return choose
+
+
+def test_the_watch_sees_a_gate_that_is_left_open() -> None:
+    program = cases.gcn((5, 2, 3))
+    servers, parameters = cases.servers(program, [0, 7, 12], 1, staleness=3, graph=SMALL())
+    schedule = SerialSchedule(servers, parameters, StalenessPolicy(mode="async", staleness=3), uneven(0))
+    Bounds(schedule, parameters, 1)
+    with pytest.raises(AssertionError):
+        schedule.run(8)
+
+
+def test_a_second_attempt_gives_the_same_and_is_dropped() -> None:
+    servers, parameters = cases.servers(cases.gcn(), CUTS[2], 2)
+    schedule = SerialSchedule(servers, parameters, StalenessPolicy())
+    hands = LocalParameters(parameters)
+    twice: list[bool] = []
+    inner: Callable[[Event], None] = schedule._happen
+
+    def happen(event: Event) -> None:
+        place = event.server, event.interval
+        if event.what is What.SUBMIT:
+            key, computed = schedule._computed[place]
+            server = servers[event.server]
+            again = compute_task(server, hands, key)
+            inner(event)
+            for half in (0, 1):
+                first, second = computed.halves[half], again.halves[half]
+                assert [one.tobytes() for one in first] == [one.tobytes() for one in second]
+                twice.append(server.give(key, half, second).accepted)
+            if isinstance(server.program.steps[key.step], Vertex) and again.gradients:
+                hands.gradients(key, again.gradients)
+        else:
+            inner(event)
+
+    schedule._happen = happen  # type: ignore[method-assign]
+    schedule.run(3)
+    assert twice
+    assert not any(twice)
+    check_equal_to_plain("gcn", schedule, parameters, 3)

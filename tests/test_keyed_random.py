@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+
+from dglx_dist.keyed_random import (
+    bounded,
+    half_word,
+    hash_ids,
+    item_key,
+    mix,
+    relation_keys,
+    splitmix64,
+    stream_key,
+    unit,
+)
+
+
+def test_mix_is_splitmix64() -> None:
+    # First outputs of the reference generator from the states 0 and 1234567.
+    assert int(mix(np.uint64(0))) == 0xE220A8397B1DCDAF
+    assert int(mix(np.uint64(1234567))) == 6457827717110365317
+
+
+def test_splitmix64_is_the_published_one() -> None:
+    """The generator's first outputs from seed 0 are the hashes of 0 and of its increment."""
+    increment = 0x9E3779B97F4A7C15
+    hashes = splitmix64(np.array([0, increment], dtype=np.uint64))
+    assert [int(h) for h in hashes] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+def test_keys_differ_in_every_part() -> None:
+    keys = {
+        int(item_key(stream_key(seed, epoch, hop), node))
+        for seed in range(4)
+        for epoch in range(4)
+        for hop in range(4)
+        for node in range(4)
+    }
+    assert len(keys) == 256
+
+
+def test_two_draws_share_one_hash() -> None:
+    word = int(mix(np.uint64(7)))
+    assert int(half_word(np.uint64(7), 0)) == word & 0xFFFFFFFF
+    assert int(half_word(np.uint64(7), 1)) == word >> 32
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3, 7, 1000])
+def test_bounded_stays_in_bounds_and_moves_on(bound: int) -> None:
+    number = 0
+    for _ in range(200):
+        value, after = bounded(np.uint64(5), number, bound)
+        assert 0 <= value < bound
+        assert after > number
+        number = after
+
+
+def test_bounded_throws_away_what_would_be_unfair() -> None:
+    # With a bound of 3 * 2**30, a quarter of the 32-bit words are rejected, and none is for a power of two.
+    ends = {}
+    for bound in (3 << 30, 1 << 31):
+        number = 0
+        for _ in range(4000):
+            _, number = bounded(np.uint64(11), number, bound)
+        ends[bound] = number
+    assert ends[1 << 31] == 4000
+    assert 5100 < ends[3 << 30] < 5600  # 4000 / 0.75 = 5333, standard deviation 42
+
+
+def test_bounded_is_uniform() -> None:
+    draws, number = np.zeros(12), 0
+    for _ in range(12000):
+        value, number = bounded(np.uint64(3), number, 12)
+        draws[value] += 1
+    assert ((draws - 1000) ** 2 / 1000).sum() < 31.26  # chi^2, 11 degrees, p = 1e-3
+
+
+def test_unit_is_inside_the_open_interval_with_mean_one_half() -> None:
+    draws = np.array([unit(np.uint64(1), number) for number in range(10000)])
+    assert draws.min() > 0
+    assert draws.max() < 1
+    assert abs(draws.mean() - 0.5) < 4 * np.sqrt(1 / 12 / 10000)
+
+
+def test_hash_of_ids_depends_on_the_id_alone() -> None:
+    stream = stream_key(1, 2, 3)
+    ids = np.array([5, 9, 2**40], np.int64)
+    forward, backward = hash_ids(ids, stream), hash_ids(ids[::-1].copy(), stream)
+    assert forward.tolist() == backward[::-1].tolist()
+    assert int(forward[0]) == int(item_key(stream, 5))
+
+
+def test_edge_types_have_keys_of_their_own_and_the_first_has_the_hops() -> None:
+    keys = relation_keys(5, 2, 3, 40)
+    assert keys[:, 0].tolist() == [stream_key(5, 2, hop) for hop in range(3)]
+    assert len(set(keys.ravel().tolist())) == 120
+    assert keys.tolist() == relation_keys(5, 2, 3, 41)[:, :40].tolist()
