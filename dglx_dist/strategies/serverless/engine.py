@@ -401,7 +401,7 @@ class Engine:
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
         self._progress = Progress(server.course, server.part.num_intervals, pace, self._peers)
         self._updated_at = {pace.first_epoch: time.perf_counter()}
-        self._service = WorkerService(session.rpc, server, self._given, self._refused)
+        self._worker_service = WorkerService(session.rpc, server, self._given, self._refused)
         self._mail = GhostExchange(session.rpc, server, self._heard, self._counted)
         self.parameters = ParameterClient(session.rpc, config.plan, config.places, on_update=self._updated)
         """The latest weights and the optimizer's state, between runs."""
@@ -413,7 +413,7 @@ class Engine:
             )
         )
         try:
-            self._workers = start_workers(self._service.handlers(self.parameters))
+            self._workers = start_workers(self._worker_service.handlers(self.parameters))
         except BaseException:
             self.abandon()
             raise
@@ -442,7 +442,7 @@ class Engine:
     @property
     def kernels(self) -> list[str]:
         """What this graph server and its workers compute with; see ``kernels`` of tasks."""
-        return sorted(self._service.kernels)
+        return sorted(self._worker_service.kernels)
 
     def snapshot(self) -> Snapshot:
         """Return what this graph server does now; any thread."""
@@ -477,7 +477,7 @@ class Engine:
     def abandon(self) -> None:
         """As :meth:`close` where the run has failed: waits for nobody."""
         self._mail.close()
-        self._service.close()
+        self._worker_service.close()
         self.parameters.close()
         if self._service is not None:
             self._service.close()

@@ -129,15 +129,15 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     out = module(block, rows)
     cotangent = torch.randn(out.shape, dtype=dtype, generator=generator)
     trained = [rows, *(weight for weight in weights if weight.requires_grad)]
-    gradients = torch.autograd.grad(out, trained, cotangent, allow_unused=True)
+    expected = torch.autograd.grad(out, trained, cotangent, allow_unused=True)
 
     inputs, back = _inputs(block, rows.detach().numpy(), declared)
     own = [weight.detach().numpy() for weight in weights]
     found = stage.forward(own, inputs).outputs[0]
     _compare(name, declared, "result", out.detach(), found)
     gradients = stage.backward(own, inputs, [cotangent.numpy()])
-    _compare(name, declared, "gradient of its input", gradients[0], back(gradients.inputs))
-    wanted = iter(gradients[1:])
+    _compare(name, declared, "gradient of its input", expected[0], back(gradients.inputs))
+    wanted = iter(expected[1:])
     for weight_name, weight, slope in zip(declared.weights, weights, gradients.weights, strict=True):
         if weight.requires_grad:
             _compare(name, declared, f"gradient of {weight_name!r}", next(wanted), slope)

@@ -614,12 +614,12 @@ def backward_by_torch(
     ]
     found: list[Array] = [torch.zeros_like(leaf).numpy() for leaf in leaves]
     if roots and leaves:
-        gradients = torch.autograd.grad(
+        computed = torch.autograd.grad(
             [one for one, _ in roots], leaves, [slope for _, slope in roots], allow_unused=True
         )
         found = [
             zeros if slope is None else slope.contiguous().numpy()
-            for zeros, slope in zip(found, gradients, strict=True)
+            for zeros, slope in zip(found, computed, strict=True)
         ]
     rest = iter(found[len(of_weights) :])
     return Backward(
