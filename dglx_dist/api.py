@@ -576,7 +576,7 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
         raise ConfigError("the model is wrapped already; give wrap the module that you built, once")
     inner = _distributed(g)
     wrapped = strategy_of(inner.session).wrap(model, inner, reduction)
-    inner.session.attached[WRAPPED] = True
+    WRAPPED.set(inner.session, True)
     # Scripts of DistDGL evaluate with code of their own on model.module.
     return ScriptModel(wrapped) if g is not inner and wrapped.parts.local else wrapped
 

@@ -32,7 +32,7 @@ from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
 from dglx_dist.report.tables import RunFacts, plan_lines, summarise
-from dglx_dist.strategies.base import AUTO, STRATEGIES, strategy_of
+from dglx_dist.strategies.base import AUTO, CACHE_CHOICE, STRATEGIES, strategy_of
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
@@ -160,7 +160,7 @@ def fill_cache(
 ) -> None:
     """Fill the cache that was chosen, and note it for checkpoints; collective."""
     g.cache_rows(FEATURE, alpha=alpha, policy=policy, fanouts=list(fanouts), batch_size=batch_size)
-    g.session.attached[AUTO] = {"policy": policy, "alpha": alpha}
+    CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
 
 def _checked(told: object, folder: str | Path) -> Earlier:

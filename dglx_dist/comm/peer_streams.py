@@ -21,7 +21,7 @@ import numpy as np
 
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.rpc import Handler
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _OFFER = "streams.offer"
 _OPENING = "opening of connections between ranks"
-_KEPT = "streams"
+_STREAMS: SessionField[Streams | None] = SessionField(lambda: None)
 _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
 _NONCE_BYTES = _SECRET_BYTES = _PROOF_BYTES = 32
@@ -71,11 +71,11 @@ def open_streams(session: Session) -> Streams:
     Raises:
         PeerError: a rank is dead or did not connect within the time-out; it is named.
     """
-    kept = session.attached.get(_KEPT)
-    if isinstance(kept, Streams):
+    kept = _STREAMS.of(session)
+    if kept is not None:
         return kept
     streams = Streams(_connect_all(session) if session.topology.world_size > 1 else {})
-    session.attached[_KEPT] = streams
+    _STREAMS.set(session, streams)
     # Also where it failed: peers that wait for this rank's rows are told by the end of the connection.
     session.on_close.append(streams.close)
     return streams

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -349,6 +349,33 @@ class _Parts:
     trace: TraceWriter | None
 
 
+V = TypeVar("V")
+
+
+@final
+class SessionField(Generic[V]):
+    """A typed field of every session that the module which declares it owns.
+
+    Args:
+        make: Makes the value when a session is first asked for it.
+    """
+
+    def __init__(self, make: Callable[[], V]) -> None:
+        self._make = make
+
+    def of(self, session: Session) -> V:
+        """Return the value of ``session``."""
+        if self not in session._fields:
+            session._fields[self] = self._make()
+        value: V = session._fields[self]
+        return value
+
+    def set(self, session: Session, value: V) -> V:
+        """Set the value of ``session``, and return it."""
+        session._fields[self] = value
+        return value
+
+
 @final
 class Session:
     """What :func:`start_session` made. Close it, or use it as a context manager."""
@@ -366,8 +393,8 @@ class Session:
         """Set by the loader when it yields a batch."""
         self.timeline = Timeline()
         """Off until somebody turns it on."""
-        self.attached: dict[str, object] = {}
-        """What lower rooms keep as long as the session lasts, such as the graph opened last."""
+        self._fields: dict[object, Any] = {}
+        """By :class:`SessionField`."""
         self.before_close: list[Callable[[], None]] = []
         """Called by :meth:`close` before anything ends, unless it failed: work that is still under way."""
         self.on_close: list[Callable[[], None]] = []

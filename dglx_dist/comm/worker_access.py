@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, final
 from dglx_dist.comm.auth import Credentials, make_credentials_keys
 from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.rpc import PeerAddress
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.topology import interface_address, read_settings
 
-_KEPT = "visitors"
+_ACCESS: SessionField[ClientAccess | None] = SessionField(lambda: None)
 _LOOPBACK = "127.0.0.1"
 
 
@@ -46,8 +46,8 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
         ConfigError: there is no such interface.
         PeerError: a rank did not take part.
     """
-    kept = session.attached.get(_KEPT)
-    if isinstance(kept, ClientAccess):
+    kept = _ACCESS.of(session)
+    if kept is not None:
         return kept
     address = session.rpc.address or (
         interface_address(interface, "option interface") if interface else _LOOPBACK
@@ -82,7 +82,7 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
         },
         credentials=Credentials(secret=secret, public_key=ticket.public, secret_key=ticket.secret),
     )
-    session.attached[_KEPT] = access
+    _ACCESS.set(session, access)
     return access
 
 

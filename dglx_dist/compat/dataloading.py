@@ -109,7 +109,7 @@ class DistDataLoader:
     def _shares(self) -> list[StepShare]:
         """Return the items of each step; collective, the first time, once a model was wrapped."""
         topology = self._session.topology
-        if self._for_inference or WRAPPED not in self._session.attached:
+        if self._for_inference or not WRAPPED.of(self._session):
             # DistributedDataParallel weighs ranks alike, however many items each has.
             world_size = topology.world_size
             return [StepShare(num_local=int(n), num_global=int(n) * world_size) for n in self._mine]
@@ -158,7 +158,7 @@ class _Loader:
 
     @property
     def _is_wrapped(self) -> bool:
-        return WRAPPED in self._g.session.attached
+        return WRAPPED.of(self._g.session)
 
     @property
     def _ends_early(self) -> bool:

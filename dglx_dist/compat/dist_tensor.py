@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, gather_json
-from dglx_dist.comm.session import Shared
+from dglx_dist.comm.session import SessionField, Shared
 from dglx_dist.compat.partition_book import PartitionPolicy, graph_of_store, inner_policy, outer_policy
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import optim
@@ -30,7 +30,7 @@ from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.sparse_update import AdamRule
 
-_BATCH = "compat.batch"
+_BATCH: SessionField[LastBatch | None] = SessionField(lambda: None)
 
 
 @final
@@ -57,7 +57,7 @@ class LastBatch:
 def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:
     """Note what is yielded now; ids by type are not noted, as strategies that cut columns have one type."""
     if isinstance(input_nodes, Tensor):
-        g.session.attached[_BATCH] = LastBatch(g, input_nodes, blocks[0])
+        _BATCH.set(g.session, LastBatch(g, input_nodes, blocks[0]))
 
 
 def attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
@@ -66,8 +66,8 @@ def attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
     Under a strategy that cuts features by column, ``g.ndata[name][input_nodes]`` is then what the wrapped
     model takes, this rank's columns, and no row is fetched.
     """
-    batch = tensor.kvstore.session.attached.get(_BATCH)
-    return batch.rows(tensor, index) if isinstance(batch, LastBatch) else None
+    batch = _BATCH.of(tensor.kvstore.session)
+    return None if batch is None else batch.rows(tensor, index)
 
 
 _HIDDEN, _KINDS = "hidden~", ("node~", "edge~")
@@ -272,7 +272,8 @@ class _LocalRows(Mapping[str, Tensor]):
         return len(self._client.data_name_list())
 
 
-_LIFETIMES = "compat.lifetimes"
+_LIFETIMES: SessionField[dict[str, Lifetimes]] = SessionField(dict)
+"""By label of the store."""
 
 
 @final
@@ -308,8 +309,7 @@ class Lifetimes:
 
 def lifetimes_of(store: KVStore) -> Lifetimes:
     """Return those of a graph's store: two graphs may have tensors of the same name."""
-    by_store = store.session.attached.setdefault(_LIFETIMES, {})
-    return cast("dict[str, Lifetimes]", by_store).setdefault(store.label, Lifetimes())
+    return _LIFETIMES.of(store.session).setdefault(store.label, Lifetimes())
 
 
 @final

@@ -32,7 +32,7 @@ from dglx_dist.compat.dist_graph import inner_graph
 from dglx_dist.compat.dist_tensor import KVClient
 from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.graph.dist_tensor import GRAPH, opened_graph
+from dglx_dist.graph.dist_tensor import OPENED, opened_graph
 from dglx_dist.graph.ids import Ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.base import Parts, WrappedModel, begin, resolve_strategy
@@ -267,7 +267,7 @@ _OF_PROCESSES = ("role", "rpc", "rpc_client", "rpc_server", "dist_context", "gra
 def get_kvstore() -> KVClient | None:
     """Return the store of the graph opened last; None before there is one, as DGL does."""
     opened = session_if_open()
-    return None if opened is None or GRAPH not in opened.attached else KVClient.over(opened_graph().kvstore)
+    return None if opened is None or OPENED.of(opened) is None else KVClient.over(opened_graph().kvstore)
 
 
 def in_degrees(g: object, v: Ids) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.session import current_session
+from dglx_dist.comm.session import SessionField, current_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import opened_graph
@@ -246,12 +246,12 @@ def _local(ids: Ids, own: tuple[int, int]) -> Tensor:
     return torch.from_numpy(asked)
 
 
-_GRAPHS = "compat.graphs"
+_GRAPHS: SessionField[list[DistGraph]] = SessionField(list)
 
 
 def remember_graph(g: DistGraph) -> None:
     """Note that ``g`` is open, until it is closed or the session ends."""
-    graphs = cast("list[DistGraph]", g.session.attached.setdefault(_GRAPHS, []))
+    graphs = _GRAPHS.of(g.session)
     graphs.append(g)
     g.on_close.append(lambda: graphs.remove(g))
 
@@ -304,7 +304,7 @@ def edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
 
 def _open_graphs() -> Sequence[DistGraph]:
     last = opened_graph()
-    graphs = cast("list[DistGraph]", current_session().attached.get(_GRAPHS, []))
+    graphs = _GRAPHS.of(current_session())
     return [*(g for g in graphs if g is not last), last]
 
 

@@ -21,7 +21,7 @@ from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.cache import CacheRequest, Fanouts, cache_rows
 from dglx_dist.graph.column import CachePlan
-from dglx_dist.graph.dist_tensor import GRAPH, GRAPH_REMEDY, DistTensor, unsupported
+from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DistTensor, unsupported
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
@@ -305,7 +305,7 @@ class DistGraph(Shared):
         self._draws = count()
         self.on_close: list[Callable[[], None]] = []
         """Called by :meth:`close`, once nobody uses the graph any more: what others made of it is let go."""
-        self.session.attached[GRAPH] = self
+        OPENED.set(self.session, self)
         barrier(self.session, f"opening {self.name}")
 
     if not TYPE_CHECKING:
@@ -588,8 +588,8 @@ class DistGraph(Shared):
         self.kvstore.close()
         for structure in self._structures.values():
             structure.close()
-        if self.session.attached.get(GRAPH) is self:
-            del self.session.attached[GRAPH]
+        if OPENED.of(self.session) is self:
+            OPENED.set(self.session, None)
 
     def _known_ntype(self, ntype: str) -> str:
         if ntype not in self._node_policies:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, gather_json
-from dglx_dist.comm.session import Session, Shared, current_session
+from dglx_dist.comm.session import Session, SessionField, Shared, current_session
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
@@ -263,7 +263,8 @@ def _check_same(
             )
 
 
-GRAPH = "graph"
+OPENED: SessionField[DistGraph | None] = SessionField(lambda: None)
+"""The graph opened last."""
 """Where the session keeps the graph opened last."""
 
 
@@ -577,7 +578,7 @@ def opened_graph() -> DistGraph:
     Raises:
         ConfigError: none is open.
     """
-    found = current_session().attached.get(GRAPH)
+    found = OPENED.of(current_session())
     if found is None:
         raise ConfigError("no graph is open; open a DistGraph first")
-    return cast("DistGraph", found)
+    return found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dglx_dist.comm.collectives import gather_int64
-from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 Reduction: TypeAlias = Literal["mean", "sum"]
 """What the user's loss is: the mean over this rank's own targets, or their sum."""
 
-WRAPPED = "wrapped"
-"""In ``session.attached`` once a model was wrapped, hence steps are taken by all ranks together."""
+WRAPPED: SessionField[bool] = SessionField(lambda: False)
+"""Whether a model is wrapped, hence all ranks take steps together."""
+CACHE_CHOICE: SessionField[dict[str, object] | None] = SessionField(lambda: None)
+"""Policy and alpha of the row cache that ``strategy="auto"`` has filled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +226,7 @@ class WrappedModel(nn.Module, ABC):
 class Strategy(ABC):
     """One placement of a model's stages over the ranks.
 
-    An instance is made whenever one is needed: state belongs in what it returns, or in ``session.attached``.
+    An instance is made whenever one is needed: state belongs in what it returns, or in a ``SessionField``.
 
     Args:
         session: The run it works in.

@@ -24,7 +24,7 @@ from dglx_dist.graph.column import CacheCounts
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
-from dglx_dist.strategies.base import AUTO, EpochTrainer, Objective, WrappedModel
+from dglx_dist.strategies.base import CACHE_CHOICE, EpochTrainer, Objective, WrappedModel
 from dglx_dist.training import checkpoint
 from dglx_dist.training.checkpoint import Sparse, optimizers_of
 from dglx_dist.training.inference import check_evaluable, evaluate, float_of, labelled_type
@@ -617,7 +617,7 @@ def _trained_with(session: Session) -> dict[str, object]:
             options = None
     except (TypeError, ValueError):
         options = None
-    return {"name": session.strategy, "options": options, "cache": session.attached.get(AUTO)}
+    return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.of(session)}
 
 
 def _facts(g: DistGraph) -> dict[str, object]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final, get_args
 import numpy as np
 from numba import njit
 
+from dglx_dist.comm.session import SessionField
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.partition_book import submit_to_owners
@@ -359,6 +360,9 @@ def count_outside(
         out[i] = count
 
 
+_OUTSIDE_DEGREES: SessionField[dict[str, OutsideDegrees]] = SessionField(dict)
+
+
 def outside_degrees(g: DistGraph, structure: Structure) -> OutsideDegrees:
     """Return the graph's, made at the first call; every rank must call it, with a barrier before its use.
 
@@ -369,15 +373,14 @@ def outside_degrees(g: DistGraph, structure: Structure) -> OutsideDegrees:
         structure: Its in-edges of one type.
     """
     label = f"{g.kvstore.label}.outside.{':'.join(structure.etype)}"
-    known = g.session.attached.get(label)
-    if isinstance(known, OutsideDegrees):
-        return known
-    made = OutsideDegrees(g, structure, label)
-    g.session.attached[label] = made
+    known = _OUTSIDE_DEGREES.of(g.session)
+    if label in known:
+        return known[label]
+    made = known[label] = OutsideDegrees(g, structure, label)
 
     def leave() -> None:
         made.close()
-        del g.session.attached[label]
+        del known[label]
 
     g.on_close.append(leave)
     return made

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_json, peers_named
 from dglx_dist.comm.peer_streams import Streams, open_streams
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import NETWORK
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
@@ -364,7 +364,7 @@ def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
     return (ids[first : first + step] for first in range(0, len(ids), step))
 
 
-_KEPT = "halo wire"
+_WIRE: SessionField[Wire | None] = SessionField(lambda: None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -525,11 +525,11 @@ def wire_of(session: Session) -> Wire:
     Raises:
         PeerError: a rank is dead or did not connect within the time-out; it is named.
     """
-    kept = session.attached.get(_KEPT)
-    if isinstance(kept, Wire):
-        return kept
-    made = session.attached[_KEPT] = Wire(session)
-    return made
+    wire = _WIRE.of(session)
+    if wire is None:
+        wire = Wire(session)
+        _WIRE.set(session, wire)
+    return wire
 
 
 def _next(numbers: dict[int, int], rank: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import gather_int64
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
@@ -136,7 +136,7 @@ class DeferredLoader:
         return self._loader
 
 
-_STATE = "cooperative"
+_STATE: SessionField[_State] = SessionField(lambda: _State())
 
 
 def open_co_loader(
@@ -168,7 +168,7 @@ def open_co_loader(
     if options.batches:
         return opened(options.batches)
     choice = MemoryChoice(g, planner, _recipe(request, options, 1), request, options.memory)
-    state = _state(g)
+    state = _STATE.of(g.session)
 
     def fitting(model: nn.Module) -> tuple[FullGraphLoader, MemoryEstimate]:
         num_batches, needed = choice.choose(model)
@@ -187,9 +187,9 @@ def wrap_and_settle(
     Raises:
         ConfigError: there are several types; as :class:`HaloModel`; or memory does not suffice.
     """
-    check_one_type(_STATE, g)
+    check_one_type("cooperative", g)
     wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=options.bucket_bytes)
-    _state(g).model_is(wrapped)
+    _STATE.of(g.session).model_is(wrapped)
     return wrapped
 
 
@@ -235,12 +235,6 @@ class _State:
         for loader in awaiting:
             if not loader.is_settled:
                 loader.settle(wrapped.module)
-
-
-def _state(g: DistGraph) -> _State:
-    state = g.session.attached.setdefault(_STATE, _State())
-    assert isinstance(state, _State)
-    return state
 
 
 NAME = "cooperative"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, gather_int64, gather_json, sum_over_ranks
 from dglx_dist.comm.rpc import Pending
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.data.storage.columns import CACHE, FileInfo, numpy_dtype, safe_name
 from dglx_dist.data.storage.files import damaged, partial_folder, publish, replace_folder, seal, unseal
 from dglx_dist.data.storage.reader import StoredDataset
@@ -495,7 +495,7 @@ def _sums(
     return sums
 
 
-ATTACHED = "push_pull.columns"
+OPENED: SessionField[_Opened] = SessionField(lambda: _Opened())
 """Where the session keeps what is open."""
 
 log = logging.getLogger(__name__)
@@ -652,8 +652,7 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
         RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
         PeerError: a rank is dead or did not take part within the time-out.
     """
-    opened = g.session.attached.setdefault(ATTACHED, _Opened())
-    assert isinstance(opened, _Opened), "the name is ours"
+    opened = OPENED.of(g.session)
     key = (g.kvstore.label, group.members, tuple(names))
     if key not in opened.stores:
         wanted = together(g.session, lambda: _wanted(g, names, group, cache), ConfigError)

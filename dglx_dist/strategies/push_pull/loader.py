@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
@@ -14,7 +13,7 @@ from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader, check_alike
@@ -144,17 +143,10 @@ class GroupBatchFetcher:
         return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)
 
 
-_LOADERS = "push_pull.loaders"
+_NUM_LOADERS: SessionField[int] = SessionField(int)
 
 _ALIVE = 5
 """Batches that may be alive beside those made ahead: in flight, looked at, and held by the training loop."""
-
-
-class Drained(Protocol):
-    """Something that may have work left at the end of an epoch."""
-
-    def drain(self) -> None:
-        """Do it; every rank must call it."""
 
 
 @final
@@ -449,13 +441,12 @@ def _parted(g: DistGraph, sampler: Any, named: tuple[str, ...]) -> tuple[Any, tu
 
 def _next_label(session: Session) -> str:
     """Return a name that the ranks' loaders have in common, as all make theirs in the same order."""
-    number = cast("int", session.attached.get(_LOADERS, 0))
-    session.attached[_LOADERS] = number + 1
+    number = _NUM_LOADERS.of(session)
+    _NUM_LOADERS.set(session, number + 1)
     return f"push_pull.{number}"
 
 
 def _drain(session: Session) -> None:
-    pipelines = cast("Iterable[weakref.ref[Drained]]", session.attached.get(PIPELINES, ()))
-    for pipeline in [reference() for reference in pipelines]:
+    for pipeline in [reference() for reference in PIPELINES.of(session)]:
         if pipeline is not None:
             pipeline.drain()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final, get_args
+from typing import Literal, Protocol, TypeAlias, final, get_args
 
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE
@@ -198,8 +199,15 @@ def smallest_group(world_size: int, feature_bytes: int, memory_bytes: int) -> in
     )
 
 
-PIPELINES = "push_pull"
-"""Where ``session.attached`` lists the pipelines, weak references, for loaders to drain at an epoch's end."""
+class Drained(Protocol):
+    """Something that may have work left at the end of an epoch."""
+
+    def drain(self) -> None:
+        """Do it; every rank must call it."""
+
+
+PIPELINES: SessionField[list[weakref.ref[Drained]]] = SessionField(list)
+"""Pipelines that loaders drain at an epoch's end."""
 
 
 @dataclass(frozen=True, kw_only=True)

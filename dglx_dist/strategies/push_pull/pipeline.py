@@ -483,9 +483,7 @@ class Pipeline:
         self._called: Callable[[], GroupBatch | None] = _nothing
         """The batch that the model was called on last."""
         self._waited_s = 0.0
-        pipelines = session.attached.setdefault(PIPELINES, [])
-        assert isinstance(pipelines, list)
-        pipelines.append(weakref.ref(self))
+        PIPELINES.of(session).append(weakref.ref(self))
         self.weight = 1.0
         """What this rank's gradient counts in the step; set before each forward call."""
 

@@ -18,7 +18,7 @@ import numpy as np
 from dglx_dist.comm.collectives import barrier, gather_json, raise_for_missing
 from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.rpc import Handler, PeerAddress, Rpc
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.topology import link_speed
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.comm.worker_access import open_client_access
@@ -549,7 +549,7 @@ class Engine:
         )
 
 
-_RUNS = "runs of strategy lambda"
+_NUM_RUNS: SessionField[int] = SessionField(int)
 """Under which a session keeps how many there were."""
 
 
@@ -663,10 +663,7 @@ class TrainingRun:
 
 def _next_run(session: Session) -> int:
     """Number the runs of a session from 1; equal on all ranks, which make them together."""
-    before = session.attached.get(_RUNS, 0)
-    assert isinstance(before, int)
-    session.attached[_RUNS] = before + 1
-    return before + 1
+    return _NUM_RUNS.set(session, _NUM_RUNS.of(session) + 1)
 
 
 _EVERY_S = 0.5

@@ -19,7 +19,7 @@ from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import NODE_TYPE, ColumnInfo
 from dglx_dist.strategies.push_pull import feature_columns as column_loading
 from dglx_dist.strategies.push_pull.feature_columns import (
-    ATTACHED,
+    OPENED,
     PHASE,
     VALUES,
     ColumnStore,
@@ -161,7 +161,7 @@ def test_where_no_file_can_be_made_columns_stay_in_memory(
     assert [record.message for record in caplog.records if "keep columns in memory" in record.message]
     assert len(caplog.records) == 1
     g.close()
-    assert not session.attached[ATTACHED].stores  # type: ignore[attr-defined]
+    assert not OPENED.of(session).stores
 
 
 def test_a_kept_copy_needs_no_more_memory_than_some_messages(

@@ -20,7 +20,7 @@ from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import deal_out_columns
-from dglx_dist.strategies.push_pull.options import make_group
+from dglx_dist.strategies.push_pull.options import PIPELINES, make_group
 from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import rounds
@@ -219,7 +219,7 @@ def on_four(folder: str) -> dict[str, Any]:
             g, rounds.share_of(rounds.NUM_NODES, session.topology.rank, 4), sampler_of(), batch_size=8
         )
         pipeline = Pipeline()
-        session.attached["push_pull"] = [ref(pipeline), ref(Pipeline())]
+        PIPELINES.set(session, [ref(pipeline), ref(Pipeline())])
         found["batches"] = compare(session, pushed, plain)
         found["drained"] = [pipeline.drained]
         found["left"] = leave_early(pushed)
