@@ -21,7 +21,7 @@ from dglx_dist.auto_options import Training, check_session_options
 from dglx_dist.comm.collectives import broadcast_json, sum_over_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
-from dglx_dist.compat.install import ScriptModel
+from dglx_dist.compat.namespace import ScriptModel
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST

@@ -14,7 +14,7 @@ pull, plain = kvstore.default_pull_handler, dgl.dataloading.DistDataLoader
 import dglx_dist.compat
 from dglx_dist.compat.dist_graph import DistGraph
 from dglx_dist.compat.dataloading import DistNodeDataLoader
-installed = dglx_dist.compat.install()
+installed = dglx_dist.compat.namespace()
 from dgl.distributed import DistGraph as found, DistNodeDataLoader as later, RangePartitionBook
 from dgl.distributed.dist_graph import DistGraph as inner
 from dgl.distributed.optim import SparseAdam
@@ -37,7 +37,7 @@ for gone in (role.init_role, rpc.set_num_server, dist_context.finalize_client, k
         assert gone.__name__ in str(error)
     else:
         raise AssertionError(gone)
-with dglx_dist.compat.install():
+with dglx_dist.compat.namespace():
     pass
 assert dgl.distributed.DistGraph is DistGraph
 installed.undo()
@@ -60,7 +60,7 @@ class Refuses(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Refuses())
 import dglx_dist.compat, dglx_dist.api, dglx_dist.api
 assert "dgl.distributed" not in sys.modules
-installed = dglx_dist.compat.install()
+installed = dglx_dist.compat.namespace()
 import dgl.distributed
 from dgl.distributed import DistEmbedding, DistNodeDataLoader, initialize, optim
 from dgl.distributed.optim import SparseAdagrad
@@ -68,7 +68,7 @@ from dgl.distributed.nn import DistEmbedding as same
 from dgl.distributed.constants import DEFAULT_ETYPE, DEFAULT_NTYPE
 from dgl.dataloading import DistEdgeDataLoader
 assert dgl.distributed.DistEdgeDataLoader is DistEdgeDataLoader and same is DistEmbedding
-assert initialize.__module__ == "dglx_dist.compat.install" and optim.SparseAdagrad is SparseAdagrad
+assert initialize.__module__ == "dglx_dist.compat.namespace" and optim.SparseAdagrad is SparseAdagrad
 for missing in ("kvstore", "dist_graph"):
     try:
         __import__(f"dgl.distributed.{missing}")

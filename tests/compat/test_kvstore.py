@@ -10,10 +10,10 @@ import torch
 
 from dglx_dist.compat import dataloading as sampling
 from dglx_dist.compat import dist_tensor as optim
-from dglx_dist.compat import install as session
+from dglx_dist.compat import namespace as session
 from dglx_dist.compat.dist_graph import DistGraph
 from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
-from dglx_dist.compat.install import SUPPORTED_SUBMODULES
+from dglx_dist.compat.namespace import SUPPORTED_SUBMODULES
 from dglx_dist.compat.partition_book import EdgePartitionPolicy, NodePartitionPolicy, PartitionPolicy
 from dglx_dist.errors import ConfigError
 

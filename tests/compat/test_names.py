@@ -9,7 +9,7 @@ import dgl.distributed
 import pytest
 from dgl.distributed import graph_partition_book
 
-from dglx_dist.compat.install import CONSTANTS, REFUSED, SUPPORTED, offered
+from dglx_dist.compat.namespace import CONSTANTS, REFUSED, SUPPORTED, offered
 from dglx_dist.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()

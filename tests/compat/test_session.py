@@ -15,7 +15,7 @@ from dgl.data.utils import save_tensors
 
 from dglx_dist.api import init
 from dglx_dist.comm.session import current_session, session_if_open, start_later
-from dglx_dist.compat import install as session
+from dglx_dist.compat import namespace as session
 from dglx_dist.compat.dataloading import DistDataLoader, DistEdgeDataLoader, DistNodeDataLoader
 from dglx_dist.compat.dist_graph import DistGraph
 from dglx_dist.compat.dist_tensor import DistTensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dglx_dist.compat import dataloading as sampling
-from dglx_dist.compat import install as session
+from dglx_dist.compat import namespace as session
 from dglx_dist.compat.dataloading import DistEdgeDataLoader, DistNodeDataLoader
 from dglx_dist.compat.dist_graph import DistGraph
 from dglx_dist.compat.dist_tensor import DistTensor
