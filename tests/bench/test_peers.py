@@ -30,6 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return prepare(TINY, 2, tmp_path_factory.mktemp("work"), dgl=True, arrays=True)
 
 
+@pytest.mark.wide
 def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
     needs_lab: None, written: Written, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from dglx_dist.bench.records import Job, Shape
 from dglx_dist.bench.stage import open_stage
 from dglx_dist.lab.rates import Rate
+from tests.helpers import wide
 
 ECHO = Job(kind="echo")
 PROGRAM = """
@@ -55,7 +56,7 @@ def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
         assert stage.limits(two) == (described["kind"] == "namespaces")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *wide(signal.SIGTERM)])
 def test_nothing_outlives_a_bench_that_is_ended(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

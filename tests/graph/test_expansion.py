@@ -15,6 +15,7 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.storage.reader import StoredDataset, open_dataset
 from dglx_dist.storage.replica import open_structure
 from dglx_dist.storage.writer import write_dataset
+from tests.helpers import wide
 from tests.training import hetero
 
 
@@ -63,7 +64,7 @@ def reached(indptr: Array, indices: Array, own: range, hops: int) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("parts", [1, 4, 20, 70])
+@pytest.mark.parametrize("parts", [1, 4, 20, *wide(70)])
 def test_it_is_breadth_first_search(tmp_path: Path, parts: int) -> None:
     """Words of 8, 32 and 64 bits, and more servers than a word has."""
     random = np.random.default_rng(5)

@@ -13,6 +13,7 @@ from dglx_dist.errors import StorageError
 from dglx_dist.storage import verify
 from dglx_dist.storage.reader import open_dataset
 from dglx_dist.storage.writer import write_dataset
+from tests.helpers import wide
 from tests.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES
 
 
@@ -35,7 +36,7 @@ def test_every_file_but_the_manifest_is_listed_in_it(stored: Path) -> None:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("how", ["auto", "full"])
+@pytest.mark.parametrize("how", ["auto", *wide("full")])
 def test_one_flipped_byte_anywhere_is_found(stored: Path, how: verify.Verify, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(stored_files(stored)))
     content = path.read_bytes()

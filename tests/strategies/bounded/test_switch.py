@@ -8,6 +8,7 @@ from dglx_dist.strategies.bounded.options import LambdaOptions
 from dglx_dist.strategies.bounded.pace import Pace
 from dglx_dist.strategies.bounded.schedule.serial import Event, SerialSchedule, What, seeded
 from dglx_dist.strategies.bounded.switch import Switch
+from tests.helpers import wide
 
 from . import cases
 
@@ -43,7 +44,7 @@ def test_nothing_waits_where_nobody_asks() -> None:
     assert switch.has_judged(7)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [2, *wide(0)])
 def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
     """In random orders, in which counts are told late: plain training goes on from there."""
     epochs, switched = 15, set()
