@@ -54,6 +54,7 @@ def crew_without_ranks(lab: Lab, folder: Path, per_server: int = 1) -> tuple[Cre
     return Crew(lab, per_server, folder, start=lambda *_: absent), absent
 
 
+@pytest.mark.wide
 def test_the_same_ranks_do_job_after_job_until_the_crew_is_closed(lab: Lab, tmp_path: Path) -> None:
     with Crew(lab, 1, tmp_path / "crew") as crew:
         first, second = (crew.do(ECHO, 120.0) for _ in range(2))

@@ -43,6 +43,7 @@ def small_d1(tmp_path_factory: pytest.TempPathFactory) -> ExperimentPlan:
     )
 
 
+@pytest.mark.wide
 def test_d1_predicts_from_counted_bytes(small_d1: ExperimentPlan) -> None:
     check("D1", small_d1)
     by_name = {ratio.name: ratio for ratio in small_d1.ratios}
@@ -55,6 +56,7 @@ def test_d1_predicts_from_counted_bytes(small_d1: ExperimentPlan) -> None:
     assert share["metis"] < share["random"] == pytest.approx(0.75, abs=0.03)
 
 
+@pytest.mark.wide
 def test_d1_measures_both_at_the_rate_that_suits_random(small_d1: ExperimentPlan) -> None:
     rates = {variant.name: variant.rate for variant in small_d1.variants}
     assert rates["random"] == rates["metis"] == MatchedPhi(phi=0.65, baseline="random")

@@ -64,6 +64,7 @@ def test_stock_needs_emulated_servers(written: Written, tmp_path: Path) -> None:
     assert not (tmp_path / "stock").exists()
 
 
+@pytest.mark.wide
 def test_a_graph_server_that_fails_ends_the_launch_and_is_told(needs_lab: None, tmp_path: Path) -> None:
     config = tmp_path / "empty.json"
     config.write_text("{}")

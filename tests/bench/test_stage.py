@@ -43,6 +43,7 @@ def processes_that_name(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.wide
 def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
     one, two = Shape(servers=1), Shape(servers=2)
     with open_stage([one, two]) as stage:

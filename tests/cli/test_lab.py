@@ -153,6 +153,7 @@ def test_mistakes_are_found_before_any_server_is_made(arguments: Sequence[str], 
     assert says in str(refused.value)
 
 
+@pytest.mark.wide
 def test_what_is_missing_is_told_and_the_command_runs_on_loopback(tmp_path: Path) -> None:
     # A folder of programs that has neither ip nor tc.
     programs = tmp_path / "bin"

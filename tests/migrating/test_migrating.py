@@ -50,6 +50,7 @@ def run_scripts(folder: str, names: list[str], arguments: list[str]) -> dict[str
     return found
 
 
+@pytest.mark.wide
 def test_plain_scripts_run_in_plain_dgl(tmp_path: Path) -> None:
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)

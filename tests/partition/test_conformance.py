@@ -7,6 +7,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.partition import PARTITIONERS, PartitionOptions, measure
 from dglx_dist.partition.weights import balance_weights
 from dglx_dist.records import Assignment, RawGraph
+from tests.helpers import wide
 from tests.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, communities, flat, homogeneous
 
 every_partitioner = pytest.mark.parametrize("name", PARTITIONERS.names())
@@ -45,7 +46,7 @@ def assign(name: str, graph: RawGraph, num_parts: int, seed: int = 0) -> Assignm
 
 @every_partitioner
 @every_graph
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 70])
+@pytest.mark.parametrize("num_parts", [1, 3, 70, *wide(2, 4)])
 def test_every_node_has_one_owner_and_parts_are_as_even_as_stated(
     name: str, graph: RawGraph, num_parts: int
 ) -> None:

@@ -17,7 +17,6 @@ from dglx_dist.datasets.synthetic import SyntheticConfig, generate
 from dglx_dist.planner.records import Choice
 from dglx_dist.run.planning import PlanPlan, make_plan
 from dglx_dist.run.prepare import PartitionPlan, partition_to_disk
-from tests.helpers import wide
 
 HIDDEN = 64
 
@@ -50,11 +49,12 @@ def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
     return int(json.loads((out / "summary.json").read_text())["peak_memory_bytes"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("push_pull structure=push", ("--option", "structure=push", "--batch-size", "512")),
-        *wide(("full_graph", ())),
+        ("full_graph", ()),
     ],
 )
 def test_the_peak_is_near_what_was_foretold(

@@ -8,6 +8,7 @@ from dglx_dist.graph.in_edges import CSCShard
 from dglx_dist.sampling.kernel import sample_batch
 from dglx_dist.sampling.remote import RemoteSource, csc_of, keyed_draw
 from dglx_dist.sampling.workspace import Workspace
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.sampling.graphs import ask_for, random_csc
 from tests.sampling.rings import NUM_NODES, draws_in_rank
@@ -49,7 +50,7 @@ def test_any_number_of_ranks_draws_what_one_draws(rings, ranks: int) -> None:
     assert targets_by_epoch(many) == targets_by_epoch(one) == [SEEDS, SEEDS]
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1))])
 @pytest.mark.parametrize(
     "options",
     [

@@ -24,6 +24,7 @@ from dglx_dist.strategies.granndis.buffers import bytes_of
 from dglx_dist.strategies.granndis.device_wire import DeviceWire
 from dglx_dist.strategies.granndis.exchange import HaloExchange
 from dglx_dist.strategies.granndis.wire import wire_of
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.granndis.halo_layers import Needs, layer_of, random_needs, rows_of
 
@@ -350,6 +351,7 @@ def with_a_silent_rank() -> str:
         return str(error.value)
 
 
+@pytest.mark.wide
 def test_silent_rank_is_named() -> None:
     told, _ = run_ranks(with_a_silent_rank, 2)
     assert "nothing moved for 3 s while rank 0 waited for rank 1 on" in told
@@ -390,7 +392,7 @@ def with_a_dying_rank(backward: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [True, *wide(False)])
 def test_rank_killed_in_the_middle_is_named_at_once(backward: bool) -> None:
     outcomes = start_ranks(with_a_dying_rank, 3, args=(backward,))
     for rank in (0, 2):
