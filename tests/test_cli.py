@@ -338,9 +338,8 @@ def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -
     assert [path.name for path in folder.iterdir() if path.name.startswith(("torchelastic", "dglx"))] == []
 
 
-@pytest.mark.parametrize(
-    "ignored", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["in-a-terminal", "in-the-background"]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("ignored", [False, True], ids=["in-a-terminal", "in-the-background"])
 def test_an_interrupt_is_told_once(dataset: Path, tmp_path: Path, ignored: bool) -> None:
     arguments = ("train", str(dataset), "--ranks", "2", "--epochs", "100000", "--fanout", "3,3")
     process = subprocess.Popen(

@@ -83,6 +83,7 @@ def test_an_error_on_one_rank_is_told_with_its_log_and_ends_the_crew(lab: Lab, t
         assert ends(tmp_path / "crew", 0)
 
 
+@pytest.mark.wide
 def test_a_killed_rank_is_named_long_before_the_time_is_up(lab: Lab, tmp_path: Path) -> None:
     with Crew(lab, 1, tmp_path / "crew") as crew:
         crew.do(ECHO, 120.0)

@@ -221,6 +221,7 @@ if session.topology.rank == 1:
 """
 
 
+@pytest.mark.wide
 def test_rank_whose_script_has_ended_still_answers_the_others(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ANSWERING_AT_EXIT)

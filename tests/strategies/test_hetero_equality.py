@@ -31,7 +31,7 @@ from tests.training import hetero
 
 HIDDEN, STEPS, RATE = 8, 10, 0.3
 STRATEGIES_TESTED = ("data_parallel",)
-PLACEMENTS = [(1, 1), (2, 1), (3, 2), *wide((2, 2), (3, 3))]
+PLACEMENTS = [(1, 1), (2, 1), *wide((2, 2), (3, 3), (3, 2))]
 TOLERANCE = 1e-10
 
 
