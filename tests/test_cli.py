@@ -245,6 +245,7 @@ def test_no_process_is_started_for_what_can_be_seen_before(
     assert said in refused_here("train", str(dataset), *arguments, folder=tmp_path)
 
 
+@pytest.mark.wide
 def test_a_mistake_that_only_the_ranks_can_see_is_told_once(dataset: Path, tmp_path: Path) -> None:
     said = refused(
         "train",
@@ -267,6 +268,7 @@ def test_a_folder_that_holds_something_is_not_replaced(dataset: Path, tmp_path: 
     assert (dataset / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.wide
 def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     succeeded("partition", GRAPH, "--parts", "2", "--method", "hash", "--out", str(folder))
@@ -362,6 +364,7 @@ def test_a_job_of_one_machine_listens_on_loopback_only(dataset: Path, tmp_path: 
     assert {address for _, address in listening} == {"127.0.0.1"}
 
 
+@pytest.mark.wide
 def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -> None:
     arguments = ("train", str(dataset), "--ranks", "2", "--epochs", "100000", "--fanout", "3,3")
     folder = tmp_path / "tmp"
@@ -386,6 +389,7 @@ def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -
     assert [path.name for path in folder.iterdir() if path.name.startswith(("torchelastic", "dglx"))] == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ignored", [False, True], ids=["in-a-terminal", "in-the-background"])
 def test_an_interrupt_is_told_once(dataset: Path, tmp_path: Path, ignored: bool) -> None:
     arguments = ("train", str(dataset), "--ranks", "2", "--epochs", "100000", "--fanout", "3,3")

@@ -22,9 +22,8 @@ from dglx_dist.compat import dataloading as sampling
 from dglx_dist.compat import dist_graph as graph
 from dglx_dist.compat import dist_tensor as embedding
 from dglx_dist.compat import dist_tensor as kvstore
-from dglx_dist.compat import dist_tensor as optim
 from dglx_dist.compat import dist_tensor as tensor
-from dglx_dist.compat import partition
+from dglx_dist.compat import optim, partition
 from dglx_dist.compat import partition as split
 from dglx_dist.compat import partition_book as book
 from dglx_dist.compat import partition_book as policy

@@ -10,6 +10,7 @@ import pytest
 import dglx_dist as dx
 from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.training import hetero
 
@@ -23,7 +24,7 @@ def _train(folder: str, out: str, options: dict[str, Any]) -> list[tuple[float, 
     return [(epoch.loss, epoch.train_accuracy) for epoch in epochs]
 
 
-@pytest.mark.parametrize("model", ["rgcn", "hgt"])
+@pytest.mark.parametrize("model", ["rgcn", *wide("hgt")])
 def test_a_run_on_two_servers_is_that_of_one_process(model: str, tmp_path: Path) -> None:
     data = str(hetero.write_parts(tmp_path))
     options = {"model": model, "epochs": 25}

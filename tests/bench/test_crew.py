@@ -54,6 +54,7 @@ def crew_without_ranks(lab: Lab, folder: Path, per_server: int = 1) -> tuple[Cre
     return Crew(lab, per_server, folder, start=lambda *_: absent), absent
 
 
+@pytest.mark.wide
 def test_the_same_ranks_do_job_after_job_until_the_crew_is_closed(lab: Lab, tmp_path: Path) -> None:
     with Crew(lab, 1, tmp_path / "crew") as crew:
         first, second = (crew.do(ECHO, 120.0) for _ in range(2))
@@ -67,6 +68,7 @@ def test_the_same_ranks_do_job_after_job_until_the_crew_is_closed(lab: Lab, tmp_
             assert ends(tmp_path / "crew", rank)
 
 
+@pytest.mark.wide
 def test_an_error_on_one_rank_is_told_with_its_log_and_ends_the_crew(lab: Lab, tmp_path: Path) -> None:
     with Crew(lab, 1, tmp_path / "crew") as crew:
         # Both are there before one fails: the other might else be ended before it has a sign of life.
@@ -81,6 +83,7 @@ def test_an_error_on_one_rank_is_told_with_its_log_and_ends_the_crew(lab: Lab, t
         assert ends(tmp_path / "crew", 0)
 
 
+@pytest.mark.wide
 def test_a_killed_rank_is_named_long_before_the_time_is_up(lab: Lab, tmp_path: Path) -> None:
     with Crew(lab, 1, tmp_path / "crew") as crew:
         crew.do(ECHO, 120.0)
@@ -90,6 +93,7 @@ def test_a_killed_rank_is_named_long_before_the_time_is_up(lab: Lab, tmp_path: P
         assert time.monotonic() - before < 60
 
 
+@pytest.mark.wide
 def test_a_silent_rank_is_named_and_says_where_it_hangs(lab: Lab, tmp_path: Path) -> None:
     with Crew(lab, 1, tmp_path / "crew") as crew:
         crew.do(ECHO, 120.0)

@@ -43,6 +43,7 @@ def small_d1(tmp_path_factory: pytest.TempPathFactory) -> ExperimentPlan:
     )
 
 
+@pytest.mark.wide
 def test_d1_predicts_from_counted_bytes(small_d1: ExperimentPlan) -> None:
     check("D1", small_d1)
     by_name = {ratio.name: ratio for ratio in small_d1.ratios}
@@ -55,6 +56,7 @@ def test_d1_predicts_from_counted_bytes(small_d1: ExperimentPlan) -> None:
     assert share["metis"] < share["random"] == pytest.approx(0.75, abs=0.03)
 
 
+@pytest.mark.wide
 def test_d1_measures_both_at_the_rate_that_suits_random(small_d1: ExperimentPlan) -> None:
     rates = {variant.name: variant.rate for variant in small_d1.variants}
     assert rates["random"] == rates["metis"] == MatchedPhi(phi=0.65, baseline="random")
@@ -62,6 +64,7 @@ def test_d1_measures_both_at_the_rate_that_suits_random(small_d1: ExperimentPlan
     assert {variant.name for variant in small_d1.variants if variant.curve} == {"random", "metis"}
 
 
+@pytest.mark.wide
 def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
     plan = d2.plan_of(bench_plan(tmp_path), d2.Size(nodes=4000, degree=8, hidden=8, batch_size=8))
     check("D2", plan)
@@ -72,6 +75,7 @@ def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
     assert plan.ratios[0].predicted == pytest.approx(seeds["metis"] / seeds["metis + constraints"], rel=0.01)
 
 
+@pytest.mark.wide
 def test_d3_gives_every_server_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(d3, "calibrated", lambda _: COST)
     size = d3.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)

@@ -30,6 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return prepare(TINY, 2, tmp_path_factory.mktemp("work"), dgl=True, arrays=True)
 
 
+@pytest.mark.wide
 def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
     needs_lab: None, written: Written, tmp_path: Path
 ) -> None:
@@ -63,6 +64,7 @@ def test_stock_needs_emulated_servers(written: Written, tmp_path: Path) -> None:
     assert not (tmp_path / "stock").exists()
 
 
+@pytest.mark.wide
 def test_a_graph_server_that_fails_ends_the_launch_and_is_told(needs_lab: None, tmp_path: Path) -> None:
     config = tmp_path / "empty.json"
     config.write_text("{}")

@@ -139,6 +139,7 @@ def test_bytes_are_those_that_the_formulas_foretell(bench: BenchPlan) -> None:
             assert found[name]["drawn"] == found["sage"]["drawn"]
 
 
+@pytest.mark.wide
 def test_push_pull_moves_less_below_the_break_even_width_and_more_above(bench: BenchPlan) -> None:
     plan = push_pull.plan_of(
         bench,

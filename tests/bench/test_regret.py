@@ -112,6 +112,7 @@ def test_cells_come_back_from_a_result(tmp_path: Path) -> None:
         check_plan("A1", missing)
 
 
+@pytest.mark.wide
 def test_a_grid_is_planned_by_real_dry_runs(tmp_path: Path) -> None:
     size = Size(nodes=800, batch_size=40, whole_nodes=600, deep_nodes=600, hidden=(8,))
     grid = grid_of(size)

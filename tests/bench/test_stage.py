@@ -13,6 +13,7 @@ import pytest
 from dglx_dist.planner.records import Rate
 from scripts.bench.records import Job, Shape
 from scripts.bench.stage import open_stage
+from tests.helpers import wide
 
 ECHO = Job(kind="echo")
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ def processes_that_name(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.wide
 def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
     one, two = Shape(servers=1), Shape(servers=2)
     with open_stage([one, two]) as stage:
@@ -56,7 +58,7 @@ def test_each_shape_has_servers_and_ranks_of_its_own() -> None:
         assert stage.limits(two) == (described["kind"] == "namespaces")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *wide(signal.SIGTERM)])
 def test_nothing_outlives_a_bench_that_is_ended(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

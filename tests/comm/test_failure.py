@@ -20,9 +20,12 @@ import torch
 from dglx_dist.comm.collectives import barrier, sum_over_ranks
 from dglx_dist.comm.session import current_session, start_session
 from dglx_dist.errors import ConfigError, PeerError
+from tests.helpers import wide
 from tests.helpers.ranks import RankError, run_ranks, start_ranks
 
 LIMIT_S = 30.0
+SLOW_LOOK_S = 5.0
+"""Seconds between torchrun's looks; at 0.1 it may end a survivor before that has said whom it misses."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -170,24 +173,25 @@ print("rank", rank, "waits", flush=True)
 
 @pytest.mark.parametrize(
     "wait",
-    ['sum_over_ranks(torch.ones(4), session, phase="dense")', "threading.Event().wait()"],
+    ['sum_over_ranks(torch.ones(4), session, phase="dense")', *wide("threading.Event().wait()")],
     ids=["in a collective", "at something else"],
 )
 def test_torchrun_survivor_ends_in_time_and_names_the_killed(tmp_path: Path, wait: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(victim=1, signal=int(signal.SIGKILL), wait=wait))
     started = time.monotonic()
-    done = _torchrun(script)
+    done = _torchrun(script, SLOW_LOOK_S)
     assert done.returncode != 0
     assert time.monotonic() - started < LIMIT_S + 30  # torchrun's own start included
     assert re.search(r"rank 1 on \S+ (did not answer|closed)", done.stderr), done.stderr
 
 
+@pytest.mark.wide
 def test_uncaught_error_is_left_for_the_others(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = SCRIPT.format(victim=-1, signal=0, wait='sum_over_ranks(torch.ones(4), session, phase="dense")')
     script.write_text(text.replace('print("rank"', 'assert rank != 1, "my own fault"\nprint("rank"'))
-    done = _torchrun(script)
+    done = _torchrun(script, SLOW_LOOK_S)
     assert done.returncode != 0
     assert "rank 1 failed first: AssertionError: my own fault" in done.stderr, done.stderr
 
@@ -217,6 +221,7 @@ if session.topology.rank == 1:
 """
 
 
+@pytest.mark.wide
 def test_rank_whose_script_has_ended_still_answers_the_others(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ANSWERING_AT_EXIT)
@@ -300,10 +305,9 @@ def test_sigterm_ends_a_rank_whose_wakeup_descriptor_is_somebody_elses() -> None
     assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM] * 2
 
 
-def _torchrun(script: Path) -> subprocess.CompletedProcess[str]:
+def _torchrun(script: Path, monitor_interval: float = 0.1) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    # Looking every 0.1 s, it may end the survivor before that has said whom it misses.
-    command += ["--monitor-interval", "5"]
+    command += ["--monitor-interval", str(monitor_interval)]
     variables = dict(os.environ, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     return subprocess.run(
         [*command, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False

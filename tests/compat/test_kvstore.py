@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dglx_dist.compat import dataloading as sampling
-from dglx_dist.compat import dist_tensor as optim
 from dglx_dist.compat import namespace as session
+from dglx_dist.compat import optim
 from dglx_dist.compat.dist_graph import DistGraph
 from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
 from dglx_dist.compat.namespace import SUPPORTED_SUBMODULES

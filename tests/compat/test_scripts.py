@@ -148,6 +148,7 @@ def test_servers_are_the_machines_and_partitions(launch: tuple[Path, Any]) -> No
     assert not set(shares[0]) & set(shares[1])
 
 
+@pytest.mark.wide
 def test_under_torchrun_one_process_says_once_what_it_does_not_use(
     stock_parts: Mapping[str, Path], stock: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from dglx_dist.graph.structure import CSCShard
 from dglx_dist.keyed_random import Rule
 from tests.dataloading.graphs import ask_for, random_csc
 from tests.dataloading.rings import NUM_NODES, draws_in_rank
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 SEEDS = list(range(1, NUM_NODES, 2))
@@ -48,7 +49,7 @@ def test_any_number_of_ranks_draws_what_one_draws(rings, ranks: int) -> None:
     assert targets_by_epoch(many) == targets_by_epoch(one) == [SEEDS, SEEDS]
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1))])
 @pytest.mark.parametrize(
     "options",
     [

@@ -14,6 +14,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import Expansion, measure_expansion
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
+from tests.helpers import wide
 from tests.training import hetero
 
 
@@ -62,7 +63,7 @@ def reached(indptr: Array, indices: Array, own: range, hops: int) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("parts", [1, 4, 20, 70])
+@pytest.mark.parametrize("parts", [1, 4, 20, *wide(70)])
 def test_it_is_breadth_first_search(tmp_path: Path, parts: int) -> None:
     """Words of 8, 32 and 64 bits, and more servers than a word has."""
     random = np.random.default_rng(5)

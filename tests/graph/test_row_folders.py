@@ -15,6 +15,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.row_files import RowFile, read_index, read_rows, write_rows
 from dglx_dist.errors import DglxError, StorageError
 from dglx_dist.graph.shared_memory import fill_folder, save_folder
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
 PER_RANK = 3
@@ -76,7 +77,7 @@ def fail_on_one(folder: Path) -> str:
         return "saved"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1, *wide(0)])
 def test_the_saved_rows_stay_when_a_rank_is_killed_while_it_saves(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / "rows"
     whole = [20] * PER_RANK + [21] * PER_RANK

@@ -16,6 +16,7 @@ import torch
 from dglx_dist.comm import session
 from tests.compat.graphs import SCRIPTS
 from tests.compat.test_scripts import DDP, WRAP
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 HERE = Path(__file__).parent
@@ -49,6 +50,7 @@ def run_scripts(folder: str, names: list[str], arguments: list[str]) -> dict[str
     return found
 
 
+@pytest.mark.wide
 def test_plain_scripts_run_in_plain_dgl(tmp_path: Path) -> None:
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
@@ -56,7 +58,7 @@ def test_plain_scripts_run_in_plain_dgl(tmp_path: Path) -> None:
     assert found.keys() == ADDED.keys()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *wide(1)])
 def test_changed_scripts_learn_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     shutil.copy(HERE / "graphs.py", tmp_path)
     for name in ADDED:

@@ -16,6 +16,7 @@ from dglx_dist.comm.trace import UNFINISHED
 from dglx_dist.errors import ConfigError
 from scripts.netlab.cli import app
 from scripts.netlab.host import what_is_missing
+from tests.helpers import wide
 from tests.netlab.commands import FAILS, WAITS, script, wait_until_gone
 
 NETLAB = (sys.executable, str(Path(__file__).parents[2] / "scripts" / "netlab"))
@@ -84,7 +85,7 @@ def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_pat
     assert "test_accuracy" in (out / "server-0.log").read_text()
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "loopback"])
+@pytest.mark.parametrize("kind", ["loopback", *wide("namespaces")])
 def test_a_signal_to_the_command_leaves_nothing(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -98,7 +99,7 @@ def test_a_signal_to_the_command_leaves_nothing(
         assert wait_until_gone(path) == []
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "loopback"])
+@pytest.mark.parametrize("kind", ["namespaces", *wide("loopback")])
 def test_a_killed_command_leaves_nothing(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if kind == "namespaces":
         request.getfixturevalue("emulated")
@@ -109,6 +110,7 @@ def test_a_killed_command_leaves_nothing(kind: str, request: pytest.FixtureReque
         assert wait_until_gone(path) == []
 
 
+@pytest.mark.wide
 def test_the_rank_that_failed_is_told_last_and_its_code_is_the_commands(tmp_path: Path) -> None:
     path = script(tmp_path, FAILS)
     done = netlab("run", "--loopback", "--external", "1gbit", "--", path, "7", "--debug", "--timeout")
@@ -120,7 +122,7 @@ def test_the_rank_that_failed_is_told_last_and_its_code_is_the_commands(tmp_path
     assert wait_until_gone(path) == []
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, True), (7, False)])
+@pytest.mark.parametrize(("code", "told"), [(0, True), *wide((7, False))])
 def test_counts_that_are_missing_are_told_of_a_command_that_ended_well(
     code: int, told: bool, tmp_path: Path
 ) -> None:
@@ -152,6 +154,7 @@ def test_mistakes_are_found_before_any_server_is_made(arguments: Sequence[str], 
     assert says in str(refused.value)
 
 
+@pytest.mark.wide
 def test_what_is_missing_is_told_and_the_command_runs_on_loopback(tmp_path: Path) -> None:
     # A folder of programs that has neither ip nor tc.
     programs = tmp_path / "bin"

@@ -45,6 +45,7 @@ def test_each_server_is_a_node_of_torchrun(
         assert {line for line in logged if line.startswith("who")} == set(said[2 * server : 2 * server + 2])
 
 
+@pytest.mark.wide
 def test_a_rank_that_is_killed_ends_all_and_is_told_of(lab: Lab, tmp_path: Path) -> None:
     path = script(tmp_path, FAILS)
     done = run(lab, [path, "killed"], ranks_per_server=1, show=False, timeout_s=120)

@@ -34,6 +34,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_server_is_made(
         app([command, "--out", place, "--", str(path)], standalone_mode=False)
 
 
+@pytest.mark.wide
 def test_what_a_killed_command_left_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

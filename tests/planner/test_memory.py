@@ -49,6 +49,7 @@ def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
     return int(json.loads((out / "summary.json").read_text())["peak_memory_bytes"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "options"),
     [

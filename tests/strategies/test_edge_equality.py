@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 
 from dglx_dist.records import EDGE_TYPE
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import edge_equality
 from tests.strategies.edge_equality import EPOCHS, HALF, NEGATIVES, TASKS, Step, one_process, raw_graph
 from tests.strategies.test_equality import difference
 
 # (ranks, ranks per server, structure)
-PLACEMENTS = [(1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "partitioned"), (3, 1, "replicated")]
+PLACEMENTS = [
+    (1, 1, "replicated"),
+    (2, 1, "partitioned"),
+    *wide((2, 2, "replicated"), (3, 1, "replicated")),
+]
 TOLERANCE = 1e-10
 
 

@@ -32,7 +32,7 @@ from tests.training import hetero
 
 HIDDEN, STEPS, RATE = 8, 10, 0.3
 STRATEGIES_TESTED = ("data_parallel",)
-PLACEMENTS = [(1, 1), (2, 1), (3, 2), *wide((2, 2), (3, 3))]
+PLACEMENTS = [(1, 1), (2, 1), *wide((2, 2), (3, 3), (3, 2))]
 TOLERANCE = 1e-10
 
 
@@ -133,7 +133,7 @@ def differences(found: tuple[dict[str, Any], Any], expected: tuple[dict[str, Any
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES_TESTED)
-@pytest.mark.parametrize("share", ["uneven", "empty"])
+@pytest.mark.parametrize("share", ["uneven", *wide("empty")])
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
 def test_weights_and_rows_are_those_of_one_process(
     folder: Path, plain: dict[str, Any], ranks: int, ranks_per_server: int, share: str, strategy: str

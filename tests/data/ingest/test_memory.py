@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet
+import pytest
 
 from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
@@ -69,6 +70,7 @@ def write_graph(folder: Path, nodes: int, width: int, edges: int) -> list[str]:
     return ids
 
 
+@pytest.mark.wide
 def test_tables_larger_than_the_limit_stay_within_it(tmp_path: Path) -> None:
     write_graph(tmp_path, nodes=60_000, width=800, edges=300_000)
     num_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))

@@ -9,6 +9,7 @@ from dglx_dist.data.partition.graph_views import balance_weights
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Assignment, RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, communities, flat, homogeneous
+from tests.helpers import wide
 
 every_partitioner = pytest.mark.parametrize("name", PARTITIONERS.names())
 every_graph = pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def assign(name: str, graph: RawGraph, num_parts: int, seed: int = 0) -> Assignm
 
 @every_partitioner
 @every_graph
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 70])
+@pytest.mark.parametrize("num_parts", [1, 3, 70, *wide(2, 4)])
 def test_every_node_has_one_owner_and_parts_are_as_even_as_stated(
     name: str, graph: RawGraph, num_parts: int
 ) -> None:

@@ -29,6 +29,7 @@ from tests.data.storage.graphs import (
     random_heterogeneous,
     random_owners,
 )
+from tests.helpers import wide
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_every_file_but_the_manifest_is_listed_in_it(stored: Path) -> None:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("how", ["auto", "full"])
+@pytest.mark.parametrize("how", ["auto", *wide("full")])
 def test_one_flipped_byte_anywhere_is_found(stored: Path, how: verify.Verify, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(stored_files(stored)))
     content = path.read_bytes()
@@ -157,7 +158,7 @@ WRONG_IDS = [
 ]
 
 
-@pytest.mark.parametrize("how", ["auto", "full"])
+@pytest.mark.parametrize("how", ["auto", *wide("full")])
 @pytest.mark.parametrize(("path", "at", "value"), WRONG_IDS)
 def test_an_id_out_of_range_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, at: int, value: int, how: verify.Verify

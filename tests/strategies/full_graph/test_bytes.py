@@ -53,7 +53,7 @@ def on_rank(folder: str) -> tuple[dict[str, Notes], dict[str, Any]]:
         return found, facts
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (4, 2), *wide((2, 2), (3, 1))])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (4, 2), *wide((2, 2), (2, 1), (3, 1))])
 def test_bytes_are_those_of_the_formula(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     servers = results[0][1]["servers"]

@@ -23,8 +23,8 @@ from tests.strategies import equality
 LAYERS, HIDDEN, STEPS = 3, 6, 2
 DEEP = 28
 """Layers of the model without dropout, which plain DGL can train too."""
-SHAPES = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2))
-"""(servers, ranks per server)."""
+SHAPES, MORE_SHAPES = ((1, 1), (2, 2)), ((1, 2), (2, 1), (1, 4))
+"""(servers, ranks per server); the latter with --all."""
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "fb+pp": ("full_graph", {"use_pp": True}),
     "fb": ("full_graph", {"use_pp": False}),
@@ -119,14 +119,16 @@ def on_ranks(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def placed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[dict[str, Any]]]:
+def placed(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[tuple[int, int], list[dict[str, Any]]]:
     """By (servers, ranks per server), of each rank."""
     folder = str(equality.write_parts(tmp_path_factory.mktemp("deep")))
     return {
         (servers, ranks): run_ranks(
             on_ranks, servers * ranks, args=(folder,), ranks_per_server=ranks, timeout_s=240
         )
-        for servers, ranks in SHAPES
+        for servers, ranks in SHAPES + (MORE_SHAPES if request.config.getoption("--all") else ())
     }
 
 

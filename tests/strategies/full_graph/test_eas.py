@@ -78,6 +78,7 @@ def test_ranks_of_a_server_choose_alike(results: list[dict[str, Any]]) -> None:
             assert one["found"] == other["found"]
 
 
+@pytest.mark.wide
 def test_servers_of_any_number_of_ranks_choose_alike(folder: Path) -> None:
     two = run_ranks(select_everything, 2, args=(str(folder), "partitioned"), ranks_per_server=1)
     three = run_ranks(select_everything, 3, args=(str(folder), "partitioned"), ranks_per_server=2)

@@ -22,6 +22,7 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.strategies.full_graph import halo_exchange as exchange
 from dglx_dist.strategies.full_graph import halo_exchange as row_work
 from dglx_dist.strategies.full_graph.halo_exchange import DeviceWire, HaloExchange, bytes_of, wire_of
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.full_graph.halo_layers import Needs, layer_of, random_needs, rows_of
 
@@ -348,6 +349,7 @@ def with_a_silent_rank() -> str:
         return str(error.value)
 
 
+@pytest.mark.wide
 def test_silent_rank_is_named() -> None:
     told, _ = run_ranks(with_a_silent_rank, 2)
     assert "nothing moved for 3 s while rank 0 waited for rank 1 on" in told
@@ -388,7 +390,7 @@ def with_a_dying_rank(backward: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [True, *wide(False)])
 def test_rank_killed_in_the_middle_is_named_at_once(backward: bool) -> None:
     outcomes = start_ranks(with_a_dying_rank, 3, args=(backward,))
     for rank in (0, 2):

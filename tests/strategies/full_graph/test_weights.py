@@ -168,7 +168,7 @@ def check(found: dict[Any, Any], plain: dict[str, Any]) -> None:
     assert not {key: value for key, value in worst.items() if not value <= TOLERANCE}
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), (4, 2), *wide((2, 2), (3, 1))])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), *wide((2, 2), (4, 2), (3, 1))])
 def test_ranks_leave_the_weights_of_one_process(
     folder: Path, expected: dict[str, Any], ranks: int, ranks_per_server: int
 ) -> None:

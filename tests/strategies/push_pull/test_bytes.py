@@ -69,7 +69,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), (4, 4), *wide((3, 2))])
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (2, 1), *wide((3, 2), (4, 4))])
 def test_weights_are_those_of_one_process(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     for found in results:

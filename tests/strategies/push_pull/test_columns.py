@@ -21,6 +21,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.feature_columns import PHASE, ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import Group, make_group
 from tests.data.storage.graphs import random_heterogeneous, random_owners
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 NUM_NODES, NUM_PARTS = 60, 4
@@ -159,7 +160,9 @@ def check_disagreement(g: DistGraph, group: Group) -> None:
 
 
 # The last has two parts, in two groups.
-@pytest.mark.parametrize(("ranks", "ranks_per_server", "size"), [(1, 1, 0), (3, 2, 0), (4, 1, 0), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_server", "size"), [(1, 1, 0), (4, 2, 2), *wide((3, 2, 0), (4, 1, 0))]
+)
 def test_rows_are_those_of_the_dataset(tmp_path: Path, ranks: int, ranks_per_server: int, size: int) -> None:
     folder = write(tmp_path, last_is_empty=ranks == 4)
     if ranks == 1:

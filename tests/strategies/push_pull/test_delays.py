@@ -96,6 +96,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.wide
 def test_random_delays_change_no_bit(folder: Path) -> None:
     for result in run_ranks(on_rank, 3, args=(str(folder),)):
         for name in RUNS:

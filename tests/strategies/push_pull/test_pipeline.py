@@ -82,7 +82,7 @@ ON_THREE = [name for name in RUNS if "backward_first" not in name and "depth': 1
 
 
 @pytest.mark.parametrize(
-    ("ranks", "ranks_per_server", "names"), [(1, 1, ALONE), (2, 1, list(RUNS)), *wide((3, 2, ON_THREE))]
+    ("ranks", "ranks_per_server", "names"), [(2, 1, list(RUNS)), *wide((1, 1, ALONE), (3, 2, ON_THREE))]
 )
 def test_weights_are_those_of_delayed_sgd(
     folder: Path, ranks: int, ranks_per_server: int, names: list[str]

@@ -230,6 +230,7 @@ def test_one_rank_without_sockets() -> None:
     one_rank()
 
 
+@pytest.mark.wide
 def test_four_ranks_of_which_one_has_no_nodes(tmp_path: Path) -> None:
     write_parts(tmp_path)
     found = run_ranks(four_ranks, 4, args=(str(tmp_path),), ranks_per_server=1)[0]["rows"]

@@ -7,6 +7,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy
 from dglx_dist.strategies.serverless.scheduler import SyncSwitch
 from dglx_dist.strategies.serverless.serial_scheduler import Event, SerialSchedule, What, seeded
+from tests.helpers import wide
 
 from . import cases
 
@@ -42,7 +43,7 @@ def test_nothing_waits_where_nobody_asks() -> None:
     assert switch.has_judged(7)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [2, *wide(0)])
 def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
     """In random orders, in which counts are told late: plain training goes on from there."""
     epochs, switched = 15, set()
