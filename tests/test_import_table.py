@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tests.helpers.sources import Source, scripts, source_of, sources
@@ -129,3 +129,44 @@ def test_a_forbidden_import_would_be_seen() -> None:
     ]
     peer = source_of("scripts/bench/peers/programs/x.py", "import dgl.distributed\nfrom pickle import load")
     assert list(forbidden(peer)) == ["scripts/bench/peers/programs/x.py:2 imports pickle.load"]
+
+
+def cycle_of(modules: Mapping[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, in that order; [] where there are none."""
+    finished: set[str] = set()
+
+    def follow(module: str, path: tuple[str, ...]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in finished:
+            return []
+        for wanted in sorted(modules[module]):
+            found = follow(wanted, (*path, module))
+            if found:
+                return found
+        finished.add(module)
+        return []
+
+    return next((found for module in sorted(modules) if (found := follow(module, ()))), [])
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """Return the modules that each module of the package imports, also late or for types."""
+    inside = {f"dglx_dist/{source.name}": source for source in sources()}
+    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in inside}
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        wanted = {imported for _, imported in imports_of(inside[path].nodes)}
+        own = {one if one in names else one.rpartition(".")[0] for one in wanted}
+        found[name] = (own & names.keys()) - {name, "dglx_dist"}
+    del found["dglx_dist"]  # imports the public names when they are asked for
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert cycle_of(imported_modules()) == []
+
+
+def test_a_cycle_would_be_seen() -> None:
+    assert cycle_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
