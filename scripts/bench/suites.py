@@ -69,6 +69,10 @@ PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "real_relational": ("micro.real_relational:main", "the same on relational graphs; under torchrun"),
         "rpc": ("micro.rpc:main", "one-sided calls beside bare pyzmq"),
         "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
+        "same_bits": (
+            "micro.same_bits:main",
+            "digests of weights, losses and bytes, to compare two checkouts",
+        ),
         "storage": ("micro.storage:main", "seconds to write, open and map a dataset"),
         "alone": ("alone:start", ""),
         "worker": ("worker:start", ""),

@@ -1,0 +1,82 @@
+"""Digests of weights, losses and counted bytes of every strategy: equal before and after a refactoring.
+
+python scripts/bench same_bits                     this checkout
+python scripts/bench same_bits --root OTHER        another checkout, with the same Python
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+GRAPH = "synthetic:nodes=2000,degree=10,classes=5,features=24,seed=3"
+RUNS: dict[str, tuple[str, ...]] = {
+    "data_parallel sage": ("data_parallel", "--fanout", "10,5", "--batch-size", "256"),
+    "data_parallel gat": ("data_parallel", "--fanout", "10,5", "--batch-size", "256", "--model", "gat"),
+    "push_pull sage": ("push_pull", "--fanout", "10,5", "--batch-size", "256"),
+    "push_pull gcn, depth 3": ("push_pull", "--fanout", "10,5", "--model", "gcn", "--option", "depth=3"),
+    "full_graph sage": ("full_graph",),
+    "full_graph gat": ("full_graph", "--model", "gat"),
+    "shared_preload gcn": ("shared_preload", "--model", "gcn"),
+    "cooperative sage": ("cooperative", "--batch-size", "256"),
+    # One task at a time: sums in another order have other last bits.
+    "lambda gcn": ("lambda", "--model", "gcn", "--dropout", "0", "--option", "intervals=1"),
+}
+EPOCHS = 3
+
+
+def main(argv: list[str]) -> None:
+    """Print one line per run: its name, and digests of weights, losses and bytes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[3], help="the checkout to run")
+    parser.add_argument("--only", default="", help="runs whose names begin so")
+    chosen = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        dglx(chosen.root, folder, "partition", GRAPH, "--parts", "2", "--method", "hash", "--out", "data")
+        for name, (strategy, *options) in RUNS.items():
+            if name.startswith(chosen.only):
+                out = f"run-{name}"
+                common = (
+                    "--strategy",
+                    strategy,
+                    "--ranks",
+                    "2",
+                    "--servers",
+                    "2",
+                    "--seed",
+                    "1",
+                    "--out",
+                    out,
+                )
+                epochs = ("--epochs", str(EPOCHS), "--checkpoint-every", str(EPOCHS))
+                dglx(chosen.root, folder, "train", "data", *common, *epochs, *options)
+                print(f"{name:<24} {digest_of(folder / out)}", flush=True)
+
+
+def dglx(root: Path, folder: Path, *arguments: str) -> None:
+    """Run ``dglx`` of the checkout ``root`` in ``folder``; end with its output where it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, "-m", "dglx_dist.cli", *arguments)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+
+
+def digest_of(run: Path) -> str:
+    """Return digests of the checkpoint's files, the losses of all epochs, and the bytes of all epochs."""
+    weights = hashlib.sha256()
+    for path in sorted((run / "checkpoints").rglob("*")):
+        # JSON beside the tensors names paths and times.
+        if path.is_file() and path.suffix != ".json":
+            weights.update(path.name.encode() + path.read_bytes())
+    epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [epoch["loss"] for epoch in epochs]
+    counted = [[epoch["bytes_inside"], epoch["bytes_outside"]] for epoch in epochs]
+    return f"weights {weights.hexdigest()[:16]} losses {losses} bytes {counted}"
