@@ -34,7 +34,7 @@ from dglx_dist.strategies.full_graph.memory_estimate import (
     estimate,
     trace_memory,
 )
-from dglx_dist.strategies.full_graph.options import Request
+from dglx_dist.strategies.full_graph.options import LoaderRequest
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, ServerSeeds
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _Key: TypeAlias = tuple[int, int, int]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CoBatchRecipe:
+class CooperativeRecipe:
     """What co-batches are made of."""
 
     num_layers: int
@@ -69,7 +69,7 @@ class CoBatchRecipe:
 
 
 @final
-class CoBatchPlanner:
+class CooperativePlanner:
     """Makes the plan of any co-batch. All ranks make one, and ask for the same plans in the same order.
 
     Args:
@@ -87,11 +87,11 @@ class CoBatchPlanner:
         # Waits until all ranks are here, so that all answer before one asks.
         self._planner = Planner(g)
         topology = g.session.topology
-        self._is_head = topology.rank == topology.ranks_of_server(topology.server)[0]
-        self._composed: tuple[CoBatchRecipe, int, tuple[Array, ...]] | None = None
-        self._rule: tuple[CoBatchRecipe, int, Selection] | None = None
+        self._is_leader = topology.rank == topology.ranks_of_server(topology.server)[0]
+        self._composed: tuple[CooperativeRecipe, int, tuple[Array, ...]] | None = None
+        self._rule: tuple[CooperativeRecipe, int, Selection] | None = None
 
-    def make(self, recipe: CoBatchRecipe, key: _Key) -> RankPlan:
+    def make(self, recipe: CooperativeRecipe, key: _Key) -> RankPlan:
         """Return this rank's plan; any thread, one at a time; takes part of all ranks.
 
         Raises:
@@ -101,7 +101,7 @@ class CoBatchPlanner:
         composition_draw, eas_draw, step = key
         request = PlanRequest(
             # What a server trains on is said once, by its first rank.
-            seeds=self._seeds_of(recipe, composition_draw)[step] if self._is_head else _NONE,
+            seeds=self._seeds_of(recipe, composition_draw)[step] if self._is_leader else _NONE,
             num_layers=recipe.num_layers,
             hops=recipe.num_layers,
             eas=self._rule_of(recipe, eas_draw),
@@ -110,7 +110,7 @@ class CoBatchPlanner:
         )
         return self._planner.plan(request)
 
-    def _seeds_of(self, recipe: CoBatchRecipe, draw: int) -> tuple[Array, ...]:
+    def _seeds_of(self, recipe: CooperativeRecipe, draw: int) -> tuple[Array, ...]:
         known = self._composed
         if known is None or known[:2] != (recipe, draw):
             clusters = self._clusters(recipe) if recipe.composition == "ordered" else None
@@ -125,7 +125,7 @@ class CoBatchPlanner:
             known = self._composed = (recipe, draw, pieces)
         return known[2]
 
-    def _clusters(self, recipe: CoBatchRecipe) -> Array:
+    def _clusters(self, recipe: CooperativeRecipe) -> Array:
         server = self._g.session.topology.server
         first, last = self._g.get_node_partition_policy(self._g.ntypes[0]).bounds[server : server + 2]
         return cluster_seeds(
@@ -136,7 +136,7 @@ class CoBatchPlanner:
             seed=recipe.seed,
         )
 
-    def _rule_of(self, recipe: CoBatchRecipe, draw: int) -> Selection | None:
+    def _rule_of(self, recipe: CooperativeRecipe, draw: int) -> Selection | None:
         if recipe.eas is None:
             return None
         known = self._rule
@@ -152,7 +152,7 @@ _KEPT_EPOCHS = 3
 
 
 @final
-class CoBatchPlans(PlanSource):
+class CooperativePlans(PlanSource):
     """One plan per co-batch, each made once or, where epochs differ, when it is needed; the next one ahead.
 
     Every rank must make it. Plans that are the same in all epochs are kept on disk, if they may, and where
@@ -169,7 +169,9 @@ class CoBatchPlans(PlanSource):
         PeerError: a rank did not take part.
     """
 
-    def __init__(self, g: DistGraph, planner: CoBatchPlanner, recipe: CoBatchRecipe, *, keep: bool) -> None:
+    def __init__(
+        self, g: DistGraph, planner: CooperativePlanner, recipe: CooperativeRecipe, *, keep: bool
+    ) -> None:
         check_num_batches(recipe.num_batches, planner.seeds)
         self._planner, self._recipe = planner, recipe
         self._sizes = planner.seeds.sizes(recipe.num_batches).sum(axis=1)
@@ -185,7 +187,7 @@ class CoBatchPlans(PlanSource):
         self._under_way: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, recipe.num_batches)
         """Epoch, and the step that follows the one that was asked for last."""
-        _end_together(g, self)
+        _close_on_all_ranks(g, self)
 
     def __len__(self) -> int:
         """See :meth:`PlanSource.__len__`: R."""
@@ -197,7 +199,7 @@ class CoBatchPlans(PlanSource):
         return self._row_files
 
     @property
-    def recipe(self) -> CoBatchRecipe:
+    def recipe(self) -> CooperativeRecipe:
         """What the co-batches are made of."""
         return self._recipe
 
@@ -264,7 +266,7 @@ class CoBatchPlans(PlanSource):
         return plan
 
 
-def _end_together(g: DistGraph, plans: CoBatchPlans) -> None:
+def _close_on_all_ranks(g: DistGraph, plans: CooperativePlans) -> None:
     """Have ranks that answer each other's plans go on doing so until all have ended theirs."""
     # Not kept: who lets a loader go lets go of what it has read, and a closed graph goes before the session.
     known, left, session = weakref.ref(plans), threading.Event(), g.session
@@ -291,7 +293,7 @@ def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
         )
 
 
-def _open_cache(g: DistGraph, seeds: ServerSeeds, recipe: CoBatchRecipe) -> PlanCache:
+def _open_cache(g: DistGraph, seeds: ServerSeeds, recipe: CooperativeRecipe) -> PlanCache:
     facts = asdict(recipe) | {
         "servers": g.session.topology.server_of_rank,
         # Of the partitioner, while that of the recipe is the loader's.
@@ -326,9 +328,9 @@ class MemoryChoice:
     def __init__(
         self,
         g: DistGraph,
-        planner: CoBatchPlanner,
-        recipe: CoBatchRecipe,
-        request: Request,
+        planner: CooperativePlanner,
+        recipe: CooperativeRecipe,
+        request: LoaderRequest,
         memory_bytes: int,
     ) -> None:
         self._g, self._planner, self._recipe = g, planner, recipe
@@ -348,7 +350,7 @@ class MemoryChoice:
             PeerError: a rank did not take part.
         """
         return_memory()
-        row = together(self._g.session, lambda: self._row(), ConfigError)
+        row = together(self._g.session, lambda: self._feature_row(), ConfigError)
         memory_trace = together(self._g.session, lambda: self._traced_memory(model, row), ConfigError)
         feature_bytes = row.numel() * row.element_size()
         largest: dict[int, MemoryEstimate] = {}
@@ -376,7 +378,7 @@ class MemoryChoice:
         ahead = 0 if number == 1 else self._request.depth
         return estimate(plan, memory_trace, feature_bytes, ahead=ahead)
 
-    def _row(self) -> Tensor:
+    def _feature_row(self) -> Tensor:
         """Return (1, F) of what goes into the model, in its type."""
         inputs = next(iter(self._request.columns.inputs.values()), {})
         if len(inputs) != 1:

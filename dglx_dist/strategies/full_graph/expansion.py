@@ -94,7 +94,7 @@ class NeighborhoodExpander:
 
     def __init__(self, structure: Structure, seeds: Array, allowed: Array | None = None) -> None:
         self._structure, self._allowed = structure, allowed
-        self._rings: list[Array] = [seeds]
+        self._levels: list[Array] = [seeds]
         self._known = seeds
         self._edges: list[InEdges] = []
 
@@ -108,7 +108,7 @@ class NeighborhoodExpander:
             PeerError: an owner is dead or silent.
         """
         found = [np.empty(0, np.int64)]
-        for edges in in_edges_of(self._structure, self._rings[-1]):
+        for edges in in_edges_of(self._structure, self._levels[-1]):
             kept = edges if self._allowed is None else only_from(edges, self._allowed)
             self._edges.append(kept)
             found.append(number_distinct(kept.sources)[0])
@@ -117,18 +117,18 @@ class NeighborhoodExpander:
     def add(self, rows: Array) -> None:
         """Make those of the (n,) int64 ascending ``rows`` that are not known the rows of one level lower."""
         new = np.setdiff1d(rows, self._known, assume_unique=True)
-        self._rings.append(new)
+        self._levels.append(new)
         if len(new):
             self._known = np.union1d(self._known, new)
 
     def finish(self) -> KHopNeighborhood:
         """Return what has grown: :meth:`sources` and :meth:`add` have been called once for each level."""
-        assert len(self._rings) > 1
-        sizes = np.array([len(ring) for ring in self._rings], dtype=np.int64)
+        assert len(self._levels) > 1
+        sizes = np.array([len(level) for level in self._levels], dtype=np.int64)
         lengths = [np.diff(edges.indptr) for edges in self._edges]
         nothing = np.empty(0, np.int64)
         return KHopNeighborhood(
-            nodes=np.concatenate(self._rings),
+            nodes=np.concatenate(self._levels),
             counts=np.cumsum(sizes)[::-1].copy(),
             indptr=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
             sources=np.concatenate([nothing, *(edges.sources for edges in self._edges)]),
@@ -165,7 +165,7 @@ Composition: TypeAlias = Literal["random", "ordered", "shuffled"]
 """``random``: any seeds, the same in all epochs; ``ordered``: seeds near each other, the same in all epochs;
 ``shuffled``: any seeds, others in each epoch."""
 
-_STREAM = (1 << 20) + (1 << 10)
+_COMPOSITION_STREAM = (1 << 20) + (1 << 10)
 """Hop number of the draws here, far from those of samplers and of the external nodes."""
 
 _NODES_AT_ONCE = 1 << 18
@@ -216,7 +216,7 @@ def compose(
     if composition == "ordered":
         order = np.arange(len(seeds)) if clusters is None else np.argsort(clusters, kind="stable")
     else:
-        order = np.argsort(hash_ids(seeds, stream_key(seed, draw, _STREAM)), kind="stable")
+        order = np.argsort(hash_ids(seeds, stream_key(seed, draw, _COMPOSITION_STREAM)), kind="stable")
     return tuple(np.sort(piece) for piece in np.array_split(seeds[order], num_batches))
 
 
@@ -240,13 +240,13 @@ def cluster_seeds(
     """
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
-    graph = _spanned(structure, nodes, seeds)
+    graph = _induced_graph(structure, nodes, seeds)
     options = PartitionOptions(balance=("train",), tolerance={"train": 0.1, "nodes": 1.0})
     assignment = PARTITIONERS.get(method)(options).assign(graph, num_clusters, seed)
     return assignment.part_of[NODE_TYPE][np.searchsorted(nodes, seeds)].astype(np.int64)
 
 
-def _spanned(structure: Structure, nodes: Array, seeds: Array) -> RawGraph:
+def _induced_graph(structure: Structure, nodes: Array, seeds: Array) -> RawGraph:
     """Return the graph that ``nodes`` span, renumbered in their order, with the seeds as training nodes."""
     sources, destinations = [], []
     for first in range(0, len(nodes), _NODES_AT_ONCE):
@@ -263,18 +263,18 @@ def _spanned(structure: Structure, nodes: Array, seeds: Array) -> RawGraph:
 
 
 @njit(cache=True, nogil=True)
-def _is_in(value: int, ascending: Array) -> bool:
+def _contains(value: int, ascending: Array) -> bool:
     place = np.searchsorted(ascending, value)
     return bool(place < len(ascending) and ascending[place] == value)
 
 
 @njit(cache=True, nogil=True)
-def _goes_before(score: int, draw: np.uint64, other_score: int, other_draw: np.uint64) -> bool:
+def _ranks_before(score: int, draw: np.uint64, other_score: int, other_draw: np.uint64) -> bool:
     return score > other_score or (score == other_score and bool(draw < other_draw))
 
 
 @njit(cache=True, nogil=True)
-def choose(
+def choose_external(
     indptr: Array,
     sources: Array,
     nodes: Array,
@@ -297,7 +297,7 @@ def choose(
         fanout: -1 for all.
         stream: Key of the draws.
     """
-    chosen = np.empty(_most(indptr, fanout), np.int64)
+    chosen = np.empty(_max_chosen(indptr, fanout), np.int64)
     width = max(fanout, 0)
     best, best_draw = np.empty(width, np.int64), np.empty(width, np.uint64)
     best_score = np.empty(width, np.int64)
@@ -308,7 +308,7 @@ def choose(
         for edge in range(indptr[i], indptr[i + 1]):
             source = sources[edge]
             # Parallel edges make a neighbour no likelier.
-            if (edge > indptr[i] and sources[edge - 1] == source) or _is_in(source, taken):
+            if (edge > indptr[i] and sources[edge - 1] == source) or _contains(source, taken):
                 continue
             if fanout < 0:
                 chosen[total] = source
@@ -317,13 +317,13 @@ def choose(
             score = scores[edge] if len(scores) > 0 else 0
             draw = mix(key ^ mix(np.uint64(source)))
             if count == fanout:
-                if not _goes_before(score, draw, best_score[count - 1], best_draw[count - 1]):
+                if not _ranks_before(score, draw, best_score[count - 1], best_draw[count - 1]):
                     continue
                 slot = count - 1
             else:
                 slot = count
                 count += 1
-            while slot > 0 and _goes_before(score, draw, best_score[slot - 1], best_draw[slot - 1]):
+            while slot > 0 and _ranks_before(score, draw, best_score[slot - 1], best_draw[slot - 1]):
                 best[slot], best_draw[slot] = best[slot - 1], best_draw[slot - 1]
                 best_score[slot] = best_score[slot - 1]
                 slot -= 1
@@ -335,7 +335,7 @@ def choose(
 
 
 @njit(cache=True, nogil=True)
-def _most(indptr: Array, fanout: int) -> int:
+def _max_chosen(indptr: Array, fanout: int) -> int:
     if fanout < 0:
         return indptr[-1]
     total = 0
@@ -345,7 +345,7 @@ def _most(indptr: Array, fanout: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def count_outside(
+def count_external(
     indptr: Array, indices: Array, first_node: int, nodes: Array, low: int, high: int, out: Array
 ) -> None:
     """Write how many in-edges of each of ``nodes`` come from outside [low, high) to (K,) int64 ``out``."""
@@ -359,7 +359,7 @@ def count_outside(
         out[i] = count
 
 
-def outside_degrees(g: DistGraph, structure: Structure) -> OutsideDegrees:
+def external_degrees(g: DistGraph, structure: Structure) -> ExternalDegrees:
     """Return the graph's, made at the first call; every rank must call it, with a barrier before its use.
 
     When the graph closes, this rank answers no more.
@@ -370,9 +370,9 @@ def outside_degrees(g: DistGraph, structure: Structure) -> OutsideDegrees:
     """
     label = f"{g.kvstore.label}.outside.{':'.join(structure.etype)}"
     known = g.session.attached.get(label)
-    if isinstance(known, OutsideDegrees):
+    if isinstance(known, ExternalDegrees):
         return known
-    made = OutsideDegrees(g, structure, label)
+    made = ExternalDegrees(g, structure, label)
     g.session.attached[label] = made
 
     def leave() -> None:
@@ -384,10 +384,10 @@ def outside_degrees(g: DistGraph, structure: Structure) -> OutsideDegrees:
 
 
 @final
-class OutsideDegrees:
+class ExternalDegrees:
     """Answers for the own server's nodes and asks the others; what policy ``degree`` prefers by.
 
-    Made by :func:`outside_degrees`.
+    Made by :func:`external_degrees`.
     """
 
     def __init__(self, g: DistGraph, structure: Structure, label: str) -> None:
@@ -435,7 +435,7 @@ class OutsideDegrees:
         for shard in self._structure.shards:
             places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
             found = np.empty(len(places), np.int64)
-            count_outside(shard.indptr, shard.indices, shard.first_node, nodes[places], low, high, found)
+            count_external(shard.indptr, shard.indices, shard.first_node, nodes[places], low, high, found)
             counts[places] = found
         return counts
 
@@ -454,7 +454,7 @@ Inner: TypeAlias = Literal["server", "batch"]
 ALL = -1
 """The fan-out that takes every external in-neighbour."""
 
-_STREAM_EAS = 1 << 20
+_EAS_STREAM = 1 << 20
 """Hop number of the draws here, far from those of samplers; the rounds of ``shadow`` follow it."""
 
 
@@ -567,7 +567,7 @@ class EasSelector:
 
     def __init__(self, g: DistGraph, etype: EdgeType | None = None) -> None:
         self._structure = g.structure(etype)
-        self._outside = outside_degrees(g, self._structure)
+        self._outside = external_degrees(g, self._structure)
 
     def select(self, inner: Array, options: EasOptions, *, seed: int, draw: int = 0) -> Selected:
         """Return the nodes that ``inner`` expands to (algorithms 3.3).
@@ -603,14 +603,14 @@ class EasSelector:
 
         Where the expansion starts from the server's own nodes, they are chosen once for all seeds.
         """
-        of_server: list[Array] = []
+        server_nodes: list[Array] = []
 
         def nodes_of(_structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
             if options.inner == "batch":
                 return self.select(seeds, options, seed=seed, draw=draw).nodes
-            if not of_server:
-                of_server.append(self.select(np.arange(*own), options, seed=seed, draw=draw).nodes)
-            return of_server[0]
+            if not server_nodes:
+                server_nodes.append(self.select(np.arange(*own), options, seed=seed, draw=draw).nodes)
+            return server_nodes[0]
 
         return nodes_of
 
@@ -619,9 +619,9 @@ class EasSelector:
     ) -> Array:
         """Return the (r,) int64 ascending nodes chosen by ``frontier``, none of them in ``selected``."""
         shadow = options.policy == "shadow"
-        # A node is in one frontier only, and may then choose alike at whatever round that is: this is what
+        # A node is in one frontier only, and may then choose_external alike at whatever round that is: this is what
         # lets selections of several m and k contain each other. Under shadow it chooses in each round.
-        stream = stream_key(seed, draw, _STREAM_EAS + (number if shadow else 0))
+        stream = stream_key(seed, draw, _EAS_STREAM + (number if shadow else 0))
         scores_of = self._scores_of(options)
         chosen = []
         for first in range(0, len(frontier), _NODES_AT_ONCE):
@@ -629,7 +629,9 @@ class EasSelector:
             edges = self._structure.ask("in_edges", nodes, phase=PRELOAD_STRUCTURE)
             taken = np.empty(0, np.int64) if shadow else selected
             scores = scores_of(edges.sources, taken)
-            picked = choose(edges.indptr, edges.sources, nodes, taken, scores, options.fanout, stream)
+            picked = choose_external(
+                edges.indptr, edges.sources, nodes, taken, scores, options.fanout, stream
+            )
             chosen.append(np.unique(picked))
         found = np.unique(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
         return np.setdiff1d(found, selected, assume_unique=True) if shadow else found

@@ -24,12 +24,12 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
-Bring: TypeAlias = Callable[[str, Tensor], Tensor]
+FetchSources: TypeAlias = Callable[[str, Tensor], Tensor]
 """(name, rows as they stand in the frame) to (sources, ...): exchanges where the halo is missing."""
 
 
 @final
-class OwnRows(LazyFeature):
+class OwnRowsColumn(LazyFeature):
     """A column of fewer rows than its frame has: those of this rank, without the halo.
 
     DGL checks the length of every column but that of a placeholder, which this is one of.
@@ -57,13 +57,13 @@ class OwnRows(LazyFeature):
         """Of the rows."""
         return self._rows.dtype
 
-    def to(self, *args: Any, **kwargs: Any) -> OwnRows:
+    def to(self, *args: Any, **kwargs: Any) -> OwnRowsColumn:
         """Return the rows on another device."""
-        return OwnRows(self._rows.to(*args, **kwargs))
+        return OwnRowsColumn(self._rows.to(*args, **kwargs))
 
-    def astype(self, dtype: Any) -> OwnRows:
+    def astype(self, dtype: Any) -> OwnRowsColumn:
         """Return the rows in another dtype."""
-        return OwnRows(self._rows.to(dtype))
+        return OwnRowsColumn(self._rows.to(dtype))
 
     def subcolumn(self, rows: Tensor) -> Any:
         """Refuse: some of ``rows`` may lie on another rank.
@@ -86,19 +86,19 @@ class HaloFrame(Frame):
 
     Args:
         own: The columns; not changed.
-        bring: Gives the rows of all sources.
+        fetch: Gives the rows of all sources.
         num_sources: How many these are.
     """
 
-    def __init__(self, own: Frame, bring: Bring, num_sources: int) -> None:
+    def __init__(self, own: Frame, fetch: FetchSources, num_sources: int) -> None:
         super().__init__(num_rows=num_sources)
-        self._own, self._bring = own, bring
+        self._own, self._fetch = own, fetch
         self.read: dict[str, Tensor] = {}
         """What was brought, by name: each column once."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.read:
-            self.read[name] = self._bring(name, self._own[name])
+            self.read[name] = self._fetch(name, self._own[name])
         return self.read[name]
 
     def __contains__(self, name: object) -> bool:
@@ -171,7 +171,7 @@ class EmptyPartition(TorchFunctionMode):
         if func in _RESHAPING and not kwargs and not args[0].numel():
             given = args[1] if isinstance(args[1], Sequence) else args[1:]
             if all(isinstance(size, int) for size in given):
-                return func(args[0], _completed(args[0].shape, given))
+                return func(args[0], _complete_shape(args[0].shape, given))
         return func(*args, **(kwargs or {}))
 
     @staticmethod
@@ -189,7 +189,7 @@ def _current_mode() -> object:
 _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
-def _completed(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+def _complete_shape(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
     """Return ``wanted``, where -1 stands for what makes rows as long as those of ``shape``."""
     known = math.prod(size for size in wanted[1:] if size != -1)
     if len(shape) < 2 or shape[0] or not wanted or wanted[0] or -1 not in wanted or not known:
@@ -197,7 +197,7 @@ def _completed(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[1:]) // known if size == -1 else size for size in wanted)
 
 
-def tie(output: Any, rows: Tensor) -> Any:
+def tie_gradient(output: Any, rows: Tensor) -> Any:
     """Return ``output``, such that backward through any tensor of it reaches ``rows``, with zeros.
 
     Args:
@@ -208,13 +208,13 @@ def tie(output: Any, rows: Tensor) -> Any:
         return output
     leaves, layout = tree_flatten(output)
     places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    tied = _Tie.apply(rows, *[leaves[n] for n in places]) if places else ()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    tied = _TieGradient.apply(rows, *[leaves[n] for n in places]) if places else ()  # type: ignore[no-untyped-call]  # torch leaves it bare
     for place, tensor in zip(places, tied, strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, layout)
 
 
-def reduce_nothing(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
+def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
     """Return what a user-defined reduction leaves where no message arrives: zeros, as DGL fills in.
 
     DGL calls no user-defined reduction on a graph without edges and sets no column, so code that reads the
@@ -231,12 +231,12 @@ def reduce_nothing(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
     """
     read: dict[str, Tensor] = {}
 
-    def bring(name: str, rows: Tensor) -> Tensor:
+    def fetch(name: str, rows: Tensor) -> Tensor:
         read[name] = rows
         return _one_row(rows)
 
-    imagined = _one_edge(block)
-    imagined._node_frames[0] = HaloFrame(block._node_frames[0], bring, 1)
+    imagined = _one_edge_block(block)
+    imagined._node_frames[0] = HaloFrame(block._node_frames[0], fetch, 1)
     before = dict(imagined.dstdata.items())
     imagined.update_all(message, reduce)
     columns = {
@@ -245,11 +245,11 @@ def reduce_nothing(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
         if before.get(name) is not rows
     }
     for rows in read.values():
-        columns = tie(columns, rows)
+        columns = tie_gradient(columns, rows)
     return columns
 
 
-def _one_edge(block: Any) -> Any:
+def _one_edge_block(block: Any) -> Any:
     """Return a block of one edge, whose destination and edge have the columns of ``block``, zeros."""
     (source, relation, destination), device = block.canonical_etypes[0], block.device
     ends = torch.zeros(1, dtype=block.idtype, device=device)
@@ -264,7 +264,7 @@ def _one_row(rows: Tensor) -> Tensor:
     return torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
 
 
-class _Tie(torch.autograd.Function):
+class _TieGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -283,7 +283,7 @@ class InEdgesOnly:
 
     DGL reverses a graph to sum over the out-edges of a source, which are not all here: a softmax over the
     edges of each source would be one over those of them that this rank has. In backward DGL does the same to
-    bring gradients to this rank's copies of the sources, which is what the exchange adds up.
+    fetch gradients to this rank's copies of the sources, which is what the exchange adds up.
     """
 
     def __get__(self, graph: Any, owner: Any = None) -> Any:
@@ -351,16 +351,16 @@ class Halo:
         out_degrees: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
-        self.repeats = needs_repeated_row(layer)
+        self.repeats_first_row = needs_repeated_row(layer)
         self.exchange = exchange
-        self._nodes, self._ask = nodes, out_degrees
+        self._nodes, self._fetch_out_degrees = nodes, out_degrees
         # In a list that blocks of other layers on the same structure share, for asking reads every edge.
         self._degrees: list[Tensor] = []
 
     def out_degrees(self) -> Tensor | None:
         """Return (num_sources,) out-degrees in the whole graph; None: nobody said how to know them."""
-        if not self._degrees and self._ask is not None:
-            self._degrees.append(self._ask(self._nodes))
+        if not self._degrees and self._fetch_out_degrees is not None:
+            self._degrees.append(self._fetch_out_degrees(self._nodes))
         return self._degrees[0] if self._degrees else None
 
 
@@ -438,7 +438,7 @@ class HaloBlock(DGLBlock):
             )
         whole = self._halo.exchange.exchange(h, None if kept is None else kept[: self._halo.halo_rows])
         # Its gradient is zero: the repeated source has no edge.
-        return torch.cat([whole, h[:1].detach()]) if self._halo.repeats else whole
+        return torch.cat([whole, h[:1].detach()]) if self._halo.repeats_first_row else whole
 
     def set_own(self, name: str, rows: Tensor) -> None:
         """Set the (own_rows, ...) column ``name`` of the sources without exchanging it.
@@ -450,7 +450,7 @@ class HaloBlock(DGLBlock):
         """
         if len(rows) != self.own_rows:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {self.own_rows} own rows")
-        self._node_frames[0][name] = OwnRows(rows)
+        self._node_frames[0][name] = OwnRowsColumn(rows)
 
     def set_all(self, name: str, rows: Tensor) -> None:
         """Set the column ``name`` of the sources to (own_rows + halo rows, ...), without exchanging.
@@ -461,7 +461,7 @@ class HaloBlock(DGLBlock):
         wanted = self.own_rows + self._halo.halo_rows
         if len(rows) != wanted:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {wanted} own and halo rows")
-        if self._halo.repeats:
+        if self._halo.repeats_first_row:
             rows = torch.cat([rows, rows[:1]])
         super()._set_n_repr(0, ALL, {name: rows})
 
@@ -479,12 +479,12 @@ class HaloBlock(DGLBlock):
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
     ) -> None:
         """Send messages along all edges and reduce them, as DGL does; also where there are no edges."""
-        block = self._completing()
+        block = self._with_fetched_sources()
         # DGL's own functions reduce nothing to zeros that autograd still sees the sources behind.
         if self.num_edges() or isinstance(reduce_func, BuiltinFunction):
             DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
             return
-        columns = reduce_nothing(block, message_func, reduce_func)
+        columns = reduce_without_edges(block, message_func, reduce_func)
         if apply_node_func is not None:
             seen = {**self.dstdata, **columns}
             columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=seen)
@@ -492,7 +492,7 @@ class HaloBlock(DGLBlock):
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         """Compute columns of the edges from their ends, as DGL does."""
-        DGLBlock.apply_edges(self._completing(), func, edges, etype)
+        DGLBlock.apply_edges(self._with_fetched_sources(), func, edges, etype)
 
     def __getitem__(self, key: Any) -> Any:
         # There is one edge type, and DGL would make a slice that lacks the halo.
@@ -501,10 +501,10 @@ class HaloBlock(DGLBlock):
             raise ConfigError(f"edge type {key!r} is not {self.canonical_etypes[0]}, the block's only one")
         return self
 
-    def _completing(self) -> HaloBlock:
+    def _with_fetched_sources(self) -> HaloBlock:
         """Return this block, whose columns of own rows are exchanged when messages read them."""
         own = self._node_frames[0]
-        if not any(isinstance(column, OwnRows) for column in own._columns.values()):
+        if not any(isinstance(column, OwnRowsColumn) for column in own._columns.values()):
             return self
         block: HaloBlock = self.__copy__()
         sources = HaloFrame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
@@ -566,7 +566,7 @@ def _tensor(array: Array) -> Tensor:
 class OwnCount(Tensor):
     """(1,) int64 what ``batch_num_nodes`` of a local graph returns.
 
-    DGL repeats rows of a graph for its nodes by it (``broadcast_nodes``), which is right on every rank; and
+    DGL repeats_first_row rows of a graph for its nodes by it (``broadcast_nodes``), which is right on every rank; and
     it sums, averages and normalises over all nodes by it, which would be over this rank's alone.
     """
 

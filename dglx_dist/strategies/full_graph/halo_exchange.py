@@ -33,7 +33,7 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
 
 @final
-class KeptBuffer:
+class ReusableBuffer:
     """Room in the host's memory for one tensor at a time, of any shape and dtype; grows, never shrinks.
 
     Fresh pages cost more than copying into them. What :meth:`room` gave is void once it is asked again.
@@ -136,7 +136,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 _MAGIC = b"halo"
-_HEAD = struct.Struct("!4sQQ32s")
+_HEADER = struct.Struct("!4sQQ32s")
 """Magic, number of the message to this peer, bytes that follow, and what they are."""
 _MAX_NAME = 32
 _RECEIVE_BYTES = 1 << 20
@@ -147,8 +147,8 @@ _RECEIVE_BYTES = 1 << 20
 class Sender:
     """What is still to be sent to one peer."""
 
-    def __init__(self, head: bytes, pieces: Iterator[memoryview]) -> None:
-        self._now, self._pieces = memoryview(head), pieces
+    def __init__(self, header: bytes, pieces: Iterator[memoryview]) -> None:
+        self._now, self._pieces = memoryview(header), pieces
         self._more = int(socket.MSG_MORE)
 
     def send(self, connection: socket.socket) -> bool:
@@ -160,7 +160,7 @@ class Sender:
                 except BlockingIOError:
                     return False
                 self._now = self._now[sent:]
-            # The head waits for the first rows, to leave in one packet with them.
+            # The header waits for the first rows, to leave in one packet with them.
             self._more = 0
             following = next(self._pieces, None)
             if following is None:
@@ -186,7 +186,7 @@ class Receiver:
 
     def __init__(self, expected: bytes, incoming: Incoming) -> None:
         self._expected, self._incoming = expected, incoming
-        self._head = memoryview(bytearray(len(expected)))
+        self._header = memoryview(bytearray(len(expected)))
         self._read = 0
 
     def receive(self, connection: socket.socket, rank: int) -> bool:
@@ -196,12 +196,12 @@ class Receiver:
             PeerError: the peer sends something else.
             OSError: the connection broke.
         """
-        left = _HEAD.size - self._read
+        left = _HEADER.size - self._read
         if left > 0:
-            self._read += _receive_into(connection, self._head[self._read :])
-            if self._read < _HEAD.size:
+            self._read += _receive_into(connection, self._header[self._read :])
+            if self._read < _HEADER.size:
                 return False
-            _check_same(bytes(self._head), self._expected, rank)
+            _check_same(bytes(self._header), self._expected, rank)
             return False
         incoming = self._incoming
         at = incoming.num_arrived
@@ -210,7 +210,7 @@ class Receiver:
 
 
 @dataclass(kw_only=True)
-class End:
+class PeerTransfer:
     """One connection during one exchange."""
 
     rank: int
@@ -246,7 +246,7 @@ def _receive_into(connection: socket.socket, room: memoryview) -> int:
     return received
 
 
-def head_of(number: int, num_bytes: int, name: str) -> bytes:
+def message_header(number: int, num_bytes: int, name: str) -> bytes:
     """Return what stands before a message.
 
     Args:
@@ -256,14 +256,14 @@ def head_of(number: int, num_bytes: int, name: str) -> bytes:
     """
     encoded = name.encode()
     assert len(encoded) <= _MAX_NAME, name
-    return _HEAD.pack(_MAGIC, number, num_bytes, encoded)
+    return _HEADER.pack(_MAGIC, number, num_bytes, encoded)
 
 
-def _check_same(head: bytes, expected: bytes, rank: int) -> None:
-    if head == expected:
+def _check_same(header: bytes, expected: bytes, rank: int) -> None:
+    if header == expected:
         return
-    magic, number, num_bytes, name = _HEAD.unpack(head)
-    _, own_number, own_bytes, own_name = _HEAD.unpack(expected)
+    magic, number, num_bytes, name = _HEADER.unpack(header)
+    _, own_number, own_bytes, own_name = _HEADER.unpack(expected)
     if magic != _MAGIC:
         raise PeerError(
             f"rank {rank} sent {magic!r} where a message begins; do all ranks run the same version?"
@@ -326,23 +326,25 @@ def added(
         parts: By peer, (k, ...) in the host's memory.
         incoming: By peer, how much of the part is there.
     """
-    lanes = [
-        _added_of_one(total, *lane) for lane in zip(rows, parts, incoming, strict=True) if lane[0].numel()
+    per_peer = [
+        _add_from_peer(total, *pieces)
+        for pieces in zip(rows, parts, incoming, strict=True)
+        if pieces[0].numel()
     ]
-    while lanes:
+    while per_peer:
         left = []
-        for lane in lanes:
-            ready = next(lane, None)
+        for pieces in per_peer:
+            ready = next(pieces, None)
             while ready is False:
                 yield False
-                ready = next(lane, None)
+                ready = next(pieces, None)
             if ready:
                 yield True
-                left.append(lane)
-        lanes = left
+                left.append(pieces)
+        per_peer = left
 
 
-def _added_of_one(total: Tensor, rows: Tensor, part: Tensor, incoming: Incoming) -> Iterator[bool]:
+def _add_from_peer(total: Tensor, rows: Tensor, part: Tensor, incoming: Incoming) -> Iterator[bool]:
     """Add what one peer sends, a piece for each True."""
     needed = 0
     for some, piece in zip(_pieces_like(rows, part), _pieces(part), strict=True):
@@ -390,7 +392,7 @@ class Wire:
         self._streams: Streams = open_streams(session)
         self.devices = make_device_wire(session)
         """For what lies on accelerators; None: that goes through the host too."""
-        self.sent, self.received = KeptBuffer(), KeptBuffer()
+        self.sent, self.received = ReusableBuffer(), ReusableBuffer()
         """For the exchange that runs."""
         self._in_use = threading.Lock()
         self._broken = ""
@@ -434,7 +436,7 @@ class Wire:
             )
         started = time.perf_counter()
         try:
-            self._check_whole(name)
+            self._check_not_broken(name)
             self._broken = name
             with peers_named(self._session, name), self._session.timeline.span(name, NETWORK):
                 self._run(self._ends(outgoing, incoming, name), name, iter(meanwhile))
@@ -443,32 +445,34 @@ class Wire:
             self._seconds += time.perf_counter() - started
             self._in_use.release()
 
-    def _check_whole(self, name: str) -> None:
+    def _check_not_broken(self, name: str) -> None:
         if self._broken:
             raise PeerError(
                 f"{name} cannot be exchanged: an earlier exchange ({self._broken}) was broken off half-way "
                 "on this rank; end the session and start again from the last checkpoint"
             )
 
-    def _ends(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str) -> list[End]:
+    def _ends(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
+    ) -> list[PeerTransfer]:
         """Number the messages and put those of one peer together."""
-        ends: dict[int, End] = {}
+        ends: dict[int, PeerTransfer] = {}
         for one in outgoing:
             if one.num_bytes:
-                head = head_of(_next(self._sequence_to, one.rank), one.num_bytes, name)
-                self._end(ends, one.rank).sender = Sender(head, one.pieces)
+                header = message_header(_next(self._sequence_to, one.rank), one.num_bytes, name)
+                self._end(ends, one.rank).sender = Sender(header, one.pieces)
         for other in incoming:
             if len(other.room):
-                head = head_of(_next(self._sequence_from, other.rank), len(other.room), name)
-                self._end(ends, other.rank).receiver = Receiver(head, other)
+                header = message_header(_next(self._sequence_from, other.rank), len(other.room), name)
+                self._end(ends, other.rank).receiver = Receiver(header, other)
         return list(ends.values())
 
-    def _end(self, ends: dict[int, End], rank: int) -> End:
+    def _end(self, ends: dict[int, PeerTransfer], rank: int) -> PeerTransfer:
         if rank not in ends:
-            ends[rank] = End(rank=rank, connection=self._streams.to(rank))
+            ends[rank] = PeerTransfer(rank=rank, connection=self._streams.to(rank))
         return ends[rank]
 
-    def _run(self, ends: Sequence[End], name: str, work: Iterator[bool]) -> None:
+    def _run(self, ends: Sequence[PeerTransfer], name: str, work: Iterator[bool]) -> None:
         with selectors.DefaultSelector() as selector:
             waiting, working, idle = 0, True, False
             for end in ends:
@@ -482,15 +486,17 @@ class Wire:
                 if not ready and not busy:
                     # Work that still waits when all is there is a bug, and would not end.
                     assert waiting, f"work beside the {name} waits for more than comes"
-                    self._name_missing([key.data for key in selector.get_map().values()], name)
+                    self._raise_no_progress([key.data for key in selector.get_map().values()], name)
                 for key, events in ready:
-                    waiting -= self._go_on(selector, key, events)
+                    waiting -= self._progress_peer(selector, key, events)
                 more = next(work, None) if working else None
                 working, idle = more is not None, more is False
 
-    def _go_on(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> bool:
+    def _progress_peer(
+        self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int
+    ) -> bool:
         """Serve one connection; return whether it has nothing left to do."""
-        end: End = key.data
+        end: PeerTransfer = key.data
         self._serve(end, events)
         if not end.events:
             selector.unregister(end.connection)
@@ -498,7 +504,7 @@ class Wire:
             selector.modify(end.connection, end.events, end)
         return not end.events
 
-    def _serve(self, end: End, events: int) -> None:
+    def _serve(self, end: PeerTransfer, events: int) -> None:
         try:
             end.serve(events)
         except PeerError:
@@ -510,7 +516,7 @@ class Wire:
                 f"the connection to rank {rank} on {self._session.hosts[rank]} broke: {error}"
             ) from error
 
-    def _name_missing(self, ends: Sequence[End], name: str) -> None:
+    def _raise_no_progress(self, ends: Sequence[PeerTransfer], name: str) -> None:
         hosts = self._session.hosts
         names = ", ".join(f"rank {end.rank} on {hosts[end.rank]}" for end in ends)
         raise RuntimeError(
@@ -562,7 +568,7 @@ class HaloExchange:
         self._session, self._wire = session, wire_of(session)
         self.number = number
         self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
-        _check(layer, session.topology.rank)
+        _check_layer(layer, session.topology.rank)
         # Plans that were kept on disk are read-only, which torch does not know.
         rows = [torch.from_numpy(np.require(rows, np.int64, ("C", "W"))) for _, rows in layer.send]
         self._sent_rows = {torch.device("cpu"): rows}
@@ -645,7 +651,7 @@ class HaloExchange:
             halo.copy_(kept)
         return sources
 
-    def give_back(self, gradient: Tensor) -> Tensor:
+    def return_gradients(self, gradient: Tensor) -> Tensor:
         """Do the adjoint of :meth:`append`, always into new memory.
 
         Args:
@@ -658,20 +664,22 @@ class HaloExchange:
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
         wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
-        came_shape = (self._sent_at[-1], *gradient.shape[1:])
-        going = self._by_sender(halo.contiguous() if self._is_direct(halo) else halo.cpu().contiguous())
-        self._count(BACKWARD, going)
+        received_shape = (self._sent_at[-1], *gradient.shape[1:])
+        outgoing_rows = self._by_sender(
+            halo.contiguous() if self._is_direct(halo) else halo.cpu().contiguous()
+        )
+        self._count(BACKWARD, outgoing_rows)
         if self._is_direct(halo):
-            parts = self._by_receiver(halo.new_empty(came_shape))
-            self._swap_directly(going, parts, BACKWARD)
+            parts = self._by_receiver(halo.new_empty(received_shape))
+            self._swap_directly(outgoing_rows, parts, BACKWARD)
             total.copy_(own)
             for rows, (_, part) in zip(self._rows_on(total.device), parts, strict=True):
                 total.index_add_(0, rows, part.to(wider))
             return total.to(gradient.dtype)
-        parts = self._by_receiver(self._wire.received.room(came_shape, gradient.dtype))
+        parts = self._by_receiver(self._wire.received.room(received_shape, gradient.dtype))
         incoming = [Incoming(rank=rank, room=bytes_of(part)) for rank, part in parts]
         adding = added(total, self._rows_on(total.device), [part for _, part in parts], incoming)
-        outgoing = [_outgoing(rank, part, iter([bytes_of(part)])) for rank, part in going]
+        outgoing = [_outgoing(rank, part, iter([bytes_of(part)])) for rank, part in outgoing_rows]
         self._wire.swap(outgoing, incoming, self._name(BACKWARD), chain(copied(own, total), adding))
         return total.to(gradient.dtype)
 
@@ -679,24 +687,24 @@ class HaloExchange:
         """Fill ``halo`` with the peers' rows, and ``own`` with ``h`` meanwhile."""
         if self._is_direct(halo):
             rows_of = zip(self._sent_to, self._rows_on(h.device), strict=True)
-            going = [(rank, h.index_select(0, rows)) for rank, rows in rows_of]
-            self._count(phase, going)
-            self._swap_directly(going, self._by_sender(halo), phase)
+            outgoing_rows = [(rank, h.index_select(0, rows)) for rank, rows in rows_of]
+            self._count(phase, outgoing_rows)
+            self._swap_directly(outgoing_rows, self._by_sender(halo), phase)
             if own is not None:
                 own.copy_(h)
             return
         on_host = is_on_host(halo)
-        landing = halo if on_host else self._wire.received.room(halo.shape, halo.dtype)
-        incoming = [Incoming(rank=rank, room=bytes_of(part)) for rank, part in self._by_sender(landing)]
-        going = self._by_receiver(self._wire.sent.room((self._sent_at[-1], *h.shape[1:]), h.dtype))
-        self._count(phase, going)
+        host_halo = halo if on_host else self._wire.received.room(halo.shape, halo.dtype)
+        incoming = [Incoming(rank=rank, room=bytes_of(part)) for rank, part in self._by_sender(host_halo)]
+        outgoing_rows = self._by_receiver(self._wire.sent.room((self._sent_at[-1], *h.shape[1:]), h.dtype))
+        self._count(phase, outgoing_rows)
         outgoing = [
             _outgoing(rank, part, gathered(h, rows, part))
-            for (rank, part), rows in zip(going, self._rows_on(h.device), strict=True)
+            for (rank, part), rows in zip(outgoing_rows, self._rows_on(h.device), strict=True)
         ]
         self._wire.swap(outgoing, incoming, self._name(phase), () if own is None else copied(h, own))
         if not on_host:
-            halo.copy_(landing)
+            halo.copy_(host_halo)
 
     def _rows_on(self, device: torch.device) -> list[Tensor]:
         """Return the own rows that go to each peer; brought to a device once."""
@@ -708,9 +716,11 @@ class HaloExchange:
         """Whether ``rows`` travel from accelerator to accelerator."""
         return self._wire.devices is not None and not is_on_host(rows)
 
-    def _swap_directly(self, going: Sequence[Message], coming: Sequence[Message], phase: str) -> None:
+    def _swap_directly(
+        self, outgoing_rows: Sequence[Message], incoming_rows: Sequence[Message], phase: str
+    ) -> None:
         assert self._wire.devices is not None
-        self._wire.devices.swap(going, coming, self._name(phase))
+        self._wire.devices.swap(outgoing_rows, incoming_rows, self._name(phase))
 
     def _by_sender(self, halo: Tensor) -> list[Message]:
         """Cut the (n_halo, ...) rows at those of each rank that sends them forward."""
@@ -722,8 +732,8 @@ class HaloExchange:
         bounds = pairwise(self._sent_at)
         return [(rank, rows[a:b]) for rank, (a, b) in zip(self._sent_to, bounds, strict=True)]
 
-    def _count(self, phase: str, going: Sequence[Message]) -> None:
-        for rank, rows in going:
+    def _count(self, phase: str, outgoing_rows: Sequence[Message]) -> None:
+        for rank, rows in outgoing_rows:
             num_bytes = rows.numel() * rows.element_size()
             self._session.ledger.add(phase, self.number, self._session.topology.rank, rank, num_bytes)
 
@@ -740,7 +750,7 @@ class HaloExchange:
 
 @final
 class _Append(torch.autograd.Function):
-    """(own_rows, ...) -> (own_rows + n_halo, ...); the adjoint of :class:`_GiveBack`."""
+    """(own_rows, ...) -> (own_rows + n_halo, ...); the adjoint of :class:`_ReturnGradients`."""
 
     @staticmethod
     def forward(ctx: Any, halo: HaloExchange, h: Tensor, kept: Tensor | None) -> Tensor:
@@ -749,15 +759,15 @@ class _Append(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, _GiveBack.apply(ctx.halo, gradient), None  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return None, _ReturnGradients.apply(ctx.halo, gradient), None  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 @final
-class _GiveBack(torch.autograd.Function):
+class _ReturnGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halo: HaloExchange, gradient: Tensor) -> Tensor:
         ctx.halo = halo
-        return halo.give_back(gradient)
+        return halo.return_gradients(gradient)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -773,7 +783,7 @@ def _bounds(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts)]
 
 
-def _check(layer: HaloLayer, rank: int) -> None:
+def _check_layer(layer: HaloLayer, rank: int) -> None:
     """Plans are made by this package: what is wrong here is its own bug."""
     senders, receivers = [peer for peer, _ in layer.receive], [peer for peer, _ in layer.send]
     for peers in (senders, receivers):
@@ -781,10 +791,10 @@ def _check(layer: HaloLayer, rank: int) -> None:
         assert all(a < b for a, b in pairwise(peers)), f"peers {peers} are not in the order of their ranks"
     assert sum(count for _, count in layer.receive) == len(layer.halo_nodes)
     for peer, rows in layer.send:
-        assert _are_distinct(rows, layer.own_rows), f"rows to rank {peer} are not distinct own rows"
+        assert _are_distinct_rows(rows, layer.own_rows), f"rows to rank {peer} are not distinct own rows"
 
 
-def _are_distinct(rows: Array, count: int) -> bool:
+def _are_distinct_rows(rows: Array, count: int) -> bool:
     """Whether every row is in [0, count) and none is there twice."""
     if len(rows) and not 0 <= rows.min() <= rows.max() < count:
         return False

@@ -24,7 +24,7 @@ from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange, wire_of
 from dglx_dist.strategies.full_graph.halo_plan import PlanSource, RankPlan, RowFiles
-from dglx_dist.strategies.full_graph.options import Request
+from dglx_dist.strategies.full_graph.options import LoaderRequest
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -246,7 +246,7 @@ class FullGraphLoader:
         PeerError: a rank did not take part.
     """
 
-    def __init__(self, g: DistGraph, source: PlanSource, request: Request, *, use_pp: bool) -> None:
+    def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
         self._g, self._session, self._source, self._request = g, g.session, source, request
         self._reader = ColumnReader(g, request.columns, source.row_files)
         self._keeps, self._use_pp = len(source) == 1, use_pp

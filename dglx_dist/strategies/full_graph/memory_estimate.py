@@ -96,7 +96,7 @@ def trace_memory(
         ConfigError: the model fails on it.
     """
     copied = copy.deepcopy(model).train()
-    _with_plain_dropouts(copied)
+    _restore_plain_dropouts(copied)
     install(copied)
     dropouts = install_node_dropouts(copied, seed)
     widths = {size for tensor in (row, *model.parameters(), *model.buffers()) for size in tensor.shape}
@@ -106,7 +106,7 @@ def trace_memory(
     if not with_halo:
         counts[num_layers + 2 : 2 * num_layers + 2] = counts[1 : num_layers + 1]
     layers = [_layer(counts, number, num_layers) for number in range(1, num_layers + 1)]
-    exchanges = [_Echo(len(layer.halo_nodes)) for layer in layers]
+    exchanges = [_LocalExchange(len(layer.halo_nodes)) for layer in layers]
     blocks = [
         halo_block(layer, torch.arange(layer.own_rows), exchange, etype=etype, out_degrees=out_degrees)
         for layer, exchange in zip(layers, exchanges, strict=True)
@@ -126,7 +126,7 @@ def trace_memory(
     return _read(events, counts, num_layers, exchanges, copied)
 
 
-def _with_plain_dropouts(copied: nn.Module) -> None:
+def _restore_plain_dropouts(copied: nn.Module) -> None:
     """Take the keyed dropouts out of a copy: they belong to the model that it is a copy of."""
     for name, module in list(copied.named_modules(remove_duplicate=False)):
         if isinstance(module, NodeDropout):
@@ -135,7 +135,7 @@ def _with_plain_dropouts(copied: nn.Module) -> None:
 
 
 @final
-class _Echo:
+class _LocalExchange:
     """Stands in for an exchange: allocates what one does, and sends nothing."""
 
     def __init__(self, num_halo: int) -> None:
@@ -185,7 +185,7 @@ def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[t
 
     results = profiler.profiler.kineto_results
     found = []
-    for event in _every(results.experimental_event_tree()):
+    for event in _all_events(results.experimental_event_tree()):
         if event.tag == _EventType.Allocation:
             fields = event.typed[1]
             found.append((event.start_time_ns, int(fields.ptr), int(fields.alloc_size)))
@@ -194,7 +194,7 @@ def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[t
     return sorted(found, key=lambda one: one[0])
 
 
-def _every(roots: Any) -> Iterator[Any]:
+def _all_events(roots: Any) -> Iterator[Any]:
     waiting = list(roots)
     while waiting:
         event = waiting.pop()
@@ -206,7 +206,7 @@ def _read(
     events: list[tuple[int, int, int]],
     counts: Array,
     num_layers: int,
-    exchanges: list[_Echo],
+    exchanges: list[_LocalExchange],
     model: nn.Module,
 ) -> MemoryTrace:
     kinds: list[int] = []
@@ -421,10 +421,10 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
     """
 
     def fits(number: int, checked: int = _PROBES) -> bool:
-        return worst(number, spread(number, checked)) <= memory_bytes
+        return worst(number, evenly_spaced(number, checked)) <= memory_bytes
 
     def refuse(checked: int) -> NoReturn:
-        needed = worst(most, spread(most, checked))
+        needed = worst(most, evenly_spaced(most, checked))
         raise ConfigError(
             f"memory={memory_bytes} bytes for each rank do not hold even one of {most} co-batches, which "
             f"needs {needed}; grant more, use more servers or ranks, or bound the neighbourhood with "
@@ -451,8 +451,8 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
     return many
 
 
-def spread(count: int, chosen: int) -> Array:
-    """Return up to ``chosen`` (k,) int64 distinct numbers spread over [0, count)."""
+def evenly_spaced(count: int, chosen: int) -> Array:
+    """Return up to ``chosen`` (k,) int64 distinct numbers evenly_spaced over [0, count)."""
     return np.unique(np.linspace(0, count - 1, min(chosen, count)).astype(np.int64))
 
 

@@ -36,7 +36,7 @@ from dglx_dist.strategies.full_graph.halo_block import (
     InEdgesOnly,
     OwnCount,
     refuse_reversed,
-    tie,
+    tie_gradient,
 )
 from dglx_dist.strategies.full_graph.halo_exchange import wire_of
 from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
@@ -44,7 +44,7 @@ from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, ma
 
 @final
 @dataclass(frozen=True)
-class _Brought:
+class _ExchangedColumn:
     """A column that was exchanged, and what it was exchanged from."""
 
     own: Tensor
@@ -83,7 +83,7 @@ def _refused(name: str, why: str) -> Callable[..., NoReturn]:
 
 
 _FIXED = "its structure is planned with all ranks; change the graph before it is partitioned"
-_ENDS = (
+_EDGE_ENDS = (
     "the sources of its edges lie on several ranks, so they have no rows here; use update_all or "
     "apply_edges, which see both ends"
 )
@@ -127,8 +127,8 @@ class LocalGraph(DGLGraph):
         frames = [Frame(dict(block.dstdata.items()), num_rows=rows)]
         super().__init__(block._graph, [source], [relation], frames, [*block._edge_frames])
         self._block = block
-        self._known: tuple[_Brought, ...] = ()
-        self._brought: dict[str, _Brought] = {}
+        self._prefetched: tuple[_ExchangedColumn, ...] = ()
+        self._exchanged: dict[str, _ExchangedColumn] = {}
         self.step_share: StepShare | None = None
         """How many of all targets are among this rank's nodes; what a mean over them is weighed by."""
         self.step_number = 0
@@ -139,7 +139,7 @@ class LocalGraph(DGLGraph):
         own = self.ndata[name]
         self._block.set_all(name, torch.cat([own, halo]))
         whole = self._block.srcdata.pop(name)
-        self._known = (*self._known, _Brought(own, _version_of(own), whole))
+        self._prefetched = (*self._prefetched, _ExchangedColumn(own, _version_of(own), whole))
 
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Any:
         """Return the in-degrees of this rank's nodes, as DGL does; all their in-edges are here."""
@@ -185,11 +185,11 @@ class LocalGraph(DGLGraph):
     @contextmanager
     def local_scope(self) -> Iterator[None]:
         """Forget the columns that are set inside, as DGL does, and what was exchanged of them."""
-        before = self._brought
-        self._brought = dict(before)
+        before = self._exchanged
+        self._exchanged = dict(before)
         with super().local_scope():
             yield
-        self._brought = before
+        self._exchanged = before
 
     def to(self, device: Any, **kwargs: Any) -> LocalGraph:
         """Return the graph on another device."""
@@ -197,10 +197,10 @@ class LocalGraph(DGLGraph):
         if moved is self:
             return self
         moved._block = self._block.to(device, **kwargs)
-        moved._brought, names = {}, list(self.ndata.keys())
-        moved._known = tuple(
-            _Brought(rows, _version_of(rows), one.whole.to(device, **kwargs))
-            for one in self._known
+        moved._exchanged, names = {}, list(self.ndata.keys())
+        moved._prefetched = tuple(
+            _ExchangedColumn(rows, _version_of(rows), one.whole.to(device, **kwargs))
+            for one in self._prefetched
             for rows in [moved.ndata[name] for name in names if self.ndata[name] is one.own]
         )
         return moved
@@ -209,17 +209,17 @@ class LocalGraph(DGLGraph):
         """Return the block whose sources are this graph's nodes, exchanged when they are read."""
         (own,) = self._node_frames
         block: HaloBlock = self._block.__copy__()
-        block._node_frames = [HaloFrame(own, self._bring, self._block.num_src_nodes()), own]
+        block._node_frames = [HaloFrame(own, self._sources_of, self._block.num_src_nodes()), own]
         block._edge_frames = self._edge_frames
         return block
 
-    def _bring(self, name: str, rows: Tensor) -> Tensor:
-        before = self._brought.get(name)
-        for one in self._known if before is None else (*self._known, before):
+    def _sources_of(self, name: str, rows: Tensor) -> Tensor:
+        before = self._exchanged.get(name)
+        for one in self._prefetched if before is None else (*self._prefetched, before):
             if one.is_of(rows):
                 return one.whole
         whole = self._block.all_rows(rows)
-        self._brought[name] = _Brought(rows, _version_of(rows), whole)
+        self._exchanged[name] = _ExchangedColumn(rows, _version_of(rows), whole)
         return whole
 
     def _set_n_repr(self, ntid: int, u: Any, data: Any) -> None:
@@ -235,7 +235,7 @@ class LocalGraph(DGLGraph):
         self._node_frames[0].update(data)
 
     def _pop_n_repr(self, ntid: int, key: str) -> Any:
-        self._brought.pop(key, None)
+        self._exchanged.pop(key, None)
         return super()._pop_n_repr(ntid, key)
 
     def __getitem__(self, key: Any) -> Any:
@@ -269,35 +269,35 @@ class LocalGraph(DGLGraph):
     remove_self_loop = _refused("remove_self_loop", _FIXED)
     to_simple = _refused("to_simple", _FIXED)
     reorder_graph = _refused("reorder_graph", _FIXED)
-    all_edges = _refused("all_edges", _ENDS)
-    find_edges = _refused("find_edges", _ENDS)
-    in_edges = _refused("in_edges", _ENDS)
-    out_edges = _refused("out_edges", _ENDS)
-    edge_ids = _refused("edge_ids", _ENDS)
-    has_edges_between = _refused("has_edges_between", _ENDS)
-    predecessors = _refused("predecessors", _ENDS)
-    successors = _refused("successors", _ENDS)
-    reverse = _refused("reverse", _ENDS)
-    adj = _refused("adj", _ENDS)
-    adj_external = _refused("adj_external", _ENDS)
-    adj_tensors = _refused("adj_tensors", _ENDS)
-    inc = _refused("inc", _ENDS)
-    line_graph = _refused("line_graph", _ENDS)
-    adjacency_matrix = _refused("adjacency_matrix", _ENDS)
-    incidence_matrix = _refused("incidence_matrix", _ENDS)
-    to_networkx = _refused("to_networkx", _ENDS)
-    to_cugraph = _refused("to_cugraph", _ENDS)
-    filter_edges = _refused("filter_edges", _ENDS)
-    subgraph = _refused("subgraph", _ENDS)
-    edge_subgraph = _refused("edge_subgraph", _ENDS)
-    in_subgraph = _refused("in_subgraph", _ENDS)
-    out_subgraph = _refused("out_subgraph", _ENDS)
-    khop_in_subgraph = _refused("khop_in_subgraph", _ENDS)
-    khop_out_subgraph = _refused("khop_out_subgraph", _ENDS)
-    node_type_subgraph = _refused("node_type_subgraph", _ENDS)
-    edge_type_subgraph = _refused("edge_type_subgraph", _ENDS)
-    sample_neighbors = _refused("sample_neighbors", _ENDS)
-    global_uniform_negative_sampling = _refused("global_uniform_negative_sampling", _ENDS)
+    all_edges = _refused("all_edges", _EDGE_ENDS)
+    find_edges = _refused("find_edges", _EDGE_ENDS)
+    in_edges = _refused("in_edges", _EDGE_ENDS)
+    out_edges = _refused("out_edges", _EDGE_ENDS)
+    edge_ids = _refused("edge_ids", _EDGE_ENDS)
+    has_edges_between = _refused("has_edges_between", _EDGE_ENDS)
+    predecessors = _refused("predecessors", _EDGE_ENDS)
+    successors = _refused("successors", _EDGE_ENDS)
+    reverse = _refused("reverse", _EDGE_ENDS)
+    adj = _refused("adj", _EDGE_ENDS)
+    adj_external = _refused("adj_external", _EDGE_ENDS)
+    adj_tensors = _refused("adj_tensors", _EDGE_ENDS)
+    inc = _refused("inc", _EDGE_ENDS)
+    line_graph = _refused("line_graph", _EDGE_ENDS)
+    adjacency_matrix = _refused("adjacency_matrix", _EDGE_ENDS)
+    incidence_matrix = _refused("incidence_matrix", _EDGE_ENDS)
+    to_networkx = _refused("to_networkx", _EDGE_ENDS)
+    to_cugraph = _refused("to_cugraph", _EDGE_ENDS)
+    filter_edges = _refused("filter_edges", _EDGE_ENDS)
+    subgraph = _refused("subgraph", _EDGE_ENDS)
+    edge_subgraph = _refused("edge_subgraph", _EDGE_ENDS)
+    in_subgraph = _refused("in_subgraph", _EDGE_ENDS)
+    out_subgraph = _refused("out_subgraph", _EDGE_ENDS)
+    khop_in_subgraph = _refused("khop_in_subgraph", _EDGE_ENDS)
+    khop_out_subgraph = _refused("khop_out_subgraph", _EDGE_ENDS)
+    node_type_subgraph = _refused("node_type_subgraph", _EDGE_ENDS)
+    edge_type_subgraph = _refused("edge_type_subgraph", _EDGE_ENDS)
+    sample_neighbors = _refused("sample_neighbors", _EDGE_ENDS)
+    global_uniform_negative_sampling = _refused("global_uniform_negative_sampling", _EDGE_ENDS)
     send_and_recv = _refused("send_and_recv", _ALL_EDGES)
     pull = _refused("pull", _ALL_EDGES)
     push = _refused("push", _ALL_EDGES)
@@ -373,15 +373,17 @@ def install(model: nn.Module) -> Hooks:
         # One argument is no block and rows; scripted modules take no such hooks.
         if isinstance(module, torch.jit.ScriptModule) or not _takes_two(module.forward):
             continue
-        if _enter in module._forward_pre_hooks.values():
+        if _exchange_inputs in module._forward_pre_hooks.values():
             continue
-        handles.append(module.register_forward_pre_hook(_enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(_leave, with_kwargs=True))
-        handles.append(module.register_forward_hook(_release, with_kwargs=True, always_call=True))
+        handles.append(module.register_forward_pre_hook(_exchange_inputs, with_kwargs=True))
+        handles.append(module.register_forward_hook(_tie_output, with_kwargs=True))
+        handles.append(
+            module.register_forward_hook(_leave_empty_partition, with_kwargs=True, always_call=True)
+        )
     return Hooks(handles)
 
 
-class _Place(NamedTuple):
+class _RowsArgument(NamedTuple):
     """Where a call has its block and its rows."""
 
     block: HaloBlock
@@ -397,7 +399,7 @@ class _Place(NamedTuple):
         return found
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Exchange the rows among the arguments; torch's forward pre-hook."""
     if isinstance(module, EdgeWeightNorm):
         _check_norm(module, args, kwargs)
@@ -409,20 +411,20 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "where it reads them, as layers of several hops do); call the model as model(g, x) with "
             "g = dx.local_graph(...)"
         )
-    place = _find(module, args, kwargs)
+    place = _find_rows(module, args, kwargs)
     if place is not None and len(place.sources) == place.block.own_rows:
         whole = place.block.all_rows(place.sources)
         given = whole if torch.is_tensor(place.rows) else (whole, place.rows[1])
-        args, kwargs = _with(args, kwargs, place.key, given)
-        for key, name, value in _named(module.forward, args, kwargs):
+        args, kwargs = _replace_argument(args, kwargs, place.key, given)
+        for key, name, value in _named_arguments(module.forward, args, kwargs):
             if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.block.own_rows:
-                args, kwargs = _with(args, kwargs, key, place.block.all_rows(value))
+                args, kwargs = _replace_argument(args, kwargs, key, place.block.all_rows(value))
     if _has_no_targets(args, kwargs):
         EmptyPartition(module).turn_on()
     return args, kwargs
 
 
-def _with(
+def _replace_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(key, str):
@@ -430,24 +432,26 @@ def _with(
     return (*args[:key], value, *args[key + 1 :]), kwargs
 
 
-def _release(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Turn off what ``_enter`` turned on, also where forward raised; torch's forward hook."""
+def _leave_empty_partition(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Turn off what ``_exchange_inputs`` turned on, also where forward raised; torch's forward hook."""
     if _has_no_targets(args, kwargs):
         # Where the exchange raised, it was not turned on, and one that is on belongs to an outer module.
         EmptyPartition.turn_off(module)
 
 
-def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _tie_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Tie the output of a rank without edges to what it exchanged; torch's forward hook."""
-    place = _find(module, args, kwargs) if _has_block(args, kwargs) else None
+    place = _find_rows(module, args, kwargs) if _has_block(args, kwargs) else None
     if place is None or place.block.num_edges():
         return None
-    return tie(output, place.sources)
+    return tie_gradient(output, place.sources)
 
 
-def _find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Place | None:
+def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _RowsArgument | None:
     """Find a block and its rows, by what does not depend on how many rows this rank has."""
-    named = _named(module.forward, args, kwargs)
+    named = _named_arguments(module.forward, args, kwargs)
     at = next(n for n, (_, _, value) in enumerate(named) if isinstance(value, HaloBlock))
     block = named[at][2]
     for key, name, value in (*named[at + 1 : at + 2], *(named[at - 1 : at] if at else ())):
@@ -457,11 +461,11 @@ def _find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
                 "strategies train on graphs of one node and one edge type: use strategy='data_parallel'"
             )
         if not name.startswith("edge") and name not in _OF_EDGES and _is_rows(value):
-            return _Place(block, key, value)
+            return _RowsArgument(block, key, value)
     return None
 
 
-def _named(
+def _named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[int | str, str, Any]]:
     """Return (position or name, name, value) of the arguments, in the order of the function's parameters."""
@@ -671,12 +675,12 @@ def weigh_gradients(output: Any, weight: float) -> Any:
     def weighed(leaf: Any) -> Any:
         if not torch.is_tensor(leaf) or not leaf.is_floating_point():
             return leaf
-        return _Weighed.apply(leaf, weight)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return _WeighGradients.apply(leaf, weight)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     return tree_map(weighed, output)
 
 
-class _Weighed(torch.autograd.Function):
+class _WeighGradients(torch.autograd.Function):
     """The identity, whose gradient is multiplied."""
 
     @staticmethod
@@ -698,7 +702,7 @@ def _check_not_weighed(arguments: Any) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if getattr(node, "_forward_cls", None) is _Weighed:
+        if getattr(node, "_forward_cls", None) is _WeighGradients:
             raise ConfigError(
                 "a wrapped model was given what a wrapped model returned, so gradients would be weighed by "
                 "this rank's share of the targets twice; put both into one nn.Module and wrap that, or wrap "

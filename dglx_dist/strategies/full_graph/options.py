@@ -125,14 +125,14 @@ def hops_of(options: FullGraphOptions, num_layers: int) -> int:
 
 Keep: TypeAlias = Literal["disk", "rebuild"]
 
-_OWN: Mapping[str, type] = {
+_COOPERATIVE_ONLY: Mapping[str, type] = {
     "batches": int,
     "memory": str,
     "composition": str,
     "keep": str,
     "external_inner": str,
 }
-KNOWN: Mapping[str, type] = {**COMMON, **EXTERNAL, **_OWN, "split": str}
+COOPERATIVE: Mapping[str, type] = {**COMMON, **EXTERNAL, **_COOPERATIVE_ONLY, "split": str}
 
 
 @final
@@ -181,9 +181,11 @@ def read_cooperative_options(strategy: str, options: Mapping[str, object]) -> Co
     if isinstance(memory, int) and not isinstance(memory, bool):
         # The command line reads memory=1000 as a number.
         options = {**options, "memory": str(memory)}
-    check_options(strategy, options, KNOWN)
+    check_options(strategy, options, COOPERATIVE)
     read = read_full_graph_options(
-        strategy, {name: value for name, value in options.items() if name not in _OWN}, KNOWN
+        strategy,
+        {name: value for name, value in options.items() if name not in _COOPERATIVE_ONLY},
+        COOPERATIVE,
     )
     own = {name: options[name] for name in ("batches", "composition", "keep") if name in options}
     granted = read_size(str(options["memory"])) if "memory" in options else 0
@@ -192,14 +194,14 @@ def read_cooperative_options(strategy: str, options: Mapping[str, object]) -> Co
     return CooperativeOptions(
         **own,  # type: ignore[arg-type]  # checked above
         memory=granted,
-        eas=_from(read.eas, options.get("external_inner")),
+        eas=_with_inner(read.eas, options.get("external_inner")),
         split=read.split,
         use_pp=read.use_pp,
         bucket_bytes=read.bucket_bytes,
     )
 
 
-def _from(eas: EasOptions | None, inner: object) -> EasOptions | None:
+def _with_inner(eas: EasOptions | None, inner: object) -> EasOptions | None:
     """Return ``eas`` with what the expansion starts from."""
     if inner is None:
         return eas
@@ -211,16 +213,16 @@ def _from(eas: EasOptions | None, inner: object) -> EasOptions | None:
     return replace(eas, inner=inner)  # type: ignore[arg-type]  # checked by EasOptions
 
 
-_ALIVE = 2
+_BATCHES_IN_USE = 2
 """Batches beside those made ahead: the one the training loop holds, and the one its backward pass holds."""
 
-_OF_MINI_BATCHES = ("batch_size", "shuffle", "drop_last")
+_MINI_BATCH_OPTIONS = ("batch_size", "shuffle", "drop_last")
 """Options of a loader that have no meaning here."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class LoaderRequest:
     """What is trained on, and how it is handed over."""
 
     seeds: Array
@@ -239,7 +241,7 @@ class Request:
 
 def read_request(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, loader_options: Mapping[str, Any]
-) -> Request:
+) -> LoaderRequest:
     """Return what the loader shall do; every rank must call it.
 
     The batch size has no meaning where all seeds are trained together, and fan-outs have none where every
@@ -258,7 +260,7 @@ def read_request(
         IndexError: a seed is no node; ConfigError on the other ranks.
     """
     given = dict(loader_options)
-    idle = {name: given.pop(name) for name in _OF_MINI_BATCHES if name in given}
+    idle = {name: given.pop(name) for name in _MINI_BATCH_OPTIONS if name in given}
     request, fanouts = together(g.session, lambda: _read(strategy, g, indices, sampler, given), ConfigError)
     columns = request.columns
     told = (
@@ -287,7 +289,7 @@ def _warn_of_idle(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) -> 
 
 def _read(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, given: dict[str, Any]
-) -> tuple[Request, Sequence[Fanout]]:
+) -> tuple[LoaderRequest, Sequence[Fanout]]:
     check_one_type(strategy, g)
     options = read_options(given)
     if options.exclude is not None:
@@ -299,10 +301,10 @@ def _read(
     fanouts = _fanouts(strategy, sampler, plan)
     seeds = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
     (ids,) = seeds.ids.values()
-    request = Request(
+    request = LoaderRequest(
         seeds=np.asarray(ids, np.int64),
         num_layers=len(fanouts),
-        columns=find_columns(g, plan, Precision(options.feature_dtype, options.depth + _ALIVE)),
+        columns=find_columns(g, plan, Precision(options.feature_dtype, options.depth + _BATCHES_IN_USE)),
         seed=seed_of(options, g.session),
         depth=options.depth,
         device=torch.device(g.session.device if options.device is None else options.device),

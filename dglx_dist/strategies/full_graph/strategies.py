@@ -17,9 +17,9 @@ from dglx_dist.graph.opening import together
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.full_graph.cooperative import (
-    CoBatchPlanner,
-    CoBatchPlans,
-    CoBatchRecipe,
+    CooperativePlanner,
+    CooperativePlans,
+    CooperativeRecipe,
     MemoryChoice,
 )
 from dglx_dist.strategies.full_graph.halo_plan import OnePlan, PlanSource, RankPlan
@@ -31,7 +31,7 @@ from dglx_dist.strategies.full_graph.options import (
     PRELOADING,
     CooperativeOptions,
     FullGraphOptions,
-    Request,
+    LoaderRequest,
     hops_of,
     read_cooperative_options,
     read_full_graph_options,
@@ -158,11 +158,11 @@ def open_co_loader(
     """
     check_alike(g.session, f"options of {strategy}", f"{options}")
     request = read_request(strategy, g, indices, sampler, loader_options)
-    planner = CoBatchPlanner(g, gather_seeds(g, request.seeds))
+    planner = CooperativePlanner(g, gather_seeds(g, request.seeds))
 
     def opened(num_batches: int) -> FullGraphLoader:
         recipe = _recipe(request, options, num_batches)
-        source = CoBatchPlans(g, planner, recipe, keep=options.keep == "disk")
+        source = CooperativePlans(g, planner, recipe, keep=options.keep == "disk")
         return FullGraphLoader(g, source, request, use_pp=options.use_pp)
 
     if options.batches:
@@ -171,11 +171,11 @@ def open_co_loader(
     state = _state(g)
 
     def fitting(model: nn.Module) -> tuple[FullGraphLoader, MemoryEstimate]:
-        num_batches, needed = choice.choose(model)
+        num_batches, needed = choice.choose_external(model)
         return opened(num_batches), needed
 
     loader = DeferredLoader(fitting, state.model)
-    state.settle_or_await(loader)
+    state.settle_or_defer(loader)
     return loader
 
 
@@ -189,12 +189,12 @@ def wrap_and_settle(
     """
     check_one_type(_STATE, g)
     wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=options.bucket_bytes)
-    _state(g).model_is(wrapped)
+    _state(g).set_model(wrapped)
     return wrapped
 
 
-def _recipe(request: Request, options: CooperativeOptions, num_batches: int) -> CoBatchRecipe:
-    return CoBatchRecipe(
+def _recipe(request: LoaderRequest, options: CooperativeOptions, num_batches: int) -> CooperativeRecipe:
+    return CooperativeRecipe(
         num_layers=request.num_layers,
         num_batches=num_batches,
         composition=options.composition,
@@ -219,7 +219,7 @@ class _State:
         wrapped = self._model() if self._model is not None else None
         return None if wrapped is None else wrapped.module
 
-    def settle_or_await(self, loader: DeferredLoader) -> None:
+    def settle_or_defer(self, loader: DeferredLoader) -> None:
         """Give ``loader`` the model that was wrapped for it, or the one that will be."""
         model = self.model()
         if model is None or not self._is_new:
@@ -228,7 +228,7 @@ class _State:
             self._is_new = False
             loader.settle(model)
 
-    def model_is(self, wrapped: HaloModel) -> None:
+    def set_model(self, wrapped: HaloModel) -> None:
         """Give ``wrapped`` to all that wait, or else to the next one that comes."""
         self._model, awaiting = weakref.ref(wrapped), self._deferred
         self._deferred, self._is_new = [], not awaiting
@@ -243,7 +243,7 @@ def _state(g: DistGraph) -> _State:
     return state
 
 
-NAME = "cooperative"
+COOPERATIVE = "cooperative"
 
 
 @final
@@ -272,7 +272,7 @@ class Cooperative(Strategy):
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_cooperative_options(NAME, options)
+        self._options = read_cooperative_options(COOPERATIVE, options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a loader of as many steps an epoch as there are co-batches; every rank must call it.
@@ -287,12 +287,12 @@ class Cooperative(Strategy):
             ConfigError: on all ranks, when something cannot be honoured.
         """
 
-        return open_co_loader(NAME, g, indices, sampler, self._options, loader_options)
+        return open_co_loader(COOPERATIVE, g, indices, sampler, self._options, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         """Return ``model`` with layers that exchange rows; every rank must call it.
 
-        Loaders that were made before and await a model, to choose their number of co-batches, get it.
+        Loaders that were made before and await a model, to choose_external their number of co-batches, get it.
 
         Raises:
             ConfigError: as under full_graph; or memory does not suffice for the smallest co-batches.
@@ -301,7 +301,7 @@ class Cooperative(Strategy):
         return wrap_and_settle(model, g, self._options, reduction)
 
 
-NAME_FULL_GRAPH = "full_graph"
+FULL_GRAPH = "full_graph"
 
 
 @final
@@ -322,7 +322,7 @@ class FullGraph(Strategy):
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_full_graph_options(NAME_FULL_GRAPH, options, COMMON, hops=0)
+        self._options = read_full_graph_options(FULL_GRAPH, options, COMMON, hops=0)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a loader of one step an epoch; see :class:`FullGraphLoader` for what it yields.
@@ -337,7 +337,7 @@ class FullGraph(Strategy):
             ConfigError: on all ranks, when something cannot be honoured; see :func:`read_request`.
         """
 
-        return open_loader(NAME_FULL_GRAPH, g, indices, sampler, self._options, loader_options)
+        return open_loader(FULL_GRAPH, g, indices, sampler, self._options, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         """Return ``model`` with layers that exchange rows; every rank must call it.
@@ -347,7 +347,7 @@ class FullGraph(Strategy):
                 data_parallel.
         """
 
-        return wrap_model(NAME_FULL_GRAPH, model, g, self._options, reduction)
+        return wrap_model(FULL_GRAPH, model, g, self._options, reduction)
 
 
 def open_loader(
@@ -379,7 +379,7 @@ def open_loader(
     return FullGraphLoader(g, _source(g, request, hops, options), request, use_pp=options.use_pp)
 
 
-def _source(g: DistGraph, request: Request, hops: int, options: FullGraphOptions) -> PlanSource:
+def _source(g: DistGraph, request: LoaderRequest, hops: int, options: FullGraphOptions) -> PlanSource:
     seeds, num_layers, split = request.seeds, request.num_layers, options.split
     if options.eas is not None:
         wanted = PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, split=split)
@@ -401,7 +401,7 @@ def wrap_model(
     return HaloModel(model, g.session, reduction=reduction, bucket_bytes=options.bucket_bytes)
 
 
-NAME_SHARED_PRELOAD = "shared_preload"
+SHARED_PRELOAD = "shared_preload"
 
 
 @final
@@ -427,14 +427,14 @@ class SharedPreload(Strategy):
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_full_graph_options(NAME_SHARED_PRELOAD, options, PRELOADING)
+        self._options = read_full_graph_options(SHARED_PRELOAD, options, PRELOADING)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a loader of one step an epoch; see :meth:`FullGraph.loader`."""
 
-        return open_loader(NAME_SHARED_PRELOAD, g, indices, sampler, self._options, loader_options)
+        return open_loader(SHARED_PRELOAD, g, indices, sampler, self._options, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         """Return ``model`` with layers that exchange rows; see :meth:`FullGraph.wrap`."""
 
-        return wrap_model(NAME_SHARED_PRELOAD, model, g, self._options, reduction)
+        return wrap_model(SHARED_PRELOAD, model, g, self._options, reduction)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dglx_dist.strategies.full_graph.halo_exchange import KeptBuffer, bytes_of
+from dglx_dist.strategies.full_graph.halo_exchange import ReusableBuffer, bytes_of
 
 
 def test_room_is_kept_and_grows_only() -> None:
-    kept = KeptBuffer()
+    kept = ReusableBuffer()
     first = kept.room((3, 5), torch.float64)
     assert first.shape == (3, 5)
     assert first.is_contiguous()

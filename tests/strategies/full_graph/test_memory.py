@@ -15,7 +15,7 @@ from dglx_dist.strategies.full_graph.memory_estimate import (
     choose_num_batches,
     counts_of,
     estimate,
-    spread,
+    evenly_spaced,
     structure_bytes,
 )
 from tests.strategies.full_graph.test_plan_files import a_plan
@@ -120,6 +120,6 @@ def test_a_co_batch_that_is_never_small_enough_is_found_behind_the_probes() -> N
 
 
 def test_spread_numbers() -> None:
-    assert spread(1, 3).tolist() == [0]
-    assert spread(2, 3).tolist() == [0, 1]
-    assert spread(9, 3).tolist() == [0, 4, 8]
+    assert evenly_spaced(1, 3).tolist() == [0]
+    assert evenly_spaced(2, 3).tolist() == [0, 1]
+    assert evenly_spaced(9, 3).tolist() == [0, 4, 8]

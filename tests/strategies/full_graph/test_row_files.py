@@ -152,6 +152,6 @@ def test_without_room_rows_are_fetched_each_time(
         columns_of(store, files)
     assert store.pulled.count(("weight", [10, 11, 17])) == 2
     # Told once, not for each of the many rows of many epochs.
-    assert caplog.text.count("what was fetched of 'weight' is not kept on disk") == 1
+    assert caplog.text.count("the fetched rows of 'weight' is not kept on disk") == 1
     assert caplog.text.count("is not kept on disk") == 1
     assert not list(tmp_path.rglob("*.partial"))

@@ -44,7 +44,7 @@ def talk() -> str:
 def test_slow_ranks_are_waited_for_and_missing_ones_are_named() -> None:
     told, _ = run_ranks(talk, 2, ranks_per_server=1)
     assert "rank 1 on " in told
-    assert "did not come to 'alone' of plan 2 within 2 s" in told
+    assert "did not reach 'alone' of plan 2 within 2 s" in told
 
 
 def fail_beside_a_rank_that_hangs() -> None:
@@ -55,7 +55,7 @@ def fail_beside_a_rank_that_hangs() -> None:
     barrier(session, "start")
     if session.topology.rank == 1:
         started = time.monotonic()
-        with mock.patch.object(mailbox, "_TELL_S", 0.5), pytest.raises(ValueError, match="a bug"), box.job():
+        with mock.patch.object(mailbox, "_NOTIFY_FAILURE_S", 0.5), pytest.raises(ValueError, match="a bug"), box.job():
             raise ValueError("a bug")
         assert time.monotonic() - started < 30
     barrier(session, "failed")

@@ -78,7 +78,7 @@ def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:
     """Return the peak of a real step on ``plan``, and what forward leaves, in bytes."""
     install(model)
     dropouts = tested.install_node_dropouts(model, 0)
-    exchanges = [tested._Echo(len(layer.halo_nodes)) for layer in plan.layers]
+    exchanges = [tested._LocalExchange(len(layer.halo_nodes)) for layer in plan.layers]
     blocks = [
         halo_block(layer, torch.arange(layer.own_rows), exchange, etype=EDGE_TYPE)
         for layer, exchange in zip(plan.layers, exchanges, strict=True)
