@@ -750,8 +750,8 @@ def check_request(request: PlanRequest) -> None:
     for name, given in (("eas", request.eas is not None), ("seeds_stay", request.seeds_stay)):
         if given and request.hops != request.num_layers:
             raise ConfigError(
-                f"hops is {request.hops} with {name}, which needs independent servers; set hops to the number "
-                f"of layers, {request.num_layers}"
+                f"hops is {request.hops} with {name}, which needs independent servers; set hops to the "
+                f"number of layers, {request.num_layers}"
             )
     check_split(request.split)
 

@@ -27,10 +27,10 @@ from dglx_dist.strategies.full_graph.halo_exchange import make_device_wire
 def test_only_ranks_with_an_accelerator_each(
     device: str, backend: str, cards: list[str], direct: bool
 ) -> None:
-    told: list[str] = []
+    gathered: list[str] = []
 
-    def gather(mine: str, _session: object) -> list[str]:
-        told.append(mine)
+    def gather(uuid: str, _session: object) -> list[str]:
+        gathered.append(uuid)
         return cards
 
     with (
@@ -41,7 +41,7 @@ def test_only_ranks_with_an_accelerator_each(
         mock.patch.object(device_wire, "DeviceWire") as wire,
     ):
         made = make_device_wire(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
-    assert told == [cards[0]]
+    assert gathered == [cards[0]]
     assert (made is not None) == direct
     assert wire.called == direct
 
