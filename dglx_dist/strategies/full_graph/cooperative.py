@@ -198,8 +198,8 @@ class CooperativePlans(PlanSource):
         return self._row_files
 
     def plan(self, epoch: int, step: int) -> RankPlan:
-        # An epoch that is left early is still planned to its end: the look-ahead of loaders depends on timing,
-        # but all ranks must make the same plans.
+        # An epoch that is left early is still planned to its end: the look-ahead of loaders depends on
+        # timing, but all ranks must make the same plans.
         if (epoch, step) != self._position:
             self._finish_epoch()
             self._position = (epoch, step)
@@ -255,8 +255,7 @@ class CooperativePlans(PlanSource):
 
 
 def _close_on_all_ranks(g: DistGraph, plans: CooperativePlans) -> None:
-    """Close ``plans`` with the graph or session, and keep answering other ranks until all have closed
-    theirs."""
+    """Close ``plans`` with the graph or session, after a barrier: until then this rank answers others."""
     # Weak, so that the graph does not keep the data of a deleted loader alive.
     known, left, session = weakref.ref(plans), threading.Event(), g.session
 
@@ -326,8 +325,7 @@ class MemoryChoice:
         self._request, self._memory_bytes = request, memory_bytes
 
     def choose(self, model: nn.Module) -> tuple[int, MemoryEstimate]:
-        """Return the fewest cooperative batches with which ``model`` fits into memory; every rank must call
-        it.
+        """Return the fewest cooperative batches with which ``model`` fits into memory; collective.
 
         Rank 0 prints the estimate of the largest batch. From now on freed memory is returned to the system,
         because the allocator would otherwise retain half as much again.
@@ -373,8 +371,8 @@ class MemoryChoice:
         inputs = next(iter(self._request.columns.inputs.values()), {})
         if len(inputs) != 1:
             raise ConfigError(
-                f"option memory needs one input column of the model, but the sampler prefetches {list(inputs)}; "
-                "give prefetch_node_feats=['feat'], or batches=R instead of memory"
+                "option memory needs one input column of the model, but the sampler prefetches "
+                f"{list(inputs)}; give prefetch_node_feats=['feat'], or batches=R instead of memory"
             )
         (key,) = inputs.values()
         rows = self._g.kvstore.pull(key, np.zeros(1, np.int64), phase="preload")

@@ -239,8 +239,8 @@ def check_rows_stay_apart(model: nn.Module) -> None:
         if type(module).__module__ == glob.__name__:
             raise ConfigError(
                 f"{where}, which reads all nodes of a graph at once, but a rank has only some of them; "
-                "layers must compute the row of a node from its in-neighbours: remove it from the wrapped model, "
-                "and apply it to the rows of all nodes, as returned by dx.layerwise_inference"
+                "layers must compute the row of a node from its in-neighbours: remove it from the wrapped "
+                "model, and apply it to the rows of all nodes, as returned by dx.layerwise_inference"
             )
 
 
@@ -379,12 +379,11 @@ class HaloModel(WrappedModel):
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:
-    """Return ``output`` with gradients multiplied by ``weight``; non-finite gradients stay so, also with
-    weight 0.
+    """Return ``output`` with its gradients multiplied by ``weight``.
 
     Args:
         output: A tensor, or nested tuples, lists and dicts of tensors.
-        weight: The factor.
+        weight: The factor; non-finite gradients stay non-finite, also with 0.
     """
 
     def weighted(leaf: Any) -> Any:
@@ -417,9 +416,9 @@ def _check_not_weighted(arguments: Any) -> None:
         seen.add(node)
         if getattr(node, "_forward_cls", None) is _WeighGradients:
             raise ConfigError(
-                "the input of a wrapped model is the output of a wrapped model, so gradients would be weighted "
-                "by this rank's share of the targets twice; put both into one nn.Module and wrap that, or wrap "
-                "both with reduction='sum'"
+                "the input of a wrapped model is the output of a wrapped model, so gradients would be "
+                "weighted by this rank's share of the targets twice; put both into one nn.Module and wrap "
+                "that, or wrap both with reduction='sum'"
             )
         waiting += [following for following, _ in node.next_functions]
 

@@ -46,7 +46,7 @@ def select_everything(folder: str, structure: Any) -> dict[str, Any]:
     of_batch = rule(g.structure(), (0, 0), inner[:4]).tolist()
     barrier(session, "everybody has chosen")
     source, destination = g.find_edges(np.arange(g.num_edges()))
-    scores = selector._outside.of(np.arange(NUM_NODES)).tolist()
+    scores = selector._external_degrees.of(np.arange(NUM_NODES)).tolist()
     g.close()
     return {
         "found": found,

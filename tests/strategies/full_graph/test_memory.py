@@ -1,4 +1,4 @@
-"""Estimates from hand-made plans, and the search for a number of co-batches."""
+"""Estimates from hand-made plans, and the search for a number of cooperative batches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_layers_on_one_structure_need_it_once() -> None:
 
 
 def needs(total: int) -> tuple[list[int], Callable[[int, Array], int]]:
-    """Bytes of a co-batch are the total over their number, and which numbers were asked for."""
+    """Bytes of a cooperative batch are the total over their number, and which numbers were asked for."""
     asked: list[int] = []
 
     def worst(number: int, steps: Array) -> int:
@@ -93,7 +93,7 @@ def test_the_fewest_that_fit(total: int) -> None:
     fewest = -(-total // 100)
     assert fewest <= number <= fewest + max(1, fewest // 7)
     assert len(asked) < 16
-    # No more than one number of co-batches is planned that needs twice the memory.
+    # No more than one number of cooperative batches is planned that needs twice the memory.
     assert sum(worst(one, np.array([0])) > 200 for one in set(asked)) <= (0 if number <= 32 else 6)
 
 
@@ -107,7 +107,7 @@ def test_one_co_batch_that_is_larger_than_the_probes_counts() -> None:
 
 def test_no_room_is_refused_with_the_way_out() -> None:
     _, worst = needs(10**6)
-    with pytest.raises(ConfigError, match=r"do not hold even one of 50 co-batches.*grant more"):
+    with pytest.raises(ConfigError, match=r"do not hold even one of 50 cooperative batches.*raise memory"):
         choose_num_batches(worst, 100, 50)
 
 
@@ -115,7 +115,7 @@ def test_a_co_batch_that_is_never_small_enough_is_found_behind_the_probes() -> N
     def worst(_number: int, steps: Array) -> int:
         return 60 if 1 in steps else 1
 
-    with pytest.raises(ConfigError, match="do not hold even one of 5 co-batches, which needs 60"):
+    with pytest.raises(ConfigError, match="do not hold even one of 5 cooperative batches, which needs 60"):
         choose_num_batches(worst, 50, 5)
 
 

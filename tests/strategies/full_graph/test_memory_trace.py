@@ -160,5 +160,5 @@ def test_more_layers_keep_more() -> None:
 
 
 def test_a_model_that_fails_is_told_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"could not be tried out.*batches=R"):
+    with pytest.raises(ConfigError, match=r"failed on a tiny graph.*batches=R"):
         trace_memory(Model("sage"), 2, torch.zeros(1, WIDTH + 1), with_halo=False, etype=EDGE_TYPE)
