@@ -64,21 +64,13 @@ class CooperativeRecipe:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all epochs have the same cooperative batches."""
         return self.composition != "shuffled" and (self.eas is None or not self.eas.resample_every)
 
 
 @final
 class CooperativePlanner:
-    """Makes the plan of any cooperative batch. All ranks construct one and request the same plans in order.
-
-    Args:
-        g: A graph of one node and one edge type.
-        seeds: The seeds of this server.
-
-    Raises:
-        PeerError: a rank did not take part.
-    """
+    """Makes the plan of any cooperative batch. All ranks construct one and request the same plans in
+    order."""
 
     def __init__(self, g: DistGraph, seeds: ServerSeeds) -> None:
         self.seeds = seeds
@@ -92,12 +84,7 @@ class CooperativePlanner:
         self._rule: tuple[CooperativeRecipe, int, Selection] | None = None
 
     def make(self, recipe: CooperativeRecipe, key: _Key) -> RankPlan:
-        """Return this rank's plan; all ranks must call it, each from one thread at a time.
-
-        Raises:
-            PeerError: a rank is dead or silent.
-            RemoteError: another rank failed.
-        """
+        """Return this rank's plan; all ranks must call it, each from one thread at a time."""
         composition_draw, eas_draw, step = key
         request = PlanRequest(
             # Only the leader of a server passes its seeds.
@@ -157,12 +144,6 @@ class CooperativePlans(PlanSource):
 
     Plans that are equal in all epochs are made once and stored on disk if ``keep`` is set, with their fetched
     rows if there are several plans.
-
-    Args:
-        g: A graph of one node and one edge type.
-        planner: Of this graph.
-        recipe: Of the cooperative batches.
-        keep: Whether plans and fetched rows may be stored on disk.
 
     Raises:
         ConfigError: there are more batches than the largest server has seeds.
@@ -293,7 +274,6 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, recipe: CooperativeRecipe) -> 
 
 
 def _common_steps(g: DistGraph, cache: PlanCache | None, num_batches: int) -> set[int]:
-    """Return the steps whose plans all ranks have on disk; collective."""
     local = [step for step in range(num_batches) if cache.holds(step)] if cache is not None else []
     found = set(range(num_batches))
     for steps in gather_json(local, g.session):
@@ -306,10 +286,7 @@ class MemoryChoice:
     """Chooses the number of cooperative batches by a memory limit. Every rank must construct it.
 
     Args:
-        g: A graph of one node and one edge type.
-        planner: Of the server's seeds.
-        recipe: Of the cooperative batches; ``num_batches`` is ignored.
-        request: Of the loader.
+        recipe: Its ``num_batches`` is ignored.
         memory_bytes: Limit of a rank for training, beyond its present use.
     """
 

@@ -63,7 +63,6 @@ class KHopNeighborhood:
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return len(self.counts) - 1
 
     @property
@@ -126,7 +125,6 @@ class NeighborhoodExpander:
             self._known = np.union1d(self._known, new)
 
     def finish(self) -> KHopNeighborhood:
-        """Return the result, after one call of :meth:`sources` and :meth:`add` per level."""
         assert len(self._levels) > 1
         sizes = np.array([len(level) for level in self._levels], dtype=np.int64)
         lengths = [np.diff(edges.indptr) for edges in self._edges]
@@ -141,11 +139,7 @@ class NeighborhoodExpander:
 
 
 def in_edges_of(structure: Structure, nodes: Array) -> Iterator[InEdges]:
-    """Yield all in-edges of the (K,) int64 ``nodes`` in their order, in chunks of nodes.
-
-    Raises:
-        PeerError: an owner is dead or silent.
-    """
+    """Yield all in-edges of the (K,) int64 ``nodes`` in their order, in chunks of nodes."""
     pending: deque[PendingInEdges] = deque()
     for first in range(0, len(nodes), CHUNK):
         pending.append(structure.submit("in_edges", nodes[first : first + CHUNK], phase=PRELOAD_STRUCTURE))
@@ -361,10 +355,6 @@ def external_degrees(g: DistGraph, structure: Structure) -> ExternalDegrees:
     """Return the graph's instance, constructed at the first call, until the graph closes.
 
     Every rank must call it, with a barrier before its use.
-
-    Args:
-        g: The graph.
-        structure: Its in-edges of one type.
     """
     label = f"{g.kvstore.label}.outside.{':'.join(structure.etype)}"
     known = g.session.attached.get(label)
@@ -401,14 +391,8 @@ class ExternalDegrees:
     def of(self, nodes: Array, *, whole: bool = False) -> Array:
         """Return (K,) int64 in-degrees of ``nodes`` from outside this rank's server.
 
-        Sends and receives 8 bytes per distinct node of another server.
-
-        Args:
-            nodes: (K,) int64 existing ids.
-            whole: Count all in-edges.
-
-        Raises:
-            PeerError: an owner is dead or silent.
+        Counts all in-edges if ``whole`` is set. Sends and receives 8 bytes per distinct node of another
+        server.
         """
         if whole:
             return self._structure.in_degrees(nodes)

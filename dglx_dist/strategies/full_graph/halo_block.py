@@ -30,12 +30,9 @@ FetchSources: TypeAlias = Callable[[str, Tensor], Tensor]
 
 @final
 class OwnRowsColumn(LazyFeature):
-    """A column with this rank's own rows, fewer than the rows of its frame.
+    """A column of this rank's (own rows, ...), fewer than the rows of its frame.
 
     DGL checks the length of every column except placeholders such as this one.
-
-    Args:
-        rows: (own rows, ...).
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -74,11 +71,6 @@ class HaloFrame(Frame):
 
     The columns that are read determine the exchanges and their order, so all ranks must read the same
     columns. DGL's functions do, also on a rank without edges.
-
-    Args:
-        own: The columns; not changed.
-        fetch: Returns the rows of all sources.
-        num_sources: The number of sources.
     """
 
     def __init__(self, own: Frame, fetch: FetchSources, num_sources: int) -> None:
@@ -186,12 +178,7 @@ def _complete_shape(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, .
 
 
 def tie_gradient(output: Any, rows: Tensor) -> Any:
-    """Return ``output``, connected to ``rows`` in the autograd graph by a zero gradient.
-
-    Args:
-        output: A tensor, or nested tuples, lists and dicts of tensors.
-        rows: The result of an exchange.
-    """
+    """Return the (nested) tensors of ``output``, connected to ``rows`` in autograd by a zero gradient."""
     if not (rows.requires_grad and torch.is_grad_enabled()):
         return output
     leaves, layout = tree_flatten(output)
@@ -300,7 +287,6 @@ class _InEdgesOnlyIndex(HeteroGraphIndex):
 
 
 def refuse_reversed(what: str) -> NoReturn:
-    """Raise ConfigError because ``what`` reads the out-edges of a source."""
     raise ConfigError(
         f"{what} sums over the out-edges of each source, which lie on several ranks (dgl.reverse, "
         "edge_softmax(norm_by='src'), and EdgeWeightNorm('both'), which SGConv, TAGConv, APPNPConv and "
@@ -321,8 +307,6 @@ class Halo:
     """Halo state of a block, shared by copies of the block.
 
     Args:
-        layer: The plan of the layer.
-        exchange: The exchange of the layer.
         nodes: (num_sources,) int64 global ids of all sources of the block.
         out_degrees: Returns the (num_sources,) out-degrees of ``nodes`` in the whole graph; None: unknown.
     """
@@ -426,20 +410,13 @@ class HaloBlock(DGLBlock):
         """Set the (own_rows, ...) column ``name`` of the sources without an exchange.
 
         ``srcdata[name]`` returns it unchanged; the layer that receives it runs the exchange.
-
-        Raises:
-            ConfigError: ``rows`` has another number of rows.
         """
         if len(rows) != self.own_rows:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {self.own_rows} own rows")
         self._node_frames[0][name] = OwnRowsColumn(rows)
 
     def set_all(self, name: str, rows: Tensor) -> None:
-        """Set the column ``name`` of the sources to (own_rows + halo rows, ...) without an exchange.
-
-        Raises:
-            ConfigError: ``rows`` has another number of rows.
-        """
+        """Set the column ``name`` of the sources to (own_rows + halo rows, ...) without an exchange."""
         wanted = self.own_rows + self._halo.halo_rows
         if len(rows) != wanted:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {wanted} own and halo rows")

@@ -44,7 +44,6 @@ class ReusableBuffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous CPU tensor."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self._bytes.numel():
             # Frees the old memory first, or both would add to the peak.
@@ -69,12 +68,7 @@ Message = tuple[int, Tensor]
 
 @final
 class DeviceWire:
-    """Point-to-point messages between the accelerators of ranks. Every rank must construct it.
-
-    Args:
-        session: The run.
-        device: The device of this rank.
-    """
+    """Point-to-point messages between the accelerators of ranks. Every rank must construct it."""
 
     def __init__(self, session: Session, device: torch.device) -> None:
         self._session, self._device = session, device
@@ -110,11 +104,7 @@ class DeviceWire:
 
 
 def make_device_wire(session: Session) -> DeviceWire | None:
-    """Return the wire between the ranks' accelerators; None without direct communication. Collective.
-
-    Raises:
-        PeerError: a rank is dead or did not answer within the time-out; it is named.
-    """
+    """Return the wire between the ranks' accelerators; None without direct communication. Collective."""
     device = session.device
     # A single rank has no process group.
     on_nccl = device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
@@ -146,7 +136,6 @@ class Sender:
         self._more = int(socket.MSG_MORE)
 
     def send(self, connection: socket.socket) -> bool:
-        """Send as much as the socket takes; return whether the message is complete."""
         while True:
             while self._now:
                 try:
@@ -184,12 +173,6 @@ class Receiver:
         self._read = 0
 
     def receive(self, connection: socket.socket, rank: int) -> bool:
-        """Read the available bytes; return whether the message is complete.
-
-        Raises:
-            PeerError: the peer sends another message than expected.
-            OSError: the connection broke.
-        """
         left = _HEADER.size - self._read
         if left > 0:
             self._read += _receive_into(connection, self._header[self._read :])
@@ -214,12 +197,10 @@ class PeerTransfer:
 
     @property
     def events(self) -> int:
-        """Selector events to wait for."""
         write = selectors.EVENT_WRITE if self.sender is not None else 0
         return write | (selectors.EVENT_READ if self.receiver is not None else 0)
 
     def serve(self, events: int) -> None:
-        """Send and receive without blocking."""
         if (
             events & selectors.EVENT_READ
             and self.receiver is not None
@@ -241,13 +222,8 @@ def _receive_into(connection: socket.socket, buffer: memoryview) -> int:
 
 
 def message_header(number: int, num_bytes: int, name: str) -> bytes:
-    """Return the header of a message.
-
-    Args:
-        number: Sequence number of the message to this peer.
-        num_bytes: Size of the payload.
-        name: At most 32 bytes.
-    """
+    """Return the header of a message with a name of at most 32 bytes; ``number`` counts those to this
+    peer."""
     encoded = name.encode()
     assert len(encoded) <= _MAX_NAME, name
     return _HEADER.pack(_MAGIC, number, num_bytes, encoded)
@@ -442,7 +418,6 @@ class Wire:
     def _ends(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
     ) -> list[PeerTransfer]:
-        """Number the messages and group them by peer."""
         ends: dict[int, PeerTransfer] = {}
         for one in outgoing:
             if one.num_bytes:
@@ -573,7 +548,6 @@ class HaloExchange:
 
     @property
     def num_sources(self) -> int:
-        """Number of own and halo rows."""
         return self.own_rows + self.num_halo
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:

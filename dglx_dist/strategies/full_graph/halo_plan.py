@@ -77,7 +77,6 @@ class HaloLayer:
 
     @property
     def num_sources(self) -> int:
-        """Number of own and halo rows."""
         return self.own_rows + len(self.halo_nodes)
 
     def halo_of(self, rank: int) -> Array:
@@ -114,13 +113,7 @@ class RankPlan:
 
     @property
     def seeds(self) -> int:
-        """Output rows computed by this rank."""
         return self.layers[-1].targets
-
-    @property
-    def expansion(self) -> float:
-        """D_i: feature rows of the server per owned node (algorithms 3.1); can be below 1."""
-        return self.server_nodes / self.inner_nodes
 
     def rows(self, level: int) -> Array:
         """Return the (n_l,) int64 global ids of this rank's rows of the output of layer ``level``, 0..L."""
@@ -214,11 +207,7 @@ _COUNTS = ("own_rows", "targets")
 
 
 def write_plan(folder: Path, plan: RankPlan) -> None:
-    """Write ``plan``, whose arrays are int64, into the existing empty ``folder``.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write ``plan``, whose arrays are int64, into the existing empty ``folder``; may raise OSError."""
     arrays = [np.ascontiguousarray(array, np.int64) for array in _arrays(plan)]
     flat = np.concatenate(arrays)
     np.save(folder / NUMBERS, flat, allow_pickle=False)
@@ -306,7 +295,6 @@ class PlanCache:
 
     @property
     def rows_folder(self) -> Path:
-        """Folder of this rank's :class:`RowFiles`."""
         return self.folder / f"rows-{self._rank}"
 
     def holds(self, step: int) -> bool:
@@ -322,11 +310,7 @@ class PlanCache:
         return True
 
     def read(self, step: int) -> RankPlan:
-        """Return the mapped plan of ``step``.
-
-        Raises:
-            StorageError: the plan is missing or damaged.
-        """
+        """Return the mapped plan of ``step``; raise StorageError if it is missing or damaged."""
         return read_plan(self._folder_of(step))
 
     def write(self, step: int, plan: RankPlan) -> bool:
@@ -353,12 +337,7 @@ ROWS = "rows.npy"
 
 @final
 class RowFiles:
-    """Fetched column rows of one rank on disk. Not collective, not thread-safe.
-
-    Args:
-        folder: In the cache folder of the dataset.
-        server: The server of this rank.
-    """
+    """Fetched column rows of one rank on disk. Not collective, not thread-safe."""
 
     def __init__(self, folder: Path, server: int) -> None:
         self._folder, self._server = folder, server
@@ -390,11 +369,7 @@ class RowFiles:
         return tensor_view(np.asarray(rows), column.info)
 
     def write(self, column: Column, ids: Array, rows: Tensor) -> bool:
-        """Store ``rows`` (K, *row) in the stored dtype; return whether they were written.
-
-        Raises:
-            StorageError: writing fails for another reason than permissions or space.
-        """
+        """Store ``rows`` (K, *row) in the stored dtype; return whether they were written."""
         values = np.ascontiguousarray(numpy_view(rows))
 
         def fill(partial: Path) -> None:

@@ -62,13 +62,7 @@ class PlanColumns:
 
 @final
 class ColumnReader:
-    """Reads the columns of plans by one-sided calls, on any thread.
-
-    Args:
-        g: A graph of one node and one edge type.
-        columns: The columns to read.
-        files: Stores fetched rows on disk; None: rows are fetched each time.
-    """
+    """Reads the columns of plans by one-sided calls, on any thread; without ``files``, each time anew."""
 
     def __init__(self, g: DistGraph, columns: Columns, files: RowFiles | None = None) -> None:
         self._store: KVStore = g.kvstore
@@ -160,12 +154,8 @@ class HaloBatch:
     The constructor reads the columns by one-sided calls, on any thread.
 
     Args:
-        g: A graph of one node and one edge type.
-        plan: Of this rank.
-        reader: Of the columns.
         filled: Whether the model's input has the rows of all sources of layer 1, including the halo; then the
             constructor is collective. Else it has the own rows, and the first layer exchanges their halo.
-        device: Device of blocks and columns.
 
     Raises:
         PeerError: an owner of rows is dead or silent.
@@ -259,7 +249,6 @@ class FullGraphLoader:
             self._load(0, 0)
 
     def __len__(self) -> int:
-        """Steps of an epoch, the same on every rank."""
         return len(self._source)
 
     @property
@@ -348,7 +337,6 @@ class FullGraphLoader:
         return batch
 
     def _next(self, step: int, batches: Iterator[HaloBatch]) -> Batch:
-        """Wait for the batch of ``step``; record its time and share."""
         started, number = time.perf_counter(), self._epoch * len(self) + step
         with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, number):
             kept = self._kept

@@ -49,11 +49,8 @@ class MemoryTrace:
     parameter_bytes: int
 
     def running(self, counts: Array) -> Array:
-        """Return (A + 1,) int64 bytes in use before each allocation and after the last.
-
-        Args:
-            counts: (3 L + 2,) int64 of :func:`counts_of`.
-        """
+        """Return (A + 1,) int64 bytes in use before each allocation and after the last, for
+        :func:`counts_of`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
 
     def kept(self, counts: Array) -> Array:
@@ -340,12 +337,10 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The peak."""
         kept = self.features + self.structure + self.halo + self.optimizer + self.ahead
         return kept + self.activations + self.gradients
 
     def lines(self) -> list[str]:
-        """Return a table in MB."""
         head = f"{'layer':>8} {'features':>10} {'activations':>12} {'structure':>10} {'halo':>8}   (MB)"
         rows = [
             f"{number:>8} {_mb(one.features):>10} {_mb(one.activations):>12} {_mb(one.structure):>10} "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, final
 
@@ -54,19 +54,7 @@ NO_BLOCKS: tuple[type[nn.Module], ...] = (
 _OF_EDGES = ("efeat", "efeats", "e", "w")
 
 
-@final
-class Hooks:
-    """Handles of the hooks installed by :func:`install`."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def install(model: nn.Module) -> Hooks:
+def install(model: nn.Module) -> None:
     """Install hooks that exchange halo rows before modules called with a ``HaloBlock`` and node rows.
 
     The rows are the argument after the block, or else the one before it: a tensor of two or more dimensions,
@@ -79,26 +67,16 @@ def install(model: nn.Module) -> Hooks:
 
     Modules called without such a block are unaffected. Copies of the model keep the hooks. Modules that
     already have them are skipped.
-
-    Args:
-        model: The user's model. Hooks are installed on all modules, including nested ones.
-
-    Returns:
-        Handles of the hooks installed by this call.
     """
-    handles: list[Any] = []
     for module in model.modules():
         # A single argument cannot be block and rows; scripted modules do not support such hooks.
         if isinstance(module, torch.jit.ScriptModule) or not _accepts_two_arguments(module.forward):
             continue
         if _exchange_inputs in module._forward_pre_hooks.values():
             continue
-        handles.append(module.register_forward_pre_hook(_exchange_inputs, with_kwargs=True))
-        handles.append(module.register_forward_hook(_tie_output, with_kwargs=True))
-        handles.append(
-            module.register_forward_hook(_leave_empty_partition, with_kwargs=True, always_call=True)
-        )
-    return Hooks(handles)
+        module.register_forward_pre_hook(_exchange_inputs, with_kwargs=True)
+        module.register_forward_hook(_tie_output, with_kwargs=True)
+        module.register_forward_hook(_leave_empty_partition, with_kwargs=True, always_call=True)
 
 
 class _RowsArgument(NamedTuple):
@@ -245,12 +223,7 @@ def check_rows_stay_apart(model: nn.Module) -> None:
 
 
 def check_rows_out(output: Any, blocks: list[HaloBlock]) -> None:
-    """Raise ConfigError if a model returned the rows of an earlier level than that of the seeds.
-
-    Args:
-        output: The result of the model; only a tensor of rows is checked.
-        blocks: The blocks passed to the model, input layer first.
-    """
+    """Raise ConfigError if ``output`` has the rows of an earlier level than that of the seeds."""
     if not torch.is_tensor(output) or output.dim() < 2:
         return
     targets = blocks[-1].num_dst_nodes()
@@ -379,12 +352,7 @@ class HaloModel(WrappedModel):
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:
-    """Return ``output`` with its gradients multiplied by ``weight``.
-
-    Args:
-        output: A tensor, or nested tuples, lists and dicts of tensors.
-        weight: The factor; non-finite gradients stay non-finite, also with 0.
-    """
+    """Return the (nested) tensors of ``output`` with gradients multiplied by ``weight``."""
 
     def weighted(leaf: Any) -> Any:
         if not torch.is_tensor(leaf) or not leaf.is_floating_point():

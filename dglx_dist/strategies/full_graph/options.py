@@ -89,13 +89,8 @@ class FullGraphOptions:
 def read_full_graph_options(
     strategy: str, options: Mapping[str, object], known: Mapping[str, type], **fixed: Any
 ) -> FullGraphOptions:
-    """Check and return the options of a strategy.
-
-    Args:
-        strategy: Name for messages.
-        options: The user's options.
-        known: Maps option names to types.
-        fixed: Fields set by the strategy.
+    """Check and return the user's ``options``; ``known`` has their types, ``fixed`` has fields set by the
+    strategy.
 
     Raises:
         ConfigError: an option is unknown, has another type, or has an invalid value.
@@ -108,11 +103,6 @@ def read_full_graph_options(
 
 
 def hops_of(options: FullGraphOptions, num_layers: int) -> int:
-    """Return how many of ``num_layers`` layers a server computes alone.
-
-    Raises:
-        ConfigError: option ``hops`` exceeds ``num_layers``.
-    """
     if options.hops is None:
         return num_layers
     if options.hops > num_layers:

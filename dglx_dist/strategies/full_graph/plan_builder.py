@@ -209,7 +209,6 @@ class _Box:
                 self._changed.notify_all()
 
     def begin(self, job: int) -> None:
-        """Start ``job`` and drop messages of earlier jobs."""
         with self._changed:
             self.job = self._first_job = job
             self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= job}
@@ -234,7 +233,6 @@ class _Box:
             return {rank: arrived[rank] for rank in sorted(ranks)}
 
     def failure(self) -> tuple[int, str] | None:
-        """Return the lowest rank that failed in this job and its error text."""
         failed = self._arrived.get((self._first_job, _FAILED), {})
         if not failed:
             return None
@@ -288,10 +286,6 @@ def grow_levels(
         mailbox: Between the ranks.
         eas: Selects the nodes that the server may use; only with hops equal to L.
         advance: Called with 1 after each level.
-
-    Raises:
-        PeerError: a rank is dead or silent.
-        RemoteError: another leader failed.
     """
     num_layers, hops = depth
     allowed = None if eas is None else np.union1d(eas(structure, leaders.own, seeds), seeds)
@@ -340,7 +334,6 @@ HoldersOf: TypeAlias = Callable[[Array], Array]
 
 
 def own_rows(held: HeldNeighborhood, rank: int) -> RankRows:
-    """Return the rows of ``rank`` and their in-edges."""
     closure = held.closure
     rows = np.flatnonzero(held.holders == rank)
     counts = np.searchsorted(rows, closure.counts)
@@ -603,7 +596,6 @@ class Planner:
         return np.unique(np.concatenate([message[1] for message in received.values()]))
 
     def _rows_of_server(self, request: PlanRequest, seeds: Array, job: int) -> HeldNeighborhood:
-        """Return the rows of this server: found by the leader, mapped by its other ranks."""
         members = self._topology.ranks_of_server(self._topology.server)
         folder = self._session.scratch / f"{self._label}-{job}"
         if self._topology.rank == members[0]:
@@ -695,14 +687,7 @@ def make_plans(
     split: str = AUTO,
     seeds_stay: bool = False,
 ) -> RankPlan:
-    """Return this rank's plan; every rank must call it. See :class:`PlanRequest` and :class:`Planner`.
-
-    Raises:
-        ConfigError: arguments or graph are invalid, or arguments differ between ranks.
-        IndexError: a seed is no node.
-        RemoteError: another rank failed.
-        PeerError: a rank is dead or silent; it is named.
-    """
+    """Return this rank's plan; every rank must call it. See :class:`PlanRequest` and :meth:`Planner.plan`."""
     return Planner(g).plan(
         PlanRequest(
             seeds=seeds, num_layers=num_layers, hops=hops, eas=eas, split=split, seeds_stay=seeds_stay
@@ -711,7 +696,6 @@ def make_plans(
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:
-    """Raise ConfigError unless ``g`` has one node and one edge type."""
     if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
         raise ConfigError(
             f"{strategy} trains on graphs of one node and one edge type, but this graph has the node types "
@@ -739,7 +723,6 @@ def check_graph(g: DistGraph) -> None:
 
 
 def check_request(request: PlanRequest) -> None:
-    """Raise ConfigError unless the number of layers, hops and the other fields are consistent."""
     if request.num_layers < 1:
         raise ConfigError(f"the model has {request.num_layers} layers; it needs at least 1")
     if not 0 <= request.hops <= request.num_layers:
@@ -796,10 +779,6 @@ class SampledPlans(PlanSource):
         request: The plan, without ``eas``.
         options: Of the sampling.
         seed: Of the sampling.
-
-    Raises:
-        ConfigError: see :class:`Planner`.
-        PeerError: a rank did not take part.
     """
 
     def __init__(self, g: DistGraph, request: PlanRequest, options: EasOptions, *, seed: int) -> None:
@@ -857,9 +836,6 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
     Args:
         g: A graph of one node type.
         seeds: (K,) int64 existing ids given by this rank; may overlap with those of other ranks.
-
-    Raises:
-        PeerError: a rank did not take part.
     """
     most = int(gather_int64([len(seeds)], g.session).max())
     padded = np.full(most, -1, np.int64)

@@ -273,7 +273,6 @@ class DeferredLoader:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has a model."""
         return self._loader is not None
 
     @property
@@ -339,12 +338,10 @@ class _State:
         self._deferred: list[DeferredLoader] = []
 
     def model(self) -> nn.Module | None:
-        """Return the user's model that was wrapped last, if it is alive."""
         wrapped = self._model() if self._model is not None else None
         return None if wrapped is None else wrapped.module
 
     def settle_or_defer(self, loader: DeferredLoader) -> None:
-        """Settle ``loader`` with a new model, or defer it to the next one that is wrapped."""
         model = self.model()
         if model is None or not self._is_new:
             self._deferred.append(loader)
@@ -353,7 +350,6 @@ class _State:
             loader.settle(model)
 
     def set_model(self, wrapped: HaloModel) -> None:
-        """Settle all deferred loaders with ``wrapped``, or keep it for the next loader."""
         self._model, deferred = weakref.ref(wrapped), self._deferred
         self._deferred, self._is_new = [], not deferred
         for loader in deferred:

@@ -311,7 +311,7 @@ def test_less_memory_more_batches(folder: Path, wrap_first: bool) -> None:
 
 
 def alone(folder: str) -> tuple[list[int], str]:
-    """How many cooperative batches had been read in the body of each step of an epoch; what too many are told."""
+    """Return how many batches had been read in each step of an epoch, and the error for too many."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
@@ -340,9 +340,9 @@ def alone(folder: str) -> tuple[list[int], str]:
 
 
 def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
-    ((waits, told),) = run_ranks(alone, 1, args=(str(folder),))
+    ((waits, message),) = run_ranks(alone, 1, args=(str(folder),))
     assert waits == [2, 3, 4, 4]
-    assert "batches=1000 cooperative batches, but the servers have 6 seeds; give 1 to 6" in told
+    assert "batches=1000 cooperative batches, but the servers have 6 seeds; give 1 to 6" in message
 
 
 def test_options() -> None:
@@ -357,7 +357,7 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"batches": 0}, "batches=0"),
         ({"batches": -1}, "batches=-1"),
@@ -370,6 +370,6 @@ def test_options() -> None:
         ({"hops": 1}, "no option 'hops'"),
     ],
 )
-def test_what_cannot_be_honoured(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_cooperative_options("cooperative", options)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.strategies.full_graph import halo_exchange as device_wire
+from dglx_dist.strategies.full_graph import halo_exchange
 from dglx_dist.strategies.full_graph.halo_exchange import make_device_wire
 
 
@@ -34,11 +34,11 @@ def test_only_ranks_with_an_accelerator_each(
         return cards
 
     with (
-        mock.patch.object(device_wire, "gather_json", gather),
-        mock.patch.object(device_wire.dist, "is_initialized", return_value=True),
-        mock.patch.object(device_wire.dist, "get_backend_config", return_value=backend),
+        mock.patch.object(halo_exchange, "gather_json", gather),
+        mock.patch.object(halo_exchange.dist, "is_initialized", return_value=True),
+        mock.patch.object(halo_exchange.dist, "get_backend_config", return_value=backend),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid="a")),
-        mock.patch.object(device_wire, "DeviceWire") as wire,
+        mock.patch.object(halo_exchange, "DeviceWire") as wire,
     ):
         made = make_device_wire(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
     assert gathered == [cards[0]]

@@ -207,7 +207,7 @@ def test_draws_of_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"hops": -1}, "external_hops=-1"),
         ({"fanout": 0}, "external_fanout=0"),
@@ -217,8 +217,8 @@ def test_draws_of_epochs() -> None:
         ({"resample_every": -1}, "resample_every=-1"),
     ],
 )
-def test_what_cannot_be_honoured(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         EasOptions(**options)
 
 

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.strategies.full_graph import halo_exchange as exchange
-from dglx_dist.strategies.full_graph import halo_exchange as row_work
+from dglx_dist.strategies.full_graph import halo_exchange
 from dglx_dist.strategies.full_graph.halo_exchange import DeviceWire, HaloExchange, bytes_of, wire_of
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.full_graph.halo_layers import Needs, layer_of, random_needs, rows_of
@@ -225,7 +224,7 @@ def check_large(session: Session, rank: int) -> None:
         found.append(h.grad)
     assert torch.equal(*found)
     expected = own(x, rank, sizes) * (rank + 0.1)
-    step = row_work.PIECE_BYTES // (16 * 4)
+    step = halo_exchange.PIECE_BYTES // (16 * 4)
     lanes = [(other, torch.tensor(needs[other, rank]).split(step)) for other in range(4) if other != rank]
     for turn in range(max(len(lane) for _, lane in lanes)):
         for other, lane in lanes:
@@ -239,7 +238,7 @@ def check_large(session: Session, rank: int) -> None:
 def check_through_the_host(halo: HaloExchange, rank: int) -> None:
     """What lies elsewhere is copied to kept memory and from there; the second must not change the first."""
     x, rows = everything(OWN, 3), rows_of(rank, OWN, NEEDS)
-    with mock.patch.object(exchange, "is_on_host", return_value=False):
+    with mock.patch.object(halo_exchange, "is_on_host", return_value=False):
         first, second = halo.exchange(own(x, rank)), halo.exchange(own(-x, rank))
     assert torch.equal(first, x[rows])
     assert torch.equal(second, -x[rows])
@@ -251,7 +250,7 @@ def check_between_accelerators(session: Session, halo: HaloExchange, rank: int) 
     assert wire.devices is None
     devices = DeviceWire(session, torch.device("cpu"))
     with (
-        mock.patch.object(exchange, "is_on_host", return_value=False),
+        mock.patch.object(halo_exchange, "is_on_host", return_value=False),
         mock.patch.object(wire, "devices", devices),
     ):
         check_values(halo, rank)
@@ -369,11 +368,11 @@ def with_a_dying_rank(backward: bool) -> str:
     halo = HaloExchange(session, layer_of(rank, sizes, needs), 1)
     h = torch.zeros(sizes[rank], 32, requires_grad=True)
     if rank == 1:
-        outgoing = exchange._outgoing
+        outgoing = halo_exchange._outgoing
         if backward:
             rows = halo.exchange(h)
         with mock.patch.object(
-            exchange,
+            halo_exchange,
             "_outgoing",
             lambda to, part, _pieces: outgoing(to, part, dies_on_the_way(map(bytes_of, part.split(1000)))),
         ):

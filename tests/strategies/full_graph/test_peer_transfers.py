@@ -10,7 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from dglx_dist.errors import PeerError
-from dglx_dist.strategies.full_graph.halo_exchange import PeerTransfer, Incoming, Receiver, Sender, message_header
+from dglx_dist.strategies.full_graph.halo_exchange import (
+    Incoming,
+    PeerTransfer,
+    Receiver,
+    Sender,
+    message_header,
+)
 
 BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 

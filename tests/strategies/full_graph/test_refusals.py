@@ -1,4 +1,4 @@
-"""What full-graph training refuses: every rank is told at once, in words that say what to do instead."""
+"""Unsupported inputs of full-graph training: every rank raises at once, and the message names the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRATEGY_NAMES = ("full_graph", "shared_preload")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("granndis_refusals")
+    folder = tmp_path_factory.mktemp("full_graph_refusals")
     write_dataset(*two_types(), folder / "two")
     return str(equality.write_parts(folder)), str(folder / "two")
 
@@ -154,7 +154,7 @@ def on_rank(folder: str) -> dict[str, str]:
 
 
 def in_training(g: DistGraph, strategy: Any) -> dict[str, str]:
-    """What a loop is told, and that a right one still runs afterwards."""
+    """Return the errors of wrong loops; a correct one still runs afterwards."""
     model = strategy.wrap(runs.first_model("sage"), g)
     loader = strategy.loader(g, runs.my_share(g), runs.sampler())
     graph = dgl.rand_graph(6, 12)

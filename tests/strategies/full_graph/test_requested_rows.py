@@ -1,7 +1,11 @@
 import numpy as np
 
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
-from dglx_dist.strategies.full_graph.plan_builder import RankRows, encode_requested_rows, decode_requested_rows
+from dglx_dist.strategies.full_graph.plan_builder import (
+    RankRows,
+    decode_requested_rows,
+    encode_requested_rows,
+)
 
 
 def reading(halo: list[int], receive: tuple[tuple[int, int], ...]) -> HaloLayer:
@@ -41,4 +45,8 @@ def test_wanted_rows_are_places_among_the_own_ones() -> None:
     first, second, third = decode_requested_rows(own, [np.array([2, -1, 1]), np.array([4, 9, 4])])
     assert (first.tolist(), third.tolist()) == ([1, 0], [1])
     assert second is first
-    assert [rows.tolist() for rows in decode_requested_rows(own, [np.array([0, -1, 0]), nothing])] == [[], [], []]
+    assert [rows.tolist() for rows in decode_requested_rows(own, [np.array([0, -1, 0]), nothing])] == [
+        [],
+        [],
+        [],
+    ]
