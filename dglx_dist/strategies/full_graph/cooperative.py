@@ -48,7 +48,7 @@ _Key: TypeAlias = tuple[int, int, int]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CooperativeRecipe:
+class CooperativeSpec:
     """Parameters of cooperative batches."""
 
     num_layers: int
@@ -80,57 +80,57 @@ class CooperativePlanner:
         self._planner = Planner(g)
         topology = g.session.topology
         self._is_leader = topology.rank == topology.ranks_of_server(topology.server)[0]
-        self._composed: tuple[CooperativeRecipe, int, tuple[Array, ...]] | None = None
-        self._rule: tuple[CooperativeRecipe, int, Selection] | None = None
+        self._composed: tuple[CooperativeSpec, int, tuple[Array, ...]] | None = None
+        self._rule: tuple[CooperativeSpec, int, Selection] | None = None
 
-    def make(self, recipe: CooperativeRecipe, key: _Key) -> RankPlan:
+    def make(self, spec: CooperativeSpec, key: _Key) -> RankPlan:
         """Return this rank's plan; all ranks must call it, each from one thread at a time."""
         composition_draw, eas_draw, step = key
         request = PlanRequest(
             # Only the leader of a server passes its seeds.
-            seeds=self._seeds_of(recipe, composition_draw)[step] if self._is_leader else _NO_SEEDS,
-            num_layers=recipe.num_layers,
-            hops=recipe.num_layers,
-            eas=self._rule_of(recipe, eas_draw),
-            split=recipe.split,
+            seeds=self._seeds_of(spec, composition_draw)[step] if self._is_leader else _NO_SEEDS,
+            num_layers=spec.num_layers,
+            hops=spec.num_layers,
+            eas=self._rule_of(spec, eas_draw),
+            split=spec.split,
             show_progress=False,
         )
         return self._planner.plan(request)
 
-    def _seeds_of(self, recipe: CooperativeRecipe, draw: int) -> tuple[Array, ...]:
+    def _seeds_of(self, spec: CooperativeSpec, draw: int) -> tuple[Array, ...]:
         known = self._composed
-        if known is None or known[:2] != (recipe, draw):
-            clusters = self._clusters(recipe) if recipe.composition == "ordered" else None
+        if known is None or known[:2] != (spec, draw):
+            clusters = self._clusters(spec) if spec.composition == "ordered" else None
             pieces = compose(
                 self.seeds.own,
-                recipe.num_batches,
-                recipe.composition,
-                seed=recipe.seed,
+                spec.num_batches,
+                spec.composition,
+                seed=spec.seed,
                 draw=draw,
                 clusters=clusters,
             )
-            known = self._composed = (recipe, draw, pieces)
+            known = self._composed = (spec, draw, pieces)
         return known[2]
 
-    def _clusters(self, recipe: CooperativeRecipe) -> Array:
+    def _clusters(self, spec: CooperativeSpec) -> Array:
         server = self._g.session.topology.server
         first, last = self._g.get_node_partition_policy(self._g.ntypes[0]).bounds[server : server + 2]
         return cluster_seeds(
             self._g.structure(),
             np.arange(first, last),
             self.seeds.own,
-            recipe.num_batches,
-            seed=recipe.seed,
+            spec.num_batches,
+            seed=spec.seed,
         )
 
-    def _rule_of(self, recipe: CooperativeRecipe, draw: int) -> Selection | None:
-        if recipe.eas is None:
+    def _rule_of(self, spec: CooperativeSpec, draw: int) -> Selection | None:
+        if spec.eas is None:
             return None
         known = self._rule
         # Cached, because external nodes of a server are selected once for all of its cooperative batches.
-        if known is None or known[0].eas != recipe.eas or known[1] != draw:
-            rule = self._selector.rule(recipe.eas, seed=recipe.seed, draw=draw)
-            known = self._rule = (recipe, draw, rule)
+        if known is None or known[0].eas != spec.eas or known[1] != draw:
+            rule = self._selector.rule(spec.eas, seed=spec.seed, draw=draw)
+            known = self._rule = (spec, draw, rule)
         return known[2]
 
 
@@ -151,27 +151,27 @@ class CooperativePlans(PlanSource):
     """
 
     def __init__(
-        self, g: DistGraph, planner: CooperativePlanner, recipe: CooperativeRecipe, *, keep: bool
+        self, g: DistGraph, planner: CooperativePlanner, spec: CooperativeSpec, *, keep: bool
     ) -> None:
-        check_num_batches(recipe.num_batches, planner.seeds)
-        self._planner, self._recipe = planner, recipe
-        self._sizes = planner.seeds.sizes(recipe.num_batches).sum(axis=1)
-        self._cache = _open_cache(g, planner.seeds, recipe) if keep and recipe.is_fixed else None
+        check_num_batches(spec.num_batches, planner.seeds)
+        self._planner, self._spec = planner, spec
+        self._sizes = planner.seeds.sizes(spec.num_batches).sum(axis=1)
+        self._cache = _open_cache(g, planner.seeds, spec) if keep and spec.is_fixed else None
         self._row_files: RowFiles | None = None
         if self._cache is not None and len(self) > 1:
             self._row_files = RowFiles(self._cache.rows_folder, g.session.topology.server)
         # Ranks make plans together: a plan that one rank lacks on disk is made again by all ranks.
-        self._on_disk = _common_steps(g, self._cache, recipe.num_batches)
+        self._on_disk = _common_steps(g, self._cache, spec.num_batches)
         self._held: dict[_Key, RankPlan] = {}
         self._num_local: dict[_Key, int] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
-        self._position = (0, recipe.num_batches)
+        self._position = (0, spec.num_batches)
         """Epoch and step expected by the next request."""
         _close_on_all_ranks(g, self)
 
     def __len__(self) -> int:
-        return self._recipe.num_batches
+        return self._spec.num_batches
 
     @property
     def row_files(self) -> RowFiles | None:
@@ -210,8 +210,8 @@ class CooperativePlans(PlanSource):
         self._pending.clear()
 
     def _key(self, epoch: int, step: int) -> _Key:
-        recipe = self._recipe
-        return draw_of(recipe.composition, epoch), recipe.eas.draw(epoch) if recipe.eas else 0, step
+        spec = self._spec
+        return draw_of(spec.composition, epoch), spec.eas.draw(epoch) if spec.eas else 0, step
 
     def _make(self, key: _Key) -> RankPlan:
         if key in self._held:
@@ -220,7 +220,7 @@ class CooperativePlans(PlanSource):
         if self._cache is not None and step in self._on_disk:
             plan = self._cache.read(step)
         else:
-            plan = self._planner.make(self._recipe, key)
+            plan = self._planner.make(self._spec, key)
             if self._cache is not None:
                 self._on_disk.add(step)
                 if not self._cache.write(step, plan):
@@ -262,10 +262,10 @@ def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
         )
 
 
-def _open_cache(g: DistGraph, seeds: ServerSeeds, recipe: CooperativeRecipe) -> PlanCache:
-    facts = asdict(recipe) | {
+def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: CooperativeSpec) -> PlanCache:
+    facts = asdict(spec) | {
         "servers": g.session.topology.server_of_rank,
-        # Seed of the partitioner; that of the recipe is the loader's.
+        # Seed of the partitioner; that of the spec is the loader's.
         "split_seed": g.session.seed,
         "seeds": [seeds.digest, *seeds.counts],
         "edges": list(g.canonical_etypes[0]),
@@ -286,7 +286,7 @@ class MemoryChoice:
     """Chooses the number of cooperative batches by a memory limit. Every rank must construct it.
 
     Args:
-        recipe: Its ``num_batches`` is ignored.
+        spec: Its ``num_batches`` is ignored.
         memory_bytes: Limit of a rank for training, beyond its present use.
     """
 
@@ -294,11 +294,11 @@ class MemoryChoice:
         self,
         g: DistGraph,
         planner: CooperativePlanner,
-        recipe: CooperativeRecipe,
+        spec: CooperativeSpec,
         request: LoaderRequest,
         memory_bytes: int,
     ) -> None:
-        self._g, self._planner, self._recipe = g, planner, recipe
+        self._g, self._planner, self._spec = g, planner, spec
         self._request, self._memory_bytes = request, memory_bytes
 
     def choose(self, model: nn.Module) -> tuple[int, MemoryEstimate]:
@@ -338,7 +338,7 @@ class MemoryChoice:
     def _estimate(
         self, number: int, step: int, memory_trace: MemoryTrace, feature_bytes: int
     ) -> MemoryEstimate:
-        plan = self._planner.make(replace(self._recipe, num_batches=number), (0, 0, step))
+        plan = self._planner.make(replace(self._spec, num_batches=number), (0, 0, step))
         # A single batch is kept; of several, the next ones are loaded during a step.
         ahead = 0 if number == 1 else self._request.depth
         return estimate(plan, memory_trace, feature_bytes, ahead=ahead)

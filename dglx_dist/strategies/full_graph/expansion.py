@@ -521,17 +521,6 @@ def read_eas_options(
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Selected:
-    """The selected nodes of a server, Sel; it trains on the subgraph that they induce."""
-
-    nodes: Array
-    """(s,) int64 ascending."""
-    rounds: tuple[Array, ...]
-    """(r,) int64 ascending nodes added by each round; at most m rounds."""
-
-
-@final
 class EasSelector:
     """Selects external nodes by one-sided requests to the servers that own them.
 
@@ -547,8 +536,8 @@ class EasSelector:
         self._structure = g.structure(etype)
         self._external_degrees = external_degrees(g, self._structure)
 
-    def select(self, inner: Array, options: EasOptions, *, seed: int, draw: int = 0) -> Selected:
-        """Return the nodes that ``inner`` expands to (algorithms 3.3).
+    def select(self, inner: Array, options: EasOptions, *, seed: int, draw: int = 0) -> Array:
+        """Return the (s,) int64 ascending nodes that ``inner`` expands to, Sel (algorithms 3.3).
 
         The result does not depend on the rank: random numbers are keyed by (seed, draw, node). For one seed,
         Sel grows with m, and with k for m up to 2 (beyond that, a larger k may reach a node earlier, when
@@ -566,15 +555,14 @@ class EasSelector:
         Raises:
             PeerError: a server is dead or silent.
         """
-        selected, rounds, frontier = inner, [], inner
+        selected = frontier = inner
         for number in range(options.hops):
             found = self._round(number, selected, frontier, options, seed, draw)
             if not len(found):
                 break
-            rounds.append(found)
             selected = np.union1d(selected, found)
             frontier = selected if options.policy == "shadow" else found
-        return Selected(nodes=selected, rounds=tuple(rounds))
+        return selected
 
     def rule(self, options: EasOptions, *, seed: int, draw: int = 0) -> Selection:
         """Return the :data:`Selection` of plans; it selects only once if ``inner`` is "server"."""
@@ -582,9 +570,9 @@ class EasSelector:
 
         def nodes_of(_structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
             if options.inner == "batch":
-                return self.select(seeds, options, seed=seed, draw=draw).nodes
+                return self.select(seeds, options, seed=seed, draw=draw)
             if not server_nodes:
-                server_nodes.append(self.select(np.arange(*own), options, seed=seed, draw=draw).nodes)
+                server_nodes.append(self.select(np.arange(*own), options, seed=seed, draw=draw))
             return server_nodes[0]
 
         return nodes_of

@@ -19,7 +19,7 @@ from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.full_graph.cooperative import (
     CooperativePlanner,
     CooperativePlans,
-    CooperativeRecipe,
+    CooperativeSpec,
     MemoryChoice,
 )
 from dglx_dist.strategies.full_graph.halo_plan import OnePlan, PlanSource, RankPlan
@@ -208,13 +208,13 @@ class Cooperative(Strategy):
         planner = CooperativePlanner(g, gather_seeds(g, request.seeds))
 
         def opened(num_batches: int) -> FullGraphLoader:
-            recipe = _recipe(request, options, num_batches)
-            source = CooperativePlans(g, planner, recipe, keep=options.keep == "disk")
+            spec = _spec(request, options, num_batches)
+            source = CooperativePlans(g, planner, spec, keep=options.keep == "disk")
             return FullGraphLoader(g, source, request, use_pp=options.use_pp)
 
         if options.batches:
             return opened(options.batches)
-        choice = MemoryChoice(g, planner, _recipe(request, options, 1), request, options.memory)
+        choice = MemoryChoice(g, planner, _spec(request, options, 1), request, options.memory)
         state = _state(g)
 
         def opened_for(model: nn.Module) -> tuple[FullGraphLoader, MemoryEstimate]:
@@ -239,8 +239,8 @@ class Cooperative(Strategy):
         return wrapped
 
 
-def _recipe(request: LoaderRequest, options: CooperativeOptions, num_batches: int) -> CooperativeRecipe:
-    return CooperativeRecipe(
+def _spec(request: LoaderRequest, options: CooperativeOptions, num_batches: int) -> CooperativeSpec:
+    return CooperativeSpec(
         num_layers=request.num_layers,
         num_batches=num_batches,
         composition=options.composition,
