@@ -22,6 +22,7 @@ from dglx_dist.strategies.full_graph.expansion import (
     Composition,
     EasOptions,
     EasSelector,
+    Selection,
     cluster_seeds,
     compose,
     draw_of,
@@ -39,7 +40,6 @@ from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, S
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
-    from dglx_dist.strategies.full_graph.expansion import Selection
 
 
 _Key: TypeAlias = tuple[int, int, int]
@@ -69,8 +69,7 @@ class CooperativeSpec:
 
 @final
 class CooperativePlanner:
-    """Makes the plan of any cooperative batch. All ranks construct one and request the same plans in
-    order."""
+    """Makes the plan of any cooperative batch. All ranks must request the same plans in the same order."""
 
     def __init__(self, g: DistGraph, seeds: ServerSeeds) -> None:
         self.seeds = seeds

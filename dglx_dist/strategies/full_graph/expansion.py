@@ -47,8 +47,7 @@ Called on the leader of each server; must not use collectives."""
 @final
 @dataclass(frozen=True, kw_only=True)
 class KHopNeighborhood:
-    """The rows that one server computes (algorithms 3.1): R^0, R^1, ..., R^L, each a subset of the one
-    before."""
+    """The rows that one server computes: R^0, R^1, ..., R^L, each a subset of the one before."""
 
     nodes: Array
     """(n,) int64 global ids of R^0, sorted by the last level that has them (latest first), then by id."""

@@ -269,7 +269,7 @@ def gathered(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[memoryview]:
         out.copy_(h.index_select(0, rows))
         yield bytes_of(out)
         return
-    for some, piece in zip(_pieces_like(rows, out), _pieces(out), strict=True):
+    for some, piece in zip(_pieces_like(rows, out), _pieces_like(out, out), strict=True):
         torch.index_select(h, 0, some, out=piece)
         yield bytes_of(piece)
 
@@ -315,16 +315,12 @@ def added(
 
 def _add_from_peer(total: Tensor, rows: Tensor, part: Tensor, incoming: Incoming) -> Iterator[bool]:
     needed = 0
-    for some, piece in zip(_pieces_like(rows, part), _pieces(part), strict=True):
+    for some, piece in zip(_pieces_like(rows, part), _pieces_like(part, part), strict=True):
         needed += piece.numel() * piece.element_size()
         while incoming.num_arrived < needed:
             yield False
         total.index_add_(0, some, piece.to(total.device, total.dtype))
         yield True
-
-
-def _pieces(rows: Tensor) -> Iterator[Tensor]:
-    return _pieces_like(rows, rows)
 
 
 def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:

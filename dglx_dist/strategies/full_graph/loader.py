@@ -62,7 +62,7 @@ class PlanColumns:
 
 @final
 class ColumnReader:
-    """Reads the columns of plans by one-sided calls, on any thread; without ``files``, each time anew."""
+    """Reads the columns of plans by one-sided calls, on any thread; uncached without ``files``."""
 
     def __init__(self, g: DistGraph, columns: Columns, files: RowFiles | None = None) -> None:
         self._store: KVStore = g.kvstore

@@ -49,8 +49,7 @@ class MemoryTrace:
     parameter_bytes: int
 
     def running(self, counts: Array) -> Array:
-        """Return (A + 1,) int64 bytes in use before each allocation and after the last, for
-        :func:`counts_of`."""
+        """Return (A + 1,) int64 bytes in use before each allocation and after the last."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
 
     def kept(self, counts: Array) -> Array:

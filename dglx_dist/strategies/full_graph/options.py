@@ -89,8 +89,7 @@ class FullGraphOptions:
 def read_full_graph_options(
     strategy: str, options: Mapping[str, object], known: Mapping[str, type], **fixed: Any
 ) -> FullGraphOptions:
-    """Check and return the user's ``options``; ``known`` has their types, ``fixed`` has fields set by the
-    strategy.
+    """Check and return ``options`` of the types ``known``; ``fixed`` has fields set by the strategy.
 
     Raises:
         ConfigError: an option is unknown, has another type, or has an invalid value.

@@ -82,4 +82,9 @@ def main(argv: list[str]) -> None:
             curves[name] = found.factors.mean(axis=1).tolist()
             print(row(name, method, found), flush=True)
         way = "by METIS" if method == "metis" else "at random"
-        draw(curves, chosen.servers, chosen.out / f"shared_preload_{method}.png", f"{chosen.servers} parts {way}")
+        draw(
+            curves,
+            chosen.servers,
+            chosen.out / f"shared_preload_{method}.png",
+            f"{chosen.servers} parts {way}",
+        )
