@@ -372,8 +372,7 @@ def external_degrees(g: DistGraph, structure: Structure) -> ExternalDegrees:
 
 @final
 class ExternalDegrees:
-    """In-degrees from outside the own server, the scores of policy ``degree``; answers requests of other
-    ranks.
+    """In-degrees from outside the own server, the scores of policy ``degree``; answers other ranks.
 
     Constructed by :func:`external_degrees`.
     """

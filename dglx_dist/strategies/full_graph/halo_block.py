@@ -225,8 +225,7 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
 
 
 def _one_edge_block(block: Any) -> Any:
-    """Return a block of one edge whose destination and edge have the columns of ``block``, filled with
-    zeros."""
+    """Return a block of one edge with the destination and edge columns of ``block``, all zeros."""
     (source, relation, destination), device = block.canonical_etypes[0], block.device
     ends = torch.zeros(1, dtype=block.idtype, device=device)
     one = dgl.create_block({(source, relation, destination): (ends, ends)}, {source: 1}, {destination: 1})
@@ -481,8 +480,7 @@ def halo_block(
     etype: EdgeType = EDGE_TYPE,
     out_degrees: Callable[[Tensor], Tensor] | None = None,
 ) -> HaloBlock:
-    """Build the block of ``layer``; sends nothing. Reuse it by ``HaloBlock.fresh``, which shares the
-    structure.
+    """Build the block of ``layer``; sends nothing. ``HaloBlock.fresh`` shares the structure.
 
     Args:
         layer: The plan of the layer on this rank.

@@ -222,8 +222,7 @@ def _receive_into(connection: socket.socket, buffer: memoryview) -> int:
 
 
 def message_header(number: int, num_bytes: int, name: str) -> bytes:
-    """Return the header of a message with a name of at most 32 bytes; ``number`` counts those to this
-    peer."""
+    """Return the header of message ``number`` to a peer; the name has at most 32 bytes."""
     encoded = name.encode()
     assert len(encoded) <= _MAX_NAME, name
     return _HEADER.pack(_MAGIC, number, num_bytes, encoded)
