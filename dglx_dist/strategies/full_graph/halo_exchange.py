@@ -397,7 +397,7 @@ class Wire:
             self._check_not_broken(name)
             self._broken = name
             with peers_named(self._session, name), self._session.timeline.span(name, NETWORK):
-                self._run(self._ends(outgoing, incoming, name), name, iter(meanwhile))
+                self._run(self._transfers(outgoing, incoming, name), name, iter(meanwhile))
             self._broken = ""
         finally:
             self._seconds += time.perf_counter() - started
@@ -410,32 +410,32 @@ class Wire:
                 "end the session and restart from the last checkpoint"
             )
 
-    def _ends(
+    def _transfers(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
     ) -> list[PeerTransfer]:
-        ends: dict[int, PeerTransfer] = {}
-        for one in outgoing:
-            if one.num_bytes:
-                header = message_header(_next(self._sequence_to, one.rank), one.num_bytes, name)
-                self._end(ends, one.rank).sender = Sender(header, one.pieces)
-        for other in incoming:
-            if len(other.buffer):
-                header = message_header(_next(self._sequence_from, other.rank), len(other.buffer), name)
-                self._end(ends, other.rank).receiver = Receiver(header, other)
-        return list(ends.values())
+        transfers: dict[int, PeerTransfer] = {}
+        for message in outgoing:
+            if message.num_bytes:
+                header = message_header(_next(self._sequence_to, message.rank), message.num_bytes, name)
+                self._transfer(transfers, message.rank).sender = Sender(header, message.pieces)
+        for part in incoming:
+            if len(part.buffer):
+                header = message_header(_next(self._sequence_from, part.rank), len(part.buffer), name)
+                self._transfer(transfers, part.rank).receiver = Receiver(header, part)
+        return list(transfers.values())
 
-    def _end(self, ends: dict[int, PeerTransfer], rank: int) -> PeerTransfer:
-        if rank not in ends:
-            ends[rank] = PeerTransfer(rank=rank, connection=self._streams.to(rank))
-        return ends[rank]
+    def _transfer(self, transfers: dict[int, PeerTransfer], rank: int) -> PeerTransfer:
+        if rank not in transfers:
+            transfers[rank] = PeerTransfer(rank=rank, connection=self._streams.to(rank))
+        return transfers[rank]
 
-    def _run(self, ends: Sequence[PeerTransfer], name: str, work: Iterator[bool]) -> None:
+    def _run(self, transfers: Sequence[PeerTransfer], name: str, work: Iterator[bool]) -> None:
         with selectors.DefaultSelector() as selector:
             waiting, working, idle = 0, True, False
-            for end in ends:
-                self._serve(end, selectors.EVENT_WRITE)
-                if end.events:
-                    selector.register(end.connection, end.events, end)
+            for transfer in transfers:
+                self._serve(transfer, selectors.EVENT_WRITE)
+                if transfer.events:
+                    selector.register(transfer.connection, transfer.events, transfer)
                     waiting += 1
             while waiting or working:
                 busy = working and not idle
@@ -453,29 +453,29 @@ class Wire:
         self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int
     ) -> bool:
         """Serve one connection; return whether it is done."""
-        end: PeerTransfer = key.data
-        self._serve(end, events)
-        if not end.events:
-            selector.unregister(end.connection)
-        elif end.events != key.events:
-            selector.modify(end.connection, end.events, end)
-        return not end.events
+        transfer: PeerTransfer = key.data
+        self._serve(transfer, events)
+        if not transfer.events:
+            selector.unregister(transfer.connection)
+        elif transfer.events != key.events:
+            selector.modify(transfer.connection, transfer.events, transfer)
+        return not transfer.events
 
-    def _serve(self, end: PeerTransfer, events: int) -> None:
+    def _serve(self, transfer: PeerTransfer, events: int) -> None:
         try:
-            end.serve(events)
+            transfer.serve(events)
         except PeerError:
             raise
         except OSError as error:
-            rank = end.rank
+            rank = transfer.rank
             # peers_named reports the rank that died or failed first.
             raise RuntimeError(
                 f"the connection to rank {rank} on {self._session.hosts[rank]} broke: {error}"
             ) from error
 
-    def _raise_no_progress(self, ends: Sequence[PeerTransfer], name: str) -> None:
+    def _raise_no_progress(self, transfers: Sequence[PeerTransfer], name: str) -> None:
         hosts = self._session.hosts
-        names = ", ".join(f"rank {end.rank} on {hosts[end.rank]}" for end in ends)
+        names = ", ".join(f"rank {transfer.rank} on {hosts[transfer.rank]}" for transfer in transfers)
         raise RuntimeError(
             f"exchange {name!r} made no progress for {self._session.timeout_s:g} s on rank "
             f"{self._session.topology.rank}, which waits for {names}; check their output, or raise timeout_s "
