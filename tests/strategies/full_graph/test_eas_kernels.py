@@ -47,7 +47,7 @@ def test_as_many_as_the_fan_out_and_a_larger_one_takes_more_of_the_same() -> Non
 
 def test_higher_scores_go_first() -> None:
     assert chosen(2, scores=[5, 5, 1, 9, 2, 1])[:2] == [2, 0]
-    # A tie_gradient is drawn.
+    # A tie is broken by a random number.
     assert chosen(1, scores=[5, 5, 1, 9, 9, 1])[0] in (2, 3)
 
 
