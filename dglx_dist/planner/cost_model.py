@@ -96,7 +96,7 @@ is held for what is in use."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 """Of a sampled block: ids, positions and the formats that message passing makes of them."""
 _PLAN_EDGE_BYTES = 44
-"""Of the plan and block of a full-graph layer, as ``granndis.memory.structure_bytes`` has it."""
+"""Of the plan and block of a full-graph layer, as ``memory_estimate.structure_bytes`` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)

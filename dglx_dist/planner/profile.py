@@ -132,7 +132,7 @@ def _swap(session: Session, wire: Wire, neighbours: tuple[int, int] | None, num_
     if neighbours is not None:
         before, after = neighbours
         outgoing = [Outgoing(rank=after, num_bytes=num_bytes, pieces=_pieces(num_bytes))]
-        wire.swap(outgoing, [Incoming(rank=before, room=memoryview(bytearray(num_bytes)))], _NAME)
+        wire.swap(outgoing, [Incoming(rank=before, buffer=memoryview(bytearray(num_bytes)))], _NAME)
     return time.perf_counter() - begin
 
 

@@ -1,4 +1,4 @@
-"""A block whose sources lie on several ranks, for models written against DGL (algorithms 3.1, 3.2b)."""
+"""DGL block whose sources are distributed over ranks, for unmodified DGL models (algorithms 3.1, 3.2b)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,15 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
-Bring: TypeAlias = Callable[[str, Tensor], Tensor]
-"""(name, rows as they stand in the frame) to (sources, ...): exchanges where the halo is missing."""
+FetchSources: TypeAlias = Callable[[str, Tensor], Tensor]
+"""Maps (name, stored rows) to (sources, ...); exchanges missing halo rows."""
 
 
 @final
-class OwnRows(LazyFeature):
-    """A column of fewer rows than its frame has: those of this rank, without the halo.
+class OwnRowsColumn(LazyFeature):
+    """A column of this rank's (own rows, ...), fewer than the rows of its frame.
 
-    DGL checks the length of every column but that of a placeholder, which this is one of.
-
-    Args:
-        rows: (own rows, ...).
+    DGL checks the length of every column except placeholders such as this one.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -44,61 +41,47 @@ class OwnRows(LazyFeature):
 
     @property
     def data(self) -> Tensor:
-        """(own rows, ...)."""
         return self._rows
 
     @property
     def scheme(self) -> Scheme:
-        """Shape of a row and dtype, as DGL prints them."""
         return infer_scheme(self._rows)
 
     @property
     def dtype(self) -> Any:
-        """Of the rows."""
         return self._rows.dtype
 
-    def to(self, *args: Any, **kwargs: Any) -> OwnRows:
-        """Return the rows on another device."""
-        return OwnRows(self._rows.to(*args, **kwargs))
+    def to(self, *args: Any, **kwargs: Any) -> OwnRowsColumn:
+        return OwnRowsColumn(self._rows.to(*args, **kwargs))
 
-    def astype(self, dtype: Any) -> OwnRows:
-        """Return the rows in another dtype."""
-        return OwnRows(self._rows.to(dtype))
+    def astype(self, dtype: Any) -> OwnRowsColumn:
+        return OwnRowsColumn(self._rows.to(dtype))
 
     def subcolumn(self, rows: Tensor) -> Any:
-        """Refuse: some of ``rows`` may lie on another rank.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: some of ``rows`` may lie on another rank."""
         raise ConfigError(
-            f"{len(rows)} rows were asked of a column that has this rank's own {len(self._rows)} rows and no "
-            "halo; give the column to a layer, or set it anew (block.srcdata[name] = rows) to exchange it"
+            f"{len(rows)} rows were read from a column that has this rank's own {len(self._rows)} rows and "
+            "no halo; pass the column to a layer, or set it again (block.srcdata[name] = rows) to exchange it"
         )
 
 
 @final
 class HaloFrame(Frame):
-    """The sources' side of a message passing: columns of ``own``, with their halo once they are read.
+    """Source frame for message passing: columns of ``own``, completed by their halo on first read.
 
-    Which columns are exchanged, and in which order, follows from what is read, so all ranks must read alike;
-    DGL's functions do, also where a rank has no edge.
-
-    Args:
-        own: The columns; not changed.
-        bring: Gives the rows of all sources.
-        num_sources: How many these are.
+    The columns that are read determine the exchanges and their order, so all ranks must read the same
+    columns. DGL's functions do, also on a rank without edges.
     """
 
-    def __init__(self, own: Frame, bring: Bring, num_sources: int) -> None:
+    def __init__(self, own: Frame, fetch: FetchSources, num_sources: int) -> None:
         super().__init__(num_rows=num_sources)
-        self._own, self._bring = own, bring
+        self._own, self._fetch = own, fetch
         self.read: dict[str, Tensor] = {}
-        """What was brought, by name: each column once."""
+        """Fetched columns by name."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.read:
-            self.read[name] = self._bring(name, self._own[name])
+            self.read[name] = self._fetch(name, self._own[name])
         return self.read[name]
 
     def __contains__(self, name: object) -> bool:
@@ -111,17 +94,16 @@ class HaloFrame(Frame):
         return len(self._own)
 
     def keys(self) -> Any:
-        """Names of the columns."""
         return self._own.keys()
 
     def subframe(self, rows: Tensor) -> Any:
-        """Return the columns at ``rows``, (K,) places among the sources, each gathered when it is read."""
+        """Return the columns at the (K,) source positions ``rows``, each gathered on first read."""
         return _Gathered(self, rows)
 
 
 @final
 class _Gathered(Mapping[str, Tensor]):
-    """What a user-defined message function sees of the sources of its edges."""
+    """Source columns of edges, as seen by a user-defined message function."""
 
     def __init__(self, frame: HaloFrame, rows: Tensor) -> None:
         self._frame, self._rows = frame, rows
@@ -141,13 +123,13 @@ class _Gathered(Mapping[str, Tensor]):
 
 @final
 class EmptyPartition(TorchFunctionMode):
-    """While it is on, ``view`` and ``reshape`` complete -1 for a tensor without rows, too.
+    """Mode in which ``view`` and ``reshape`` resolve -1 for tensors without rows.
 
-    ``h.view(len(h), -1, width)``, which the residuals of DGL's attention layers write, has any number there
-    for torch; here it has that of a tensor with rows.
+    ``h.view(len(h), -1, width)``, as in the residuals of DGL's attention layers, is ambiguous for torch if
+    ``h`` is empty. In this mode -1 has the value of a tensor with rows.
 
     Args:
-        owner: Who turns it on by :meth:`turn_on`; None: it is used in a ``with``.
+        owner: The caller of :meth:`turn_on`; None: used in a ``with`` statement.
     """
 
     def __init__(self, owner: object = None) -> None:
@@ -155,11 +137,10 @@ class EmptyPartition(TorchFunctionMode):
         self._owner = owner
 
     def turn_on(self) -> None:
-        """Turn it on in this thread, until :meth:`turn_off`."""
         self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __exit__(self, *error: Any) -> None:
-        """Turn it off, and those inside that an interrupt left on: torch calls no hooks then."""
+        # Also leaves nested modes that an interrupt left on, because torch calls no hooks then.
         while (mode := _current_mode()) is not self and isinstance(mode, EmptyPartition):
             mode.__exit__()
         super().__exit__(*(error or (None, None, None)))  # type: ignore[no-untyped-call]  # torch leaves it bare
@@ -167,16 +148,15 @@ class EmptyPartition(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Complete the shape where ``func`` is one of those two."""
         if func in _RESHAPING and not kwargs and not args[0].numel():
             given = args[1] if isinstance(args[1], Sequence) else args[1:]
             if all(isinstance(size, int) for size in given):
-                return func(args[0], _completed(args[0].shape, given))
+                return func(args[0], _complete_shape(args[0].shape, given))
         return func(*args, **(kwargs or {}))
 
     @staticmethod
     def turn_off(owner: object) -> None:
-        """Turn off the one that was turned on last in this thread, if it is on and ``owner`` did it."""
+        """Turn off the innermost mode of this thread if ``owner`` turned it on."""
         mode = _current_mode()
         if isinstance(mode, EmptyPartition) and mode._owner is owner:
             mode.__exit__()
@@ -189,54 +169,49 @@ def _current_mode() -> object:
 _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
-def _completed(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """Return ``wanted``, where -1 stands for what makes rows as long as those of ``shape``."""
+def _complete_shape(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """Return ``wanted`` with -1 replaced so that rows have as many elements as those of ``shape``."""
     known = math.prod(size for size in wanted[1:] if size != -1)
     if len(shape) < 2 or shape[0] or not wanted or wanted[0] or -1 not in wanted or not known:
         return tuple(wanted)
     return tuple(math.prod(shape[1:]) // known if size == -1 else size for size in wanted)
 
 
-def tie(output: Any, rows: Tensor) -> Any:
-    """Return ``output``, such that backward through any tensor of it reaches ``rows``, with zeros.
-
-    Args:
-        output: A tensor, or tuples, lists and dicts that hold some.
-        rows: What the exchange returned.
-    """
+def tie_gradient(output: Any, rows: Tensor) -> Any:
+    """Return the (nested) tensors of ``output``, connected to ``rows`` in autograd by a zero gradient."""
     if not (rows.requires_grad and torch.is_grad_enabled()):
         return output
     leaves, layout = tree_flatten(output)
     places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    tied = _Tie.apply(rows, *[leaves[n] for n in places]) if places else ()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    tied = _TieGradient.apply(rows, *[leaves[n] for n in places]) if places else ()  # type: ignore[no-untyped-call]  # torch leaves it bare
     for place, tensor in zip(places, tied, strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, layout)
 
 
-def reduce_nothing(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
-    """Return what a user-defined reduction leaves where no message arrives: zeros, as DGL fills in.
+def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
+    """Return the columns of a user-defined reduction without messages: zeros, as DGL fills in.
 
-    DGL calls no user-defined reduction on a graph without edges and sets no column, so code that reads the
-    result would fail on such a rank alone. The columns' names and shapes come from one imaginary edge, whose
-    message reads the same columns of the sources as on other ranks: what is exchanged then is exchanged.
+    DGL skips user-defined reductions on a graph without edges and sets no column, so code that reads the
+    result would fail on such a rank only. Column names and shapes come from a block with one artificial edge.
+    Its message function reads the same source columns as on other ranks, so the same columns are exchanged.
 
     Args:
         block: Of one edge type, without edges; not changed.
-        message: As of ``update_all``.
+        message: As for ``update_all``.
         reduce: A function of nodes with a mailbox.
 
     Returns:
-        (targets, ...) per column, tied to the columns that were read.
+        (targets, ...) per column, connected to the columns that were read.
     """
     read: dict[str, Tensor] = {}
 
-    def bring(name: str, rows: Tensor) -> Tensor:
+    def fetch(name: str, rows: Tensor) -> Tensor:
         read[name] = rows
         return _one_row(rows)
 
-    imagined = _one_edge(block)
-    imagined._node_frames[0] = HaloFrame(block._node_frames[0], bring, 1)
+    imagined = _one_edge_block(block)
+    imagined._node_frames[0] = HaloFrame(block._node_frames[0], fetch, 1)
     before = dict(imagined.dstdata.items())
     imagined.update_all(message, reduce)
     columns = {
@@ -245,18 +220,18 @@ def reduce_nothing(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
         if before.get(name) is not rows
     }
     for rows in read.values():
-        columns = tie(columns, rows)
+        columns = tie_gradient(columns, rows)
     return columns
 
 
-def _one_edge(block: Any) -> Any:
-    """Return a block of one edge, whose destination and edge have the columns of ``block``, zeros."""
+def _one_edge_block(block: Any) -> Any:
+    """Return a block of one edge with the destination and edge columns of ``block``, all zeros."""
     (source, relation, destination), device = block.canonical_etypes[0], block.device
     ends = torch.zeros(1, dtype=block.idtype, device=device)
     one = dgl.create_block({(source, relation, destination): (ends, ends)}, {source: 1}, {destination: 1})
-    for theirs, ours in ((one.dstdata, block.dstdata), (one.edata, block.edata)):
-        for name, rows in ours.items():
-            theirs[name] = _one_row(rows)
+    for target, source_data in ((one.dstdata, block.dstdata), (one.edata, block.edata)):
+        for name, rows in source_data.items():
+            target[name] = _one_row(rows)
     return one
 
 
@@ -264,12 +239,12 @@ def _one_row(rows: Tensor) -> Tensor:
     return torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
 
 
-class _Tie(torch.autograd.Function):
+class _TieGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.options = rows.shape, {"dtype": rows.dtype, "device": rows.device}
-        # Clones, for autograd forbids changing views of several outputs in place, and users do.
+        # Clones, because autograd forbids in-place changes of views of several outputs.
         return tuple(output.clone() for output in outputs)
 
     @staticmethod
@@ -279,11 +254,11 @@ class _Tie(torch.autograd.Function):
 
 @final
 class InEdgesOnly:
-    """The attribute ``_graph`` of a DGL graph, whose value refuses to be reversed in forward.
+    """Descriptor for ``_graph`` of a DGL graph whose index cannot be reversed in forward.
 
-    DGL reverses a graph to sum over the out-edges of a source, which are not all here: a softmax over the
-    edges of each source would be one over those of them that this rank has. In backward DGL does the same to
-    bring gradients to this rank's copies of the sources, which is what the exchange adds up.
+    DGL reverses a graph to sum over the out-edges of a source, but this rank has only some of them: a softmax
+    over the edges of each source would be wrong. In backward DGL reverses the graph to propagate gradients to
+    this rank's copies of the sources; that is correct, because the exchange adds them up.
     """
 
     def __get__(self, graph: Any, owner: Any = None) -> Any:
@@ -295,52 +270,44 @@ class InEdgesOnly:
             raise AttributeError("_graph") from None
 
     def __set__(self, graph: Any, index: HeteroGraphIndex) -> None:
-        # DGL makes a new index where a graph changes its device, its formats or its integers.
+        # DGL makes a new index when a graph changes its device, formats or integer type.
         index.__class__ = _InEdgesOnlyIndex
         graph.__dict__["_graph"] = index
 
 
 class _InEdgesOnlyIndex(HeteroGraphIndex):
-    """The index, whose in-edges alone are complete."""
+    """A graph index with complete in-edges and incomplete out-edges."""
 
     def reverse(self) -> Any:
-        """Return the reversed index, in backward.
-
-        Raises:
-            ConfigError: in forward.
-        """
-        # -1: no backward is running, see torch.autograd.graph.
+        # -1: no backward pass is running, see torch.autograd.graph.
         if torch._C._current_graph_task_id() == -1:
             refuse_reversed("this")
         return super().reverse()
 
 
 def refuse_reversed(what: str) -> NoReturn:
-    """Raise ConfigError: ``what`` reads the out-edges of a source."""
     raise ConfigError(
         f"{what} sums over the out-edges of each source, which lie on several ranks (dgl.reverse, "
         "edge_softmax(norm_by='src'), and EdgeWeightNorm('both'), which SGConv, TAGConv, APPNPConv and "
         "GCN2Conv call for edge weights); normalise the weights of the whole graph beforehand, load them as "
-        "an edge feature and give them to GraphConv(norm='none'), or use EdgeWeightNorm('right')"
+        "an edge feature and pass them to GraphConv(norm='none'), or use EdgeWeightNorm('right')"
     )
 
 
 class Exchange(Protocol):
-    """What a block asks for the halo; ``HaloExchange``, or a stand-in for it."""
+    """Interface of ``HaloExchange`` that blocks use."""
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return (own rows and halo, ...) of the (own rows, ...) ``h``; see ``HaloExchange.exchange``."""
+        """Return (own rows and halo, ...) for the (own rows, ...) ``h``; see ``HaloExchange.exchange``."""
 
 
 @final
 class Halo:
-    """How a block's sources come together. Copies of the block share it.
+    """Halo state of a block, shared by copies of the block.
 
     Args:
-        layer: The plan.
-        exchange: Of that layer.
         nodes: (num_sources,) int64 global ids of all sources of the block.
-        out_degrees: Asks for the whole graph's (num_sources,) out-degrees of ``nodes``; None: the block's.
+        out_degrees: Returns the (num_sources,) out-degrees of ``nodes`` in the whole graph; None: unknown.
     """
 
     def __init__(
@@ -351,42 +318,40 @@ class Halo:
         out_degrees: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
-        self.repeats = needs_repeated_row(layer)
+        self.repeats_first_row = needs_repeated_row(layer)
         self.exchange = exchange
-        self._nodes, self._ask = nodes, out_degrees
-        # In a list that blocks of other layers on the same structure share, for asking reads every edge.
+        self._nodes, self._fetch_out_degrees = nodes, out_degrees
+        # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
         self._degrees: list[Tensor] = []
 
     def out_degrees(self) -> Tensor | None:
-        """Return (num_sources,) out-degrees in the whole graph; None: nobody said how to know them."""
-        if not self._degrees and self._ask is not None:
-            self._degrees.append(self._ask(self._nodes))
+        """Return (num_sources,) out-degrees in the whole graph; None if unknown."""
+        if not self._degrees and self._fetch_out_degrees is not None:
+            self._degrees.append(self._fetch_out_degrees(self._nodes))
         return self._degrees[0] if self._degrees else None
 
 
 @final
 class HaloBlock(DGLBlock):
-    """A block that completes what it is given: (own rows, ...) become the rows of all its sources.
+    """A block that completes (own rows, ...) tensors to the rows of all its sources.
 
-    A model's rows of a layer are those that this rank computed: ``block.own_rows`` of them, the first
-    ``block.num_dst_nodes()`` of which are the block's destinations. The sources are these and the halo. A
+    The rows of a model at a layer are the ``block.own_rows`` rows that this rank computed; the first
+    ``block.num_dst_nodes()`` of them are the block's destinations. The sources are these rows and the halo. A
     column of own rows that is set on the sources (``srcdata[name] = h``, ``srcdata.update``) is exchanged
-    with the other ranks there and then; one with a row for each source is taken as it is. So modules of
-    ``dgl.nn``, and message passing written by hand, compute what they compute on the whole graph, gradients
-    included. Every rank must run the same layers in the same order: an exchange waits for its peers.
+    immediately; a column with a row for each source is stored as it is. So modules of ``dgl.nn`` and
+    hand-written message passing compute the same results and gradients as on the whole graph. Every rank must
+    run the same layers in the same order, because an exchange waits for its peers.
 
-    A rank that sends rows and receives none has, behind its own rows, its first one once more, as a source
-    without edges: were there none, the number of rows would not tell whether they were exchanged.
+    A rank that sends rows and receives none repeats its first row behind its own rows, as a source without
+    edges. Otherwise the number of rows would not tell whether they were exchanged.
 
-    ``out_degrees()`` are those of the whole graph where the block knows them; in-degrees are complete, for
-    all in-edges of every destination are here.
+    ``out_degrees()`` returns those of the whole graph if they are known; in-degrees are complete.
 
-    What is refused: functions of the reversed block (sums over the out-edges of a source, as
-    ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")`` form), for a source's out-edges lie on
-    several ranks; several node or edge types; and what DGL runs on no block (``hooks.NO_BLOCKS``: for these
-    there is :func:`dglx_dist.local_graph`).
+    Not supported: functions of the reversed block (sums over the out-edges of a source, such as
+    ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``), several node or edge types, and layers
+    that DGL cannot run on blocks (``model.NO_BLOCKS``; use :func:`dglx_dist.local_graph`).
 
-    Make one by :func:`halo_block`.
+    Constructed by :func:`halo_block`.
     """
 
     _graph = InEdgesOnly()
@@ -397,16 +362,16 @@ class HaloBlock(DGLBlock):
 
     @property
     def own_rows(self) -> int:
-        """Rows that the user's tensors have in front of this block."""
+        """Number of rows of the tensors that a model passes to this block."""
         return self._halo.own_rows
 
     def fresh(self) -> HaloBlock:
-        """Return a block of the same structure and columns, to which other columns can be added."""
+        """Return a copy with shared structure and columns, to which columns can be added."""
         block: HaloBlock = self.local_var()
         return block
 
     def through(self, exchange: Exchange) -> HaloBlock:
-        """Return a :meth:`fresh` block whose halo comes by ``exchange``, of a layer that is alike."""
+        """Return a :meth:`fresh` block that uses ``exchange``, of a layer with equal structure."""
         block = self.fresh()
         block._halo = copy.copy(self._halo)
         block._halo.exchange = exchange
@@ -416,9 +381,9 @@ class HaloBlock(DGLBlock):
         """Return the rows of all sources; collective for the ranks that share halo rows at this layer.
 
         Args:
-            h: (own_rows, ...), which is exchanged, or (num_src_nodes, ...), which is returned.
-            kept: (num_src_nodes - own_rows, ...) what an earlier call for the same rows returned behind the
-                own ones: nothing moves then, but the gradients do.
+            h: (own_rows, ...), which is exchanged, or (num_src_nodes, ...), which is returned. kept:
+            (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``. Then
+                only gradients are sent.
 
         Returns:
             (num_src_nodes, ...).
@@ -433,40 +398,32 @@ class HaloBlock(DGLBlock):
         if count != self.own_rows:
             raise ConfigError(
                 f"source rows of shape {tuple(h.shape)} for a block of {self.own_rows} own rows, {sources} "
-                f"sources and {self.num_dst_nodes()} destinations; give a layer what the layer before "
-                "returned, uncut (h[:block.num_dst_nodes()] is for the destinations' side)"
+                f"sources and {self.num_dst_nodes()} destinations; pass a layer the uncut output of the "
+                "previous layer (h[:block.num_dst_nodes()] is for the destinations)"
             )
         whole = self._halo.exchange.exchange(h, None if kept is None else kept[: self._halo.halo_rows])
         # Its gradient is zero: the repeated source has no edge.
-        return torch.cat([whole, h[:1].detach()]) if self._halo.repeats else whole
+        return torch.cat([whole, h[:1].detach()]) if self._halo.repeats_first_row else whole
 
     def set_own(self, name: str, rows: Tensor) -> None:
-        """Set the (own_rows, ...) column ``name`` of the sources without exchanging it.
+        """Set the (own_rows, ...) column ``name`` of the sources without an exchange.
 
-        ``srcdata[name]`` returns it as it is; it is exchanged by what it is given to.
-
-        Raises:
-            ConfigError: ``rows`` are not as many.
+        ``srcdata[name]`` returns it unchanged; the layer that receives it runs the exchange.
         """
         if len(rows) != self.own_rows:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {self.own_rows} own rows")
-        self._node_frames[0][name] = OwnRows(rows)
+        self._node_frames[0][name] = OwnRowsColumn(rows)
 
     def set_all(self, name: str, rows: Tensor) -> None:
-        """Set the column ``name`` of the sources to (own_rows + halo rows, ...), without exchanging.
-
-        Raises:
-            ConfigError: ``rows`` are not as many.
-        """
+        """Set the column ``name`` of the sources to (own_rows + halo rows, ...) without an exchange."""
         wanted = self.own_rows + self._halo.halo_rows
         if len(rows) != wanted:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {wanted} own and halo rows")
-        if self._halo.repeats:
+        if self._halo.repeats_first_row:
             rows = torch.cat([rows, rows[:1]])
         super()._set_n_repr(0, ALL, {name: rows})
 
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
-        """Return the sources' out-degrees in the whole graph, as DGL does those of a block."""
         degrees = self._halo.out_degrees()
         if degrees is None:
             return super().out_degrees(u, etype)
@@ -478,33 +435,31 @@ class HaloBlock(DGLBlock):
     def update_all(
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
     ) -> None:
-        """Send messages along all edges and reduce them, as DGL does; also where there are no edges."""
-        block = self._completing()
-        # DGL's own functions reduce nothing to zeros that autograd still sees the sources behind.
+        block = self._with_fetched_sources()
+        # DGL's built-in reductions return zeros that stay connected to the sources in autograd.
         if self.num_edges() or isinstance(reduce_func, BuiltinFunction):
             DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
             return
-        columns = reduce_nothing(block, message_func, reduce_func)
+        columns = reduce_without_edges(block, message_func, reduce_func)
         if apply_node_func is not None:
             seen = {**self.dstdata, **columns}
             columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=seen)
         self._set_n_repr(1, ALL, columns)
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
-        """Compute columns of the edges from their ends, as DGL does."""
-        DGLBlock.apply_edges(self._completing(), func, edges, etype)
+        DGLBlock.apply_edges(self._with_fetched_sources(), func, edges, etype)
 
     def __getitem__(self, key: Any) -> Any:
-        # There is one edge type, and DGL would make a slice that lacks the halo.
+        # There is one edge type, and a slice made by DGL would lack the halo.
         keys = key if isinstance(key, tuple) else (slice(None), key, slice(None))
         if len(keys) != 3 or not self._find_etypes(keys):
             raise ConfigError(f"edge type {key!r} is not {self.canonical_etypes[0]}, the block's only one")
         return self
 
-    def _completing(self) -> HaloBlock:
-        """Return this block, whose columns of own rows are exchanged when messages read them."""
+    def _with_fetched_sources(self) -> HaloBlock:
+        """Return this block with columns of own rows that are exchanged on first read."""
         own = self._node_frames[0]
-        if not any(isinstance(column, OwnRows) for column in own._columns.values()):
+        if not any(isinstance(column, OwnRowsColumn) for column in own._columns.values()):
             return self
         block: HaloBlock = self.__copy__()
         sources = HaloFrame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
@@ -525,15 +480,15 @@ def halo_block(
     etype: EdgeType = EDGE_TYPE,
     out_degrees: Callable[[Tensor], Tensor] | None = None,
 ) -> HaloBlock:
-    """Build the block of ``layer``; sends nothing. Structure is shared, so keep it: see ``HaloBlock.fresh``.
+    """Build the block of ``layer``; sends nothing. ``HaloBlock.fresh`` shares the structure.
 
     Args:
         layer: The plan of the layer on this rank.
-        nodes: (n,) int64 global ids, the first ``layer.own_rows`` of which are the own rows'.
-        exchange: Of the layer.
+        nodes: (n,) int64 global ids; the first ``layer.own_rows`` are those of the own rows.
+        exchange: The exchange of the layer.
         etype: Canonical edge type of the graph.
-        out_degrees: (K,) int64 ids to (K,) out-degrees in the whole graph, called when a convolution asks;
-            not collective. None: the block's own.
+        out_degrees: Maps (K,) int64 ids to (K,) out-degrees in the whole graph; called on demand, not
+            collective. None: those of the block.
 
     Returns:
         The block on the CPU, with ``dgl.NID`` on both sides (of all sources) and ``dgl.EID`` on the edges.
@@ -547,7 +502,7 @@ def halo_block(
 
 
 def needs_repeated_row(layer: HaloLayer) -> bool:
-    """Whether the block of ``layer`` has its first row again behind the own ones; see :class:`HaloBlock`."""
+    """Return whether the block of ``layer`` repeats its first own row; see :class:`HaloBlock`."""
     return bool(layer.send) and not len(layer.halo_nodes)
 
 
@@ -558,35 +513,30 @@ def _all_sources(layer: HaloLayer, nodes: Tensor) -> Tensor:
 
 
 def _tensor(array: Array) -> Tensor:
-    # Torch warns of arrays that it could write but must not, as those of mapped files are.
+    # Torch warns of read-only arrays, such as those of mapped files.
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 @final
 class OwnCount(Tensor):
-    """(1,) int64 what ``batch_num_nodes`` of a local graph returns.
+    """(1,) int64 result of ``batch_num_nodes`` of a local graph.
 
-    DGL repeats rows of a graph for its nodes by it (``broadcast_nodes``), which is right on every rank; and
-    it sums, averages and normalises over all nodes by it, which would be over this rank's alone.
+    DGL uses it to repeat a row of the graph for each node (``broadcast_nodes``), which is right on every
+    rank. DGL also uses it to reduce over all nodes, which would reduce over the nodes of this rank only.
     """
 
     @classmethod
     def of(cls, count: int, device: torch.device) -> OwnCount:
-        """Return the count of this rank."""
         return torch.tensor([count], device=device).as_subclass(cls)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Allow repetition.
-
-        Raises:
-            ConfigError: anything else is done with the count.
-        """
+        """Allow only repetition; raise ConfigError otherwise."""
         if func is not torch.repeat_interleave:
             raise ConfigError(
-                "a function of all nodes or edges of a local graph would be one of this rank's alone; reduce "
+                "a function of all nodes or edges of a local graph would see only those of this rank; reduce "
                 "the rows of ndata, and sum over the ranks with torch.distributed.all_reduce"
             )
         plain = [one.as_subclass(Tensor) if isinstance(one, OwnCount) else one for one in args]

@@ -1,7 +1,7 @@
-"""The halo exchange as one operator with an exact adjoint (algorithms 3.1, 3.2).
+"""Halo exchange between ranks as an autograd operator with an exact adjoint (algorithms 3.1, 3.2).
 
-Forward, a rank sends copies of some of its rows and appends the rows that others send. Backward, the
-gradients of those copies go back to the ranks that hold the rows, which add them up: the transpose.
+Forward sends copies of own rows to peers and appends the rows that peers send. Backward is the transpose: it
+sends the gradients of these copies to the ranks that hold the rows, which add them up.
 """
 
 from __future__ import annotations
@@ -33,25 +33,20 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
 
 @final
-class KeptBuffer:
-    """Room in the host's memory for one tensor at a time, of any shape and dtype; grows, never shrinks.
+class ReusableBuffer:
+    """Host memory for one tensor at a time, of any shape and dtype; grows, never shrinks.
 
-    Fresh pages cost more than copying into them. What :meth:`room` gave is void once it is asked again.
+    Page faults of new memory cost more than copying into it. The next :meth:`take` invalidates the last
+    tensor.
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return self._bytes.numel()
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous CPU tensor in the kept memory."""
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self._bytes.numel():
-            # The old one goes first: both together would be the peak.
+            # Frees the old memory first, or both would add to the peak.
             self._bytes = torch.empty(0, dtype=torch.uint8)
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
         return self._bytes[:num_bytes].view(dtype).view(tuple(shape))
@@ -63,33 +58,28 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether a socket can read and write the memory of ``tensor``."""
+    """Return whether a socket can access the memory of ``tensor``."""
     return tensor.device.type == "cpu"
 
 
 Message = tuple[int, Tensor]
-"""A rank, and the contiguous tensor that goes to it or comes from it."""
+"""A rank, and the contiguous tensor that is sent to it or received from it."""
 
 
 @final
 class DeviceWire:
-    """Messages of one rank to and from its peers on their accelerators.
-
-    Args:
-        session: The run; every rank must make its one.
-        device: Where this rank's tensors are.
-    """
+    """Point-to-point messages between the accelerators of ranks. Every rank must construct it."""
 
     def __init__(self, session: Session, device: torch.device) -> None:
         self._session, self._device = session, device
         self._in_use = threading.Lock()
         self._seconds = 0.0
-        # A communicator is made by all ranks, and later not all have messages.
+        # All ranks must create the communicator together; later not all of them have messages.
         with peers_named(session, "opening of connections between accelerators"):
             dist.all_reduce(torch.zeros(1, device=device))
 
     def seconds(self, *, reset: bool = False) -> float:
-        """Seconds spent in exchanges on the host; what the accelerator waits for is not seen."""
+        """Host seconds spent in exchanges; waiting of the accelerator is not included."""
         spent = self._seconds
         if reset:
             self._seconds = 0.0
@@ -98,35 +88,29 @@ class DeviceWire:
     def swap(self, outgoing: Sequence[Message], incoming: Sequence[Message], name: str) -> None:
         """Send all of ``outgoing`` and receive all of ``incoming``; the peers must call it in the same order.
 
-        Later work on this device's current stream waits for it. What has no bytes is passed over, at both
-        ends; sizes are not compared.
+        Later work on the device's current stream waits for it. Empty messages are skipped on both sides;
+        sizes are not compared.
 
         Raises:
-            PeerError: torch.distributed failed, or ran into the time-out; who is to blame is named.
+            PeerError: torch.distributed failed or timed out; the responsible rank is named.
         """
         started = time.perf_counter()
         with peers_named(self._session, name), self._session.timeline.span(name, NETWORK), self._in_use:
             ops = [dist.P2POp(dist.isend, _bytes(rows), rank) for rank, rows in outgoing if rows.numel()]
-            ops += [dist.P2POp(dist.irecv, _bytes(room), rank) for rank, room in incoming if room.numel()]
+            ops += [dist.P2POp(dist.irecv, _bytes(rows), rank) for rank, rows in incoming if rows.numel()]
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
         self._seconds += time.perf_counter() - started
 
 
 def make_device_wire(session: Session) -> DeviceWire | None:
-    """Return the wire between the ranks' accelerators, None where they cannot talk to each other directly.
-
-    Every rank must call it.
-
-    Raises:
-        PeerError: a rank is dead or did not come within the time-out; it is named.
-    """
+    """Return the wire between the ranks' accelerators; None without direct communication. Collective."""
     device = session.device
-    # One rank alone has no process group to ask.
+    # A single rank has no process group.
     on_nccl = device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
-    mine = str(torch.cuda.get_device_properties(device).uuid) if on_nccl else ""
-    told = [str(one) for one in gather_json(mine, session)]
-    if "" in told or len(set(told)) < len(told):
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if on_nccl else ""
+    uuids = [str(one) for one in gather_json(uuid, session)]
+    if "" in uuids or len(set(uuids)) < len(uuids):
         return None
     return DeviceWire(session, device)
 
@@ -136,23 +120,22 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 _MAGIC = b"halo"
-_HEAD = struct.Struct("!4sQQ32s")
-"""Magic, number of the message to this peer, bytes that follow, and what they are."""
+_HEADER = struct.Struct("!4sQQ32s")
+"""Magic, sequence number of the message to this peer, payload bytes, name."""
 _MAX_NAME = 32
 _RECEIVE_BYTES = 1 << 20
-"""Read at a time, so that no connection keeps the others waiting."""
+"""Limit of one read, so that no connection starves the others."""
 
 
 @final
 class Sender:
-    """What is still to be sent to one peer."""
+    """Remaining bytes of a message to one peer."""
 
-    def __init__(self, head: bytes, pieces: Iterator[memoryview]) -> None:
-        self._now, self._pieces = memoryview(head), pieces
+    def __init__(self, header: bytes, pieces: Iterator[memoryview]) -> None:
+        self._now, self._pieces = memoryview(header), pieces
         self._more = int(socket.MSG_MORE)
 
     def send(self, connection: socket.socket) -> bool:
-        """Send as much as there is room for; return whether that was all."""
         while True:
             while self._now:
                 try:
@@ -160,7 +143,7 @@ class Sender:
                 except BlockingIOError:
                     return False
                 self._now = self._now[sent:]
-            # The head waits for the first rows, to leave in one packet with them.
+            # MSG_MORE holds the header back, so that it leaves in one packet with the first rows.
             self._more = 0
             following = next(self._pieces, None)
             if following is None:
@@ -171,47 +154,41 @@ class Sender:
 @final
 @dataclass(kw_only=True)
 class Incoming:
-    """What comes from one peer."""
+    """Receive buffer of the message from one peer."""
 
     rank: int
-    room: memoryview
-    """Writable; as many bytes as will come."""
+    buffer: memoryview
+    """Writable, of the size of the message."""
     num_arrived: int = 0
-    """Bytes at the beginning of ``room`` that are there; grows."""
+    """Bytes received so far."""
 
 
 @final
 class Receiver:
-    """Fills the room of what comes from one peer."""
+    """Receives the message from one peer."""
 
     def __init__(self, expected: bytes, incoming: Incoming) -> None:
         self._expected, self._incoming = expected, incoming
-        self._head = memoryview(bytearray(len(expected)))
+        self._header = memoryview(bytearray(len(expected)))
         self._read = 0
 
     def receive(self, connection: socket.socket, rank: int) -> bool:
-        """Take what is there; return whether that was all.
-
-        Raises:
-            PeerError: the peer sends something else.
-            OSError: the connection broke.
-        """
-        left = _HEAD.size - self._read
+        left = _HEADER.size - self._read
         if left > 0:
-            self._read += _receive_into(connection, self._head[self._read :])
-            if self._read < _HEAD.size:
+            self._read += _receive_into(connection, self._header[self._read :])
+            if self._read < _HEADER.size:
                 return False
-            _check_same(bytes(self._head), self._expected, rank)
+            _check_same(bytes(self._header), self._expected, rank)
             return False
         incoming = self._incoming
         at = incoming.num_arrived
-        incoming.num_arrived += _receive_into(connection, incoming.room[at : at + _RECEIVE_BYTES])
-        return incoming.num_arrived == len(incoming.room)
+        incoming.num_arrived += _receive_into(connection, incoming.buffer[at : at + _RECEIVE_BYTES])
+        return incoming.num_arrived == len(incoming.buffer)
 
 
 @dataclass(kw_only=True)
-class End:
-    """One connection during one exchange."""
+class PeerTransfer:
+    """State of the connection to one peer during one exchange."""
 
     rank: int
     connection: socket.socket
@@ -220,12 +197,10 @@ class End:
 
     @property
     def events(self) -> int:
-        """What to wait for."""
         write = selectors.EVENT_WRITE if self.sender is not None else 0
         return write | (selectors.EVENT_READ if self.receiver is not None else 0)
 
     def serve(self, events: int) -> None:
-        """Send and receive what can be without waiting."""
         if (
             events & selectors.EVENT_READ
             and self.receiver is not None
@@ -236,37 +211,31 @@ class End:
             self.sender = None
 
 
-def _receive_into(connection: socket.socket, room: memoryview) -> int:
+def _receive_into(connection: socket.socket, buffer: memoryview) -> int:
     try:
-        received = connection.recv_into(room)
+        received = connection.recv_into(buffer)
     except BlockingIOError:
         return 0
     if not received:
-        raise ConnectionResetError("it was closed at the other end")
+        raise ConnectionResetError("the peer closed it")
     return received
 
 
-def head_of(number: int, num_bytes: int, name: str) -> bytes:
-    """Return what stands before a message.
-
-    Args:
-        number: Of the message to this peer.
-        num_bytes: That follow.
-        name: What it is, at most 32 bytes.
-    """
+def message_header(number: int, num_bytes: int, name: str) -> bytes:
+    """Return the header of message ``number`` to a peer; the name has at most 32 bytes."""
     encoded = name.encode()
     assert len(encoded) <= _MAX_NAME, name
-    return _HEAD.pack(_MAGIC, number, num_bytes, encoded)
+    return _HEADER.pack(_MAGIC, number, num_bytes, encoded)
 
 
-def _check_same(head: bytes, expected: bytes, rank: int) -> None:
-    if head == expected:
+def _check_same(header: bytes, expected: bytes, rank: int) -> None:
+    if header == expected:
         return
-    magic, number, num_bytes, name = _HEAD.unpack(head)
-    _, own_number, own_bytes, own_name = _HEAD.unpack(expected)
+    magic, number, num_bytes, name = _HEADER.unpack(header)
+    _, own_number, own_bytes, own_name = _HEADER.unpack(expected)
     if magic != _MAGIC:
         raise PeerError(
-            f"rank {rank} sent {magic!r} where a message begins; do all ranks run the same version?"
+            f"rank {rank} sent {magic!r} instead of a message header; run the same version on all ranks"
         )
     raise PeerError(
         f"rank {rank} sends {num_bytes} bytes of {_text(name)!r} (its message {number} to this rank) where "
@@ -281,31 +250,31 @@ def _text(name: bytes) -> str:
 
 
 PIECE_BYTES = 256 * 1024
-"""Rows are copied and added in pieces of this size, while others are on their way."""
+"""Rows are copied and added in pieces of this size while other pieces are in transit."""
 
 _STEP_BYTES = 1 << 20
-"""Rows that go nowhere are copied in steps of this size."""
+"""Local rows are copied in steps of this size."""
 
 
-def gathered(h: Tensor, rows: Tensor, room: Tensor) -> Iterator[memoryview]:
-    """Copy ``h[rows]`` into ``room`` piece by piece.
+def gathered(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[memoryview]:
+    """Copy ``h[rows]`` into ``out`` and yield its bytes, piece by piece.
 
     Args:
-        h: (n, ...), of any device.
-        rows: (k,) int64 in [0, n), on that device.
-        room: (k, ...) contiguous in the host's memory, of the dtype of ``h``.
+        h: (n, ...), on any device.
+        rows: (k,) int64 in [0, n), on the same device.
+        out: (k, ...) contiguous host memory, of the dtype of ``h``.
     """
     if not is_on_host(h):
-        room.copy_(h.index_select(0, rows))
-        yield bytes_of(room)
+        out.copy_(h.index_select(0, rows))
+        yield bytes_of(out)
         return
-    for some, piece in zip(_pieces_like(rows, room), _pieces(room), strict=True):
+    for some, piece in zip(_pieces_like(rows, out), _pieces_like(out, out), strict=True):
         torch.index_select(h, 0, some, out=piece)
         yield bytes_of(piece)
 
 
 def copied(source: Tensor, target: Tensor) -> Iterator[bool]:
-    """Copy ``source`` to ``target``, both (n, ...); there is always more to do."""
+    """Copy ``source`` to ``target``, both (n, ...), in steps; yields True after each."""
     step = max(len(source) * _STEP_BYTES // max(source.numel() * source.element_size(), 1), 1)
     for first in range(0, len(source), step):
         target[first : first + step].copy_(source[first : first + step])
@@ -315,37 +284,37 @@ def copied(source: Tensor, target: Tensor) -> Iterator[bool]:
 def added(
     total: Tensor, rows: Sequence[Tensor], parts: Sequence[Tensor], incoming: Sequence[Incoming]
 ) -> Iterator[bool]:
-    """Add rows as they arrive; yields False where the next piece has not.
+    """Add received rows in pieces; yields False while the next piece has not arrived.
 
-    The first piece of every peer comes first, then the second of every peer, and so on, whoever is
-    ahead: sums have the same bits every time.
+    Pieces are added round-robin over the peers, independent of their arrival, so sums are bit-reproducible.
 
     Args:
-        total: (n, ...), of any device.
-        rows: By peer, (k,) distinct int64 in [0, n), on that device.
-        parts: By peer, (k, ...) in the host's memory.
-        incoming: By peer, how much of the part is there.
+        total: (n, ...), on any device.
+        rows: By peer, (k,) distinct int64 in [0, n), on the same device.
+        parts: By peer, (k, ...) in host memory.
+        incoming: By peer, the progress of its part.
     """
-    lanes = [
-        _added_of_one(total, *lane) for lane in zip(rows, parts, incoming, strict=True) if lane[0].numel()
+    per_peer = [
+        _add_from_peer(total, *pieces)
+        for pieces in zip(rows, parts, incoming, strict=True)
+        if pieces[0].numel()
     ]
-    while lanes:
+    while per_peer:
         left = []
-        for lane in lanes:
-            ready = next(lane, None)
+        for pieces in per_peer:
+            ready = next(pieces, None)
             while ready is False:
                 yield False
-                ready = next(lane, None)
+                ready = next(pieces, None)
             if ready:
                 yield True
-                left.append(lane)
-        lanes = left
+                left.append(pieces)
+        per_peer = left
 
 
-def _added_of_one(total: Tensor, rows: Tensor, part: Tensor, incoming: Incoming) -> Iterator[bool]:
-    """Add what one peer sends, a piece for each True."""
+def _add_from_peer(total: Tensor, rows: Tensor, part: Tensor, incoming: Incoming) -> Iterator[bool]:
     needed = 0
-    for some, piece in zip(_pieces_like(rows, part), _pieces(part), strict=True):
+    for some, piece in zip(_pieces_like(rows, part), _pieces_like(part, part), strict=True):
         needed += piece.numel() * piece.element_size()
         while incoming.num_arrived < needed:
             yield False
@@ -353,12 +322,8 @@ def _added_of_one(total: Tensor, rows: Tensor, part: Tensor, incoming: Incoming)
         yield True
 
 
-def _pieces(rows: Tensor) -> Iterator[Tensor]:
-    return _pieces_like(rows, rows)
-
-
 def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
-    """Split the (k, ...) ``ids`` as the (k, ...) ``rows`` are."""
+    """Split the (k, ...) ``ids`` at the piece boundaries of the (k, ...) ``rows``."""
     row_bytes = rows.numel() * rows.element_size() // max(len(rows), 1)
     step = max(PIECE_BYTES // max(row_bytes, 1), 1)
     return (ids[first : first + step] for first in range(0, len(ids), step))
@@ -369,29 +334,25 @@ _WIRE: SessionField[Wire | None] = SessionField(lambda: None)
 
 @dataclass(frozen=True, kw_only=True)
 class Outgoing:
-    """What goes to one peer."""
+    """A message to one peer."""
 
     rank: int
     num_bytes: int
     pieces: Iterator[memoryview]
-    """Made when there is room to send them; together num_bytes."""
+    """Consumed as the socket takes them; num_bytes in total."""
 
 
 @final
 class Wire:
-    """The connections of a rank and what an exchange needs beside them. One exchange at a time.
-
-    Args:
-        session: The run; every rank must make its first one.
-    """
+    """The connections and buffers of a rank. One exchange at a time; construction is collective."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._streams: Streams = open_streams(session)
         self.devices = make_device_wire(session)
-        """For what lies on accelerators; None: that goes through the host too."""
-        self.sent, self.received = KeptBuffer(), KeptBuffer()
-        """For the exchange that runs."""
+        """For tensors on accelerators; None: they are sent through host memory."""
+        self.sent, self.received = ReusableBuffer(), ReusableBuffer()
+        """Buffers of the current exchange."""
         self._in_use = threading.Lock()
         self._broken = ""
         self._sequence_to: dict[int, int] = {}
@@ -399,7 +360,7 @@ class Wire:
         self._seconds = 0.0
 
     def seconds(self, *, reset: bool = False) -> float:
-        """Seconds spent in exchanges: what stood still for peers, and own work on what is sent."""
+        """Seconds spent in exchanges, including local copies and sums."""
         spent = self._seconds
         if reset:
             self._seconds = 0.0
@@ -412,115 +373,118 @@ class Wire:
         name: str,
         meanwhile: Iterable[bool] = (),
     ) -> None:
-        """Send all of ``outgoing`` while all of ``incoming`` arrives.
+        """Send all of ``outgoing`` and receive all of ``incoming``; the peers must call it in the same order.
 
-        What has no bytes is passed over, at both ends. The peers must call it in the same order.
+        Empty messages are skipped on both sides.
 
         Args:
-            outgoing: At most one for each peer.
-            incoming: At most one for each peer.
-            name: What is exchanged, at most 32 characters; equal at both ends.
-            meanwhile: Own work in small steps, done while bytes are on their way. Yields whether more can be
-                done at once; False: not before more of ``incoming`` has arrived.
+            outgoing: At most one message per peer. incoming: At most one message per peer. name: Of the
+            exchange, at most 32 characters; equal on both sides. meanwhile: Local work in small steps, done
+            while bytes are in transit. Yields True if it can continue
+                at once, False if it needs more of ``incoming``.
 
         Raises:
-            PeerError: a peer is dead, silent for the time-out, or is at another exchange; it is named.
-            ConfigError: another thread is in an exchange.
+            PeerError: a peer is dead, silent for the time-out, or at another exchange; it is named.
+            ConfigError: another thread runs an exchange.
         """
         if not self._in_use.acquire(blocking=False):
             raise ConfigError(
-                f"two threads exchange halo rows at the same time ({name}), in an order that the ranks "
-                "cannot agree on; run the layers of a model on one thread"
+                f"two threads exchange halo rows at the same time ({name}), so the order can differ between "
+                "ranks; run the layers of a model on one thread"
             )
         started = time.perf_counter()
         try:
-            self._check_whole(name)
+            self._check_not_broken(name)
             self._broken = name
             with peers_named(self._session, name), self._session.timeline.span(name, NETWORK):
-                self._run(self._ends(outgoing, incoming, name), name, iter(meanwhile))
+                self._run(self._transfers(outgoing, incoming, name), name, iter(meanwhile))
             self._broken = ""
         finally:
             self._seconds += time.perf_counter() - started
             self._in_use.release()
 
-    def _check_whole(self, name: str) -> None:
+    def _check_not_broken(self, name: str) -> None:
         if self._broken:
             raise PeerError(
-                f"{name} cannot be exchanged: an earlier exchange ({self._broken}) was broken off half-way "
-                "on this rank; end the session and start again from the last checkpoint"
+                f"{name} cannot be exchanged: an earlier exchange ({self._broken}) was aborted on this rank; "
+                "end the session and restart from the last checkpoint"
             )
 
-    def _ends(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str) -> list[End]:
-        """Number the messages and put those of one peer together."""
-        ends: dict[int, End] = {}
-        for one in outgoing:
-            if one.num_bytes:
-                head = head_of(_next(self._sequence_to, one.rank), one.num_bytes, name)
-                self._end(ends, one.rank).sender = Sender(head, one.pieces)
-        for other in incoming:
-            if len(other.room):
-                head = head_of(_next(self._sequence_from, other.rank), len(other.room), name)
-                self._end(ends, other.rank).receiver = Receiver(head, other)
-        return list(ends.values())
+    def _transfers(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
+    ) -> list[PeerTransfer]:
+        transfers: dict[int, PeerTransfer] = {}
+        for message in outgoing:
+            if message.num_bytes:
+                header = message_header(_next(self._sequence_to, message.rank), message.num_bytes, name)
+                self._transfer(transfers, message.rank).sender = Sender(header, message.pieces)
+        for part in incoming:
+            if len(part.buffer):
+                header = message_header(_next(self._sequence_from, part.rank), len(part.buffer), name)
+                self._transfer(transfers, part.rank).receiver = Receiver(header, part)
+        return list(transfers.values())
 
-    def _end(self, ends: dict[int, End], rank: int) -> End:
-        if rank not in ends:
-            ends[rank] = End(rank=rank, connection=self._streams.to(rank))
-        return ends[rank]
+    def _transfer(self, transfers: dict[int, PeerTransfer], rank: int) -> PeerTransfer:
+        if rank not in transfers:
+            transfers[rank] = PeerTransfer(rank=rank, connection=self._streams.to(rank))
+        return transfers[rank]
 
-    def _run(self, ends: Sequence[End], name: str, work: Iterator[bool]) -> None:
+    def _run(self, transfers: Sequence[PeerTransfer], name: str, work: Iterator[bool]) -> None:
         with selectors.DefaultSelector() as selector:
             waiting, working, idle = 0, True, False
-            for end in ends:
-                self._serve(end, selectors.EVENT_WRITE)
-                if end.events:
-                    selector.register(end.connection, end.events, end)
+            for transfer in transfers:
+                self._serve(transfer, selectors.EVENT_WRITE)
+                if transfer.events:
+                    selector.register(transfer.connection, transfer.events, transfer)
                     waiting += 1
             while waiting or working:
                 busy = working and not idle
                 ready = selector.select(0 if busy else self._session.timeout_s) if waiting else []
                 if not ready and not busy:
-                    # Work that still waits when all is there is a bug, and would not end.
-                    assert waiting, f"work beside the {name} waits for more than comes"
-                    self._name_missing([key.data for key in selector.get_map().values()], name)
+                    # Work that still waits after all messages arrived is a bug and would not end.
+                    assert waiting, f"work beside the {name} waits for more bytes than expected"
+                    self._raise_no_progress([key.data for key in selector.get_map().values()], name)
                 for key, events in ready:
-                    waiting -= self._go_on(selector, key, events)
+                    waiting -= self._progress_peer(selector, key, events)
                 more = next(work, None) if working else None
                 working, idle = more is not None, more is False
 
-    def _go_on(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> bool:
-        """Serve one connection; return whether it has nothing left to do."""
-        end: End = key.data
-        self._serve(end, events)
-        if not end.events:
-            selector.unregister(end.connection)
-        elif end.events != key.events:
-            selector.modify(end.connection, end.events, end)
-        return not end.events
+    def _progress_peer(
+        self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int
+    ) -> bool:
+        """Serve one connection; return whether it is done."""
+        transfer: PeerTransfer = key.data
+        self._serve(transfer, events)
+        if not transfer.events:
+            selector.unregister(transfer.connection)
+        elif transfer.events != key.events:
+            selector.modify(transfer.connection, transfer.events, transfer)
+        return not transfer.events
 
-    def _serve(self, end: End, events: int) -> None:
+    def _serve(self, transfer: PeerTransfer, events: int) -> None:
         try:
-            end.serve(events)
+            transfer.serve(events)
         except PeerError:
             raise
         except OSError as error:
-            rank = end.rank
-            # peers_named says who died or failed first.
+            rank = transfer.rank
+            # peers_named reports the rank that died or failed first.
             raise RuntimeError(
                 f"the connection to rank {rank} on {self._session.hosts[rank]} broke: {error}"
             ) from error
 
-    def _name_missing(self, ends: Sequence[End], name: str) -> None:
+    def _raise_no_progress(self, transfers: Sequence[PeerTransfer], name: str) -> None:
         hosts = self._session.hosts
-        names = ", ".join(f"rank {end.rank} on {hosts[end.rank]}" for end in ends)
+        names = ", ".join(f"rank {transfer.rank} on {hosts[transfer.rank]}" for transfer in transfers)
         raise RuntimeError(
-            f"nothing moved for {self._session.timeout_s:g} s while rank {self._session.topology.rank} "
-            f"waited for {names} in the {name}; look at their output, or raise timeout_s (DGLX_TIMEOUT)"
+            f"exchange {name!r} made no progress for {self._session.timeout_s:g} s on rank "
+            f"{self._session.topology.rank}, which waits for {names}; check their output, or raise timeout_s "
+            "(DGLX_TIMEOUT)"
         )
 
 
 def wire_of(session: Session) -> Wire:
-    """Return the wire of this session; made the first time, when every rank must call it.
+    """Return the wire of this session; the first call constructs it and is collective.
 
     Raises:
         PeerError: a rank is dead or did not connect within the time-out; it is named.
@@ -538,20 +502,20 @@ def _next(numbers: dict[int, int], rank: int) -> int:
 
 
 FORWARD, BACKWARD = "halo", "halo_gradients"
-"""The ledger's names of what is sent in forward and in backward."""
+"""Ledger phases of forward and backward."""
 
 _SUMMED_WIDER = (torch.float16, torch.bfloat16)
 
 
 @final
 class HaloExchange:
-    """Exchanges the rows of one layer's halo. Ranks must exchange the same layers in the same order.
+    """Exchange of the halo rows of one layer. Ranks must exchange the same layers in the same order.
 
-    The first one of a session opens connections, so every rank must make one, also a rank without peers.
+    The first one of a session opens connections, so every rank must construct one, even without peers.
 
     Args:
         session: The run.
-        layer: Who sends which rows to whom.
+        layer: The rows that are sent and received.
         number: The layer, l of 1..L, for the ledger and messages.
 
     Raises:
@@ -562,8 +526,8 @@ class HaloExchange:
         self._session, self._wire = session, wire_of(session)
         self.number = number
         self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
-        _check(layer, session.topology.rank)
-        # Plans that were kept on disk are read-only, which torch does not know.
+        _check_layer(layer, session.topology.rank)
+        # Arrays of mapped plans are read-only, which torch does not support.
         rows = [torch.from_numpy(np.require(rows, np.int64, ("C", "W"))) for _, rows in layer.send]
         self._sent_rows = {torch.device("cpu"): rows}
         self._sent_to = [rank for rank, _ in layer.send]
@@ -572,70 +536,64 @@ class HaloExchange:
         self._received_at = _bounds([count for _, count in layer.receive])
 
     def at(self, number: int) -> HaloExchange:
-        """Return the exchange of the layer ``number``, which is alike; the lists of rows are the same."""
+        """Return the exchange of layer ``number`` with equal structure; row lists are shared."""
         other = copy.copy(self)
         other.number = number
         return other
 
     @property
     def num_sources(self) -> int:
-        """Own rows and halo together."""
         return self.own_rows + self.num_halo
 
-    @property
-    def has_peers(self) -> bool:
-        """Whether this rank sends or receives anything."""
-        return bool(self._sent_to or self._received_from)
-
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Append the rows of the halo to this rank's own; the layer's peers must call it too.
+        """Append the halo rows to this rank's own rows; the layer's peers must call it too.
 
-        The way back adds what the peers have for a row in an order that the layer and the width give, halves
-        in float32, so the bits do not depend on who was first; every peer's backward must come by. May be
-        differentiated twice.
+        Backward adds the gradients of the peers in a fixed order, 16-bit ones in float32, so the bits do not
+        depend on timing. Every peer must run backward. Twice differentiable.
 
         Args:
-            h: (own_rows, ...), any dtype; what follows the rows is the same on all ranks. What lies on an
-                accelerator goes by NCCL where every rank has one to itself, else through the host's memory.
-            kept: (n_halo, ...): the halo as an earlier call returned it for the same ``h``. Forward then
-                sends nothing; give it on all ranks or on none.
+            h: (own_rows, ...), any dtype; the trailing shape is the same on all ranks. Tensors on
+            accelerators
+                are sent by NCCL if every rank has its own device, else through host memory.
+            kept: (n_halo, ...) halo that an earlier call returned for the same ``h``. Forward then sends
+                nothing; pass it on all ranks or on none.
 
         Returns:
-            (own_rows + n_halo, ...); ``h`` itself where this rank has no peers at this layer.
+            (own_rows + n_halo, ...); ``h`` itself if this rank has no peers at this layer.
 
         Raises:
             ConfigError: ``h`` or ``kept`` has another number of rows.
             PeerError: a peer is dead, silent, or at another exchange; it is named.
         """
-        self._check_rows(h, self.own_rows, "its own rows")
+        self._check_rows(h, self.own_rows, "the own rows")
         if kept is not None:
-            self._check_rows(kept, self.num_halo, "the rows of its halo")
-        if not self.has_peers:
+            self._check_rows(kept, self.num_halo, "the halo rows")
+        if not self._sent_to and not self._received_from:
             return h
         return cast("Tensor", _Append.apply(self, h, kept))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
-        """Return the halo's rows alone, without a gradient: for rows that are fetched once and kept.
+        """Return only the halo rows, without gradient; for rows that are fetched once and kept.
 
         Args:
             rows: (own_rows, ...), any dtype.
-            out: (n_halo, ...) contiguous, to fill, like ``rows`` in all else; None: a new one.
+            out: (n_halo, ...) contiguous output, otherwise like ``rows``; None: a new tensor.
             phase: For the ledger, at most 18 characters.
 
         Returns:
             (n_halo, ...) on the device of ``rows``.
 
         Raises:
-            ConfigError: there are not as many rows.
+            ConfigError: ``rows`` has another number of rows.
             PeerError: a peer is dead, silent, or at another exchange; it is named.
         """
-        self._check_rows(rows, self.own_rows, "its own rows")
+        self._check_rows(rows, self.own_rows, "the own rows")
         halo = rows.new_empty((self.num_halo, *rows.shape[1:])) if out is None else out
         self._receive(rows.detach(), halo, phase)
         return halo
 
     def append(self, h: Tensor, kept: Tensor | None) -> Tensor:
-        """Do :meth:`exchange` without a gradient, always into new memory."""
+        """Run :meth:`exchange` without gradient, always into new memory."""
         sources = h.new_empty((self.num_sources, *h.shape[1:]))
         own, halo = sources[: self.own_rows], sources[self.own_rows :]
         if kept is None:
@@ -645,85 +603,88 @@ class HaloExchange:
             halo.copy_(kept)
         return sources
 
-    def give_back(self, gradient: Tensor) -> Tensor:
-        """Do the adjoint of :meth:`append`, always into new memory.
+    def return_gradients(self, gradient: Tensor) -> Tensor:
+        """Run the adjoint of :meth:`append`, always into new memory.
 
         Args:
             gradient: (own_rows + n_halo, ...).
 
         Returns:
-            (own_rows, ...): the own rows of ``gradient``, and what the peers have for them added.
+            (own_rows, ...): the own rows of ``gradient`` plus the gradients that the peers send for them.
         """
         gradient = gradient.detach()
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
         wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
-        came_shape = (self._sent_at[-1], *gradient.shape[1:])
-        going = self._by_sender(halo.contiguous() if self._is_direct(halo) else halo.cpu().contiguous())
-        self._count(BACKWARD, going)
+        received_shape = (self._sent_at[-1], *gradient.shape[1:])
+        outgoing_rows = self._by_sender(
+            halo.contiguous() if self._is_direct(halo) else halo.cpu().contiguous()
+        )
+        self._count(BACKWARD, outgoing_rows)
         if self._is_direct(halo):
-            parts = self._by_receiver(halo.new_empty(came_shape))
-            self._swap_directly(going, parts, BACKWARD)
+            parts = self._by_receiver(halo.new_empty(received_shape))
+            self._swap_directly(outgoing_rows, parts, BACKWARD)
             total.copy_(own)
             for rows, (_, part) in zip(self._rows_on(total.device), parts, strict=True):
                 total.index_add_(0, rows, part.to(wider))
             return total.to(gradient.dtype)
-        parts = self._by_receiver(self._wire.received.room(came_shape, gradient.dtype))
-        incoming = [Incoming(rank=rank, room=bytes_of(part)) for rank, part in parts]
+        parts = self._by_receiver(self._wire.received.take(received_shape, gradient.dtype))
+        incoming = [Incoming(rank=rank, buffer=bytes_of(part)) for rank, part in parts]
         adding = added(total, self._rows_on(total.device), [part for _, part in parts], incoming)
-        outgoing = [_outgoing(rank, part, iter([bytes_of(part)])) for rank, part in going]
+        outgoing = [_outgoing(rank, part, iter([bytes_of(part)])) for rank, part in outgoing_rows]
         self._wire.swap(outgoing, incoming, self._name(BACKWARD), chain(copied(own, total), adding))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
-        """Fill ``halo`` with the peers' rows, and ``own`` with ``h`` meanwhile."""
+        """Fill ``halo`` with the rows of peers and, at the same time, ``own`` with ``h``."""
         if self._is_direct(halo):
             rows_of = zip(self._sent_to, self._rows_on(h.device), strict=True)
-            going = [(rank, h.index_select(0, rows)) for rank, rows in rows_of]
-            self._count(phase, going)
-            self._swap_directly(going, self._by_sender(halo), phase)
+            outgoing_rows = [(rank, h.index_select(0, rows)) for rank, rows in rows_of]
+            self._count(phase, outgoing_rows)
+            self._swap_directly(outgoing_rows, self._by_sender(halo), phase)
             if own is not None:
                 own.copy_(h)
             return
         on_host = is_on_host(halo)
-        landing = halo if on_host else self._wire.received.room(halo.shape, halo.dtype)
-        incoming = [Incoming(rank=rank, room=bytes_of(part)) for rank, part in self._by_sender(landing)]
-        going = self._by_receiver(self._wire.sent.room((self._sent_at[-1], *h.shape[1:]), h.dtype))
-        self._count(phase, going)
+        host_halo = halo if on_host else self._wire.received.take(halo.shape, halo.dtype)
+        incoming = [Incoming(rank=rank, buffer=bytes_of(part)) for rank, part in self._by_sender(host_halo)]
+        outgoing_rows = self._by_receiver(self._wire.sent.take((self._sent_at[-1], *h.shape[1:]), h.dtype))
+        self._count(phase, outgoing_rows)
         outgoing = [
             _outgoing(rank, part, gathered(h, rows, part))
-            for (rank, part), rows in zip(going, self._rows_on(h.device), strict=True)
+            for (rank, part), rows in zip(outgoing_rows, self._rows_on(h.device), strict=True)
         ]
         self._wire.swap(outgoing, incoming, self._name(phase), () if own is None else copied(h, own))
         if not on_host:
-            halo.copy_(landing)
+            halo.copy_(host_halo)
 
     def _rows_on(self, device: torch.device) -> list[Tensor]:
-        """Return the own rows that go to each peer; brought to a device once."""
+        """Return the own rows sent to each peer; copied to a device once."""
         if device not in self._sent_rows:
             self._sent_rows[device] = [rows.to(device) for rows in self._sent_rows[torch.device("cpu")]]
         return self._sent_rows[device]
 
     def _is_direct(self, rows: Tensor) -> bool:
-        """Whether ``rows`` travel from accelerator to accelerator."""
         return self._wire.devices is not None and not is_on_host(rows)
 
-    def _swap_directly(self, going: Sequence[Message], coming: Sequence[Message], phase: str) -> None:
+    def _swap_directly(
+        self, outgoing_rows: Sequence[Message], incoming_rows: Sequence[Message], phase: str
+    ) -> None:
         assert self._wire.devices is not None
-        self._wire.devices.swap(going, coming, self._name(phase))
+        self._wire.devices.swap(outgoing_rows, incoming_rows, self._name(phase))
 
     def _by_sender(self, halo: Tensor) -> list[Message]:
-        """Cut the (n_halo, ...) rows at those of each rank that sends them forward."""
+        """Split the (n_halo, ...) rows by the rank that sends them in forward."""
         bounds = pairwise(self._received_at)
         return [(rank, halo[a:b]) for rank, (a, b) in zip(self._received_from, bounds, strict=True)]
 
     def _by_receiver(self, rows: Tensor) -> list[Message]:
-        """Cut the rows that go forward to others at those of each rank."""
+        """Split the rows that are sent in forward by the receiving rank."""
         bounds = pairwise(self._sent_at)
         return [(rank, rows[a:b]) for rank, (a, b) in zip(self._sent_to, bounds, strict=True)]
 
-    def _count(self, phase: str, going: Sequence[Message]) -> None:
-        for rank, rows in going:
+    def _count(self, phase: str, outgoing_rows: Sequence[Message]) -> None:
+        for rank, rows in outgoing_rows:
             num_bytes = rows.numel() * rows.element_size()
             self._session.ledger.add(phase, self.number, self._session.topology.rank, rank, num_bytes)
 
@@ -734,13 +695,13 @@ class HaloExchange:
         if given.dim() == 0 or len(given) != expected:
             raise ConfigError(
                 f"layer {self.number} exchanges a tensor of shape {tuple(given.shape)}, but this rank has "
-                f"{expected} rows there; give {what}, in the order of the block's"
+                f"{expected} rows there; pass {what}, in the order of the block"
             )
 
 
 @final
 class _Append(torch.autograd.Function):
-    """(own_rows, ...) -> (own_rows + n_halo, ...); the adjoint of :class:`_GiveBack`."""
+    """(own_rows, ...) -> (own_rows + n_halo, ...); the adjoint of :class:`_ReturnGradients`."""
 
     @staticmethod
     def forward(ctx: Any, halo: HaloExchange, h: Tensor, kept: Tensor | None) -> Tensor:
@@ -749,15 +710,15 @@ class _Append(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, _GiveBack.apply(ctx.halo, gradient), None  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return None, _ReturnGradients.apply(ctx.halo, gradient), None  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 @final
-class _GiveBack(torch.autograd.Function):
+class _ReturnGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halo: HaloExchange, gradient: Tensor) -> Tensor:
         ctx.halo = halo
-        return halo.give_back(gradient)
+        return halo.return_gradients(gradient)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -769,23 +730,22 @@ def _outgoing(rank: int, rows: Tensor, pieces: Iterator[memoryview]) -> Outgoing
 
 
 def _bounds(counts: Sequence[int]) -> list[int]:
-    """Where the rows of each peer begin, and where the last ones end."""
+    """Return the first row of each peer, and the end of the last one."""
     return [0, *accumulate(counts)]
 
 
-def _check(layer: HaloLayer, rank: int) -> None:
-    """Plans are made by this package: what is wrong here is its own bug."""
+def _check_layer(layer: HaloLayer, rank: int) -> None:
+    # Assertions, because plans are made by this package.
     senders, receivers = [peer for peer, _ in layer.receive], [peer for peer, _ in layer.send]
     for peers in (senders, receivers):
         assert rank not in peers, f"rank {rank} exchanges rows with itself"
         assert all(a < b for a, b in pairwise(peers)), f"peers {peers} are not in the order of their ranks"
     assert sum(count for _, count in layer.receive) == len(layer.halo_nodes)
     for peer, rows in layer.send:
-        assert _are_distinct(rows, layer.own_rows), f"rows to rank {peer} are not distinct own rows"
+        assert _are_distinct_rows(rows, layer.own_rows), f"rows to rank {peer} are not distinct own rows"
 
 
-def _are_distinct(rows: Array, count: int) -> bool:
-    """Whether every row is in [0, count) and none is there twice."""
+def _are_distinct_rows(rows: Array, count: int) -> bool:
     if len(rows) and not 0 <= rows.min() <= rows.max() < count:
         return False
     seen = np.zeros(count, dtype=bool)

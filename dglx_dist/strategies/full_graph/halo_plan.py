@@ -1,7 +1,7 @@
-"""A rank's plan in a folder: one file of numbers and one that says where each array stands in it.
+"""Plans of full-graph steps: records, sources of plans, and their files beside the dataset.
 
-Numbers are mapped, not read, so that ranks of a server may have a plan before it is used. A folder is written
-under another name and renamed; see :mod:`dglx_dist.data.storage.files`.
+A plan on disk is a folder with one array file and one JSON header. The array is memory-mapped. A folder is
+written under a temporary name and renamed; see :mod:`dglx_dist.data.storage.files`.
 """
 
 from __future__ import annotations
@@ -38,42 +38,14 @@ from dglx_dist.graph.row_kernels import SlotTable, fill_table, numpy_view, slot_
 from dglx_dist.records import Array, StepShare
 
 _LOG = logging.getLogger(__name__)
-# What numpy raises in the middle of an array, when the disk is full, has no number.
-_NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, None)
-
-
-def keep_folder(target: Path, fill: Callable[[Path], None], what: str) -> bool:
-    """Have ``fill`` write into a folder, and name it ``target``, in the place of what is there.
-
-    Args:
-        target: It appears whole or not at all.
-        fill: Is given an empty folder.
-        what: For messages: "the plan".
-
-    Returns:
-        Whether that could be done; it is logged when not.
-
-    Raises:
-        StorageError: the system fails in another way than by refusing to write.
-    """
-    try:
-        with partial_folder(target) as partial:
-            fill(partial)
-            if not publish(partial, target):
-                replace_folder(partial, target)
-    except OSError as problem:
-        if problem.errno in _NO_ROOM:
-            _LOG.warning("%s cannot be written (%s): %s is not kept on disk", target, problem, what)
-            return False
-        raise StorageError(f"{target} cannot be written ({problem}); see to the disk") from problem
-    return True
-
+# None: NumPy raises an OSError without errno when the disk fills up in the middle of an array.
+_CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, None)
 
 Received: TypeAlias = tuple[tuple[int, int], ...]
-"""(rank, rows that come from it), ascending by rank; ranks that send nothing are left out."""
+"""(rank, rows received from it), ascending by rank, without ranks that send nothing."""
 
 Sent: TypeAlias = tuple[tuple[int, Array], ...]
-"""(rank, (n,) int64 own rows that go to it), ascending by rank; ranks that get nothing are left out."""
+"""(rank, (n,) int64 own rows sent to it), ascending by rank, without ranks that receive nothing."""
 
 
 @final
@@ -81,9 +53,9 @@ Sent: TypeAlias = tuple[tuple[int, Array], ...]
 class HaloLayer:
     """One layer's block on one rank, l of ``1..L`` (algorithms 3.1, 3.2b).
 
-    Its sources are the rank's own rows of the layer before, then the halo: rows that other ranks hold,
-    contiguous by rank in ascending order and ascending by id within a rank. Its targets are the first
-    ``targets`` of the own rows. All in-edges of every target are here, each once, and no others.
+    The sources are the rank's own rows of the previous layer, followed by the halo: rows of other ranks,
+    grouped by rank in ascending order and ascending by id within a rank. The targets are the first
+    ``targets`` own rows. The block holds each in-edge of every target once, and no other edges.
     """
 
     own_rows: int
@@ -93,23 +65,22 @@ class HaloLayer:
     indptr: Array
     """(targets + 1,) int64; the in-edges of target i are at ``indptr[i]:indptr[i + 1]``."""
     indices: Array
-    """(E,) int64 sources: below :attr:`own_rows` own rows, then places in the halo."""
+    """(E,) int64 sources: own rows below :attr:`own_rows`, then positions in the halo."""
     edge_ids: Array
     """(E,) int64 global edge ids."""
     halo_nodes: Array
-    """(n_halo,) int64 global ids of the halo's rows, in the order in which they arrive."""
+    """(n_halo,) int64 global ids of the halo rows, in the order of arrival."""
     receive: Received
-    """Which ranks the halo comes from; the counts add up to n_halo."""
+    """Ranks that send the halo; the counts add up to n_halo."""
     send: Sent
-    """Which own rows others need; as many as the peer's :attr:`receive` says, in the order of their ids."""
+    """Own rows that other ranks need, ordered by id; as many as the peer's :attr:`receive` says."""
 
     @property
     def num_sources(self) -> int:
-        """Own rows and halo together."""
         return self.own_rows + len(self.halo_nodes)
 
     def halo_of(self, rank: int) -> Array:
-        """Return the (n,) ascending int64 global ids of the halo's rows that ``rank`` holds."""
+        """Return the (n,) ascending int64 global ids of the halo rows that ``rank`` holds."""
         first = 0
         for other, count in self.receive:
             if other == rank:
@@ -123,40 +94,109 @@ class HaloLayer:
 class RankPlan:
     """One rank's share of a full-graph step.
 
-    Rows are ordered by the last layer that needs them, latest first, and by id within: the rows of layer l
-    are the first ones of the rows of layer l - 1, and their in-edges the first ones of layer l - 1's.
+    Rows are sorted by the last layer that needs them (latest first), then by id. So the rows of layer l are a
+    prefix of the rows of layer l - 1, and their in-edges a prefix of the in-edges of layer l - 1.
     """
 
     nodes: Array
-    """(n,) int64 global ids of the rows of the features that this rank holds."""
+    """(n,) int64 global ids of the feature rows of this rank."""
     layers: tuple[HaloLayer, ...]
-    """The L layers, input-most first."""
+    """The L layers, input layer first."""
     hops: int
-    """k: how many layers the server computes without others (0: full_graph, L: nothing crosses)."""
+    """k: number of layers that the server computes alone (0: full_graph, L: no rows cross servers)."""
     server_nodes: int
-    """|R_i^0|: rows of the features that the ranks of this server hold together."""
+    """|R_i^0|: feature rows of all ranks of this server."""
     inner_nodes: int
-    """|I_i|: nodes that the server owns."""
+    """|I_i|: nodes owned by the server."""
     external_nodes: int
-    """|R_i^0 without I_i|: rows of the features that come from other servers, once."""
+    """|R_i^0 without I_i|: feature rows fetched from other servers, once."""
 
     @property
     def seeds(self) -> int:
-        """Rows of the output that this rank computes."""
         return self.layers[-1].targets
-
-    @property
-    def expansion(self) -> float:
-        """D_i: how many rows of the features the server holds per node of its own (algorithms 3.1).
-
-        Below 1 where the seeds do not need all of the server's own nodes.
-        """
-        return self.server_nodes / self.inner_nodes
 
     def rows(self, level: int) -> Array:
         """Return the (n_l,) int64 global ids of this rank's rows of the output of layer ``level``, 0..L."""
         count = self.layers[0].own_rows if level == 0 else self.layers[level - 1].targets
         return self.nodes[:count]
+
+
+@final
+class RowIndex:
+    """Hash index from ids to row positions.
+
+    Takes 4 bytes for each of ``num_ids`` ids, or 24 to 48 bytes per row if that is less.
+
+    Args:
+        ids: (n,) int64 distinct ids in [0, ``num_ids``), any order; ``ids[p]`` has position p.
+        num_ids: Size of the id range.
+    """
+
+    def __init__(self, ids: Array, num_ids: int) -> None:
+        num_slots, num_keys = table_sizes(len(ids), num_ids, direct_limit=0)
+        self._table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
+        fill_table(self._table, ids)
+
+    def places(self, ids: Array) -> Array:
+        """Return the (K,) int64 positions of the (K,) int64 ``ids``; -1 for ids without a row."""
+        places = np.empty(len(ids), np.int64)
+        _places(self._table, ids, places)
+        return places
+
+
+@njit(cache=True, nogil=True)
+def _places(table: SlotTable, ids: Array, places: Array) -> None:
+    for k in range(len(ids)):
+        places[k] = slot_of(table, ids[k])
+
+
+class PlanSource(ABC):
+    """The plans of this rank. All ranks have the same number of steps and request them in the same order.
+
+    No method uses collectives, so a loader thread can request plans while the model trains.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Steps of an epoch, equal on all ranks."""
+
+    @abstractmethod
+    def plan(self, epoch: int, step: int) -> RankPlan:
+        """Return the plan of a step; the same object again if the plan is unchanged.
+
+        Raises:
+            PeerError: a rank that takes part is dead, or did not finish its part within the time-out.
+        """
+
+    @abstractmethod
+    def share(self, epoch: int, step: int) -> StepShare:
+        """Return the seeds of this rank and of all ranks in a planned step."""
+
+    @property
+    def row_files(self) -> RowFiles | None:
+        """Files of the columns of planned rows; None: not kept on disk, or held by the loader."""
+        return None
+
+    def close(self) -> None:
+        """Finish pending plans. No requests follow. May be called twice."""
+        return
+
+
+@final
+class OnePlan(PlanSource):
+    """A source with one step per epoch and a fixed plan."""
+
+    def __init__(self, plan: RankPlan, share: StepShare) -> None:
+        self._plan, self._share = plan, share
+
+    def __len__(self) -> int:
+        return 1
+
+    def plan(self, epoch: int, step: int) -> RankPlan:
+        return self._plan
+
+    def share(self, epoch: int, step: int) -> StepShare:
+        return self._share
 
 
 VERSION = 3
@@ -167,15 +207,7 @@ _COUNTS = ("own_rows", "targets")
 
 
 def write_plan(folder: Path, plan: RankPlan) -> None:
-    """Write ``plan`` into ``folder``, which exists and is empty.
-
-    Args:
-        folder: Where to.
-        plan: All of its arrays are int64.
-
-    Raises:
-        OSError: the system refuses; see ``named_failures``.
-    """
+    """Write ``plan``, whose arrays are int64, into the existing empty ``folder``; may raise OSError."""
     arrays = [np.ascontiguousarray(array, np.int64) for array in _arrays(plan)]
     flat = np.concatenate(arrays)
     np.save(folder / NUMBERS, flat, allow_pickle=False)
@@ -193,12 +225,10 @@ def write_plan(folder: Path, plan: RankPlan) -> None:
 
 
 def read_plan(folder: Path) -> RankPlan:
-    """Return the plan in ``folder``, with arrays that are mapped; what is written to them stays in memory.
-
-    Reads them once, to compare their checksum.
+    """Return the plan in ``folder`` with copy-on-write mapped arrays, after a check of their checksum.
 
     Raises:
-        StorageError: there is none, or it is damaged.
+        StorageError: the plan is missing or damaged.
     """
     head = unseal(folder)
     try:
@@ -208,7 +238,7 @@ def read_plan(folder: Path) -> RankPlan:
     ends = np.cumsum([0, *head["lengths"]])
     pieces = iter([np.asarray(flat[first:last]) for first, last in pairwise(ends)])
     nodes = next(pieces)
-    distinct = iter([_layer(told, pieces) for told in head["layers"]])
+    distinct = iter([_layer(header, pieces) for header in head["layers"]])
     layers: list[HaloLayer] = []
     for is_same in head["same_as_before"]:
         layers.append(layers[-1] if is_same else next(distinct))
@@ -220,8 +250,8 @@ def _scalars() -> tuple[str, ...]:
 
 
 def _distinct(plan: RankPlan) -> list[HaloLayer]:
-    """Return the layers that are not the one before: deep models have many on one structure."""
-    return [one for n, one in enumerate(plan.layers) if not n or one is not plan.layers[n - 1]]
+    # Deep models have many layers on one structure.
+    return [layer for n, layer in enumerate(plan.layers) if not n or layer is not plan.layers[n - 1]]
 
 
 def _arrays(plan: RankPlan) -> Iterator[Array]:
@@ -233,44 +263,43 @@ def _arrays(plan: RankPlan) -> Iterator[Array]:
             yield rows
 
 
-def _layer(told: Mapping[str, Any], pieces: Iterator[Array]) -> HaloLayer:
-    scalars: dict[str, Any] = {name: int(told[name]) for name in _COUNTS}
+def _layer(header: Mapping[str, Any], pieces: Iterator[Array]) -> HaloLayer:
+    scalars: dict[str, Any] = {name: int(header[name]) for name in _COUNTS}
     arrays: dict[str, Any] = {name: next(pieces) for name in _ARRAYS}
     return HaloLayer(
         **scalars,
         **arrays,
-        receive=tuple((int(rank), int(count)) for rank, count in told["receive"]),
-        send=tuple((int(rank), next(pieces)) for rank in told["send"]),
+        receive=tuple((int(rank), int(count)) for rank, count in header["receive"]),
+        send=tuple((int(rank), next(pieces)) for rank in header["send"]),
     )
 
 
 @final
 class PlanCache:
-    """The plans of one rank. Not collective; one thread at a time.
+    """The plans of one rank on disk. Not collective, not thread-safe.
 
-    What a rank that was killed left half written is removed, of any plans of the dataset.
+    The constructor removes partial writes of killed ranks, for all plans of the dataset.
 
     Args:
-        dataset: Beside which they are kept.
-        facts: Everything that they depend on besides the dataset, JSON values, equal on all ranks.
-        rank: Whose plans.
+        dataset: The dataset; plans are stored in its cache folder.
+        facts: All other inputs of the plans as JSON values, equal on all ranks.
+        rank: The rank.
     """
 
     def __init__(self, dataset: StoredDataset, facts: Mapping[str, Any], rank: int) -> None:
         text = json.dumps({**facts, "version": VERSION}, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self.folder = dataset.folder / CACHE / f"cobatches-{dataset.manifest.checksum}" / key
-        self._rank, self._has_room = rank, True
+        self._rank, self._can_write = rank, True
         remove_abandoned(self.folder.parent)
 
     @property
     def rows_folder(self) -> Path:
-        """Where this rank keeps the columns of its plans' rows; see :class:`RowFiles`."""
         return self.folder / f"rows-{self._rank}"
 
     def holds(self, step: int) -> bool:
-        """Whether the plan of ``step`` is here and sound; a damaged one is logged."""
-        target = self._of(step)
+        """Return whether the plan of ``step`` exists and is undamaged; damage is logged."""
+        target = self._folder_of(step)
         if not target.exists():
             return False
         try:
@@ -281,29 +310,25 @@ class PlanCache:
         return True
 
     def read(self, step: int) -> RankPlan:
-        """Return the plan of ``step``, mapped.
-
-        Raises:
-            StorageError: it is not there, or damaged.
-        """
-        return read_plan(self._of(step))
+        """Return the mapped plan of ``step``; raise StorageError if it is missing or damaged."""
+        return read_plan(self._folder_of(step))
 
     def write(self, step: int, plan: RankPlan) -> bool:
-        """Keep the plan of ``step``; return whether that could be done.
+        """Store the plan of ``step``; return whether it was written.
 
-        When it could not, that is logged, once, and not tried again. What is there is replaced, sound or not:
-        it may be of an earlier run whose plans the other ranks have lost, and the ranks' plans fit together
-        only when they were made together.
+        The first failure is logged, and later calls do not try again. An existing plan is replaced even if it
+        is undamaged: it may stem from an earlier run whose plans other ranks have lost, and only plans made
+        together fit together.
 
         Raises:
-            StorageError: the system fails in another way than by refusing to write.
+            StorageError: writing fails for another reason than permissions or space.
         """
-        self._has_room = self._has_room and keep_folder(
-            self._of(step), lambda partial: write_plan(partial, plan), "the plan"
+        self._can_write = self._can_write and write_folder_if_possible(
+            self._folder_of(step), lambda partial: write_plan(partial, plan), "the plan"
         )
-        return self._has_room
+        return self._can_write
 
-    def _of(self, step: int) -> Path:
+    def _folder_of(self, step: int) -> Path:
         return self.folder / f"{step}-{self._rank}"
 
 
@@ -312,37 +337,27 @@ ROWS = "rows.npy"
 
 @final
 class RowFiles:
-    """The rows of one rank. Not collective; one thread at a time.
-
-    Args:
-        folder: Where to, beside the dataset that the columns are of.
-        server: Of this rank.
-    """
+    """Fetched column rows of one rank on disk. Not collective, not thread-safe."""
 
     def __init__(self, folder: Path, server: int) -> None:
         self._folder, self._server = folder, server
-        self._has_room = True
+        self._can_write = True
 
     def takes(self, column: Column, ids: Array) -> bool:
-        """Whether rows are worth keeping: they cannot change, and some are not this server's own.
+        """Return whether the rows of the (K,) int64 ``ids`` are worth storing.
 
-        Those of the own server alone lie in its files already.
-
-        Args:
-            column: Of what.
-            ids: (K,) int64.
+        They are if the column is read-only and some rows belong to other servers.
         """
         first, last = column.bounds[self._server : self._server + 2]
         has_foreign = bool(((ids < first) | (ids >= last)).any())
         return has_foreign and not column.writable and column.row_bytes > 0
 
     def read(self, column: Column, ids: Array) -> Tensor | None:
-        """Return (K, *row), mapped, of the stored dtype; None where they are not here or damaged (logged).
+        """Return (K, *row), copy-on-write mapped, in the stored dtype; None if missing or damaged (logged).
 
-        Reads them once, to compare their checksum, so that they are in memory when they are used. What is
-        written to them stays in memory.
+        The checksum is verified, so the rows are in the page cache when they are used.
         """
-        target = self._of(column, ids)
+        target = self._folder_of(column, ids)
         if not target.exists():
             return None
         try:
@@ -354,110 +369,35 @@ class RowFiles:
         return tensor_view(np.asarray(rows), column.info)
 
     def write(self, column: Column, ids: Array, rows: Tensor) -> bool:
-        """Keep ``rows`` (K, *row), as they are stored; return whether that could be done.
-
-        When it could not, that is logged, once, and not tried again.
-
-        Raises:
-            StorageError: the system fails in another way than by refusing to write.
-        """
+        """Store ``rows`` (K, *row) in the stored dtype; return whether they were written."""
         values = np.ascontiguousarray(numpy_view(rows))
 
         def fill(partial: Path) -> None:
             np.save(partial / ROWS, values, allow_pickle=False)
             seal(partial, {})
 
-        what = f"what was fetched of {column.name!r}"
-        self._has_room = self._has_room and keep_folder(self._of(column, ids), fill, what)
-        return self._has_room
+        what = f"the fetched rows of {column.name!r}"
+        self._can_write = self._can_write and write_folder_if_possible(
+            self._folder_of(column, ids), fill, what
+        )
+        return self._can_write
 
-    def _of(self, column: Column, ids: Array) -> Path:
+    def _folder_of(self, column: Column, ids: Array) -> Path:
         digest = hashlib.blake2b(np.ascontiguousarray(ids, np.int64).data, digest_size=16)
         digest.update(json.dumps([column.name, column.info.dtype, *column.info.row_shape]).encode())
         return self._folder / digest.hexdigest()
 
 
-class PlanSource(ABC):
-    """The plans of this rank. All ranks have as many steps and ask for the same ones in the same order.
-
-    Nothing here is collective, so that a loader's thread may ask while the model trains.
-    """
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Steps of an epoch, equal on all ranks."""
-
-    @abstractmethod
-    def plan(self, epoch: int, step: int) -> RankPlan:
-        """Return the plan of a step; the same object as before where the plan is the same.
-
-        Raises:
-            PeerError: a rank that has to do with it is dead, or did not make its part within the time-out.
-        """
-
-    @abstractmethod
-    def share(self, epoch: int, step: int) -> StepShare:
-        """Return how many seeds this rank and all ranks have in a step; for steps that were planned."""
-
-    @property
-    def row_files(self) -> RowFiles | None:
-        """Where the columns of the plans' rows are kept on disk; None: nowhere, or the loader holds them."""
-        return None
-
-    def close(self) -> None:
-        """End what is under way; nothing is asked for afterwards. May be called twice."""
-        return
-
-
-@final
-class OnePlan(PlanSource):
-    """One step an epoch, always the same.
-
-    Args:
-        plan: The plan.
-        share: How many seeds this rank and all ranks have.
-    """
-
-    def __init__(self, plan: RankPlan, share: StepShare) -> None:
-        self._plan, self._share = plan, share
-
-    def __len__(self) -> int:
-        """See :meth:`PlanSource.__len__`: 1."""
-        return 1
-
-    def plan(self, epoch: int, step: int) -> RankPlan:
-        """See :meth:`PlanSource.plan`."""
-        return self._plan
-
-    def share(self, epoch: int, step: int) -> StepShare:
-        """See :meth:`PlanSource.share`."""
-        return self._share
-
-
-@final
-class RowIndex:
-    """Where each of some rows stands.
-
-    Takes 4 bytes for each of ``num_ids`` ids, or 24 to 48 per row where that is less.
-
-    Args:
-        ids: (n,) int64 distinct ids in [0, ``num_ids``), any order; the row of ``ids[p]`` has the place p.
-        num_ids: How many ids there are at all.
-    """
-
-    def __init__(self, ids: Array, num_ids: int) -> None:
-        num_slots, num_keys = table_sizes(len(ids), num_ids, direct_limit=0)
-        self._table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
-        fill_table(self._table, ids)
-
-    def places(self, ids: Array) -> Array:
-        """Return the (K,) int64 places of the (K,) int64 ``ids``, -1 where one is no row."""
-        places = np.empty(len(ids), np.int64)
-        _places(self._table, ids, places)
-        return places
-
-
-@njit(cache=True, nogil=True)
-def _places(table: SlotTable, ids: Array, places: Array) -> None:
-    for k in range(len(ids)):
-        places[k] = slot_of(table, ids[k])
+def write_folder_if_possible(target: Path, fill: Callable[[Path], None], what: str) -> bool:
+    """Replace ``target`` atomically by what ``fill`` writes; log and return False if there is no space."""
+    try:
+        with partial_folder(target) as partial:
+            fill(partial)
+            if not publish(partial, target):
+                replace_folder(partial, target)
+    except OSError as problem:
+        if problem.errno in _CANNOT_WRITE:
+            _LOG.warning("%s cannot be written (%s): %s is not kept on disk", target, problem, what)
+            return False
+        raise StorageError(f"{target} cannot be written ({problem}); check the disk") from problem
+    return True

@@ -1,4 +1,4 @@
-"""The loader of full-graph training: blocks of all layers, a whole step's worth of the graph at a time."""
+"""Loader of full-graph training: yields the blocks of all layers for one plan per step."""
 
 from __future__ import annotations
 
@@ -24,34 +24,33 @@ from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange, wire_of
 from dglx_dist.strategies.full_graph.halo_plan import PlanSource, RankPlan, RowFiles
-from dglx_dist.strategies.full_graph.options import Request
+from dglx_dist.strategies.full_graph.options import LoaderRequest
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
 PHASE = "preload"
-"""The ledger's name of features and edge values, which are fetched once."""
+"""Ledger phase of features and edge values, which are fetched once."""
 
 FetchHalo: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""((own rows, *row), room for the (n_halo, *row) of the others, which it fills and returns); collective."""
+"""Maps ((own rows, *row), (n_halo, *row) output) to the filled output; collective."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanColumns:
-    """What is attached to the blocks of one plan; tensors that are kept, not copied."""
+    """Columns of the blocks of one plan. Tensors are not copied."""
 
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """(rows of the features, *row): those that this rank holds, or those of all sources of layer 1."""
+    """(rows, *row): the feature rows of this rank, or those of all sources of layer 1."""
     targets: Mapping[str, Tensor] = field(default_factory=dict)
     """(seeds, *row)."""
     edges: Sequence[Mapping[str, Tensor]] = ()
-    """(E, *row) of every layer, input-most first, each the first ones of layer 1's; () where nothing is asked
-    for."""
+    """(E, *row) by layer, input layer first, each a prefix of layer 1's; () without edge columns."""
 
     def to(self, device: torch.device) -> PlanColumns:
-        """Return them on ``device``; those of edges are moved once for all layers."""
+        """Return the columns on ``device``; edge columns are moved once for all layers."""
 
         def moved(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: values.to(device) for name, values in rows.items()}
@@ -63,13 +62,7 @@ class PlanColumns:
 
 @final
 class ColumnReader:
-    """Reads the columns of plans by one-sided calls; any thread.
-
-    Args:
-        g: A graph of one node and one edge type.
-        columns: What to attach.
-        files: Where rows are kept on disk, to be fetched once; None: they are fetched each time.
-    """
+    """Reads the columns of plans by one-sided calls, on any thread; uncached without ``files``."""
 
     def __init__(self, g: DistGraph, columns: Columns, files: RowFiles | None = None) -> None:
         self._store: KVStore = g.kvstore
@@ -78,14 +71,14 @@ class ColumnReader:
     def read(self, plan: RankPlan, fetch: FetchHalo | None = None) -> PlanColumns:
         """Return the columns of ``plan``.
 
-        Sends 8 bytes for each row of the features that lies on another server, and receives the row: once
-        per server, for its ranks hold different rows (algorithms 3.1); for values of edges likewise, once for
-        all layers. Rows that are kept on disk by now are mapped, and nothing is sent for them.
+        Sends 8 bytes for each feature row of another server and receives the row, once per server, because
+        its ranks hold different rows (algorithms 3.1). Edge values likewise, once for all layers. Rows on
+        disk are mapped, and nothing is sent for them.
 
         Args:
-            plan: Whose rows.
-            fetch: Brings the halo of layer 1, in the stored type, which may be half as wide as the one to
-                compute in; this is collective then. None: inputs are the own rows.
+            plan: The plan. fetch: Fetches the halo of layer 1 in the stored type, which may be half as wide
+            as the compute type;
+                then this call is collective. None: inputs are the own rows.
 
         Raises:
             PeerError: an owner of rows is dead or silent.
@@ -102,7 +95,7 @@ class ColumnReader:
             return self._rows(keys, plan.nodes, PHASE)
         found = {}
         for name, key in keys.items():
-            # Both into their place: features are most of what a rank holds.
+            # Both are read in place: features are most of the memory of a rank.
             rows = empty_rows(plan.layers[0].num_sources, self._store.column(key).info)
             own = rows[: len(plan.nodes)]
             self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
@@ -114,7 +107,7 @@ class ColumnReader:
         keys = _only(self._columns.edges)
         if not keys:
             return []
-        # The edges of every layer are the first ones of layer 1's, so these values serve all.
+        # The edges of every layer are a prefix of those of layer 1.
         rows = self._converted(self._rows(keys, plan.layers[0].edge_ids, PHASE, 1))
         return [
             {name: values[: len(layer.edge_ids)] for name, values in rows.items()} for layer in plan.layers
@@ -123,23 +116,23 @@ class ColumnReader:
     def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
         found, pulls = {}, {}
         for name, key in keys.items():
-            kept = self._kept(key, ids)
-            if kept is None:
+            stored = self._read_stored(key, ids)
+            if stored is None:
                 pulls[name] = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
             else:
-                found[name] = kept
+                found[name] = stored
         for name, pull in pulls.items():
             found[name] = pull.result()
-            self._keep(keys[name], ids, found[name])
+            self._store_rows(keys[name], ids, found[name])
         return found
 
-    def _kept(self, key: str, ids: Array) -> Tensor | None:
+    def _read_stored(self, key: str, ids: Array) -> Tensor | None:
         column = self._store.column(key)
         if self._files is None or not self._files.takes(column, ids):
             return None
         return self._files.read(column, ids)
 
-    def _keep(self, key: str, ids: Array, rows: Tensor) -> None:
+    def _store_rows(self, key: str, ids: Array, rows: Tensor) -> None:
         column = self._store.column(key)
         if self._files is not None and self._files.takes(column, ids):
             self._files.write(column, ids, rows)
@@ -149,7 +142,6 @@ class ColumnReader:
 
 
 def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
-    """Return the columns of the only type; none where nothing is asked of it."""
     for names in by_type.values():
         return names
     return {}
@@ -157,17 +149,13 @@ def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
 
 @final
 class HaloBatch:
-    """What a rank trains on in one step; blocks of it may be had again and again.
+    """The blocks and columns of one plan on one rank.
 
-    Making one reads its columns by one-sided calls, on any thread.
+    The constructor reads the columns by one-sided calls, on any thread.
 
     Args:
-        g: A graph of one node and one edge type.
-        plan: Of this rank.
-        reader: Of the columns.
-        filled: Whether what goes into the model are the rows of all sources of layer 1, halo included; making
-            one is collective then. Else it is the own rows, whose halo the first layer exchanges.
-        device: Where blocks and columns shall be.
+        filled: Whether the model's input has the rows of all sources of layer 1, including the halo; then the
+            constructor is collective. Else it has the own rows, and the first layer exchanges their halo.
 
     Raises:
         PeerError: an owner of rows is dead or silent.
@@ -180,12 +168,12 @@ class HaloBatch:
         self.plan = plan
         self._filled = filled
         exchanges: list[HaloExchange] = []
-        # A plan out of a file may not be written to, of which torch warns.
+        # Torch warns of read-only arrays, such as those of a mapped plan.
         nodes = torch.from_numpy(np.require(plan.nodes, requirements="W"))
         self._blocks: list[HaloBlock] = []
         for depth, layer in enumerate(plan.layers):
             if depth and layer is plan.layers[depth - 1]:
-                # Deep models have many layers over one structure, which is on the device once.
+                # Deep models have many layers on one structure, which is stored on the device once.
                 exchanges.append(exchanges[-1].at(depth + 1))
                 self._blocks.append(self._blocks[-1].through(exchanges[-1]))
             else:
@@ -197,15 +185,15 @@ class HaloBatch:
         self._attach(columns.to(device))
         self._input_nodes = (self._blocks[0].srcdata[dgl.NID] if filled else nodes).to(device)
         self.fetch_s = time.perf_counter() - begin
-        """Seconds that making it took."""
+        """Seconds spent in the constructor."""
 
     @property
     def input_nodes(self) -> Tensor:
-        """(n,) int64 global ids of the rows that go into the model."""
+        """(n,) int64 global ids of the input rows of the model."""
         return self._input_nodes
 
     def blocks(self) -> list[HaloBlock]:
-        """Return the blocks, input-most first; their frames are new, structure and columns are shared."""
+        """Return the blocks, input layer first, with new frames and shared structure and columns."""
         return [block.fresh() for block in self._blocks]
 
     def _attach(self, columns: PlanColumns) -> None:
@@ -221,32 +209,31 @@ class HaloBatch:
 
 
 Batch: TypeAlias = tuple[Tensor, Tensor, list[HaloBlock]]
-"""(ids of the rows that go into the model, ids of the seeds that this rank computes, blocks with the
-input-most first)."""
+"""(ids of the input rows, ids of the seeds computed by this rank, blocks with the input layer first)."""
 
 
 @final
 class FullGraphLoader:
-    """Iterates over ``(input_nodes, output_nodes, blocks)``; every rank must make it and iterate alike.
+    """Iterates over ``(input_nodes, output_nodes, blocks)``; every rank must construct it and iterate alike.
 
-    The seeds of a batch are those of all ranks, each computed by one of them, so ``output_nodes`` are others
-    than the indices that this rank was given: take labels from ``blocks[-1].dstdata``, or by
-    ``output_nodes``. With one step an epoch the structure and the columns are kept from epoch to epoch; with
-    several the next step's are read while one is trained, from the disk if the source keeps them there. Each
+    The seeds of a batch are those of all ranks, and each is computed by one of them. So ``output_nodes``
+    differ from the indices given by this rank: take labels from ``blocks[-1].dstdata``, or by
+    ``output_nodes``. With one step per epoch, structure and columns are kept from epoch to epoch. With
+    several, those of the next step are read during a step, from disk if the source stores them. Each
     iteration is the next epoch.
 
     Args:
         g: A graph of one node and one edge type.
         source: The plans.
-        request: What is attached, and where blocks shall be.
-        use_pp: Whether the features of layer 1's halo are kept as well, where an epoch has one step;
-            fetching them is collective then.
+        request: Columns and device of the blocks.
+        use_pp: Whether to keep the halo features of layer 1 if an epoch has one step; fetching them is
+            collective.
 
     Raises:
         PeerError: a rank did not take part.
     """
 
-    def __init__(self, g: DistGraph, source: PlanSource, request: Request, *, use_pp: bool) -> None:
+    def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
         self._g, self._session, self._source, self._request = g, g.session, source, request
         self._reader = ColumnReader(g, request.columns, source.row_files)
         self._keeps, self._use_pp = len(source) == 1, use_pp
@@ -256,18 +243,17 @@ class FullGraphLoader:
         self._number = 0 if self._session.trace is None else self._session.trace.new_loader()
         # A graph outlives its loaders.
         g.on_close.append(if_alive(source.close))
-        # Connections are opened together, and not by the thread that makes batches ahead.
+        # Opening connections is collective, so it cannot be left to the look-ahead thread.
         wire_of(self._session)
         if self._keeps:
             self._load(0, 0)
 
     def __len__(self) -> int:
-        """Steps of an epoch, the same on every rank."""
         return len(self._source)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current iteration, or of the next one when none is under way."""
+        """The epoch of the current iteration, or of the next one between iterations."""
         return self._epoch
 
     @property
@@ -278,38 +264,38 @@ class FullGraphLoader:
 
     @property
     def plan(self) -> RankPlan | None:
-        """What this rank computes, where an epoch has one step; None: it has several."""
+        """The plan of this rank if an epoch has one step, else None."""
         return None if self._kept is None else self._kept.plan
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one; one that was loaded half done with the same number is gone on with."""
+        """Make ``epoch`` the next one; a partial epoch loaded with the same number is resumed."""
         if epoch != self._epoch or self._begun:
             self._epoch, self._next_step, self._begun = whole_number("epoch", epoch, least=0), 0, False
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
-        """Return the seconds since the start or the last reset; those of the making are not among them."""
+        """Return the times since the start or the last reset, without those of the constructor."""
         times = self._times
         if reset:
             self._times = LoaderTimes()
         return times
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values: read in the loop's body, the step there counts as done."""
+        """Return the position as JSON values; in the loop body, the current step counts as done."""
         return {"epoch": self._epoch, "step": self._next_step, "seed": self._request.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the position ``state``; the next iteration has the rest of its epoch.
+        """Resume after the position ``state``; the next iteration yields the rest of its epoch.
 
         Raises:
-            CheckpointError: it is no such position, or of a loader with another seed or of more steps.
+            CheckpointError: it is not a position, or is one of a loader with another seed or more steps.
         """
         check_position(state, self._request.seed, len(self))
         self._epoch, self._next_step, self._begun = int(state["epoch"]), int(state["step"]), False
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield what is left of the current epoch, then move on to the next.
+        """Yield the rest of the current epoch, then advance to the next.
 
-        An iteration that was left early counts as an epoch. Threads end with it.
+        An iteration that is left early counts as an epoch. Its threads end with it.
 
         Raises:
             PeerError: a rank whose rows are needed is dead or silent.
@@ -319,7 +305,7 @@ class FullGraphLoader:
         self._begun = True
         epoch, steps = self._epoch, range(self._next_step, len(self))
         began, waited_s = time.perf_counter(), self._waited_s
-        # What is kept may have to be filled by an exchange, which belongs on the thread of the loop.
+        # A kept batch may need an exchange, which must run on the thread of the loop.
         ahead = run_ahead(
             lambda step: self._load(epoch, step),
             steps,
@@ -331,10 +317,10 @@ class FullGraphLoader:
                 for step in steps:
                     yield self._next(step, batches)
         finally:
-            # A step after the loop is not of the last batch, and must not be weighed like it.
+            # A step after the loop must not use the weight of the last batch.
             self._session.step_share = None
         if steps.start == 0:
-            self._note_pass(time.perf_counter() - began, self._waited_s - waited_s)
+            self._record_pass(time.perf_counter() - began, self._waited_s - waited_s)
         self._epoch, self._next_step, self._begun = epoch + 1, 0, False
 
     def _load(self, epoch: int, step: int) -> HaloBatch:
@@ -342,7 +328,7 @@ class FullGraphLoader:
             plan = self._source.plan(epoch, step)
             if self._kept is not None and self._kept.plan is plan:
                 return self._kept
-            # Or two of them would be held while the next one is read.
+            # Freed first, or two batches would be held while the next one is read.
             self._kept = None
             filled = self._keeps and self._use_pp
             batch = HaloBatch(self._g, plan, self._reader, filled=filled, device=self._request.device)
@@ -351,21 +337,20 @@ class FullGraphLoader:
         return batch
 
     def _next(self, step: int, batches: Iterator[HaloBatch]) -> Batch:
-        """Wait for the batch of ``step``, and note its time and share."""
-        begin, number = time.perf_counter(), self._epoch * len(self) + step
+        started, number = time.perf_counter(), self._epoch * len(self) + step
         with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, number):
             kept = self._kept
             batch = next(batches)
         share = self._source.share(self._epoch, step)
-        # Of rows outside of the model, as of embeddings, each rank counts alike: n_local / n_global is in
-        # the gradient already, as it leaves the model's output (see HaloModel).
+        # Rows outside of the model, such as embeddings, have equal weight on each rank: HaloModel has applied
+        # n_local / n_global to the gradient at the model's output.
         self._session.step_share = StepShare(num_local=1, num_global=self._session.topology.world_size)
         blocks = batch.blocks()
         for block in blocks:
             block.step_number = number
         blocks[-1].step_share = share
         self._next_step = step + 1
-        waited_s = time.perf_counter() - begin
+        waited_s = time.perf_counter() - started
         self._waited_s += waited_s
         is_new = batch is not kept
         self._times = LoaderTimes(
@@ -375,7 +360,7 @@ class FullGraphLoader:
         )
         return batch.input_nodes, blocks[-1].dstdata[dgl.NID], blocks
 
-    def _note_pass(self, seconds: float, wait_s: float) -> None:
+    def _record_pass(self, seconds: float, wait_s: float) -> None:
         if self._session.trace is not None:
             self._session.trace.note_pass(
                 Pass(loader=self._number, steps=len(self), seconds=seconds, wait_s=wait_s)

@@ -1,13 +1,19 @@
-"""Opens this rank's share of a distributed graph as one DGL graph."""
+"""This rank's share of a distributed graph as one DGL graph."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import dgl
 import numpy as np
 import torch
+from dgl import DGLGraph
+from dgl.base import ALL, is_all
+from dgl.frame import Frame
+from dgl.view import HeteroNodeView
 from torch import Tensor
 
 from dglx_dist.dataloading.loader import check_alike
@@ -15,16 +21,210 @@ from dglx_dist.dataloading.row_buffers import Precision
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.records import Array
+from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
-from dglx_dist.strategies.full_graph.halo_block import halo_block
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock, HaloFrame, InEdgesOnly, OwnCount, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.loader import PHASE
-from dglx_dist.strategies.full_graph.model import LocalGraph
 from dglx_dist.strategies.full_graph.plan_builder import check_graph, make_plans
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DataView, DistGraph
+
+
+@final
+class LocalGraph(DGLGraph):
+    """This rank's nodes of a graph, as a homogeneous DGL graph for any ``dgl.nn`` module.
+
+    Its nodes, the rows of ``ndata`` and the rows of all inputs and outputs of models are those of this rank;
+    its edges are all in-edges of these nodes. ``update_all`` and ``apply_edges`` exchange the source columns
+    that messages read, each value once. So all layers of a model, and several hops in one layer (SGConv,
+    TAGConv, ChebConv, APPNPConv), compute the same results and gradients as on the whole graph. Every rank
+    must run the same operations in the same order. In- and out-degrees are those of the whole graph.
+
+    A column whose halo was fetched beforehand (``use_pp``) is not exchanged again, as long as it is
+    unchanged.
+
+    Not supported: functions of the reversed graph (``edge_softmax(norm_by="src")``,
+    ``EdgeWeightNorm("both")``, and with it edge weights of SGConv, TAGConv, APPNPConv and GCN2Conv), edges by
+    their ends, subgraphs, derived graphs, readouts over all nodes, and ``dgl.ops``. All of these would see
+    this rank only.
+
+    Args:
+        block: A block of one layer whose destinations are all own rows.
+    """
+
+    _graph = InEdgesOnly()
+
+    def __init__(self, block: HaloBlock) -> None:
+        rows, own = block.num_dst_nodes(), block.own_rows
+        if rows != own:
+            raise ConfigError(
+                f"a local graph needs the edges of all {own} own rows, but the block has {rows} "
+                "destinations; plan one layer with every node as a seed"
+            )
+        (source, relation, _) = block.canonical_etypes[0]
+        frames = [Frame(dict(block.dstdata.items()), num_rows=rows)]
+        super().__init__(block._graph, [source], [relation], frames, [*block._edge_frames])
+        self._block = block
+        self._prefetched: tuple[_ExchangedColumn, ...] = ()
+        self._exchanged: dict[str, _ExchangedColumn] = {}
+        self.step_share: StepShare | None = None
+        """Targets of this rank and of all ranks; the weight of a mean over this rank's targets."""
+        self.step_number = 0
+        """The training step, the key of dropouts that do not depend on the number of ranks."""
+
+    def keep_halo(self, name: str, halo: Tensor) -> None:
+        """Use the (n_halo, ...) ``halo`` for the column ``name`` as long as its values are unchanged."""
+        own = self.ndata[name]
+        self._block.set_all(name, torch.cat([own, halo]))
+        whole = self._block.srcdata.pop(name)
+        self._prefetched = (*self._prefetched, _ExchangedColumn(own, _version_of(own), whole))
+
+    def in_degrees(self, v: Any = ALL, etype: Any = None) -> Any:
+        return self._block.in_degrees(v)
+
+    def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
+        return self._block.out_degrees(u)[: self.num_nodes()] if is_all(u) else self._block.out_degrees(u)
+
+    def num_nodes(self, ntype: str | None = None) -> int:
+        return int(self._block.own_rows)
+
+    def num_src_nodes(self, ntype: str | None = None) -> int:
+        # Sources on other ranks have no rows here.
+        return self.num_nodes()
+
+    def num_dst_nodes(self, ntype: str | None = None) -> int:
+        return self.num_nodes()
+
+    @property
+    def nodes(self) -> Any:
+        return _OwnNodes(self, self.get_ntype_id)
+
+    srcnodes = dstnodes = nodes
+
+    def update_all(
+        self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
+    ) -> None:
+        self._messages().update_all(message_func, reduce_func)
+        if apply_node_func is not None:
+            self.apply_nodes(apply_node_func)
+
+    def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
+        if not is_all(edges):
+            raise ConfigError(f"apply_edges of a local graph on some edges: {_ALL_EDGES}")
+        self._messages().apply_edges(func)
+
+    @contextmanager
+    def local_scope(self) -> Iterator[None]:
+        """Discard the columns that are set inside, as DGL does, and their exchanged rows."""
+        before = self._exchanged
+        self._exchanged = dict(before)
+        with super().local_scope():
+            yield
+        self._exchanged = before
+
+    def to(self, device: Any, **kwargs: Any) -> LocalGraph:
+        moved: LocalGraph = super().to(device, **kwargs)
+        if moved is self:
+            return self
+        moved._block = self._block.to(device, **kwargs)
+        moved._exchanged, names = {}, list(self.ndata.keys())
+        moved._prefetched = tuple(
+            _ExchangedColumn(rows, _version_of(rows), one.whole.to(device, **kwargs))
+            for one in self._prefetched
+            for rows in [moved.ndata[name] for name in names if self.ndata[name] is one.own]
+        )
+        return moved
+
+    def _messages(self) -> HaloBlock:
+        """Return the block over this graph's nodes and edges, with columns exchanged on first read."""
+        (own,) = self._node_frames
+        block: HaloBlock = self._block.__copy__()
+        block._node_frames = [HaloFrame(own, self._sources_of, self._block.num_src_nodes()), own]
+        block._edge_frames = self._edge_frames
+        return block
+
+    def _sources_of(self, name: str, rows: Tensor) -> Tensor:
+        before = self._exchanged.get(name)
+        for one in self._prefetched if before is None else (*self._prefetched, before):
+            if one.is_of(rows):
+                return one.whole
+        whole = self._block.all_rows(rows)
+        self._exchanged[name] = _ExchangedColumn(rows, _version_of(rows), whole)
+        return whole
+
+    def _set_n_repr(self, ntid: int, u: Any, data: Any) -> None:
+        if not is_all(u):
+            self._node_frames[0].update_row(torch.as_tensor(u, device=self.device).long(), data)
+            return
+        for name, rows in data.items():
+            if len(rows) != self.num_nodes():
+                raise ConfigError(
+                    f"{len(rows)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; pass the "
+                    "rows of this rank's nodes"
+                )
+        self._node_frames[0].update(data)
+
+    def _pop_n_repr(self, ntid: int, key: str) -> Any:
+        self._exchanged.pop(key, None)
+        return super()._pop_n_repr(ntid, key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._block[key]  # raises unless it is the only edge type
+        return self
+
+    @property
+    def batch_size(self) -> int:
+        return 1
+
+    def batch_num_nodes(self, ntype: str | None = None) -> Tensor:
+        # For dgl.broadcast_nodes; readouts over all nodes raise.
+        return OwnCount.of(self.num_nodes(), self.device)
+
+    def batch_num_edges(self, etype: Any = None) -> Tensor:
+        return OwnCount.of(self.num_edges(), self.device)
+
+    def has_nodes(self, vid: Any, ntype: str | None = None) -> Any:
+        ids = torch.as_tensor(vid)
+        found = (ids >= 0) & (ids < self.num_nodes())
+        return found if ids.dim() else bool(found)
+
+
+def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(f"{name} of a local graph: {reason}")
+
+    return refuse
+
+
+_FIXED = "its structure is planned with all ranks; change the graph before it is partitioned"
+_EDGE_ENDS = (
+    "the sources of its edges lie on several ranks, so they have no rows here; use update_all or "
+    "apply_edges, which see both ends"
+)
+_ALL_EDGES = (
+    "messages go along all edges at once, or the ranks would not agree on what to exchange; use update_all"
+)
+_REFUSED: Mapping[str, str] = {
+    _FIXED: """
+        add_nodes add_edges remove_nodes remove_edges add_self_loop remove_self_loop to_simple
+        reorder_graph
+    """,
+    _EDGE_ENDS: """
+        all_edges find_edges in_edges out_edges edge_ids has_edges_between predecessors successors
+        reverse adj adj_external adj_tensors inc line_graph adjacency_matrix incidence_matrix
+        to_networkx to_cugraph filter_edges subgraph edge_subgraph in_subgraph out_subgraph
+        khop_in_subgraph khop_out_subgraph node_type_subgraph edge_type_subgraph sample_neighbors
+        global_uniform_negative_sampling
+    """,
+    _ALL_EDGES: """
+        send_and_recv pull push prop_nodes prop_edges multi_update_all
+    """,
+}
+for _reason, _names in _REFUSED.items():
+    for _name in _names.split():
+        setattr(LocalGraph, _name, _refused(_name, _reason))
 
 
 def local_graph(
@@ -37,24 +237,24 @@ def local_graph(
 ) -> LocalGraph:
     """Return this rank's nodes and their in-edges as one graph for ``model(g, x)``; every rank must call it.
 
-    The model sees own rows only: ``x = lg.ndata["feat"]``, and a loss over ``lg.ndata["train_mask"]``. Wrap
+    The model sees only own rows: ``x = lg.ndata["feat"]``, and a loss over ``lg.ndata["train_mask"]``. Wrap
     it with a full-graph strategy (``dx.init(strategy="full_graph")``, ``dx.wrap``), which sums the gradients.
 
-    Each epoch moves, per layer, what messages read of a source, once for each rank that needs it, and the
-    gradients back (algorithms 3.1); with ``use_pp`` layer 1 moves nothing where it is given features as they
-    are. ``dgl.NID`` and ``dgl.EID`` have the global ids.
+    Each epoch sends, per layer, the source columns that messages read, once to each rank that needs them, and
+    the gradients back (algorithms 3.1). With ``use_pp`` layer 1 sends nothing if its input is the unchanged
+    features. ``dgl.NID`` and ``dgl.EID`` have the global ids.
 
     Args:
         g: A graph of one node and one edge type.
         columns: Names in ``g.ndata``; None: all of them.
         edge_columns: Names in ``g.edata``.
-        targets: A mask among the columns: what the loss is a mean over. Ignored where the graph has no
-            such column; else set ``lg.step_share = count_targets(...)``, or wrap with reduction="sum".
-        use_pp: Whether to fetch the halo of floating-point matrices, too, once: their rows take memory.
+        targets: The mask column over which the loss is a mean. Ignored if the graph has no such column; then
+            set ``lg.step_share = count_targets(...)``, or wrap with reduction="sum".
+        use_pp: Whether to fetch and keep the halo of floating-point matrices.
 
     Raises:
         ConfigError: on all ranks: the session's strategy trains on mini-batches, the graph has several types,
-            a column is unknown, or the ranks differ in what they ask for.
+            a column is unknown, or the arguments differ between ranks.
         PeerError: a rank is dead or silent.
     """
 
@@ -65,8 +265,8 @@ def local_graph(
         return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
 
     node_keys, edge_keys = together(g.session, checked, ConfigError)
-    told = f"columns={[*node_keys]}, edge_columns={[*edge_keys]}, targets={targets!r}, use_pp={use_pp}"
-    check_alike(g.session, "local graphs with", told)
+    arguments = f"columns={[*node_keys]}, edge_columns={[*edge_keys]}, targets={targets!r}, use_pp={use_pp}"
+    check_alike(g.session, "local graphs with", arguments)
     owners = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology)
     plan = make_plans(g, np.arange(*owners.range_of(g.session.topology.rank)), 1, 0)
     (layer,) = plan.layers
@@ -79,7 +279,7 @@ def local_graph(
     for name, rows in _rows(g, node_keys, plan.nodes).items():
         lg.ndata[name] = precision.converted(rows)
         if use_pp and rows.is_floating_point() and rows.dim() > 1:
-            # In the stored type, which may be half as wide as the one to compute in.
+            # Sent in the stored type, which may be half as wide as the compute type.
             lg.keep_halo(name, precision.converted(exchange.fetch(rows, phase=PHASE)))
     if targets is not None and targets in lg.ndata:
         lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
@@ -87,10 +287,10 @@ def local_graph(
 
 
 def _check_strategy(name: str) -> None:
-    """Raise ConfigError if wrapped models would take gradients of halo rows for those of their own."""
+    """Raise ConfigError if wrapped models would treat gradients of halo rows as their own."""
     if STRATEGIES.get(name).traits.unit != "full_graph":
         raise ConfigError(
-            f"dx.local_graph has rows of other ranks in its gradients, and strategy {name!r} would weigh "
+            f"dx.local_graph has rows of other ranks in its gradients, and strategy {name!r} would weight "
             "them as this rank's own; use dx.distribute(graph, strategy='full_graph'), or the same in dx.init"
         )
 
@@ -106,3 +306,46 @@ def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
 def _rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor]:
     pulls = {name: g.kvstore.submit_pull(key, ids, distinct=True, phase=PHASE) for name, key in keys.items()}
     return {name: pull.result() for name, pull in pulls.items()}
+
+
+@final
+class _OwnNodes(HeteroNodeView):
+    """``g.nodes`` of a local graph."""
+
+    __slots__ = ()
+
+    def __call__(self, ntype: str | None = None) -> Tensor:
+        return torch.arange(self._graph.num_nodes(), dtype=self._graph.idtype, device=self._graph.device)
+
+
+@final
+@dataclass(frozen=True)
+class _ExchangedColumn:
+    """An exchanged column and the own rows from which it was exchanged."""
+
+    own: Tensor
+    version: int
+    """:data:`_UNKNOWN` if changes are not tracked."""
+    whole: Tensor
+
+    def is_of(self, rows: Tensor) -> bool:
+        """Return whether ``rows`` have the same values and the same role in autograd."""
+        same = rows.data_ptr() == self.own.data_ptr() and rows.shape == self.own.shape
+        with_gradient = rows.requires_grad and torch.is_grad_enabled()
+        return (
+            same
+            and rows.dtype == self.own.dtype
+            and rows.stride() == self.own.stride()
+            and _version_of(rows) == self.version != _UNKNOWN
+            # Two tensors with shared memory may have separate gradients.
+            and (rows is self.own or not with_gradient)
+            and with_gradient == self.whole.requires_grad
+        )
+
+
+_UNKNOWN = -1
+
+
+def _version_of(rows: Tensor) -> int:
+    # Torch tracks no versions of tensors created in inference mode.
+    return _UNKNOWN if rows.is_inference() else rows._version

@@ -1,8 +1,8 @@
-"""What a model allocates for a step, found by one step on a tiny graph whose numbers tell rows apart.
+"""Memory estimate of full-graph training, from an allocation trace of one step on a tiny graph.
 
-Every level, every layer's sources and every layer's edges have a prime number of rows of their own. An
-allocation whose bytes a prime divides is so many bytes for each of these rows: with the numbers of a real
-plan in their place, the same sequence of allocations and frees gives the peak of a real step.
+In the tiny graph every level, every layer's sources and every layer's edges have their own prime number of
+rows. The prime that divides the size of an allocation tells its rows and its bytes per row. With the row
+counts of a real plan, the same sequence of allocations gives the peak of a real step.
 """
 
 from __future__ import annotations
@@ -27,37 +27,33 @@ from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block, ne
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.model import install
 
-_BACKWARD = "dglx backward of the rehearsal"
+_BACKWARD = "dglx backward of the memory trace"
 _FIRST_PRIME = 211
-"""Larger than what there are few of, such as heads, so that a divisor is a number of rows."""
+"""Larger than small dimensions such as attention heads, so that a prime divisor is a number of rows."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrace:
-    """The allocations of a step, in order; see :meth:`peak`."""
+    """The allocations of a step in order."""
 
     num_layers: int
     kinds: Array
-    """(A,) int64: of which rows, as places in the counts of :func:`counts_of`; 0: of none."""
+    """(A,) int64 kind of the rows, as index into :func:`counts_of`; 0: not proportional to any."""
     row_bytes: Array
-    """(A,) int64 bytes for each of these rows; negative where they are freed."""
+    """(A,) int64 bytes per row; negative if freed."""
     backward_at: int
-    """How many of them belong to the forward pass."""
+    """Number of allocations of the forward pass."""
     exchanged: Array
-    """(L,) int64 bytes of a row that layers exchange; 0 where one exchanges nothing."""
+    """(L,) int64 bytes per exchanged row; 0 for layers without exchange."""
     parameter_bytes: int
 
     def running(self, counts: Array) -> Array:
-        """Return (A + 1,) int64, the bytes held before each allocation and after the last.
-
-        Args:
-            counts: (3 L + 2,) int64 of :func:`counts_of`.
-        """
+        """Return (A + 1,) int64 bytes in use before each allocation and after the last."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
 
     def kept(self, counts: Array) -> Array:
-        """Return (L + 1,) int64 bytes that forward leaves for backward, by layer; [0]: of no layer."""
+        """Return (L + 1,) int64 bytes that forward keeps for backward, by layer; [0]: of no layer."""
         forward = slice(0, self.backward_at)
         layer = _layer_of(self.kinds[forward], self.num_layers)
         held = self.row_bytes[forward] * counts[self.kinds[forward]]
@@ -81,32 +77,32 @@ def trace_memory(
     out_degrees: Callable[[Tensor], Tensor] | None = None,
     seed: int = 0,
 ) -> MemoryTrace:
-    """Run one step of a copy of ``model`` on a tiny graph, and return what it allocated.
+    """Run one step of a copy of ``model`` on a tiny graph and return its allocations.
 
     Args:
         model: Called as ``model(blocks, rows)``; not changed. Its tensors are on the CPU.
         num_layers: L.
-        row: (1, *row) of the features, as a block has them; its values count for nothing.
+        row: (1, *row) of the features in the compute type; its values are not used.
         with_halo: Whether ranks of a server share the rows, so that layers exchange.
-        etype: Of the graph.
-        out_degrees: What blocks ask for out-degrees; it is given ids in [0, number of rows).
+        etype: Edge type of the graph.
+        out_degrees: Maps ids in [0, number of rows) to out-degrees.
         seed: Of dropouts.
 
     Raises:
         ConfigError: the model fails on it.
     """
     copied = copy.deepcopy(model).train()
-    _with_plain_dropouts(copied)
+    _restore_plain_dropouts(copied)
     install(copied)
     dropouts = install_node_dropouts(copied, seed)
     widths = {size for tensor in (row, *model.parameters(), *model.buffers()) for size in tensor.shape}
     primes = _primes(3 * num_layers + 1, widths)
-    # Levels shrink towards the output; a layer has more sources than own rows when there is a halo.
+    # Levels shrink towards the output; with a halo a layer has more sources than own rows.
     counts = np.array([1, *primes[: num_layers + 1][::-1], *primes[num_layers + 1 :]], np.int64)
     if not with_halo:
         counts[num_layers + 2 : 2 * num_layers + 2] = counts[1 : num_layers + 1]
     layers = [_layer(counts, number, num_layers) for number in range(1, num_layers + 1)]
-    exchanges = [_Echo(len(layer.halo_nodes)) for layer in layers]
+    exchanges = [_LocalExchange(len(layer.halo_nodes)) for layer in layers]
     blocks = [
         halo_block(layer, torch.arange(layer.own_rows), exchange, etype=etype, out_degrees=out_degrees)
         for layer, exchange in zip(layers, exchanges, strict=True)
@@ -115,19 +111,19 @@ def trace_memory(
     dropouts.begin(0, blocks[0].srcdata[dgl.NID])
     try:
         with torch.random.fork_rng(devices=[]):
-            # What a first step makes and keeps (formats of blocks, out-degrees) is not of every step.
+            # The first step is not traced: it creates state that is kept (block formats, out-degrees).
             _step(copied, blocks, rows)
             events = _recorded(copied, [block.fresh() for block in blocks], rows)
     except Exception as problem:
         raise ConfigError(
-            f"the model could not be tried out on a tiny graph ({type(problem).__name__}: {problem}), which "
-            "option memory needs; give batches=R in its place"
+            f"the model failed on a tiny graph ({type(problem).__name__}: {problem}), which option memory "
+            "needs; give batches=R instead"
         ) from problem
     return _read(events, counts, num_layers, exchanges, copied)
 
 
-def _with_plain_dropouts(copied: nn.Module) -> None:
-    """Take the keyed dropouts out of a copy: they belong to the model that it is a copy of."""
+def _restore_plain_dropouts(copied: nn.Module) -> None:
+    """Replace the keyed dropouts of a copy, because they share state with the original model."""
     for name, module in list(copied.named_modules(remove_duplicate=False)):
         if isinstance(module, NodeDropout):
             parent, _, last = name.rpartition(".")
@@ -135,14 +131,13 @@ def _with_plain_dropouts(copied: nn.Module) -> None:
 
 
 @final
-class _Echo:
-    """Stands in for an exchange: allocates what one does, and sends nothing."""
+class _LocalExchange:
+    """Replacement of an exchange with the same allocations, which sends nothing."""
 
     def __init__(self, num_halo: int) -> None:
         self.num_halo, self.row_bytes = num_halo, 0
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return ``h`` and rows of zeros."""
         self.row_bytes = max(self.row_bytes, h[:1].numel() * h.element_size())
         if not self.num_halo:
             return h
@@ -172,20 +167,20 @@ def _step(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> None:
 
 
 def _loss(scores: Tensor) -> Tensor:
-    """Return what keeps as much as a cross-entropy does."""
+    """Return a loss that keeps as much memory as a cross-entropy."""
     return scores.log_softmax(-1).sum() if scores.dim() > 1 else scores.sum()
 
 
 def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[tuple[int, int, int]]:
-    """Return (time, address, bytes; negative: freed) of every allocation, and (time, 0, 0) of backward."""
+    """Return (time, address, bytes; negative if freed) of each allocation, and (time, 0, 0) at backward."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _step(model, blocks, rows)
-    # Torch has no public name for single events; where it has another one, the user is told of batches=R.
+    # Private in torch. If the name changes, the error says to use batches=R.
     from torch._C._profiler import _EventType
 
     results = profiler.profiler.kineto_results
     found = []
-    for event in _every(results.experimental_event_tree()):
+    for event in _all_events(results.experimental_event_tree()):
         if event.tag == _EventType.Allocation:
             fields = event.typed[1]
             found.append((event.start_time_ns, int(fields.ptr), int(fields.alloc_size)))
@@ -194,7 +189,7 @@ def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[t
     return sorted(found, key=lambda one: one[0])
 
 
-def _every(roots: Any) -> Iterator[Any]:
+def _all_events(roots: Any) -> Iterator[Any]:
     waiting = list(roots)
     while waiting:
         event = waiting.pop()
@@ -206,7 +201,7 @@ def _read(
     events: list[tuple[int, int, int]],
     counts: Array,
     num_layers: int,
-    exchanges: list[_Echo],
+    exchanges: list[_LocalExchange],
     model: nn.Module,
 ) -> MemoryTrace:
     kinds: list[int] = []
@@ -235,19 +230,19 @@ def _read(
 
 
 def _kind_of(num_bytes: int, counts: Array) -> tuple[int, int]:
-    """Return of which rows ``num_bytes`` are, and how many bytes of each; (0, all of them): of none."""
+    """Return the kind of rows of an allocation and its bytes per row; (0, num_bytes) if it has none."""
     places = np.flatnonzero((num_bytes % counts == 0) & (counts > 1))
     if not len(places):
         return 0, num_bytes
-    # Two primes divide only what both stand in, as edges times rows: the larger one explains more.
+    # Two primes divide sizes such as edges times rows only; the larger one explains more.
     place = int(places[np.argmax(counts[places])])
-    # Without a halo, sources and own rows are as many: those are then counted as a level's.
+    # Without a halo, sources and own rows have equal counts and are attributed to the level.
     place = int(np.flatnonzero(counts == counts[place])[0])
     return place, num_bytes // int(counts[place])
 
 
 def _layer_of(kinds: Array, num_layers: int) -> Array:
-    """Return the layer that rows belong to: those of a level, to the layer that computes it; of 0, to 1."""
+    """Return the layer of each kind: levels belong to the layer that computes them, level 0 to layer 1."""
     place = np.arange(3 * num_layers + 2)
     layer = np.where(place <= num_layers + 1, np.maximum(place - 1, 1), (place - 2) % num_layers + 1)
     layer[0] = 0
@@ -274,7 +269,7 @@ def _layer(counts: Array, number: int, num_layers: int) -> HaloLayer:
 
 
 def _primes(count: int, widths: Collection[int]) -> list[int]:
-    """Return ``count`` primes that divide no width: what is as large as a parameter is not of any rows."""
+    """Return ``count`` primes that divide no width, so that parameter sizes match no kind of rows."""
     found: list[int] = []
     number = _FIRST_PRIME
     while len(found) < count:
@@ -286,70 +281,65 @@ def _primes(count: int, widths: Collection[int]) -> list[int]:
 
 
 _OPTIMIZER_ROWS = 2
-"""Tensors of the size of the parameters that Adam keeps."""
+"""Adam keeps two tensors of the size of the parameters."""
 
 _PROBES = 3
-"""Co-batches that a number of them is judged by, before all are."""
+"""Batches that are checked for each candidate number."""
 _MOST_CHECKED = 64
-"""Co-batches of a chosen number that are checked."""
+"""Batches that are checked for the chosen number."""
 _FIRST_TRIED = 32
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """Bytes that one layer needs on one rank."""
+    """Memory of one layer on one rank, in bytes."""
 
     features: int
-    """Rows of the input; of layer 1 only."""
+    """Input rows; of layer 1 only."""
     activations: int
-    """What forward keeps for backward."""
+    """Activations that forward keeps for backward."""
     structure: int
-    """The block, its formats and the plan."""
+    """The block with its formats, and the plan."""
     halo: int
-    """Rows that are sent, and their gradients that come back; buffers are shared, so layers do not add up."""
+    """Buffers of sent rows and received gradients; shared by layers, so they do not add up."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes that training on one plan needs on one rank, beyond what the process has without it."""
+    """Memory of training on one plan on one rank, in bytes, beyond the process without training."""
 
     layers: tuple[LayerMemory, ...]
     gradients: int
-    """What backward needs at its peak beyond what forward kept: gradients of rows and parameters."""
+    """Peak of backward beyond the kept activations: gradients of rows and parameters."""
     optimizer: int
     ahead: int
-    """Structure and features of the plan that is loaded meanwhile."""
+    """Structure and features of the plans that are loaded ahead."""
 
     @property
     def features(self) -> int:
-        """Of all layers."""
         return sum(layer.features for layer in self.layers)
 
     @property
     def activations(self) -> int:
-        """Of all layers."""
         return sum(layer.activations for layer in self.layers)
 
     @property
     def structure(self) -> int:
-        """Of all layers."""
         return sum(layer.structure for layer in self.layers)
 
     @property
     def halo(self) -> int:
-        """The buffers of the largest layer, which all use."""
+        """Buffers of the largest layer, shared by all."""
         return max(layer.halo for layer in self.layers)
 
     @property
     def total(self) -> int:
-        """The peak."""
         kept = self.features + self.structure + self.halo + self.optimizer + self.ahead
         return kept + self.activations + self.gradients
 
     def lines(self) -> list[str]:
-        """Return a table of it, in MB."""
         head = f"{'layer':>8} {'features':>10} {'activations':>12} {'structure':>10} {'halo':>8}   (MB)"
         rows = [
             f"{number:>8} {_mb(one.features):>10} {_mb(one.activations):>12} {_mb(one.structure):>10} "
@@ -357,20 +347,20 @@ class MemoryEstimate:
             for number, one in enumerate(self.layers, start=1)
         ]
         rest = (
-            f"gradients {_mb(self.gradients)}, optimizer {_mb(self.optimizer)}, next co-batch "
-            f"{_mb(self.ahead)}, together {_mb(self.total)}"
+            f"gradients {_mb(self.gradients)}, optimizer {_mb(self.optimizer)}, next "
+            f"cooperative batch {_mb(self.ahead)}, total {_mb(self.total)}"
         )
         return [head, *rows, rest]
 
 
 def estimate(plan: RankPlan, memory_trace: MemoryTrace, feature_bytes: int, *, ahead: int) -> MemoryEstimate:
-    """Return what ``plan`` needs.
+    """Return the memory estimate of ``plan``.
 
     Args:
         plan: Of this rank.
-        rehearsal: Of the model, with as many layers, and exchanging if the plan does.
-        feature_bytes: Of one row of the input, as blocks have it.
-        ahead: Plans that are loaded while one is trained on, about as large.
+        memory_trace: Of the model, with the same number of layers, and with a halo if the plan has one.
+        feature_bytes: Size of one input row in the compute type.
+        ahead: Number of plans loaded ahead, assumed to have the same size.
     """
     counts = counts_of(plan)
     running, kept = memory_trace.running(counts), memory_trace.kept(counts)
@@ -378,7 +368,7 @@ def estimate(plan: RankPlan, memory_trace: MemoryTrace, feature_bytes: int, *, a
         LayerMemory(
             features=layer.own_rows * feature_bytes if number == 0 else 0,
             activations=int(kept[number + 1]) + (int(kept[0]) if number == 0 else 0),
-            # Layers that are alike share one block.
+            # Equal layers share one block.
             structure=0 if number and layer is plan.layers[number - 1] else structure_bytes(layer),
             halo=2 * sum(len(rows) for _, rows in layer.send) * int(memory_trace.exchanged[number]),
         )
@@ -394,11 +384,10 @@ def estimate(plan: RankPlan, memory_trace: MemoryTrace, feature_bytes: int, *, a
 
 
 def structure_bytes(layer: HaloLayer) -> int:
-    """Return the bytes of a layer's plan and block.
+    """Return the bytes of a layer's plan and block, 8 for each of these numbers.
 
-    8 bytes for each number: of an edge its source and its id, its position and half as many spare ones, and
-    in the order of the sources, which backward reads, its target and its position; of a source its place and
-    its id, and of a target its place.
+    Per edge: source and id, position with half as much spare capacity, and in source order, which backward
+    reads, target and position. Per source: offset and id. Per target: offset.
     """
     per_edge = 8 * 2 + 12 + 8 * 2
     sent = sum(len(rows) for _, rows in layer.send)
@@ -406,28 +395,28 @@ def structure_bytes(layer: HaloLayer) -> int:
 
 
 def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, most: int) -> int:
-    """Return the fewest co-batches, to within an eighth, of which each fits into ``memory_bytes``.
+    """Return the smallest number of cooperative batches, to within an eighth, that each fit ``memory_bytes``.
 
-    Begins with many and goes on to fewer, so that only one that is too large is ever planned, and that
-    one's structure alone.
+    Starts with many batches and decreases the number, so that at most one too large number is planned, and
+    only its structure.
 
     Args:
-        worst: (R, (k,) steps) to the largest total of these steps over all ranks; collective.
-        memory_bytes: What a rank may need.
-        most: Largest number there can be.
+        worst: Maps (R, (k,) steps) to the largest total of these steps over all ranks; collective.
+        memory_bytes: Limit of a rank.
+        most: Largest possible number.
 
     Raises:
-        ConfigError: not even ``most`` co-batches are small enough.
+        ConfigError: even ``most`` batches do not fit.
     """
 
     def fits(number: int, checked: int = _PROBES) -> bool:
-        return worst(number, spread(number, checked)) <= memory_bytes
+        return worst(number, evenly_spaced(number, checked)) <= memory_bytes
 
     def refuse(checked: int) -> NoReturn:
-        needed = worst(most, spread(most, checked))
+        needed = worst(most, evenly_spaced(most, checked))
         raise ConfigError(
-            f"memory={memory_bytes} bytes for each rank do not hold even one of {most} co-batches, which "
-            f"needs {needed}; grant more, use more servers or ranks, or bound the neighbourhood with "
+            f"memory={memory_bytes} bytes for each rank do not hold even one of {most} cooperative batches, "
+            f"which needs {needed}; raise memory, use more servers or ranks, or bound the neighbourhood with "
             "external_hops=1, external_fanout=15 and external_inner=batch"
         )
 
@@ -451,8 +440,8 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
     return many
 
 
-def spread(count: int, chosen: int) -> Array:
-    """Return up to ``chosen`` (k,) int64 distinct numbers spread over [0, count)."""
+def evenly_spaced(count: int, chosen: int) -> Array:
+    """Return up to ``chosen`` (k,) int64 distinct numbers evenly spaced over [0, count)."""
     return np.unique(np.linspace(0, count - 1, min(chosen, count)).astype(np.int64))
 
 

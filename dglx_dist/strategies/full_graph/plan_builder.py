@@ -1,8 +1,8 @@
-"""From the seeds of all ranks to what each of them computes and exchanges (GraNNDis; algorithms 3.1, 3.2).
+"""Collective construction of full-graph plans from the seeds of all ranks (GraNNDis; algorithms 3.1, 3.2).
 
-The first rank of every server, its head, finds the rows of the server by one-sided asks, splits them among
-the server's ranks and leaves them in shared memory; each rank then makes its own layers. No rank reads
-more of the graph than the in-edges of its server's rows.
+The first rank of every server is its leader. It expands the seeds by one-sided requests, splits the rows
+among the ranks of the server and writes them to shared memory. Each rank then builds its own layers. No rank
+reads more of the graph than the in-edges of the rows of its server.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ from dglx_dist.strategies.full_graph.expansion import (
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanSource, RankPlan, RowIndex, Sent
 
 PLAN = "plan"
-"""Phase under which the ids that ranks tell each other are counted."""
+"""Ledger phase of the ids that ranks exchange while planning."""
 
 _CHECK_EVERY_S = 1.0
-"""How often a waiting rank asks whether those it waits for are still there."""
+"""Interval of the liveness check while waiting for messages."""
 
-_TELL_S = 5.0
-"""How long a rank that fails waits until another one knows."""
+_NOTIFY_FAILURE_S = 5.0
+"""Time that a failed rank waits for the delivery of its failure message, per rank."""
 
 _FAILED = "failed"
 
 
 @final
 class FailedOnAnotherRankError(RemoteError):
-    """Another rank ended the job, and has told everybody."""
+    """Another rank failed in this job and has notified all ranks."""
 
 
 @final
 class Mailbox:
-    """Rounds of messages among ranks, by the number of the job that they belong to.
+    """Rounds of messages between ranks, grouped into numbered jobs.
 
-    All ranks must have made theirs before one sends. Jobs follow each other; every rank takes part in each.
+    All ranks must construct it before one sends. Jobs are sequential, and every rank takes part in each.
 
     Args:
         session: The run.
-        label: Name of the remote calls, the same on all ranks and of nobody else.
+        label: Prefix of the RPC operations; unique, and the same on all ranks.
     """
 
     def __init__(self, session: Session, label: str) -> None:
-        self._session, self._op, self._busy = session, f"{label}.mail", f"{label}.busy"
+        self._session, self._deliver_op, self._job_op = session, f"{label}.deliver", f"{label}.job"
         self._box = box = _Box()
         self._job = 0
 
@@ -84,17 +84,17 @@ class Mailbox:
             box.put(int(job), int(source), step, arrays)
             return []
 
-        # Not methods: the planner would live as long as the session.
-        session.rpc.register(self._op, receive)
-        session.rpc.register(self._busy, lambda _name, _arrays: [np.array([box.job], dtype=np.int64)])
-        for op in (self._op, self._busy):
+        # Closures, not methods: bound methods would keep the planner alive as long as the session.
+        session.rpc.register(self._deliver_op, receive)
+        session.rpc.register(self._job_op, lambda _name, _arrays: [np.array([box.job], dtype=np.int64)])
+        for op in (self._deliver_op, self._job_op):
             weakref.finalize(self, session.rpc.unregister, op)
 
     @contextmanager
     def job(self) -> Iterator[int]:
-        """Begin the next job, and yield its number; an error inside ends it on all ranks.
+        """Begin the next job and yield its number; an error inside ends the job on all ranks.
 
-        Ranks that wait for this one go on waiting while it is inside, however long that takes.
+        Other ranks wait without a time limit as long as this rank is inside the job.
         """
         self._job += 1
         self._box.begin(self._job)
@@ -115,38 +115,37 @@ class Mailbox:
         among: Collection[int],
         empty: Sequence[Array] = (),
     ) -> dict[int, list[Array]]:
-        """Send each rank of ``among`` its arrays, and wait for theirs; all of ``among`` must call it.
+        """Send arrays to each rank of ``among`` and wait for theirs; all of ``among`` must call it.
 
         Args:
-            step: What it is about, for messages; not used twice in a job.
-            outgoing: Arrays by rank; the own rank gets its own without a copy.
-            among: Who takes part.
-            empty: What those of ``among`` get who are not in ``outgoing``.
+            step: Name for messages, unique within a job.
+            outgoing: Arrays by rank; the local rank receives its own without a copy.
+            among: Ranks that take part.
+            empty: Arrays for the ranks of ``among`` that are not in ``outgoing``.
 
         Returns:
-            By rank, what each of ``among`` sent.
+            By rank, the arrays that each of ``among`` sent.
 
         Raises:
-            RemoteError: another rank failed in this job; its text is told.
+            RemoteError: another rank failed in this job; the error has its text.
             PeerError: a rank is dead, or is not planning within the session's time-out; it is named.
         """
         self._send(step, {rank: outgoing.get(rank, empty) for rank in among})
         return self._take(step, among)
 
     def _send(self, step: str, outgoing: Mapping[int, Sequence[Array]]) -> None:
-        """Send arrays by rank, and return when they are there."""
         topology = self._session.topology
-        # Beginning with the next rank, so that not all send to the same one first.
+        # Starts with the next rank, so that not all ranks send to the same one first.
         order = sorted(outgoing, key=lambda rank: (rank - topology.rank) % topology.world_size)
         name = f"{self._job} {topology.rank} {step}"
         sent = [
-            self._session.rpc.submit(rank, self._op, name, list(outgoing[rank]), phase=PLAN) for rank in order
+            self._session.rpc.submit(rank, self._deliver_op, name, list(outgoing[rank]), phase=PLAN)
+            for rank in order
         ]
         for call in sent:
             call.result()
 
     def _take(self, step: str, ranks: Collection[int]) -> dict[int, list[Array]]:
-        """Wait for what each of ``ranks`` sent in ``step``, and return it by rank."""
         deadline = time.monotonic() + self._session.timeout_s
         while missing := self._box.missing(step, ranks, _CHECK_EVERY_S):
             self._check(step, missing, late=time.monotonic() >= deadline)
@@ -155,48 +154,50 @@ class Mailbox:
         return self._box.pop(step, ranks)
 
     def _check(self, step: str, missing: list[int], *, late: bool) -> None:
-        """Raise what came of the ranks ``missing``; who is late but at work on this job has more time."""
+        """Raise if a rank failed, died or is late; a late rank that is inside this job gets more time."""
         session, what = self._session, f"{step!r} of plan {self._job}"
         if (failure := self._box.failure()) is not None:
             who = f"rank {failure[0]} on {session.hosts[failure[0]]}"
-            raise FailedOnAnotherRankError(f"{who} could not make its plan: {failure[1]}")
+            raise FailedOnAnotherRankError(f"{who} failed to make its plan: {failure[1]}")
         reported = session.store.first_failure() if session.store is not None else None
         if reported is not None and reported[0] in missing:
             raise PeerError(f"rank {reported[0]} failed before it sent {what}: {reported[1]}")
         session.raise_for_dead(missing, what)
-        absent = [rank for rank in missing if late and self._job_of(rank) != self._job]
+        absent = [rank for rank in missing if late and self._current_job_of(rank) != self._job]
         if absent:
             names = ", ".join(f"rank {rank} on {session.hosts[rank]}" for rank in absent)
             raise PeerError(
-                f"{names} did not come to {what} within {session.timeout_s:g} s; every rank must make its "
-                "loaders alike, or raise timeout_s (DGLX_TIMEOUT)"
+                f"{names} did not reach {what} within {session.timeout_s:g} s; create the same loaders on "
+                "every rank, or raise timeout_s (DGLX_TIMEOUT)"
             )
 
-    def _job_of(self, rank: int) -> int:
-        (job,) = self._session.rpc.call(rank, self._busy, "", [], phase="control")
+    def _current_job_of(self, rank: int) -> int:
+        (job,) = self._session.rpc.call(rank, self._job_op, "", [], phase="control")
         return int(job[0])
 
     def _tell_failure(self, error: Exception) -> None:
-        """Let the others end the job too; who is dead or hangs is not waited for."""
-        topology, told = self._session.topology, []
+        # Delivery to dead or hanging ranks is not awaited beyond the time limit.
+        topology, calls = self._session.topology, []
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
         name = f"{self._job} {topology.rank} {_FAILED}"
         for rank in range(topology.world_size):
             with contextlib.suppress(PeerError, RemoteError):
                 if rank != topology.rank:
-                    told.append(self._session.rpc.submit(rank, self._op, name, [text], phase="control"))
-        for call in told:
+                    calls.append(
+                        self._session.rpc.submit(rank, self._deliver_op, name, [text], phase="control")
+                    )
+        for call in calls:
             with contextlib.suppress(PeerError, RemoteError):
-                call.result(_TELL_S)
+                call.result(_NOTIFY_FAILURE_S)
 
 
 @final
 class _Box:
-    """What arrived, by job, step and rank; any thread."""
+    """Received messages by job, step and rank; thread-safe."""
 
     def __init__(self) -> None:
         self.job = 0
-        """At which this rank is; 0 while it is at none."""
+        """Current job of this rank; 0 between jobs."""
         self._first_job = 0
         self._arrived: dict[tuple[int, str], dict[int, list[Array]]] = {}
         self._changed = threading.Condition()
@@ -208,7 +209,6 @@ class _Box:
                 self._changed.notify_all()
 
     def begin(self, job: int) -> None:
-        """Drop what is left of earlier jobs."""
         with self._changed:
             self.job = self._first_job = job
             self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= job}
@@ -217,7 +217,7 @@ class _Box:
         self.job = 0
 
     def missing(self, step: str, ranks: Collection[int], timeout_s: float) -> list[int]:
-        """Wait until all are there, one failed, or for ``timeout_s``; return the ranks that are missing."""
+        """Wait for all messages, a failure or ``timeout_s``; return the ranks whose message is missing."""
         key = (self._first_job, step)
 
         def ready() -> bool:
@@ -233,7 +233,6 @@ class _Box:
             return {rank: arrived[rank] for rank in sorted(ranks)}
 
     def failure(self) -> tuple[int, str] | None:
-        """Return the lowest rank that failed in this job, and why."""
         failed = self._arrived.get((self._first_job, _FAILED), {})
         if not failed:
             return None
@@ -244,22 +243,22 @@ class _Box:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServerLeaders:
-    """The first rank of every server, and which nodes the servers own."""
+    """The first rank of every server, and the node ranges of the servers."""
 
     ranks: tuple[int, ...]
-    """(S,)."""
+    """(S,) rank by server."""
     server: int
-    """Of this rank."""
+    """The server of this rank."""
     bounds: Array
     """(S + 1,) int64; server s owns the nodes ``bounds[s]:bounds[s + 1]``."""
 
     @property
     def own(self) -> tuple[int, int]:
-        """First node of this rank's server, and the one after its last."""
+        """Half-open node range of this rank's server."""
         return int(self.bounds[self.server]), int(self.bounds[self.server + 1])
 
     def split(self, ids: Array) -> dict[int, Array]:
-        """Cut the (n,) ascending int64 ``ids`` by owner: head to its ids."""
+        """Split the (n,) ascending int64 ``ids`` by owning server; keys are leader ranks."""
         at = np.searchsorted(ids, self.bounds)
         return {rank: ids[at[server] : at[server + 1]] for server, rank in enumerate(self.ranks)}
 
@@ -268,78 +267,73 @@ def grow_levels(
     structure: Structure,
     seeds: Array,
     depth: tuple[int, int],
-    heads: ServerLeaders,
+    leaders: ServerLeaders,
     mailbox: Mailbox,
     *,
     eas: Selection | None = None,
     advance: Callable[[int], None],
 ) -> KHopNeighborhood:
-    """Return what this server computes; the heads of all servers must call it, in a job of ``mail``.
+    """Return the rows that this server computes; all leaders must call it in a job of ``mailbox``.
 
-    At level ``hops`` and above a server computes those of its own nodes that anybody needs, so what its
-    rows read from others' nodes is told to these; below it takes in whatever its rows read.
+    At level ``hops`` and above, a server computes its own nodes that any server reads, so servers exchange
+    the ids that they read from each other. Below, a server computes whatever its rows read.
 
     Args:
-        structure: Of the only edge type.
-        seeds: (K,) ascending int64 ids without repeats, what this server computes of the output.
+        structure: In-edges of the only edge type.
+        seeds: (K,) ascending distinct int64 ids, the output rows of this server.
         depth: (L, hops).
-        heads: Of this rank; it must be one of them.
-        mail: Between the ranks.
-        eas: Which nodes the server may use; only with hops equal to L.
+        leaders: This rank must be one of them.
+        mailbox: Between the ranks.
+        eas: Selects the nodes that the server may use; only with hops equal to L.
         advance: Called with 1 after each level.
-
-    Raises:
-        PeerError: a rank is dead or silent.
-        RemoteError: another head failed.
     """
     num_layers, hops = depth
-    allowed = None if eas is None else np.union1d(eas(structure, heads.own, seeds), seeds)
+    allowed = None if eas is None else np.union1d(eas(structure, leaders.own, seeds), seeds)
     expander = NeighborhoodExpander(structure, seeds, allowed)
     met = np.empty(0, np.int64)
     for level in range(num_layers - 1, -1, -1):
         sources = expander.sources()
         met = np.union1d(met, sources) if len(sources) else met
         if level >= hops:
-            expander.add(_wanted_of_own(sources, level, heads, mailbox))
+            expander.add(_requested_of_server(sources, level, leaders, mailbox))
         else:
-            # All that was met, not only now: above, others' rows were not taken in.
+            # All sources met so far: at the levels above, rows of other servers were not added.
             expander.add(met)
         advance(1)
     return expander.finish()
 
 
-def _wanted_of_own(sources: Array, level: int, heads: ServerLeaders, mailbox: Mailbox) -> Array:
-    """Tell the other servers which of their nodes are read; return which of the own ones anybody reads."""
-    outgoing: dict[int, Sequence[Array]] = {rank: [ids] for rank, ids in heads.split(sources).items()}
-    told = mailbox.exchange(f"rows of level {level}", outgoing, heads.ranks)
-    return np.unique(np.concatenate([ids for (ids,) in told.values()]))
+def _requested_of_server(sources: Array, level: int, leaders: ServerLeaders, mailbox: Mailbox) -> Array:
+    """Send the other servers the ids read from them; return the own ids that any server reads."""
+    outgoing: dict[int, Sequence[Array]] = {rank: [ids] for rank, ids in leaders.split(sources).items()}
+    incoming = mailbox.exchange(f"rows of level {level}", outgoing, leaders.ranks)
+    return np.unique(np.concatenate([ids for (ids,) in incoming.values()]))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class OwnRows:
-    """The rows that a rank holds, in the order of its server's."""
+class RankRows:
+    """The rows that one rank holds, in the order of the server's rows."""
 
     nodes: Array
     """(n,) int64 global ids."""
     counts: Array
-    """(L + 1,) int64; the rows of level l are the first ``counts[l]``."""
+    """(L + 1,) int64; the rows of level l are the first ``counts[l]`` rows."""
     indptr: Array
     """(counts[1] + 1,) int64."""
     edge_ids: Array
     """(E,) int64 global ids of the in-edges of the rows of level 1."""
     sources: Array
-    """(d,) ascending int64 global ids of all sources of these edges."""
+    """(d,) ascending int64 global ids of the distinct sources of these edges."""
     source_of: Array
-    """(E,) int64 place of each edge's source in :attr:`sources`."""
+    """(E,) int64 position of each edge's source in :attr:`sources`."""
 
 
 HoldersOf: TypeAlias = Callable[[Array], Array]
-"""(k,) ascending int64 ids of other servers' nodes to the (k,) int64 ranks that hold them."""
+"""Maps (k,) ascending int64 ids of other servers' nodes to the (k,) int64 ranks that hold them."""
 
 
-def own_rows(held: HeldNeighborhood, rank: int) -> OwnRows:
-    """Return the rows of ``rank`` and their in-edges."""
+def own_rows(held: HeldNeighborhood, rank: int) -> RankRows:
     closure = held.closure
     rows = np.flatnonzero(held.holders == rank)
     counts = np.searchsorted(rows, closure.counts)
@@ -351,7 +345,7 @@ def own_rows(held: HeldNeighborhood, rank: int) -> OwnRows:
     order = np.argsort(distinct)
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    return OwnRows(
+    return RankRows(
         nodes=np.asarray(closure.nodes[rows]),
         counts=counts,
         indptr=indptr,
@@ -362,18 +356,18 @@ def own_rows(held: HeldNeighborhood, rank: int) -> OwnRows:
 
 
 def read_layers(
-    own: OwnRows, held: HeldNeighborhood, hops: int, inner: tuple[int, int], rank: int, holders_of: HoldersOf
+    own: RankRows, held: HeldNeighborhood, hops: int, inner: tuple[int, int], rank: int, holders_of: HoldersOf
 ) -> list[HaloLayer]:
-    """Return the L layers of ``rank``, input-most first, but for what others need of them: they send nothing.
+    """Return the L layers of ``rank``, input layer first, with empty ``send`` lists.
 
-    Those that are alike are the same object.
+    Equal layers are one object.
 
     Args:
-        own: Its rows.
+        own: The rows of the rank.
         held: The rows of its server.
-        hops: Layers up to this one read rows of the own server only.
-        inner: First node of the server, and the one after its last.
-        rank: Whose.
+        hops: Layers up to this one read only rows of the own server.
+        inner: Half-open node range of the server.
+        rank: The rank.
         holders_of: Called once, for sources of the layers above ``hops``.
     """
     num_layers = len(own.counts) - 1
@@ -386,26 +380,26 @@ def read_layers(
     place = RowIndex(own.nodes, _num_ids(own)).places(own.sources)
     layers: list[HaloLayer] = []
     for layer in range(1, num_layers + 1):
-        alike = (
+        same_as_before = (
             layer > 1
             and (layer > hops) == (layer - 1 > hops)
             and own.counts[layer] == own.counts[layer - 1]
             and own.counts[layer - 1] == own.counts[layer - 2]
         )
-        if alike:
+        if same_as_before:
             layers.append(layers[-1])
         else:
-            layers.append(_reading(own, layer, anywhere if layer > hops else in_server, place, rank))
+            layers.append(_layer_of(own, layer, anywhere if layer > hops else in_server, place, rank))
     return layers
 
 
-def _reading(own: OwnRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
-    """Return layer ``layer``, whose (d,) sources ``holders`` hold; (d,) ``place`` among the own rows."""
+def _layer_of(own: RankRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
+    """Return layer ``layer``; (d,) ``holders`` and ``place`` give the rank and own row of each source."""
     num_own, targets = int(own.counts[layer - 1]), int(own.counts[layer])
     indptr = own.indptr[: targets + 1]
     source_of = own.source_of[: indptr[-1]]
     halo = np.flatnonzero(_read_by(own, layer) & (holders != rank))
-    # Sources ascend, so a stable sort by rank leaves them ascending within.
+    # Sources ascend, so a stable sort by rank leaves them ascending within each rank.
     halo = halo[np.argsort(holders[halo], kind="stable")]
     position = place.copy()
     position[halo] = num_own + np.arange(len(halo))
@@ -424,82 +418,82 @@ def _reading(own: OwnRows, layer: int, holders: Array, place: Array, rank: int) 
     )
 
 
-def _read_by(own: OwnRows, layer: int) -> Array:
-    """Return (d,) bool: which sources the targets of ``layer`` read."""
+def _read_by(own: RankRows, layer: int) -> Array:
+    """Return (d,) bool: whether a target of ``layer`` reads the source."""
     read = np.zeros(len(own.sources), dtype=bool)
     read[own.source_of[: own.indptr[own.counts[layer]]]] = True
     return read
 
 
-def _holders_in_server(own: OwnRows, held: HeldNeighborhood) -> Array:
-    """Return (d,) int64: which rank of the server holds each source, -1 where none does."""
+def _holders_in_server(own: RankRows, held: HeldNeighborhood) -> Array:
+    """Return (d,) int64 ranks of the server that hold each source; -1 for sources outside the server."""
     places = RowIndex(held.closure.nodes, _num_ids(own, held)).places(own.sources)
     return np.where(places >= 0, held.holders[places], -1).astype(np.int64)
 
 
-def _num_ids(own: OwnRows, held: HeldNeighborhood | None = None) -> int:
-    """Return one more than the largest id in question."""
+def _num_ids(own: RankRows, held: HeldNeighborhood | None = None) -> int:
     nodes = own.nodes if held is None else held.closure.nodes
     return int(max(nodes.max(initial=-1), own.sources.max(initial=-1))) + 1
 
 
-_AS_BEFORE = -1
+_SAME_AS_BEFORE = -1
 
 
 def finish_layers(
-    own: OwnRows, layers: Sequence[HaloLayer], mailbox: Mailbox, world_size: int
+    own: RankRows, layers: Sequence[HaloLayer], mailbox: Mailbox, world_size: int
 ) -> list[HaloLayer]:
-    """Tell every rank what is wanted of it, and return the layers with what others want of this one.
+    """Exchange halo requests, and return ``layers`` with their ``send`` lists.
 
-    All ranks must call it, in a job of ``mail``. Sends 8 bytes per layer and rank, and per row of a halo
-    that differs from the layer's before.
+    All ranks must call it in a job of ``mailbox``. Sends 8 bytes per layer and rank, and 8 bytes per halo row
+    of each layer that differs from the previous one.
 
     Raises:
         PeerError: a rank is dead or silent.
         RemoteError: another rank failed.
     """
     ranks = range(world_size)
-    told = mailbox.exchange("wanted rows", {rank: requested_rows_of(layers, rank) for rank in ranks}, ranks)
-    sent = {rank: wanted_rows(own, message) for rank, message in told.items()}
+    requests = {rank: encode_requested_rows(layers, rank) for rank in ranks}
+    received = mailbox.exchange("requested rows", requests, ranks)
+    sent = {rank: decode_requested_rows(own, message) for rank, message in received.items()}
     finished: list[HaloLayer] = []
     for number, layer in enumerate(layers):
-        same = number > 0 and layer is layers[number - 1] and _all_as_before(sent, number)
+        same = number > 0 and layer is layers[number - 1] and _all_same_as_before(sent, number)
         finished.append(finished[-1] if same else _finish(layer, number, sent))
     return finished
 
 
-def requested_rows_of(layers: Sequence[HaloLayer], rank: int) -> list[Array]:
-    """Return [(L,) int64 rows wanted, -1 for the same as one layer before; their ids] for ``rank``."""
-    counts = np.full(len(layers), _AS_BEFORE, dtype=np.int64)
-    wanted = [np.empty(0, np.int64)]
+def encode_requested_rows(layers: Sequence[HaloLayer], rank: int) -> list[Array]:
+    """Return [(L,) int64 row counts, -1 for the same rows as one layer before; int64 ids] for ``rank``."""
+    counts = np.full(len(layers), _SAME_AS_BEFORE, dtype=np.int64)
+    requested = [np.empty(0, np.int64)]
     for number, layer in enumerate(layers):
         if number == 0 or layer is not layers[number - 1]:
-            wanted.append(layer.halo_of(rank))
-            counts[number] = len(wanted[-1])
-    return [counts, np.concatenate(wanted)]
+            requested.append(layer.halo_of(rank))
+            counts[number] = len(requested[-1])
+    return [counts, np.concatenate(requested)]
 
 
-def wanted_rows(own: OwnRows, message: Sequence[Array]) -> list[Array]:
-    """Return L arrays (n,) int64 of own rows of ``requested_rows_of``; equal ones are one object."""
+def decode_requested_rows(own: RankRows, message: Sequence[Array]) -> list[Array]:
+    """Return, for each of L layers, the (n,) int64 own rows of a request; equal ones are one object."""
     counts, ids = message
     if not len(ids):
         return [np.empty(0, np.int64)] * len(counts)
     highest = int(max(own.nodes.max(initial=-1), ids.max())) + 1
     rows = RowIndex(own.nodes, highest).places(ids)
-    assert not (rows < 0).any(), "another rank wants rows that this one does not hold"
-    wanted: list[Array] = []
+    assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
+    requested: list[Array] = []
     first = 0
     for number, count in enumerate(counts.tolist()):
-        if count == _AS_BEFORE:
-            wanted.append(wanted[-1])
+        if count == _SAME_AS_BEFORE:
+            requested.append(requested[-1])
             continue
-        wanted.append(rows[first : first + count])
-        assert not count or wanted[-1].max() < own.counts[number], "wanted rows of too low a level"
+        requested.append(rows[first : first + count])
+        assert not count or requested[-1].max() < own.counts[number], "requested rows of too low a level"
         first += count
-    return wanted
+    return requested
 
 
-def _all_as_before(sent: Mapping[int, list[Array]], number: int) -> bool:
+def _all_same_as_before(sent: Mapping[int, list[Array]], number: int) -> bool:
     return all(
         rows[number] is rows[number - 1] or not len(rows[number]) + len(rows[number - 1])
         for rows in sent.values()
@@ -511,39 +505,38 @@ def _finish(layer: HaloLayer, number: int, sent: Mapping[int, list[Array]]) -> H
     return replace(layer, send=send)
 
 
-WORTH_SHOWING = 1 << 17
-"""Nodes of a graph from which on rank 0 shows how far it is."""
+MIN_NODES_FOR_PROGRESS = 1 << 17
+"""Rank 0 shows a progress bar for graphs of at least this size."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What to plan; all but the seeds alike on all ranks."""
+    """Parameters of a plan; equal on all ranks except for the seeds."""
 
     seeds: Ids
-    """This rank's (K,) ids, or a mask; any server's nodes. What is given twice, also by two ranks, counts
-    once."""
+    """(K,) ids or a mask, nodes of any server. Duplicates, also across ranks, count once."""
     num_layers: int
     """L, at least 1."""
     hops: int
-    """k in 0..L: how many layers a server computes without others; 0: full_graph, L: nothing crosses."""
+    """k in 0..L: number of layers that a server computes alone; 0: full_graph, L: no rows cross servers."""
     eas: Selection | None = None
-    """Which nodes a server may use (algorithms 3.3); needs hops == L. None: all."""
+    """Selects the nodes that a server may use (algorithms 3.3); needs hops == L. None: all."""
     split: str = AUTO
-    """The partitioner that gives rows to the ranks of a server; ``auto``: METIS. Without effect for hops 0,
-    where a rank has the rows that it owns."""
+    """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
+    where a rank computes the rows that it owns."""
     seeds_stay: bool = False
-    """Whether a server computes the seeds that its ranks gave; needs hops == L. False: those it owns."""
+    """Whether a server computes the seeds given by its ranks (needs hops == L), or the seeds that it owns."""
     show_progress: bool = True
-    """Whether rank 0 shows a bar, where the graph is not small."""
+    """Whether rank 0 shows a progress bar for large graphs."""
 
 
 @final
 class Planner:
-    """Makes plans for one graph. Every rank must make it; it answers until it is let go.
+    """Makes plans for one graph. Every rank must construct it; it answers requests as long as it lives.
 
     Args:
-        g: Of one node type and one edge type.
+        g: A graph of one node and one edge type.
 
     Raises:
         ConfigError: several types, a server without nodes, or more ranks than nodes.
@@ -555,25 +548,25 @@ class Planner:
         topology = self._topology = g.session.topology
         policy = g.get_node_partition_policy(g.ntypes[0])
         self._bounds = policy.bounds
-        self._heads = ServerLeaders(
+        self._leaders = ServerLeaders(
             ranks=tuple(topology.ranks_of_server(server)[0] for server in range(topology.num_servers)),
             server=topology.server,
             bounds=policy.bounds,
         )
         label = str(broadcast_json(secrets.token_hex(4), self._session))
-        self._label = f"granndis.{label}"
+        self._label = f"full_graph.{label}"
         self._mailbox = Mailbox(self._session, self._label)
-        # Nobody may send before all listen.
+        # No rank may send before all listen.
         barrier(self._session, "making plans")
 
     def plan(self, request: PlanRequest) -> RankPlan:
-        """Return this rank's plan; all ranks must call it, for the same requests in the same order.
+        """Return this rank's plan; all ranks must call it with the same requests in the same order.
 
-        One call at a time, from any thread: it talks by one-sided messages only. Counted under
-        ``preload_structure`` (asked in-edges) and ``plan`` (ids that ranks tell each other).
+        One call at a time, from any thread: it uses one-sided messages only. The ledger counts fetched
+        in-edges under ``preload_structure`` and exchanged ids under ``plan``.
 
         Raises:
-            ConfigError: the request makes no sense, or ranks ask for different things.
+            ConfigError: the request is invalid, or differs between ranks.
             IndexError: a seed is no node.
             RemoteError: another rank failed.
             PeerError: a rank is dead or silent; it is named.
@@ -581,29 +574,28 @@ class Planner:
         with self._mailbox.job() as job:
             check_request(request)
             seeds = self._seeds_of_server(request)
-            held = self._held(request, seeds, job)
+            held = self._rows_of_server(request, seeds, job)
             return self._plan_of_rank(request, held)
 
     def _seeds_of_server(self, request: PlanRequest) -> Array:
-        """Send the seeds to the heads that compute them; return those of this rank's server, if it is one."""
+        """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
         given = as_ids(request.seeds, self._g.num_nodes(), "the nodes")
         seeds = np.unique(given)
         asked = np.array([request.num_layers, request.hops, request.eas is not None, request.seeds_stay])
         header = np.concatenate([asked.astype(np.int64), [len(seeds)]])
         nothing = np.empty(0, np.int64)
         if request.seeds_stay:
-            pieces = {self._heads.ranks[self._topology.server]: seeds}
+            pieces = {self._leaders.ranks[self._topology.server]: seeds}
         else:
-            pieces = self._heads.split(seeds)
+            pieces = self._leaders.split(seeds)
         ranks = range(self._topology.world_size)
-        told = self._mailbox.exchange(
+        received = self._mailbox.exchange(
             "seeds", {rank: [header, pieces.get(rank, nothing)] for rank in ranks}, ranks
         )
-        _check_headers({rank: message[0] for rank, message in told.items()}, self._topology.rank)
-        return np.unique(np.concatenate([message[1] for message in told.values()]))
+        _check_headers({rank: message[0] for rank, message in received.items()}, self._topology.rank)
+        return np.unique(np.concatenate([message[1] for message in received.values()]))
 
-    def _held(self, request: PlanRequest, seeds: Array, job: int) -> HeldNeighborhood:
-        """Return the rows of this server and who holds them: found by its head, mapped by the others."""
+    def _rows_of_server(self, request: PlanRequest, seeds: Array, job: int) -> HeldNeighborhood:
         members = self._topology.ranks_of_server(self._topology.server)
         folder = self._session.scratch / f"{self._label}-{job}"
         if self._topology.rank == members[0]:
@@ -620,17 +612,17 @@ class Planner:
         return held
 
     def _find_rows(self, request: PlanRequest, seeds: Array) -> HeldNeighborhood:
-        """On a head: return the rows of its server, and give each to one of its ranks."""
+        """On a leader: return the rows of the server, each assigned to one of its ranks."""
         depth = request.num_layers, request.hops
-        worth = self._g.num_nodes() >= WORTH_SHOWING
-        shown = request.show_progress and worth and self._topology.rank == 0
+        is_large = self._g.num_nodes() >= MIN_NODES_FOR_PROGRESS
+        shown = request.show_progress and is_large and self._topology.rank == 0
         members = self._topology.ranks_of_server(self._topology.server)
         with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
             closure = grow_levels(
                 self._g.structure(),
                 seeds,
                 depth,
-                self._heads,
+                self._leaders,
                 self._mailbox,
                 eas=request.eas,
                 advance=advance,
@@ -644,7 +636,7 @@ class Planner:
         return HeldNeighborhood(closure=closure, holders=holders)
 
     def _plan_of_rank(self, request: PlanRequest, held: HeldNeighborhood) -> RankPlan:
-        first, last = self._heads.own
+        first, last = self._leaders.own
         own = own_rows(held, self._topology.rank)
         layers = read_layers(
             own,
@@ -665,21 +657,21 @@ class Planner:
         )
 
     def _holders_of(self, ids: Array, hops: int, held: HeldNeighborhood) -> Array:
-        """Return the ranks that hold the (k,) ascending ``ids`` of other servers; all ranks must call it."""
+        """Return the ranks that hold the (k,) ascending ``ids`` of other servers; collective in a job."""
         if hops == 0:
             return self._owners().rank_of(ids)
         placement, topology = self._g.placement, self._topology
         ranks = range(topology.world_size)
         at = np.searchsorted(ids, self._bounds)
-        asked = {
+        requests = {
             placement.serving_rank(server): [ids[at[server] : at[server + 1]]]
             for server in range(topology.num_servers)
         }
         nothing = [np.empty(0, np.int64)]
-        questions = self._mailbox.exchange("who holds rows", asked, ranks, nothing)
-        answers = _holders(held, {rank: wanted for rank, (wanted,) in questions.items()})
-        told = self._mailbox.exchange("holders of rows", answers, ranks)
-        return np.concatenate([np.empty(0, np.int64), *(told[rank][0] for rank in asked)])
+        received = self._mailbox.exchange("requests for holders", requests, ranks, nothing)
+        answers = _holders(held, {rank: requested for rank, (requested,) in received.items()})
+        holders = self._mailbox.exchange("holders of rows", answers, ranks)
+        return np.concatenate([np.empty(0, np.int64), *(holders[rank][0] for rank in requests)])
 
     def _owners(self) -> RowOwners:
         return RowOwners(self._bounds, self._topology)
@@ -695,14 +687,7 @@ def make_plans(
     split: str = AUTO,
     seeds_stay: bool = False,
 ) -> RankPlan:
-    """Return this rank's plan; every rank must call it. See :class:`PlanRequest` and :class:`Planner`.
-
-    Raises:
-        ConfigError: arguments or graph make no sense, or ranks ask for different things.
-        IndexError: a seed is no node.
-        RemoteError: another rank failed.
-        PeerError: a rank is dead or silent; it is named.
-    """
+    """Return this rank's plan; every rank must call it. See :class:`PlanRequest` and :meth:`Planner.plan`."""
     return Planner(g).plan(
         PlanRequest(
             seeds=seeds, num_layers=num_layers, hops=hops, eas=eas, split=split, seeds_stay=seeds_stay
@@ -711,17 +696,16 @@ def make_plans(
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:
-    """Raise ConfigError unless ``g`` has one node and one edge type."""
     if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
         raise ConfigError(
-            f"{strategy} trains on graphs of one node and one edge type, and this one has the nodes "
-            f"{', '.join(g.ntypes)} and the edges {', '.join(map(str, g.canonical_etypes))}; use "
+            f"{strategy} trains on graphs of one node and one edge type, but this graph has the node types "
+            f"{', '.join(g.ntypes)} and the edge types {', '.join(map(str, g.canonical_etypes))}; use "
             "strategy='data_parallel'"
         )
 
 
 def check_graph(g: DistGraph) -> None:
-    """Raise ConfigError unless full-graph strategies can train on ``g`` with the ranks there are."""
+    """Raise ConfigError unless full-graph strategies can train on ``g`` with the ranks of the session."""
     check_one_type("a full-graph strategy", g)
     topology = g.session.topology
     counts = np.diff(g.get_node_partition_policy(g.ntypes[0]).bounds)
@@ -739,7 +723,6 @@ def check_graph(g: DistGraph) -> None:
 
 
 def check_request(request: PlanRequest) -> None:
-    """Raise ConfigError unless number of layers, hops and the rest go together."""
     if request.num_layers < 1:
         raise ConfigError(f"the model has {request.num_layers} layers; it needs at least 1")
     if not 0 <= request.hops <= request.num_layers:
@@ -750,83 +733,76 @@ def check_request(request: PlanRequest) -> None:
     for name, given in (("eas", request.eas is not None), ("seeds_stay", request.seeds_stay)):
         if given and request.hops != request.num_layers:
             raise ConfigError(
-                f"hops is {request.hops} with {name}, for which servers must not depend on each other; "
-                f"set hops to the number of layers, {request.num_layers}"
+                f"hops is {request.hops} with {name}, which needs independent servers; set hops to the "
+                f"number of layers, {request.num_layers}"
             )
     check_split(request.split)
 
 
 def _check_headers(headers: dict[int, Array], rank: int) -> None:
     names = ("num_layers", "hops", "eas", "seeds_stay")
-    mine = headers[rank]
+    local = headers[rank]
     for other, header in headers.items():
         for place, name in enumerate(names):
-            if header[place] != mine[place]:
+            if header[place] != local[place]:
                 raise ConfigError(
-                    f"rank {rank} plans with {name} {mine[place]} and rank {other} with {header[place]}; "
-                    "give the same on all ranks"
+                    f"rank {rank} plans with {name} {local[place]} and rank {other} with {header[place]}; "
+                    "use the same value on all ranks"
                 )
     if not sum(int(header[-1]) for header in headers.values()):
         raise ConfigError("no rank was given a node to compute; give the loader at least one")
 
 
-def _holders(held: HeldNeighborhood, questions: dict[int, Array]) -> dict[int, list[Array]]:
-    """Return, by who asks, [(k,) int64 ranks of this server that hold the rows asked for]."""
-    highest = max(int(ids.max(initial=-1)) for ids in questions.values())
+def _holders(held: HeldNeighborhood, requests: dict[int, Array]) -> dict[int, list[Array]]:
+    """Return, by requesting rank, [(k,) int64 ranks of this server that hold the requested rows]."""
+    highest = max(int(ids.max(initial=-1)) for ids in requests.values())
     if highest < 0:
-        return {rank: [np.empty(0, np.int64)] for rank in questions}
-    # It costs as much as the server's rows: once for all who ask.
+        return {rank: [np.empty(0, np.int64)] for rank in requests}
+    # The index costs as much as the server's rows, so it is built once for all requests.
     index = RowIndex(held.closure.nodes, max(highest, int(held.closure.nodes.max())) + 1)
     answers = {}
-    for rank, ids in questions.items():
+    for rank, ids in requests.items():
         places = index.places(ids)
-        assert not (places < 0).any(), "another server wants rows that this one does not compute"
+        assert not (places < 0).any(), "another server requests rows that this one does not compute"
         answers[rank] = [held.holders[places].astype(np.int64)]
     return answers
 
 
 @final
 class SampledPlans(PlanSource):
-    """Plans on the graph that a server's nodes and its chosen external ones span; every rank makes one.
+    """Plans on the graph induced by a server's nodes and its sampled external nodes; collective.
 
-    The choice is the same whenever an epoch comes round again, as after a checkpoint.
+    The sample of an epoch is reproducible, for example after a restart from a checkpoint.
 
     Args:
         g: A graph of one node and one edge type.
-        request: What is planned, without the choice of nodes.
-        options: Of the choice.
-        seed: Of its draws.
-
-    Raises:
-        ConfigError: see :class:`Planner`.
-        PeerError: a rank did not take part.
+        request: The plan, without ``eas``.
+        options: Of the sampling.
+        seed: Of the sampling.
     """
 
     def __init__(self, g: DistGraph, request: PlanRequest, options: EasOptions, *, seed: int) -> None:
         self._request, self._options, self._seed = request, options, seed
         self._planner, self._selector = Planner(g), EasSelector(g)
-        # Nobody may ask before all answer.
+        # No rank may send requests before all answer.
         barrier(g.session, "choosing external nodes")
         self._draw = options.draw(0)
         self._plan = self._planned(self._draw)
-        # Every choice has the same seeds, though other ranks may compute them.
+        # All samples have the same seeds in total, though distributed differently over the ranks.
         self._num_global = int(gather_int64([self._plan.seeds], g.session).sum())
 
     def __len__(self) -> int:
-        """See :meth:`PlanSource.__len__`: 1."""
         return 1
 
     def plan(self, epoch: int, step: int) -> RankPlan:
-        """See :meth:`PlanSource.plan`."""
         draw = self._options.draw(epoch)
         if draw != self._draw:
             self._plan = self._planned(draw)
-            # Only now: a plan that failed is not that of this draw when it is asked for again.
+            # Set only after success: a failed plan must be made again at the next request.
             self._draw = draw
         return self._plan
 
     def share(self, epoch: int, step: int) -> StepShare:
-        """See :meth:`PlanSource.share`."""
         return StepShare(num_local=self._plan.seeds, num_global=self._num_global)
 
     def _planned(self, draw: int) -> RankPlan:
@@ -837,49 +813,41 @@ class SampledPlans(PlanSource):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServerSeeds:
-    """What a server trains on, and how much the others have."""
+    """The seeds of this server, and the number of seeds of all servers."""
 
     own: Array
-    """(n,) int64 ascending distinct seeds that this server owns, whichever rank of the run named them."""
+    """(n,) int64 ascending distinct seeds that this server owns, given by any rank."""
     counts: tuple[int, ...]
     """(S,) seeds of each server."""
     digest: int
-    """Differs, almost surely, when the seeds of all servers do."""
-
-    @property
-    def total(self) -> int:
-        """Seeds of all servers."""
-        return sum(self.counts)
+    """Hash of the seeds of all servers."""
 
     def sizes(self, num_batches: int) -> Array:
-        """Return (R, S) int64: how many seeds each server has in each of R co-batches."""
+        """Return (R, S) int64 seeds of each server in each of R cooperative batches."""
         counts, step = np.array(self.counts, np.int64), np.arange(num_batches)[:, None]
         return counts // num_batches + (step < counts % num_batches)
 
 
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
-    """Return this server's seeds of those of all ranks; every rank must call it.
+    """Gather the seeds of all ranks and return those of this server; every rank must call it.
 
-    A rank holds the seeds of all for a moment, 8 bytes each.
+    Each rank temporarily holds the seeds of all ranks, 8 bytes each.
 
     Args:
         g: A graph of one node type.
-        seeds: (K,) int64 existing ids of this rank; other ranks may have some of them too.
-
-    Raises:
-        PeerError: a rank did not take part.
+        seeds: (K,) int64 existing ids given by this rank; may overlap with those of other ranks.
     """
     most = int(gather_int64([len(seeds)], g.session).max())
-    mine = np.full(most, -1, np.int64)
-    mine[: len(seeds)] = seeds
-    everyone = np.unique(gather_int64(mine, g.session))
-    everyone = everyone[everyone >= 0]
+    padded = np.full(most, -1, np.int64)
+    padded[: len(seeds)] = seeds
+    distinct = np.unique(gather_int64(padded, g.session))
+    distinct = distinct[distinct >= 0]
     bounds = g.get_node_partition_policy(g.ntypes[0]).bounds
-    at = np.searchsorted(everyone, bounds)
+    at = np.searchsorted(distinct, bounds)
     server = g.session.topology.server
-    digest = np.bitwise_xor.reduce(hash_ids(everyone, stream_key(0, 0, 0)), initial=np.uint64(0))
+    digest = np.bitwise_xor.reduce(hash_ids(distinct, stream_key(0, 0, 0)), initial=np.uint64(0))
     return ServerSeeds(
-        own=everyone[at[server] : at[server + 1]].copy(),
+        own=distinct[at[server] : at[server + 1]].copy(),
         counts=tuple(np.diff(at).tolist()),
         digest=int(digest),
     )

@@ -4,8 +4,8 @@
 
 Cuts every graph into so many servers by METIS and at random, follows the in-edges of what each server owns,
 and prints a Markdown table: nodes held by nodes owned (mean over servers), and work by that of full_graph
-(largest server). Draws granndis_metis.png and granndis_random.png, a line for each graph. Some two minutes.
-``dglx inspect DIR --closure`` says the same of one partitioned dataset.
+(largest server). Draws shared_preload_metis.png and shared_preload_random.png, a line for each graph. Takes
+two minutes. ``dglx inspect DIR --closure`` says the same of one partitioned dataset.
 """
 
 from __future__ import annotations
@@ -82,4 +82,9 @@ def main(argv: list[str]) -> None:
             curves[name] = found.factors.mean(axis=1).tolist()
             print(row(name, method, found), flush=True)
         way = "by METIS" if method == "metis" else "at random"
-        draw(curves, chosen.servers, chosen.out / f"granndis_{method}.png", f"{chosen.servers} parts {way}")
+        draw(
+            curves,
+            chosen.servers,
+            chosen.out / f"shared_preload_{method}.png",
+            f"{chosen.servers} parts {way}",
+        )

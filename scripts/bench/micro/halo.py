@@ -112,11 +112,11 @@ def shares_of(session: Session, megabytes: float, rounds: int, rate: Rate) -> di
     def both() -> None:
         for _ in range(rounds):
             halo.append(h, None)
-            halo.give_back(gradient)
+            halo.return_gradients(gradient)
 
     ways: dict[str, Callable[[], object]] = {
         "forward": lambda: halo.append(h, None),
-        "backward": lambda: halo.give_back(gradient),
+        "backward": lambda: halo.return_gradients(gradient),
         "all to all": lambda: gloo.all_to_all(h),
         "messages": lambda: gloo.messages(h),
     }

@@ -288,7 +288,7 @@ ON_GRAPHS: dict[str, Callable[[], nn.Module]] = {
 RECOMPUTED: dict[str, Callable[[], nn.Module]] = {"reversible": Reversible}
 """As ON_GRAPHS, where all ranks go backward at the same time, as processes do."""
 
-_REVERSED, _OF_ALL = "out-edges of each source", "this rank's alone"
+_REVERSED, _OF_ALL = "out-edges of each source", "only those of this rank"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "over sources": (OverSources, _REVERSED),
     "gcn2 weighted": (lambda: Initial(edge_weight=weights), _REVERSED),

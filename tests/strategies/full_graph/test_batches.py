@@ -1,4 +1,4 @@
-"""Which seeds go into which co-batch."""
+"""Which seeds go into which cooperative batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS = np.array([3, 4, 8, 11, 12, 20, 31])
 
 @pytest.mark.parametrize("composition", ["random", "ordered", "shuffled"])
 @pytest.mark.parametrize("num_batches", [1, 2, 3, 7, 9])
-def test_every_seed_is_in_one_co_batch(composition: str, num_batches: int) -> None:
+def test_every_seed_is_in_one_batch(composition: str, num_batches: int) -> None:
     pieces = compose(SEEDS, num_batches, check_composition(composition), seed=1)
     assert len(pieces) == num_batches
     assert sorted(np.concatenate(pieces).tolist()) == SEEDS.tolist()

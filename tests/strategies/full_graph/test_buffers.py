@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from dglx_dist.strategies.full_graph.halo_exchange import KeptBuffer, bytes_of
+from dglx_dist.strategies.full_graph.halo_exchange import ReusableBuffer, bytes_of
 
 
-def test_room_is_kept_and_grows_only() -> None:
-    kept = KeptBuffer()
-    first = kept.room((3, 5), torch.float64)
+def test_memory_is_kept_and_grows_only() -> None:
+    kept = ReusableBuffer()
+    first = kept.take((3, 5), torch.float64)
     assert first.shape == (3, 5)
     assert first.is_contiguous()
-    again = kept.room((7,), torch.bfloat16)
+    again = kept.take((7,), torch.bfloat16)
     assert again.data_ptr() == first.data_ptr()
-    assert kept.num_bytes == 120
-    kept.room((4, 8), torch.float64)
-    assert kept.num_bytes == 256
-    assert kept.room((0, 4), torch.int64).shape == (0, 4)
-    assert kept.room((2, 0), torch.bool).shape == (2, 0)
-    assert kept.room((), torch.float32).shape == ()
+    kept.take((4, 8), torch.float64)
+    assert kept.take((0, 4), torch.int64).shape == (0, 4)
+    assert kept.take((2, 0), torch.bool).shape == (2, 0)
+    assert kept.take((), torch.float32).shape == ()
 
 
 def test_bytes_are_a_view() -> None:

@@ -37,7 +37,7 @@ WIDTHS = {1: equality.WIDTH, 2: equality.HIDDEN}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("granndis"))
+    return equality.write_parts(tmp_path_factory.mktemp("full_graph"))
 
 
 def on_rank(folder: str) -> tuple[dict[str, Notes], dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 
 from dglx_dist.graph.structure import InEdges, ReplicatedStructure
 from dglx_dist.records import EDGE_TYPE, Array
-from dglx_dist.strategies.full_graph import expansion as closure
+from dglx_dist.strategies.full_graph import expansion
 from dglx_dist.strategies.full_graph.expansion import (
     KHopNeighborhood,
     NeighborhoodExpander,
@@ -63,13 +63,13 @@ def test_rows_that_are_known_are_not_asked_for_again(monkeypatch: pytest.MonkeyP
         asked.append(nodes.tolist())
         return list(in_edges_of(structure, nodes))
 
-    monkeypatch.setattr(closure, "in_edges_of", noted)
+    monkeypatch.setattr(expansion, "in_edges_of", noted)
     grown([3, 4], 3)
     assert asked == [[3, 4], [2, 5], [1]]
 
 
 def test_many_nodes_are_asked_for_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closure, "CHUNK", 1)
+    monkeypatch.setattr(expansion, "CHUNK", 1)
     pieces = list(in_edges_of(PATH, np.array([4, 0, 3, 1, 2])))
     assert [piece.sources.tolist() for piece in pieces] == [[3], [], [2, 5], [0], [1]]
 

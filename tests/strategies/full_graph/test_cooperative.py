@@ -101,7 +101,7 @@ def epochs(
     return everything[request.param]
 
 
-def test_every_seed_is_in_one_co_batch_of_its_server(epochs: list[dict[str, Any]]) -> None:
+def test_every_seed_is_in_one_batch_of_its_server(epochs: list[dict[str, Any]]) -> None:
     train = epochs[0]["train"]
     for number, case in enumerate(CASES):
         for epoch in range(2):
@@ -143,7 +143,7 @@ def test_gradients_of_an_epoch_add_up_to_the_whole_graphs(epochs: list[dict[str,
                 assert difference(total, whole) <= TOLERANCE
 
 
-def test_ranks_of_a_server_share_the_co_batches_of_one(everything: dict[int, list[dict[str, Any]]]) -> None:
+def test_ranks_of_a_server_share_the_batches_of_one(everything: dict[int, list[dict[str, Any]]]) -> None:
     """Seeds, external nodes and gradients of a step are the same on any number of ranks per server."""
     for number in range(len(CASES)):
         for server, alone in enumerate(everything[2]):
@@ -184,7 +184,7 @@ def test_structure_is_asked_for_once_where_plans_are_kept(epochs: list[dict[str,
     assert asked[2][1] > 0
 
 
-def test_features_come_once_where_co_batches_are_kept(epochs: list[dict[str, Any]]) -> None:
+def test_features_come_once_where_batches_are_kept(epochs: list[dict[str, Any]]) -> None:
     """3.8 (7): 0 feature bytes from the second epoch on; made again or anew, they come again."""
     moved = [
         [sum(r["epochs"][n]["moved"][epoch].get("preload", 0) for r in epochs) for epoch in (0, 1)]
@@ -300,7 +300,7 @@ def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("wrap_first", [False, True])
-def test_less_memory_more_co_batches(folder: Path, wrap_first: bool) -> None:
+def test_less_memory_more_batches(folder: Path, wrap_first: bool) -> None:
     results = run_ranks(
         with_memory, 2, args=(str(folder), ["1GB", "300KB", "200KB"], wrap_first), ranks_per_server=2
     )
@@ -311,7 +311,7 @@ def test_less_memory_more_co_batches(folder: Path, wrap_first: bool) -> None:
 
 
 def alone(folder: str) -> tuple[list[int], str]:
-    """How many co-batches had been read in the body of each step of an epoch; what too many are told."""
+    """Return how many batches had been read in each step of an epoch, and the error for too many."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
@@ -339,10 +339,10 @@ def alone(folder: str) -> tuple[list[int], str]:
     return waits, str(refused.value)
 
 
-def test_the_next_co_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
-    ((waits, told),) = run_ranks(alone, 1, args=(str(folder),))
+def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
+    ((waits, message),) = run_ranks(alone, 1, args=(str(folder),))
     assert waits == [2, 3, 4, 4]
-    assert "batches=1000 co-batches, and the servers have 6 seeds; give 1 to 6" in told
+    assert "batches=1000 cooperative batches, but the servers have 6 seeds; give 1 to 6" in message
 
 
 def test_options() -> None:
@@ -357,7 +357,7 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"batches": 0}, "batches=0"),
         ({"batches": -1}, "batches=-1"),
@@ -370,6 +370,6 @@ def test_options() -> None:
         ({"hops": 1}, "no option 'hops'"),
     ],
 )
-def test_what_cannot_be_honoured(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_cooperative_options("cooperative", options)

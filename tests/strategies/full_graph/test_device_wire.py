@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.strategies.full_graph import halo_exchange as device_wire
+from dglx_dist.strategies.full_graph import halo_exchange
 from dglx_dist.strategies.full_graph.halo_exchange import make_device_wire
 
 
@@ -27,21 +27,21 @@ from dglx_dist.strategies.full_graph.halo_exchange import make_device_wire
 def test_only_ranks_with_an_accelerator_each(
     device: str, backend: str, cards: list[str], direct: bool
 ) -> None:
-    told: list[str] = []
+    gathered: list[str] = []
 
-    def gather(mine: str, _session: object) -> list[str]:
-        told.append(mine)
+    def gather(uuid: str, _session: object) -> list[str]:
+        gathered.append(uuid)
         return cards
 
     with (
-        mock.patch.object(device_wire, "gather_json", gather),
-        mock.patch.object(device_wire.dist, "is_initialized", return_value=True),
-        mock.patch.object(device_wire.dist, "get_backend_config", return_value=backend),
+        mock.patch.object(halo_exchange, "gather_json", gather),
+        mock.patch.object(halo_exchange.dist, "is_initialized", return_value=True),
+        mock.patch.object(halo_exchange.dist, "get_backend_config", return_value=backend),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid="a")),
-        mock.patch.object(device_wire, "DeviceWire") as wire,
+        mock.patch.object(halo_exchange, "DeviceWire") as wire,
     ):
         made = make_device_wire(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
-    assert told == [cards[0]]
+    assert gathered == [cards[0]]
     assert (made is not None) == direct
     assert wire.called == direct
 

@@ -39,14 +39,17 @@ def select_everything(folder: str, structure: Any) -> dict[str, Any]:
     found = {}
     for policy, hops, fanout in product(POLICIES, HOPS, FANOUTS):
         options = EasOptions(hops=hops, fanout=fanout, policy=policy)  # type: ignore[arg-type]
-        chosen = selector.select(inner, options, seed=3)
-        found[policy, hops, fanout] = [one.tolist() for one in (chosen.nodes, *chosen.rounds)]
-    again = selector.select(inner, EasOptions(fanout=1), seed=3, draw=1).nodes.tolist()
+        nodes = selector.select(inner, options, seed=3).tolist()
+        # Each round extends the selection of one hop less.
+        before, *rounds = found[policy, hops - 1, fanout] if hops else [nodes]
+        added = sorted(set(nodes) - set(before))
+        found[policy, hops, fanout] = [nodes, *rounds, *([added] if added else [])]
+    again = selector.select(inner, EasOptions(fanout=1), seed=3, draw=1).tolist()
     rule = selector.rule(EasOptions(inner="batch"), seed=3)
     of_batch = rule(g.structure(), (0, 0), inner[:4]).tolist()
     barrier(session, "everybody has chosen")
     source, destination = g.find_edges(np.arange(g.num_edges()))
-    scores = selector._outside.of(np.arange(NUM_NODES)).tolist()
+    scores = selector._external_degrees.of(np.arange(NUM_NODES)).tolist()
     g.close()
     return {
         "found": found,
@@ -167,7 +170,7 @@ def plans_of(folder: str) -> list[dict[str, Any]]:
                 "edges": [layer.edge_ids.copy() for layer in plan.layers],
                 "rows": [plan.rows(level).copy() for level in range(4)],
                 "external": plan.external_nodes,
-                "selected": inner if options is None else selector.select(inner, options, seed=3).nodes,
+                "selected": inner if options is None else selector.select(inner, options, seed=3),
                 "ends": [end.numpy() for end in ends],
             }
         )
@@ -208,7 +211,7 @@ def test_draws_of_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"hops": -1}, "external_hops=-1"),
         ({"fanout": 0}, "external_fanout=0"),
@@ -218,8 +221,8 @@ def test_draws_of_epochs() -> None:
         ({"resample_every": -1}, "resample_every=-1"),
     ],
 )
-def test_what_cannot_be_honoured(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         EasOptions(**options)
 
 

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.strategies.full_graph import halo_exchange as exchange
-from dglx_dist.strategies.full_graph import halo_exchange as row_work
+from dglx_dist.strategies.full_graph import halo_exchange
 from dglx_dist.strategies.full_graph.halo_exchange import DeviceWire, HaloExchange, bytes_of, wire_of
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -90,9 +89,9 @@ def check_values(halo: HaloExchange, rank: int) -> None:
     x = everything(OWN, 4, 6).transpose(1, 2)[:, ::2]
     assert torch.equal(halo.exchange(own(x, rank)), x[rows])
     assert torch.equal(halo.fetch(own(x, rank).requires_grad_(), phase="preload"), x[rows][OWN[rank] :])
-    room = torch.zeros(halo.num_halo, *x.shape[1:], dtype=x.dtype)
-    assert halo.fetch(own(x, rank), room, phase="preload") is room
-    assert torch.equal(room, x[rows][OWN[rank] :])
+    out = torch.zeros(halo.num_halo, *x.shape[1:], dtype=x.dtype)
+    assert halo.fetch(own(x, rank), out, phase="preload") is out
+    assert torch.equal(out, x[rows][OWN[rank] :])
     h = own(x, rank).detach().requires_grad_()
     again = halo.exchange(h, kept=x[rows][OWN[rank] :])
     assert torch.equal(again, x[rows])
@@ -226,7 +225,7 @@ def check_large(session: Session, rank: int) -> None:
         found.append(h.grad)
     assert torch.equal(*found)
     expected = own(x, rank, sizes) * (rank + 0.1)
-    step = row_work.PIECE_BYTES // (16 * 4)
+    step = halo_exchange.PIECE_BYTES // (16 * 4)
     lanes = [(other, torch.tensor(needs[other, rank]).split(step)) for other in range(4) if other != rank]
     for turn in range(max(len(lane) for _, lane in lanes)):
         for other, lane in lanes:
@@ -240,7 +239,7 @@ def check_large(session: Session, rank: int) -> None:
 def check_through_the_host(halo: HaloExchange, rank: int) -> None:
     """What lies elsewhere is copied to kept memory and from there; the second must not change the first."""
     x, rows = everything(OWN, 3), rows_of(rank, OWN, NEEDS)
-    with mock.patch.object(exchange, "is_on_host", return_value=False):
+    with mock.patch.object(halo_exchange, "is_on_host", return_value=False):
         first, second = halo.exchange(own(x, rank)), halo.exchange(own(-x, rank))
     assert torch.equal(first, x[rows])
     assert torch.equal(second, -x[rows])
@@ -252,7 +251,7 @@ def check_between_accelerators(session: Session, halo: HaloExchange, rank: int) 
     assert wire.devices is None
     devices = DeviceWire(session, torch.device("cpu"))
     with (
-        mock.patch.object(exchange, "is_on_host", return_value=False),
+        mock.patch.object(halo_exchange, "is_on_host", return_value=False),
         mock.patch.object(wire, "devices", devices),
     ):
         check_values(halo, rank)
@@ -305,13 +304,13 @@ def in_another_order() -> str:
         h = torch.zeros(3, 2)
         with pytest.raises(PeerError) as error:
             (first if session.topology.rank == 0 else second).exchange(h)
-        with pytest.raises(PeerError, match="broken off half-way"):
+        with pytest.raises(PeerError, match="aborted on this rank"):
             first.exchange(h)
         barrier(session, "both have failed")
         return str(error.value)
 
 
-def test_another_order_is_told() -> None:
+def test_another_order_is_reported() -> None:
     zero, one = run_ranks(in_another_order, 2)
     assert "rank 1 sends 16 bytes of 'halo of layer 2' (its message 1 to this rank)" in zero
     assert "where this rank expects 16 bytes of 'halo of layer 1' (message 1)" in zero
@@ -328,7 +327,7 @@ def in_another_width() -> str:
         return str(error.value)
 
 
-def test_another_width_is_told() -> None:
+def test_another_width_is_reported() -> None:
     zero, one = run_ranks(in_another_width, 2)
     assert "sends 24 bytes of 'halo of layer 1'" in zero
     assert "expects 16 bytes" in zero
@@ -351,9 +350,9 @@ def with_a_silent_rank() -> str:
 
 @pytest.mark.wide
 def test_silent_rank_is_named() -> None:
-    told, _ = run_ranks(with_a_silent_rank, 2)
-    assert "nothing moved for 3 s while rank 0 waited for rank 1 on" in told
-    assert "rank 1" in told.partition("nothing moved")[0]
+    message, _ = run_ranks(with_a_silent_rank, 2)
+    assert "made no progress for 3 s on rank 0, which waits for rank 1 on" in message
+    assert "rank 1" in message.partition("made no progress")[0]
 
 
 def dies_on_the_way(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
@@ -371,11 +370,11 @@ def with_a_dying_rank(backward: bool) -> str:
     halo = HaloExchange(session, layer_of(rank, sizes, needs), 1)
     h = torch.zeros(sizes[rank], 32, requires_grad=True)
     if rank == 1:
-        outgoing = exchange._outgoing
+        outgoing = halo_exchange._outgoing
         if backward:
             rows = halo.exchange(h)
         with mock.patch.object(
-            exchange,
+            halo_exchange,
             "_outgoing",
             lambda to, part, _pieces: outgoing(to, part, dies_on_the_way(map(bytes_of, part.split(1000)))),
         ):
@@ -384,7 +383,7 @@ def with_a_dying_rank(backward: bool) -> str:
     with pytest.raises(PeerError) as error:
         halo.exchange(h).sum().backward()
     assert time.monotonic() - started < 20
-    with pytest.raises(PeerError, match="broken off half-way"):
+    with pytest.raises(PeerError, match="aborted on this rank"):
         halo.exchange(h)
     session.close(failed=True)
     return str(error.value)
@@ -427,7 +426,7 @@ def test_plans_of_disk_are_read_only() -> None:
     ((_, rows),) = layer.send
     rows.flags.writeable = False
     with start_session() as session:
-        assert HaloExchange(session, layer, 1).has_peers
+        HaloExchange(session, layer, 1)
 
 
 def test_layers_that_are_alike_share_their_lists_of_rows() -> None:

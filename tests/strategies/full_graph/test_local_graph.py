@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.full_graph.model import LocalGraph
+from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
 from tests.strategies.full_graph.layers_of_dgl import LAYERS, ON_GRAPHS, REFUSED, Stack, weights
 from tests.strategies.full_graph.threads import World, gradients_of, whole_graph
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         with pytest.raises(ConfigError, match="local graph"):
             changed(graph)
     graph.ndata["x"] = torch.ones(5, 2)
-    with pytest.raises(ConfigError, match="this rank's alone"):
+    with pytest.raises(ConfigError, match="only those of this rank"):
         dgl.mean_nodes(graph, "x")
     with pytest.raises(ConfigError, match="adj of a local graph"):
         graph.adj()

@@ -36,7 +36,7 @@ Step = Callable[[nn.Module, Any, Tensor, Tensor], None]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("granndis_loops"))
+    return equality.write_parts(tmp_path_factory.mktemp("full_graph_loops"))
 
 
 def forward_twice(model: nn.Module, blocks: Any, x: Tensor, labels: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Estimates from hand-made plans, and the search for a number of co-batches."""
+"""Estimates from hand-made plans, and the search for a number of cooperative batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dglx_dist.strategies.full_graph.memory_estimate import (
     choose_num_batches,
     counts_of,
     estimate,
-    spread,
+    evenly_spaced,
     structure_bytes,
 )
 from tests.strategies.full_graph.test_plan_files import a_plan
 
 
-def a_rehearsal() -> MemoryTrace:
+def a_memory_trace() -> MemoryTrace:
     """10 bytes for each row of level 1 are kept, 6 for each source of layer 1 pass; then 4 for each seed."""
     kinds = [5, 2, 5, 3, 0, 2, 3, 0]
     row_bytes = [6, 10, -6, 4, 100, -10, -4, -100]
@@ -41,13 +41,13 @@ def test_numbers_of_a_plan() -> None:
 
 
 def test_allocations_of_a_step() -> None:
-    memory_trace, counts = a_rehearsal(), np.array([1, 3, 2, 1, 9, 4, 3, 0])
+    memory_trace, counts = a_memory_trace(), np.array([1, 3, 2, 1, 9, 4, 3, 0])
     assert memory_trace.running(counts).tolist() == [0, 24, 44, 20, 24, 124, 104, 100, 0]
     assert memory_trace.kept(counts).tolist() == [0, 20, 4]
 
 
 def test_layers_and_their_sum() -> None:
-    plan, memory_trace = a_plan(), a_rehearsal()
+    plan, memory_trace = a_plan(), a_memory_trace()
     found = estimate(plan, memory_trace, 40, ahead=1)
     assert [layer.features for layer in found.layers] == [120, 0]
     # The sources of layer 2, of which the hand-made allocations have 6 bytes each, are freed in forward.
@@ -65,7 +65,7 @@ def test_layers_and_their_sum() -> None:
 
 def test_layers_on_one_structure_need_it_once() -> None:
     one, other = a_plan().layers
-    memory_trace = a_rehearsal()
+    memory_trace = a_memory_trace()
     alike = replace(a_plan(), layers=(one, one))
     found = [layer.structure for layer in estimate(alike, memory_trace, 40, ahead=0).layers]
     assert found == [structure_bytes(one), 0]
@@ -74,7 +74,7 @@ def test_layers_on_one_structure_need_it_once() -> None:
 
 
 def needs(total: int) -> tuple[list[int], Callable[[int, Array], int]]:
-    """Bytes of a co-batch are the total over their number, and which numbers were asked for."""
+    """Bytes of a cooperative batch are the total over their number, and which numbers were asked for."""
     asked: list[int] = []
 
     def worst(number: int, steps: Array) -> int:
@@ -93,11 +93,11 @@ def test_the_fewest_that_fit(total: int) -> None:
     fewest = -(-total // 100)
     assert fewest <= number <= fewest + max(1, fewest // 7)
     assert len(asked) < 16
-    # No more than one number of co-batches is planned that needs twice the memory.
+    # No more than one number of cooperative batches is planned that needs twice the memory.
     assert sum(worst(one, np.array([0])) > 200 for one in set(asked)) <= (0 if number <= 32 else 6)
 
 
-def test_one_co_batch_that_is_larger_than_the_probes_counts() -> None:
+def test_one_batch_that_is_larger_than_the_probes_counts() -> None:
     def worst(number: int, steps: Array) -> int:
         return 1000 // number + (30 if 1 in steps and number > 4 else 0)
 
@@ -107,19 +107,19 @@ def test_one_co_batch_that_is_larger_than_the_probes_counts() -> None:
 
 def test_no_room_is_refused_with_the_way_out() -> None:
     _, worst = needs(10**6)
-    with pytest.raises(ConfigError, match=r"do not hold even one of 50 co-batches.*grant more"):
+    with pytest.raises(ConfigError, match=r"do not hold even one of 50 cooperative batches.*raise memory"):
         choose_num_batches(worst, 100, 50)
 
 
-def test_a_co_batch_that_is_never_small_enough_is_found_behind_the_probes() -> None:
+def test_a_batch_that_is_never_small_enough_is_found_behind_the_probes() -> None:
     def worst(_number: int, steps: Array) -> int:
         return 60 if 1 in steps else 1
 
-    with pytest.raises(ConfigError, match="do not hold even one of 5 co-batches, which needs 60"):
+    with pytest.raises(ConfigError, match="do not hold even one of 5 cooperative batches, which needs 60"):
         choose_num_batches(worst, 50, 5)
 
 
 def test_spread_numbers() -> None:
-    assert spread(1, 3).tolist() == [0]
-    assert spread(2, 3).tolist() == [0, 1]
-    assert spread(9, 3).tolist() == [0, 4, 8]
+    assert evenly_spaced(1, 3).tolist() == [0]
+    assert evenly_spaced(2, 3).tolist() == [0, 1]
+    assert evenly_spaced(9, 3).tolist() == [0, 4, 8]

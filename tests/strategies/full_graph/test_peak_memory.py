@@ -1,4 +1,4 @@
-"""What is foretold against what a process really takes, where sizes are large enough to be stable."""
+"""What is predicted against what a process really takes, where sizes are large enough to be stable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def _ring(folder: Path, nodes: int) -> Path:
-    """Write a ring whose nodes read the four on either side: a co-batch of neighbours needs few others."""
+    """Write a ring whose nodes read the four on either side: neighbours need few other nodes."""
     steps = np.array([-4, -3, -2, -1, 1, 2, 3, 4])
     destination = np.repeat(np.arange(nodes), len(steps))
     source = (destination + np.tile(steps, nodes)) % nodes
@@ -80,7 +80,7 @@ def _model(kind: str) -> torch.nn.Module:
 
 
 def _trained(folder: str, kind: str, memory: str) -> tuple[int, int, MemoryEstimate]:
-    """Return the bytes that two epochs took at their peak, their steps, and what was foretold."""
+    """Return the bytes that two epochs took at their peak, their steps, and what was predicted."""
     session = start_session(timeout_s=100)
     g = DistGraph(folder)
     options = {"memory": memory, "composition": "ordered", "keep": "rebuild"}
@@ -101,11 +101,11 @@ def _trained(folder: str, kind: str, memory: str) -> tuple[int, int, MemoryEstim
     after = _status()
     # Files of the dataset that were mapped meanwhile are the system's.
     mapped = sum(after[name] - before[name] for name in ("RssFile", "RssShmem"))
-    taken, steps, foretold = after["VmHWM"] - before["VmRSS"] - mapped, len(loader), loader.memory
+    taken, steps, predicted = after["VmHWM"] - before["VmRSS"] - mapped, len(loader), loader.memory
     del loader, model, blocks
     g.close()
     session.close()
-    return taken, steps, foretold
+    return taken, steps, predicted
 
 
 def measured(folders: list[str], kind: str, memory: str) -> tuple[int, int, MemoryEstimate]:
@@ -126,13 +126,13 @@ def test_the_peak_is_within_15_percent(
 ) -> None:
     results = run_ranks(measured, ranks, args=(folders, kind, memory), ranks_per_server=ranks)
     taken = max(one[0] for one in results)
-    foretold = max((one[2] for one in results), key=lambda one: one.total)
+    predicted = max((one[2] for one in results), key=lambda one: one.total)
     assert all(one[1] == results[0][1] for one in results)
     assert results[0][1] in steps
     assert taken > 40e6
-    assert foretold.total <= read_size(memory)
-    told = "\n".join([f"{taken / 1e6:.1f} MB, {results[0][1]} steps", *foretold.lines()])
-    assert foretold.total == pytest.approx(taken, rel=WITHIN), told
+    assert predicted.total <= read_size(memory)
+    details = "\n".join([f"{taken / 1e6:.1f} MB, {results[0][1]} steps", *predicted.lines()])
+    assert predicted.total == pytest.approx(taken, rel=WITHIN), details
 
 
 def _steps_within(folder: str, strategy_name: str, options: dict[str, Any], limit: int) -> int:
@@ -173,7 +173,7 @@ def limited(folders: list[str]) -> tuple[str, int]:
     return "", steps
 
 
-def test_what_full_graph_cannot_hold_trains_in_co_batches(folders: list[str]) -> None:
+def test_what_full_graph_cannot_hold_trains_in_batches(folders: list[str]) -> None:
     """RLIMIT_AS holds both to 160 MiB more than they begin with; full_graph needs over 200."""
     ((failure, steps),) = run_ranks(limited, 1, args=(folders,))
     assert "allocate memory" in failure or "MemoryError" in failure

@@ -34,5 +34,5 @@ def test_rows_of_a_level_are_the_first_ones() -> None:
         external_nodes=2,
     )
     assert [plan.rows(level).tolist() for level in range(3)] == [[4, 3, 5], [4, 3], [4]]
-    assert (plan.seeds, plan.expansion) == (1, 2.0)
+    assert plan.seeds == 1
     assert (first.num_sources, last.num_sources) == (4, 2)

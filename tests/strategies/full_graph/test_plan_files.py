@@ -17,9 +17,7 @@ import pytest
 
 from dglx_dist.data.storage.files import STAMP
 from dglx_dist.errors import StorageError
-from dglx_dist.strategies.full_graph import halo_plan as kept_folders
-from dglx_dist.strategies.full_graph import halo_plan as plan_cache
-from dglx_dist.strategies.full_graph import halo_plan as plan_files
+from dglx_dist.strategies.full_graph import halo_plan
 from dglx_dist.strategies.full_graph.halo_plan import (
     NUMBERS,
     HaloLayer,
@@ -171,9 +169,9 @@ def _killed_while_writing(folder: Path, after: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if after == NUMBERS:
-        plan_files.seal = killed
+        halo_plan.seal = killed
     else:
-        kept_folders.publish = killed
+        halo_plan.publish = killed
     cache_at(folder).write(0, a_plan())
 
 
@@ -199,7 +197,7 @@ def test_a_disk_without_room_is_survived(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(plan_cache, "write_plan", full)
+    monkeypatch.setattr(halo_plan, "write_plan", full)
     cache = cache_at(tmp_path)
     assert not cache.write(0, a_plan())
     assert not cache.write(1, a_plan())

@@ -222,7 +222,7 @@ def refuse(folder: str) -> list[str]:
     g = DistGraph(folder, structure="partitioned")
     rank = session.topology.rank
     planner = Planner(g)
-    told = []
+    messages = []
     for request in (
         PlanRequest(seeds=[1], num_layers=2, hops=1 + rank),
         PlanRequest(seeds=[], num_layers=2, hops=2),
@@ -231,11 +231,11 @@ def refuse(folder: str) -> list[str]:
     ):
         try:
             planner.plan(request)
-            told.append("nothing")
+            messages.append("nothing")
         except (DglxError, IndexError, ZeroDivisionError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
     assert planner.plan(PlanRequest(seeds=[1], num_layers=2, hops=1)).hops == 1
-    return told
+    return messages
 
 
 def bad_selection(_structure: Any, own: tuple[int, int], _seeds: Array) -> Array:
@@ -246,8 +246,8 @@ def test_what_makes_no_sense_is_refused_on_every_rank(folder: Path) -> None:
     first, second = run_ranks(refuse, 2, args=(str(folder),), ranks_per_server=1)
     assert first[0].startswith("ConfigError: rank 0 plans with hops 1 and rank 1 with 2; give the same")
     assert second[0].startswith("ConfigError: rank 1 plans with hops 2 and rank 0 with 1; give the same")
-    for told in (first, second):
-        assert told[1] == "ConfigError: no rank was given a node to compute; give the loader at least one"
+    for messages in (first, second):
+        assert messages[1] == "ConfigError: no rank was given a node to compute; give the loader at least one"
     assert second[2].startswith("IndexError")
     assert first[2].startswith("FailedElsewhereError: rank 1")
     assert "IndexError" in first[2]
@@ -288,7 +288,7 @@ def test_a_server_without_nodes_and_too_many_ranks_are_refused(tmp_path: Path) -
     raw = RawGraph(name="two", num_nodes={NODE_TYPE: 2}, edges={EDGE_TYPE: (np.array([0]), np.array([1]))})
     assignment = Assignment(num_parts=2, part_of={NODE_TYPE: np.zeros(2, np.int32)}, method="test", seed=0)
     write_dataset(raw, assignment, tmp_path / "parts")
-    told = run_ranks(refuse_graphs, 2, args=(str(tmp_path / "parts"),), ranks_per_server=1)
-    assert all("server 1 of 2 owns no node" in text and "--parts 2" in text for text in told)
-    told = run_ranks(refuse_graphs, 3, args=(str(tmp_path / "parts"),), ranks_per_server=3)
-    assert all("2 nodes for 3 ranks" in text for text in told)
+    messages = run_ranks(refuse_graphs, 2, args=(str(tmp_path / "parts"),), ranks_per_server=1)
+    assert all("server 1 of 2 owns no node" in text and "--parts 2" in text for text in messages)
+    messages = run_ranks(refuse_graphs, 3, args=(str(tmp_path / "parts"),), ranks_per_server=3)
+    assert all("2 nodes for 3 ranks" in text for text in messages)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         raw, edge_data={EDGE_TYPE: {"weight": np.random.default_rng(1).random((num_edges, COLUMNS))}}
     )
     part_of = (np.arange(plan_cases.NUM_NODES) >= 150).astype(np.int32)
-    folder = tmp_path_factory.mktemp("granndis_preload") / "parts"
+    folder = tmp_path_factory.mktemp("full_graph_preload") / "parts"
     write_dataset(raw, Assignment(num_parts=2, part_of={NODE_TYPE: part_of}, method="test", seed=0), folder)
     return folder
 

@@ -1,4 +1,4 @@
-"""What full-graph training refuses: every rank is told at once, in words that say what to do instead."""
+"""Unsupported inputs of full-graph training: every rank raises at once, and the message names the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRATEGY_NAMES = ("full_graph", "shared_preload")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("granndis_refusals")
+    folder = tmp_path_factory.mktemp("full_graph_refusals")
     write_dataset(*two_types(), folder / "two")
     return str(equality.write_parts(folder)), str(folder / "two")
 
@@ -106,7 +106,7 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any], str]] = {
     ),
     "kind": ("full_graph", {"use_pp": 1}, "use_pp=1.*must be of type bool"),
     "bucket": ("full_graph", {"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
-    "negative hops": ("shared_preload", {"hops": -1}, "hops=-1 must be at least 0.*left out it is all"),
+    "negative hops": ("shared_preload", {"hops": -1}, "hops=-1 must be at least 0.*the default is all"),
     "hops without fan-out": ("shared_preload", {"external_hops": 2}, "external_hops=2 without external_fa"),
     "both hops": ("shared_preload", {"hops": 1, "external_fanout": 15}, "hops=1.*leave one of them out"),
     "split": ("shared_preload", {"split": "mitis"}, "no partitioner 'mitis'; did you mean 'metis'"),
@@ -154,7 +154,7 @@ def on_rank(folder: str) -> dict[str, str]:
 
 
 def in_training(g: DistGraph, strategy: Any) -> dict[str, str]:
-    """What a loop is told, and that a right one still runs afterwards."""
+    """Return the errors of wrong loops; a correct one still runs afterwards."""
     model = strategy.wrap(runs.first_model("sage"), g)
     loader = strategy.loader(g, runs.my_share(g), runs.sampler())
     graph = dgl.rand_graph(6, 12)
@@ -194,7 +194,7 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
                 name,
             )
             match(found[f"{name}/cut rows"], "source rows of shape .* for a block of", name)
-        match(found["hops"], "hops=3, and the sampler has 2 layers: give at most 2", "hops")
+        match(found["hops"], "hops=3, but the sampler has 2 layers: give at most 2", "hops")
         match(found["differing"], "options of full_graph", "differing")
 
 

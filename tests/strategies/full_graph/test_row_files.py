@@ -16,7 +16,7 @@ from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.row_kernels import column_info
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
-from dglx_dist.strategies.full_graph import halo_plan as row_files
+from dglx_dist.strategies.full_graph import halo_plan
 from dglx_dist.strategies.full_graph.halo_plan import ROWS, RowFiles
 from dglx_dist.strategies.full_graph.loader import ColumnReader
 from tests.data.storage.graphs import flip, flipped_bits
@@ -146,12 +146,12 @@ def test_without_room_rows_are_fetched_each_time(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(row_files.np, "save", full)
+    monkeypatch.setattr(halo_plan.np, "save", full)
     store, files = Store(), RowFiles(tmp_path, 0)
     for _ in range(2):
         columns_of(store, files)
     assert store.pulled.count(("weight", [10, 11, 17])) == 2
     # Told once, not for each of the many rows of many epochs.
-    assert caplog.text.count("what was fetched of 'weight' is not kept on disk") == 1
+    assert caplog.text.count("the fetched rows of 'weight' is not kept on disk") == 1
     assert caplog.text.count("is not kept on disk") == 1
     assert not list(tmp_path.rglob("*.partial"))

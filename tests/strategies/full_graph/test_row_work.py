@@ -20,10 +20,10 @@ PIECE = PIECE_BYTES // (WIDTH * 4)
 
 def test_pieces_together_are_the_rows() -> None:
     h, rows = torch.randn(3 * PIECE, WIDTH), torch.randperm(3 * PIECE)[: 2 * PIECE + 1]
-    room = torch.empty(len(rows), WIDTH)
-    pieces = list(gathered(h, rows, room))
+    buffer = torch.empty(len(rows), WIDTH)
+    pieces = list(gathered(h, rows, buffer))
     assert [len(piece) for piece in pieces] == [PIECE_BYTES, PIECE_BYTES, WIDTH * 4]
-    assert torch.equal(room, h[rows])
+    assert torch.equal(buffer, h[rows])
     assert b"".join(pieces) == bytes_of(h[rows]).tobytes()
     target = torch.empty_like(h)
     assert set(copied(h, target)) == {True}
@@ -35,7 +35,7 @@ def test_rows_without_columns_and_no_rows() -> None:
     none = torch.empty(0, dtype=torch.int64)
     for part in (torch.empty(0, 4), torch.empty(0, 0)):
         total = torch.zeros(2, part.shape[1])
-        assert list(added(total, [none], [part], [Incoming(rank=1, room=bytes_of(part))])) == []
+        assert list(added(total, [none], [part], [Incoming(rank=1, buffer=bytes_of(part))])) == []
 
 
 def test_sums_have_the_same_bits_whoever_is_first() -> None:
@@ -45,7 +45,7 @@ def test_sums_have_the_same_bits_whoever_is_first() -> None:
     found = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         total = torch.zeros(2 * PIECE, WIDTH)
-        incoming = [Incoming(rank=n, room=bytes_of(part)) for n, part in enumerate(parts)]
+        incoming = [Incoming(rank=n, buffer=bytes_of(part)) for n, part in enumerate(parts)]
         work = added(total, rows, parts, incoming)
         assert next(work) is False
         for peer in order:
@@ -53,7 +53,7 @@ def test_sums_have_the_same_bits_whoever_is_first() -> None:
                 # A part of the first piece is not enough.
                 incoming[0].num_arrived = PIECE_BYTES - 1
                 assert next(work) is False
-            incoming[peer].num_arrived = len(incoming[peer].room)
+            incoming[peer].num_arrived = len(incoming[peer].buffer)
             while next(work, False):
                 pass
         assert list(work) == []

@@ -35,7 +35,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("granndis_weights"))
+    return equality.write_parts(tmp_path_factory.mktemp("full_graph_weights"))
 
 
 class Around(nn.Module):

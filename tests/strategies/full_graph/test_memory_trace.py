@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE
-from dglx_dist.strategies.full_graph import memory_estimate as tested
+from dglx_dist.strategies.full_graph import memory_estimate
 from dglx_dist.strategies.full_graph.halo_block import halo_block
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.memory_estimate import counts_of, trace_memory
@@ -77,16 +77,16 @@ def random_plan(levels: list[int], halos: list[int], edges: list[int]) -> RankPl
 def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:
     """Return the peak of a real step on ``plan``, and what forward leaves, in bytes."""
     install(model)
-    dropouts = tested.install_node_dropouts(model, 0)
-    exchanges = [tested._Echo(len(layer.halo_nodes)) for layer in plan.layers]
+    dropouts = memory_estimate.install_node_dropouts(model, 0)
+    exchanges = [memory_estimate._LocalExchange(len(layer.halo_nodes)) for layer in plan.layers]
     blocks = [
         halo_block(layer, torch.arange(layer.own_rows), exchange, etype=EDGE_TYPE)
         for layer, exchange in zip(plan.layers, exchanges, strict=True)
     ]
     rows = torch.zeros(len(plan.nodes), WIDTH)
     dropouts.begin(0, blocks[0].srcdata[dgl.NID])
-    tested._step(model, blocks, rows)
-    events = tested._recorded(model, [block.fresh() for block in blocks], rows)
+    memory_estimate._step(model, blocks, rows)
+    events = memory_estimate._recorded(model, [block.fresh() for block in blocks], rows)
     held: set[int] = set()
     running, peak, kept = 0, 0, 0
     for _, address, num_bytes in events:
@@ -107,8 +107,8 @@ def test_the_peak_of_a_step_follows_from_a_tiny_one(kind: str, halos: list[int])
     plan = random_plan([7000, 3000, 1500], halos, [40000, 9000])
     found = trace_memory(model, 2, torch.zeros(1, WIDTH), with_halo=halos[0] > 0, etype=EDGE_TYPE)
     peak, kept = allocated(model, plan)
-    foretold = found.running(counts_of(plan))
-    assert foretold.max() == pytest.approx(peak, rel=0.02)
+    predicted = found.running(counts_of(plan))
+    assert predicted.max() == pytest.approx(peak, rel=0.02)
     assert found.kept(counts_of(plan)).sum() == pytest.approx(kept, rel=0.02)
     assert found.exchanged.tolist() == ([WIDTH * 4, HIDDEN * 4] if halos[0] else [0, 0])
     assert found.parameter_bytes == sum(p.numel() * 4 for p in model.parameters())
@@ -160,5 +160,5 @@ def test_more_layers_keep_more() -> None:
 
 
 def test_a_model_that_fails_is_told_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"could not be tried out.*batches=R"):
+    with pytest.raises(ConfigError, match=r"failed on a tiny graph.*batches=R"):
         trace_memory(Model("sage"), 2, torch.zeros(1, WIDTH + 1), with_halo=False, etype=EDGE_TYPE)

@@ -16,7 +16,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.full_graph import loader as batches
+from dglx_dist.strategies.full_graph import loader as loader_module
 from dglx_dist.strategies.full_graph.halo_plan import OnePlan
 from dglx_dist.strategies.full_graph.loader import FullGraphLoader
 from dglx_dist.strategies.full_graph.model import install
@@ -33,7 +33,7 @@ Wrap = Callable[[DistGraph, Any, nn.Module], Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("granndis_wrong"))
+    return equality.write_parts(tmp_path_factory.mktemp("full_graph_wrong"))
 
 
 def right(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
@@ -122,9 +122,11 @@ def on_rank(folder: str) -> dict[str, list[Any]]:
         found["replicas count"] = counting_replicas(g)
         found["right norm"] = train(g, right, "gcn_symmetric")
         # Degrees of the piece of the graph in place of those of the whole.
-        made = batches.halo_block
+        made = loader_module.halo_block
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(batches, "halo_block", lambda *args, **named: made(*args, etype=named["etype"]))
+            patched.setattr(
+                loader_module, "halo_block", lambda *args, **named: made(*args, etype=named["etype"])
+            )
             found["degrees of a piece"] = train(g, right, "gcn_symmetric")
         g.barrier()
         return found

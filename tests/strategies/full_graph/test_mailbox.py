@@ -12,7 +12,7 @@ import pytest
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
-from dglx_dist.strategies.full_graph import plan_builder as mailbox
+from dglx_dist.strategies.full_graph import plan_builder
 from dglx_dist.strategies.full_graph.plan_builder import Mailbox
 from tests.helpers.ranks import run_ranks
 
@@ -28,23 +28,23 @@ def talk() -> str:
         got = mailbox.exchange("numbers", {0: [np.array([rank])], 1: [np.array([rank + 10])]}, (0, 1))
         assert [int(got[other][0][0]) for other in (0, 1)] == [rank * 10, rank * 10 + 1]
         assert mailbox.exchange("nothing", {}, (0, 1)) == {0: [], 1: []}
-    told = ""
+    message = ""
     if rank == 0:
         with pytest.raises(PeerError) as caught, mailbox.job():
             mailbox.exchange("alone", {}, (0, 1))
-        told = str(caught.value)
+        message = str(caught.value)
     else:
         while mailbox._box.failure() is None and not mailbox._box._arrived:
             time.sleep(0.1)
         time.sleep(4)
     assert session.ledger.total(phase="plan") == 8
-    return told
+    return message
 
 
 def test_slow_ranks_are_waited_for_and_missing_ones_are_named() -> None:
-    told, _ = run_ranks(talk, 2, ranks_per_server=1)
-    assert "rank 1 on " in told
-    assert "did not come to 'alone' of plan 2 within 2 s" in told
+    message, _ = run_ranks(talk, 2, ranks_per_server=1)
+    assert "rank 1 on " in message
+    assert "did not reach 'alone' of plan 2 within 2 s" in message
 
 
 def fail_beside_a_rank_that_hangs() -> None:
@@ -55,7 +55,11 @@ def fail_beside_a_rank_that_hangs() -> None:
     barrier(session, "start")
     if session.topology.rank == 1:
         started = time.monotonic()
-        with mock.patch.object(mailbox, "_TELL_S", 0.5), pytest.raises(ValueError, match="a bug"), box.job():
+        with (
+            mock.patch.object(plan_builder, "_NOTIFY_FAILURE_S", 0.5),
+            pytest.raises(ValueError, match="a bug"),
+            box.job(),
+        ):
             raise ValueError("a bug")
         assert time.monotonic() - started < 30
     barrier(session, "failed")
