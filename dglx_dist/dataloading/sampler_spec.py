@@ -200,7 +200,7 @@ def _by_type(
 
 def _node_type(g: DistGraph, name: object) -> str:
     if not isinstance(name, str) or name not in g.ntypes:
-        raise ConfigError(f"unknown node type {name!r} (known: {', '.join(g.ntypes)})")
+        raise ConfigError(f"there is no node type {name!r} (known: {', '.join(g.ntypes)})")
     return name
 
 

@@ -109,7 +109,7 @@ class SplittableConv(nn.Module, ABC):
     def apply_edges(self, given: StageInput, gathered: PartialSums) -> Tensor:
         """As :meth:`apply_nodes`, for layers that need edges and their values here.
 
-        It runs on the owner of a block, so ``given`` has all of ``edges``, but only a part's columns of ``x``.
+        It runs on the owner of a block: ``given`` has all of ``edges``, but only a part's columns of ``x``.
         """
         return self.apply_nodes(given.block, gathered)
 

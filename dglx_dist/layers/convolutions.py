@@ -256,7 +256,7 @@ class RelationalStages(SplittableConv):
         self._loop, self._bias, self._norm = conv.self_loop, conv.bias, conv.layer_norm
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return (D1, H) sums of messages with the nodes' own share, which is apart if a norm lies between."""
+        """Return (D1, H) sums of messages plus the nodes' own share, apart if a norm lies between them."""
         around = self._messages(given, transformed)
         if not self._loop:
             return (around,)
@@ -360,7 +360,7 @@ def sage_of_rows(conv: SAGEConv) -> SplittableConv:
 
 @final
 class PoolStages(SplittableConv):
-    """``SAGEConv`` with aggregator pool, by rows: those of ``fc_pool`` are summed, the owner takes the max."""
+    """``SAGEConv`` with aggregator pool, by rows: ``fc_pool``'s are summed, the owner takes the max."""
 
     edges_after_sync = True
 

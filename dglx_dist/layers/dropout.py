@@ -1,7 +1,7 @@
 """Dropout with masks keyed by node and edge ids, and column ranges of split inputs.
 
-Ranks that compute the same node's row drop the same entries of it, so any number of ranks trains the same model
-as one process.
+Ranks that compute the same node's row drop the same entries of it, so any number of ranks trains the same
+model as one process.
 """
 
 from __future__ import annotations
@@ -221,9 +221,9 @@ _EDGE_DROPOUTS = ("attn_drop", "edge_drop")
 def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     """Replace every ``nn.Dropout`` in ``model`` by a :class:`NodeDropout`; not collective.
 
-    Earlier :class:`NodeDropout` modules are replaced too, without their state. Names of parameters and buffers
-    do not change. Subclasses, ``nn.AlphaDropout`` and the like, and calls of ``torch.nn.functional.dropout``
-    remain torch's, with masks that depend on the rank.
+    Earlier :class:`NodeDropout` modules are replaced too, without their state. Names of parameters and
+    buffers do not change. Subclasses, ``nn.AlphaDropout`` and the like, and calls of
+    ``torch.nn.functional.dropout`` remain torch's, with masks that depend on the rank.
 
     Args:
         model: Changed in place; not a dropout itself.
@@ -265,8 +265,8 @@ class _Call:
         graph = None if self.graph is None else self.graph()
         if graph is None and self.graph is not None:
             raise ConfigError(
-                "a dropout runs again during backward, but the block of its layer has been freed, so the nodes "
-                "of its rows are unknown; keep the blocks until backward is done"
+                "a dropout runs again during backward, but the block of its layer has been freed, so the "
+                "nodes of its rows are unknown; keep the blocks until backward is done"
             )
         return graph
 

@@ -1,4 +1,4 @@
-"""A picture of who did what when, drawn from a trace without a display."""
+"""Pictures as PNG files: epochs, parts, expansion, plan regions, and schedules from traces."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Seconds, summed over the ranks."""
+    """Overlap of network and compute in seconds, summed over the ranks."""
 
     network_s: float
-    """During which something of a rank was under way on the network; two transfers at once count once."""
+    """Time with at least one transfer of a rank."""
     beside_s: float
-    """Of them, those in which that rank computed too. Waiting is no computing."""
+    """Time of these in which that rank computed too, without waiting."""
     compute_s: float
-    """During which a rank computed."""
+    """Time in which a rank computed."""
 
     @property
     def fraction(self) -> float | None:
-        """``beside_s / network_s``; None where nothing was under way."""
+        """``beside_s / network_s``; None without transfers."""
         return self.beside_s / self.network_s if self.network_s > 0 else None
 
 
 def overlap(trace: TraceFile) -> Overlap:
-    """Return how long ranks computed while their network was in use."""
+    """Measure how long ranks computed during their transfers."""
     network_s = beside_s = compute_s = 0.0
     for rank in trace.ranks:
         network, compute = _network(rank.spans), _compute(rank.spans)
@@ -65,7 +65,7 @@ def overlap(trace: TraceFile) -> Overlap:
 
 
 def workers_beside(trace: TraceFile) -> tuple[float, float]:
-    """Return seconds in which a rank had tasks at workers, and those of them in which it computed too."""
+    """Return the seconds in which a rank had tasks at workers, and those in which it computed too."""
     worker_s = beside_s = 0.0
     for rank in trace.ranks:
         tasks = [one for one in rank.spans if one.row == WORKER and not is_wait(one)]
@@ -76,7 +76,7 @@ def workers_beside(trace: TraceFile) -> tuple[float, float]:
 
 
 def is_wait(span: Span) -> bool:
-    """Whether a row stands still during ``span``."""
+    """Whether the row of ``span`` waits."""
     return span.name.startswith(WAIT)
 
 
@@ -91,7 +91,7 @@ def _compute(spans: Sequence[Span]) -> list[Interval]:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points as intervals that are apart, in order."""
+    """Merge intervals to disjoint ones in order."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -102,7 +102,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _without(kept: Sequence[Interval], cut: Sequence[Interval]) -> list[Interval]:
-    """Return the points of ``kept`` that are not in ``cut``; both in order and apart, and so the result."""
+    """Return ``kept`` without ``cut``, all as disjoint intervals in order."""
     left: list[Interval] = []
     first = 0
     for begin, end in kept:
@@ -124,33 +124,33 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def choose(
-    trace: TraceFile, row: str, asked: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
+    trace: TraceFile, row: str, requested: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
 ) -> tuple[int, int]:
-    """Return the first and the last number of the spans of ``row`` that are shown.
+    """Return the first and the last span number of ``row`` to show.
 
     Args:
-        trace: What is drawn.
-        row: Whose spans have the numbers.
-        asked: First and last, as the user wants them; None: ``usual`` many in the middle.
-        unit: What is numbered, for messages.
-        usual: So many unless told otherwise.
-        early: So many more are left out before the middle than behind it.
+        trace: The trace.
+        row: The row with numbered spans.
+        requested: First and last as the user gave them; None: ``usual`` numbers in the middle.
+        unit: Name of the numbered things, for messages.
+        usual: Default count.
+        early: Numbers left out at the beginning in excess of those at the end.
 
     Raises:
-        ConfigError: there is none, or none that was asked for.
+        ConfigError: the trace has no numbers, or none of the requested ones.
     """
     spans = (span for rank in trace.ranks for span in rank.spans)
     known = sorted({span.batch for span in spans if span.row == row and span.batch is not None})
     if not known:
         raise ConfigError(f"the trace has no {unit} to draw; record more with --trace-steps")
-    if asked is None:
+    if requested is None:
         middle = max((len(known) - usual + early) // 2, 0)
         return known[middle], known[min(middle + usual, len(known)) - 1]
-    first, last = asked
+    first, last = requested
     if not any(first <= number <= last for number in known):
         raise ConfigError(
-            f"the trace has no {unit} from {first} to {last}; it has {known[0]} to {known[-1]}; choose "
-            "others with --batches FIRST:LAST"
+            f"the trace has no {unit} from {first} to {last}, only {known[0]} to {known[-1]}; choose others "
+            "with --batches FIRST:LAST"
         )
     return max(first, known[0]), min(last, known[-1])
 
@@ -158,10 +158,7 @@ def choose(
 def window(
     trace: TraceFile, first: int, last: int, rows: Collection[str] | None = None
 ) -> tuple[float, float]:
-    """Return begin and end in seconds of all that is numbered ``first`` to ``last``, with some room.
-
-    ``rows``: whose spans count; None: all.
-    """
+    """Return begin and end in seconds of spans ``first`` to ``last`` of ``rows``, with a margin."""
     shown = [
         span
         for rank in trace.ranks
@@ -172,12 +169,12 @@ def window(
         and not is_wait(span)
     ]
     begin, end = min(span.begin_s for span in shown), max(span.end_s for span in shown)
-    room = 0.01 * (end - begin)
-    return begin - room, end + room
+    margin = 0.01 * (end - begin)
+    return begin - margin, end + margin
 
 
 def clipped(span: Span, shown: tuple[float, float]) -> tuple[float, float]:
-    """Return begin and end in milliseconds since the picture's begin, as far as they are on it."""
+    """Return begin and end of ``span`` within ``shown``, in milliseconds since its begin."""
     begin, end = shown
     return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
 
@@ -187,16 +184,16 @@ PHASES = (
     ("compute", "compute_s", "#4c72b0"),
     ("exchange", "exchange_s", "#dd8452"),
 )
-"""Label, field of EpochRecord, colour of what the training loop does, one after another."""
+"""Label, field of EpochRecord and colour of the consecutive phases of the training loop."""
 HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
-"""The same for what the loader's threads do beside it."""
+"""The same for the loader's threads, which run beside it."""
 INSIDE, OUTSIDE = "#9ecae1", "#d62728"
-_IN_LEGEND = 8
-"""Servers that are named beside their lines."""
+_MAX_LEGEND = 8
+"""Largest number of servers with a legend."""
 
 
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
-    """Draw loss and accuracy, where the seconds went, and the bytes of each epoch into a PNG file."""
+    """Draw loss, accuracy, phases and bytes of each epoch into a PNG file."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
     learning, phases, traffic = figure.subplots(1, 3)
@@ -233,11 +230,11 @@ def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     for name, field, color in HIDDEN:
         axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
     axes.set(title="seconds per epoch", xlabel="epoch", ylabel="s")
-    # The first epoch compiles kernels; drawn whole, it would flatten all others.
+    # The first epoch compiles kernels; at full height, it would flatten all others.
     warm = max((sum(getattr(e, field) for _, field, _ in PHASES) for e in epochs[1:]), default=0.0)
     if bottom and bottom[0] > 2 * warm > 0:
         axes.set_ylim(0, 1.6 * warm)
-        axes.set_xlabel(f"epoch (the first, {bottom[0]:.2g} s, goes beyond the picture)")
+        axes.set_xlabel(f"epoch (the first one, {bottom[0]:.2g} s, is cut off)")
     axes.legend(fontsize=8, loc="upper right")
 
 
@@ -256,10 +253,10 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
     """Draw one bar per part for each column (nodes, edges, halo, ...) into a PNG file.
 
     Args:
-        columns: Name to one number per part, all of one length; each gets its own panel, two to a row,
-            with a line at the mean, so that imbalance shows.
-        path: Where the picture goes.
-        title: Heading of the whole.
+        columns: Name to one number per part, all of one length; each gets its own panel, with a line at the
+            mean that shows imbalance.
+        path: The PNG file.
+        title: Heading.
     """
     across = min(max(len(columns), 1), 2)
     down = max(-(-len(columns) // across), 1)
@@ -271,7 +268,7 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
         axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
         axes.set(title=name, xlabel="part")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # Two to a row: an odd number leaves the last place empty.
+    # Two panels per row: an odd number leaves the last one empty.
     for axes in panels:
         axes.set_axis_off()
     figure.suptitle(title)
@@ -279,11 +276,11 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
 
 
 def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw how the closures of servers grow into a PNG file.
+    """Draw the growth of servers' neighbourhoods into a PNG file.
 
     Args:
-        factors: (K + 1, S) nodes within h hops of a server's own, by its own; a line for each server.
-        path: Where the picture goes.
+        factors: (K + 1, S) nodes within h hops of a server's own, relative to its own; a line per server.
+        path: The PNG file.
         title: Heading.
     """
     figure = Figure(figsize=(6, 3.5), layout="constrained")
@@ -292,11 +289,11 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
     servers = len(factors[0])
     for server in range(servers):
         axes.plot(range(len(factors)), [row[server] for row in factors], marker="o", label=f"server {server}")
-    # No closure is larger than the graph.
+    # The upper bound.
     axes.axhline(servers, color="#444444", linestyle="--", linewidth=1, label="the whole graph")
     axes.set(title=title, xlabel="hops", ylabel="nodes held / own nodes", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if servers <= _IN_LEGEND:
+    if servers <= _MAX_LEGEND:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=100)
 
@@ -306,12 +303,12 @@ COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da
 NO_INTERVAL, WAITING = "#888888", "#eeeeee"
 _SHOWN_EPOCHS = 2
 _CHAR_WIDTH = 0.0075
-_BACK = ("grad", "publish", "collect")
-"""How names begin of what goes backward; these are hatched."""
+_BACKWARD_PREFIXES = ("grad", "publish", "collect")
+"""Prefixes of the names of backward spans, which are hatched."""
 
 
 def has_intervals(trace: TraceFile) -> bool:
-    """Whether the trace is of training in intervals."""
+    """Whether the trace is of a strategy that trains in intervals."""
     return any(span.row == GRAPH_SERVER for rank in trace.ranks for span in rank.spans)
 
 
@@ -321,10 +318,10 @@ def draw_pipeline(
     """Draw the rows of each rank into a PNG file: a colour per interval, backward hatched.
 
     Args:
-        trace: What to draw.
-        path: Where the picture goes.
+        trace: The trace.
+        path: The PNG file.
         title: Heading.
-        epochs: First and last epoch that is shown; None: two in the middle.
+        epochs: First and last epoch to show; None: two in the middle.
 
     Returns:
         The first and the last epoch.
@@ -335,13 +332,13 @@ def draw_pipeline(
     # The first epoch compiles kernels and starts workers.
     first, last = choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
     begin, end = window(trace, first, last)
-    rows = [row for rank in trace.ranks for row in _rows(rank, begin, end)]
+    rows = [row for rank in trace.ranks for row in _pipeline_rows(rank, begin, end)]
     figure = Figure(figsize=(13, 1.4 + 0.34 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for height, (_, lane) in enumerate(rows):
-        for span in lane:
-            _draw_box(axes, span, height, (begin, end))
+    for height, (_, spans) in enumerate(rows):
+        for span in spans:
+            _draw_interval(axes, span, height, (begin, end))
     axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     figure.suptitle(f"{title}: epochs {first} to {last}, {pipeline_text(trace)}", fontsize=10)
@@ -350,52 +347,38 @@ def draw_pipeline(
 
 
 def pipeline_text(trace: TraceFile) -> str:
-    """Return ``82.0 % of the workers' time beside graph servers``, of the whole trace."""
+    """Return ``82.0 % of the workers' time beside graph servers`` for the whole trace."""
     worker_s, beside_s = workers_beside(trace)
     if worker_s <= 0:
         return "no task of a worker"
     return f"{readable_percent(beside_s / worker_s)} of the workers' time beside graph servers"
 
 
-def _rows(rank: RankSpans, begin: float, end: float) -> list[tuple[str, list[Span]]]:
+def _pipeline_rows(rank: RankSpans, begin: float, end: float) -> list[tuple[str, list[Span]]]:
     found: list[tuple[str, list[Span]]] = []
     for row in (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK):
-        inside = [
-            span for span in rank.spans if span.row == row and span.end_s > begin and span.begin_s < end
-        ]
-        lanes = deal_out(inside, nested=False)
-        names = _names(rank.rank, row, len(lanes))
-        found += list(zip(names, lanes, strict=True))
+        for number, spans in enumerate(deal_out(_within(rank.spans, row, begin, end), nested=False)):
+            if row == WORKER:
+                name = f"rank {rank.rank}, worker {number + 1}"
+            else:
+                name = f"rank {rank.rank}, {row}" if number == 0 else ""
+            found.append((name, spans))
     return found
 
 
-def _names(rank: int, row: str, number: int) -> Sequence[str]:
-    """Return a name for each lane; of workers, which are many, each has its number."""
-    if row == WORKER:
-        return [f"rank {rank}, worker {lane + 1}" for lane in range(number)]
-    return [f"rank {rank}, {row}" if lane == 0 else "" for lane in range(number)]
+def _within(spans: Sequence[Span], row: str, begin: float, end: float) -> list[Span]:
+    return [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
 
 
-def _draw_box(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
-    left, right = clipped(span, shown)
-    waits = is_wait(span)
+def _draw_interval(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
     color = NO_INTERVAL if span.interval is None else COLORS[span.interval % len(COLORS)]
-    axes.barh(
-        height,
-        right - left,
-        left=left,
-        height=0.4 if waits else 0.8,
-        color=WAITING if waits else color,
-        edgecolor="white",
-        linewidth=0.4,
-        hatch="//" if span.name.startswith(_BACK) else None,
-    )
+    hatch = "//" if span.name.startswith(_BACKWARD_PREFIXES) else None
+    _draw_box(axes, span, height, shown, color, wait_height=0.4, linewidth=0.4, hatch=hatch)
     label = span.name if span.interval is None else f"{span.name} i{span.interval}"
-    if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (shown[1] - shown[0]):
-        axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=6, color="white")
+    _draw_label(axes, span, height, shown, label, char_width=_CHAR_WIDTH, fontsize=6)
 
 
-COLORS_REGIONS = (
+REGION_COLORS = (
     "#9ecae1",
     "#fdae6b",
     "#a1d99b",
@@ -418,9 +401,9 @@ def draw_regions(
 
     Args:
         regions: A grid of at least 2 x 2.
-        path: Where the picture goes.
+        path: The PNG file.
         title: Heading.
-        here: Hidden width and bytes per second that were asked for: a star.
+        here: Hidden width and bytes per second of the plan, shown as a star.
     """
     names = sorted({name for row in regions.winners for name in row})
     grid = np.array([[names.index(name) for name in row] for row in regions.winners])
@@ -428,7 +411,7 @@ def draw_regions(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     bits = [8 * rate / 1e9 for rate in regions.bytes_per_s]
-    colors = ListedColormap([COLORS_REGIONS[place % len(COLORS_REGIONS)] for place in range(len(names))])
+    colors = ListedColormap([REGION_COLORS[place % len(REGION_COLORS)] for place in range(len(names))])
     norm = BoundaryNorm(np.arange(len(names) + 1) - 0.5, len(names)) if len(names) > 1 else None
     axes.pcolormesh(bits, regions.hidden, grid, cmap=colors, norm=norm, shading="nearest")
     _draw_gains(axes, bits, regions)
@@ -439,19 +422,19 @@ def draw_regions(
     axes.set(xscale="log", xlabel="Gbit/s of payload between servers", ylabel="hidden width", title=title)
     axes.set_yscale("log", base=2)
     axes.set_yticks(list(regions.hidden), [str(width) for width in regions.hidden])
-    # Numbers as the command line takes them, and not as powers.
+    # Plain numbers, as on the command line, instead of powers.
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
     patches = [
-        Patch(color=COLORS_REGIONS[place % len(COLORS_REGIONS)], label=name or _NOTHING)
+        Patch(color=REGION_COLORS[place % len(REGION_COLORS)], label=name or _NOTHING)
         for place, name in enumerate(names)
     ]
     axes.legend(
         handles=patches, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, fontsize=8, frameon=False
     )
     target = Path(path)
-    # Whoever interrupts it finds an earlier picture whole.
+    # An interruption leaves an earlier picture intact.
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         figure.savefig(partial, dpi=110, format="png")
@@ -469,9 +452,9 @@ def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:
     axes.clabel(lines, fmt=lambda level: f"{level:g} x {regions.usual}", fontsize=7)
 
 
-COLORS_SCHEDULE = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+BATCH_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 """Batch b has colour b modulo their number."""
-NO_BATCH, WAITING_SCHEDULE = "#bbbbbb", "#eeeeee"
+NO_BATCH = "#bbbbbb"
 SHORT = {
     "forward M": "fM",
     "forward D": "fD",
@@ -485,23 +468,23 @@ SHORT = {
     "push gradient": "push",
     "push structure": "structure",
 }
-"""Names of spans as boxes show them; others as they are."""
+"""Labels of spans; others have their names."""
 SPLIT = {"forward": "fD", "backward": "bD"}
-"""Names where the first layer has spans of its own, which lie on top: what is left is the owner's side."""
+"""Labels if the first layer has its own spans on top: the rest is the owner's side."""
 _SHOWN_BATCHES = 4
-_CHAR_WIDTH_SCHEDULE = 0.0085
-"""Width of a letter, as a fraction of the picture's: a label is left out where it has no room."""
+_BATCH_CHAR_WIDTH = 0.0085
+"""Width of a letter relative to the picture; labels that do not fit are left out."""
 
 
 def draw_schedule(
     trace: TraceFile, path: str | Path, *, title: str, batches: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Draw the rows of each rank into a PNG file, a colour per batch; where a rank waits it is grey.
+    """Draw the rows of each rank into a PNG file, a colour per batch, waiting in grey.
 
     Args:
-        trace: What to draw.
-        path: Where the picture goes.
-        title: Heading; strategy and overlap are added.
+        trace: The trace.
+        path: The PNG file.
+        title: Heading; the overlap is added.
         batches: First and last batch whose compute is shown; None: some in the middle, past the warm-up.
 
     Returns:
@@ -516,19 +499,20 @@ def draw_schedule(
     split = any(span.name == "forward M" for rank in trace.ranks for span in rank.spans)
     names = SHORT | SPLIT if split else SHORT
     rows = [
-        (f"rank {rank.rank}\n{row}" if number == 0 else "", lane)
+        (f"rank {rank.rank}\n{row}" if number == 0 else "", spans)
         for rank in trace.ranks
         for row in (COMPUTE, NETWORK, LOADER)
-        for number, lane in enumerate(_lanes(rank.spans, row, begin, end))
+        for number, spans in enumerate(
+            deal_out(_within(rank.spans, row, begin, end), nested=row == COMPUTE) or [[]]
+        )
     ]
     figure = Figure(figsize=(13, 1.4 + 0.42 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for height, (_, lane) in enumerate(rows):
-        for place, span in enumerate(lane):
-            _draw_box_schedule(axes, span, height, (begin, end))
-            # What is nested lies on top, and comes later.
-            _draw_label(axes, _longest_part(span, lane[place + 1 :]), height, (begin, end), names)
+    for height, (_, spans) in enumerate(rows):
+        for place, span in enumerate(spans):
+            # Nested spans come later and lie on top.
+            _draw_batch(axes, span, spans[place + 1 :], height, (begin, end), names)
     axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     figure.suptitle(f"{title}: batches {first} to {last}, {overlap_text(trace)}", fontsize=10)
@@ -537,20 +521,15 @@ def draw_schedule(
 
 
 def overlap_text(trace: TraceFile) -> str:
-    """Return ``82 % of the network's time beside compute``, of the whole trace."""
+    """Return ``82 % of the network's time beside compute`` for the whole trace."""
     fraction = overlap(trace).fraction
     if fraction is None:
         return "nothing on the network"
     return f"{readable_percent(fraction)} of the network's time beside compute"
 
 
-def _lanes(spans: Sequence[Span], row: str, begin: float, end: float) -> list[list[Span]]:
-    inside = [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
-    return deal_out(inside, nested=row == COMPUTE) or [[]]
-
-
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:
-    """Return ``span`` where it is longest without one of ``later`` on top, which are in order."""
+    """Return the longest part of ``span`` that no span of ``later`` (in order) covers."""
     free, begin = [(span.begin_s, span.begin_s)], span.begin_s
     for other in later:
         if other.begin_s >= span.end_s:
@@ -562,26 +541,56 @@ def _longest_part(span: Span, later: Sequence[Span]) -> Span:
     return replace(span, begin_s=left, end_s=right)
 
 
-def _draw_box_schedule(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
+def _draw_batch(
+    axes: Any,
+    span: Span,
+    later: Sequence[Span],
+    height: int,
+    shown: tuple[float, float],
+    names: Mapping[str, str],
+) -> None:
+    color = NO_BATCH if span.batch is None else BATCH_COLORS[span.batch % len(BATCH_COLORS)]
+    _draw_box(axes, span, height, shown, color, wait_height=0.5, linewidth=0.5)
+    label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
+    free = _longest_part(span, later)
+    _draw_label(axes, free, height, shown, label, char_width=_BATCH_CHAR_WIDTH, fontsize=7)
+
+
+def _draw_box(
+    axes: Any,
+    span: Span,
+    height: int,
+    shown: tuple[float, float],
+    color: str,
+    *,
+    wait_height: float,
+    **style: Any,
+) -> None:
     left, right = clipped(span, shown)
     waits = is_wait(span)
-    color = NO_BATCH if span.batch is None else COLORS_SCHEDULE[span.batch % len(COLORS_SCHEDULE)]
     axes.barh(
         height,
         right - left,
         left=left,
-        height=0.5 if waits else 0.8,
-        color=WAITING_SCHEDULE if waits else color,
+        height=wait_height if waits else 0.8,
+        color=WAITING if waits else color,
         edgecolor="white",
-        linewidth=0.5,
+        **style,
     )
 
 
 def _draw_label(
-    axes: Any, span: Span, height: int, shown: tuple[float, float], names: Mapping[str, str]
+    axes: Any,
+    span: Span,
+    height: int,
+    shown: tuple[float, float],
+    label: str,
+    *,
+    char_width: float,
+    fontsize: int,
 ) -> None:
     left, right = clipped(span, shown)
-    label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
-    room = _CHAR_WIDTH_SCHEDULE * len(label) * 1e3 * (shown[1] - shown[0])
-    if not is_wait(span) and right - left > room:
-        axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=7, color="white")
+    width = char_width * len(label) * 1e3 * (shown[1] - shown[0])
+    if not is_wait(span) and right - left > width:
+        style = {"ha": "center", "va": "center", "fontsize": fontsize, "color": "white"}
+        axes.text((left + right) / 2, height, label, **style)

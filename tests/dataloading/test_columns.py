@@ -38,7 +38,7 @@ def test_names_by_type_and_edge_types_by_relation_or_triple(shop_graph: DistGrap
     [
         ({"node_feats": ("feat",)}, r"prefetch_node_feats is the list \['feat'\].*ghost, item, user.*\{type"),
         ({"edge_feats": ("weight",)}, r"prefetch_edge_feats.*\('user', 'knows', 'user'\).*\{type"),
-        ({"labels": {"buyer": ("label",)}}, r"unknown node type 'buyer' \(known: ghost, item, user\)"),
+        ({"labels": {"buyer": ("label",)}}, r"no node type 'buyer' \(known: ghost, item, user\)"),
         ({"labels": {"user": ("age",)}}, r"prefetch_labels names 'age'.*nodes\['user'\].*'feat', 'label'"),
         ({"edge_feats": {"sells": ("weight",)}}, "'sells'"),
         ({"edge_feats": {"buys": ("price",)}}, "prefetch_edge_feats names 'price'.*'weight'"),
