@@ -118,12 +118,9 @@ def check_rule(g: DistGraph, rule: ExcludeRule, etypes: Collection[EdgeType]) ->
 
 
 def open_exclude(g: DistGraph, rule: ExcludeRule) -> Exclude:
-    """Return the rule as a function, callable on any thread. Collective for ``reverse_types``.
+    """Return the rule as a thread-safe function. Collective for ``reverse_types``.
 
     As in DGL, a batch excludes its own edges and their reverse edges at every hop.
-
-    Raises:
-        ConfigError: see :func:`check_rule`.
     """
     if rule.exclude is None:
         return lambda _: NOTHING_EXCLUDED
@@ -295,12 +292,7 @@ def build_pairs(
 ) -> PairGraphs:
     """Build pair graphs, with all types of the whole graph, over the nodes that occur in the pairs.
 
-    Args:
-        ntypes: Every node type.
-        ids: Every edge type to the (B,) int64 ids of its positive edges.
-        positive: The ends of these edges.
-        negative: Negative pairs, or None.
-        idtype: Index dtype of the graphs: int32 or int64.
+    ``ids`` are the (B,) int64 ids of the positive edges of every type, ``positive`` their ends.
     """
     both = [positive] if negative is None else [positive, negative]
     nodes = _nodes(ntypes, both)
@@ -370,13 +362,7 @@ class EdgePlan:
 
 @final
 class EdgeMaker:
-    """Makes the batches of one edge loader. Thread-safe.
-
-    Args:
-        g: The graph.
-        blocks: Makes the blocks around the nodes of a batch.
-        plan: How pairs are drawn.
-    """
+    """Makes the batches of one edge loader. Thread-safe."""
 
     def __init__(self, g: DistGraph, blocks: BatchMaker, plan: EdgePlan) -> None:
         self._g, self._blocks, self._plan = g, blocks, plan
@@ -628,11 +614,6 @@ def _check(
 
 
 def _unwrapped(given: _EdgeSampling) -> _EdgeSampling:
-    """Take the options out of DGL's ``as_edge_prediction_sampler``.
-
-    Raises:
-        ConfigError: options are given twice, or the wrapper is a subclass that overrides ``sample``.
-    """
     wrapper = given.sampler
     if not isinstance(wrapper, EdgePredictionSampler):
         return given
@@ -680,7 +661,7 @@ def _columns(g: DistGraph, labels: Any) -> dict[EdgeType, dict[str, str]]:
 
 
 def _rule_signature(rule: ExcludeRule) -> str:
-    """Return the fields of ``rule`` that must be the same on all ranks."""
+    """Return the options that must be equal on all ranks."""
     mode = "a function" if callable(rule.exclude) else repr(rule.exclude)
     return mode if rule.reverse_etypes is None else f"{mode}, reverse_etypes={dict(rule.reverse_etypes)}"
 

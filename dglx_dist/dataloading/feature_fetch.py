@@ -45,10 +45,7 @@ class Columns:
 class Fetch:
     """Pending columns of one batch. Not thread-safe.
 
-    Args:
-        store: Where the columns are.
-        columns: What to attach.
-        distinct: Whether no input node and no target is repeated, as in all batches of compiled kernels.
+    With ``distinct``, no input node and no target is repeated, as in all batches of compiled kernels.
     """
 
     def __init__(self, store: KVStore, columns: Columns, *, distinct: bool = True) -> None:

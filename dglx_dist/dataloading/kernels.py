@@ -677,12 +677,7 @@ _LAST_BASE = 1 << 31
 
 @final
 class Workspace:
-    """The relabelling table of one thread.
-
-    Args:
-        num_nodes: N of the whole graph.
-        direct_limit: Largest N with a direct table.
-    """
+    """The relabelling table of one thread."""
 
     def __init__(self, num_nodes: int, *, direct_limit: int = DIRECT_LIMIT) -> None:
         direct = num_nodes <= direct_limit

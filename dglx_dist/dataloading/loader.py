@@ -77,8 +77,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     """Return the maker of a loader's batches. Collective.
 
     Raises:
-        ConfigError: on all ranks, when ``g``, the plan and the options are incompatible on one rank, or the
-            ranks have different plans.
+        ConfigError: on all ranks, when one cannot combine ``g``, plan and options, or the plans differ.
         IndexError: an excluded edge does not exist; ConfigError on the other ranks.
     """
     columns, draws = together(g.session, lambda: _local_plan(g, sampler, plan, options, seed), ConfigError)
@@ -226,11 +225,7 @@ def _schema(g: DistGraph) -> Schema:
 
 
 def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
-    """Return (L, R) int64, the hop at the seeds first.
-
-    Raises:
-        ConfigError: a dict names an unknown edge type, or leaves some out.
-    """
+    """Return (L, R) int64, the hop at the seeds first."""
     rows = []
     for layer, fanout in enumerate(fanouts):
         if isinstance(fanout, Mapping):

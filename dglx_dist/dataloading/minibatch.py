@@ -36,11 +36,7 @@ from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 
 @final
 class BlockBuilder:
-    """Builds blocks of one edge type. Thread-safe.
-
-    Args:
-        etype: Canonical edge type of the blocks.
-    """
+    """Builds blocks of one edge type. Thread-safe."""
 
     def __init__(self, etype: EdgeType = EDGE_TYPE) -> None:
         self._etype = etype
@@ -98,9 +94,6 @@ class TypedBlockBuilder:
 
     As with ``dgl.to_block``, every block has all node types on both sides, even those without a node, and all
     edge types in the graph's order; the destinations of a type are the first of its sources.
-
-    Args:
-        schema: The graph's types.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -160,7 +153,7 @@ class _Sizes(NamedTuple):
 
 
 class _EdgePositions:
-    """The range 0, 1, ... by dtype, which all blocks share as edge positions."""
+    """The range 0, 1, ... by dtype, shared by all blocks as edge positions."""
 
     def __init__(self) -> None:
         self._ranges: dict[torch.dtype, Tensor] = {}
@@ -277,17 +270,7 @@ class LocalColumn:
 
 @final
 class KernelMaker(BatchMaker):
-    """Makes batches with the compiled kernels.
-
-    Args:
-        source: Where the structure is.
-        draws: How to draw.
-        store: Where the columns are.
-        columns: What to attach, without the column that ``slicer`` copies.
-        num_nodes: N.
-        etype: Edge type of the blocks.
-        slicer: Samples in place of ``source`` and copies an input column in the same call.
-    """
+    """Makes batches with the compiled kernels; ``slicer`` also copies a column that ``columns`` lacks."""
 
     def __init__(
         self,
@@ -352,13 +335,7 @@ class KernelMaker(BatchMaker):
 
 @final
 class LocalSlicer:
-    """Samples and copies one local input column in the same compiled call.
-
-    Args:
-        source: The whole structure.
-        column: What to copy.
-        num_batches: Largest number of batches alive at a time.
-    """
+    """Samples and copies one local input column in one call, for at most ``num_batches`` live batches."""
 
     def __init__(self, source: WholeSource, column: LocalColumn, num_batches: int) -> None:
         self._source, self._column = source, column
@@ -376,14 +353,7 @@ class LocalSlicer:
 
 @final
 class SamplerMaker(BatchMaker):
-    """Makes batches with a sampler's own code.
-
-    Args:
-        sample: Calls the sampler.
-        store: Where the columns are.
-        columns: What to attach.
-        ntypes: The graph's node types.
-    """
+    """Makes batches with a sampler's own code."""
 
     def __init__(self, sample: SampleBlocks, store: KVStore, columns: Columns, ntypes: Sequence[str]) -> None:
         self._sample, self._store, self._columns, self._ntypes = sample, store, columns, tuple(ntypes)
@@ -415,11 +385,7 @@ class SamplerMaker(BatchMaker):
 
 @final
 class Workspaces:
-    """The workspaces of a loader, one for each thread that makes a batch.
-
-    Args:
-        num_nodes: Nodes of all types.
-    """
+    """The workspaces of a loader, one for each thread that makes a batch."""
 
     def __init__(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
@@ -445,14 +411,7 @@ def ids_by_type(nodes: dict[str, Tensor]) -> NodeIds:
 
 @final
 class TypedMaker(BatchMaker):
-    """Makes batches of graphs with several types with the compiled kernel.
-
-    Args:
-        source: Where the structure is.
-        draws: How to draw.
-        store: Where the columns are.
-        columns: What to attach.
-    """
+    """Makes batches of graphs with several types with the compiled kernel."""
 
     def __init__(self, source: TypedSource, draws: TypedDraws, store: KVStore, columns: Columns) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns

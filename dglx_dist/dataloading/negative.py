@@ -267,11 +267,7 @@ DrawAll: TypeAlias = Callable[[Sequence[Positives]], dict[EdgeType, Pairs]]
 
 
 def read_negative(given: Any) -> Any:
-    """Return a :class:`NegativeSampler`, the user's own function, or None.
-
-    Raises:
-        ConfigError: it is none of these, or an unsupported sampler of DGL.
-    """
+    """Return a :class:`NegativeSampler`, the user's own function, or None; raise ConfigError for others."""
     if given is None or isinstance(given, NegativeSampler):
         return given
     if isinstance(given, type) or not callable(given):
@@ -291,11 +287,7 @@ def read_negative(given: Any) -> Any:
 
 
 def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> DrawAll | None:
-    """Return the draw function for edges of ``etypes``; ``sampler`` is from :func:`read_negative`.
-
-    Raises:
-        PeerError: a server is silent while degrees are gathered.
-    """
+    """Return the draw function for edges of ``etypes``; ``sampler`` is from :func:`read_negative`."""
     if sampler is None:
         return None
     if isinstance(sampler, NegativeSampler):

@@ -135,11 +135,7 @@ class Precision:
 
 
 def check_float(dtype: object) -> torch.dtype | None:
-    """Return ``dtype``.
-
-    Raises:
-        ConfigError: it is neither None nor a floating-point dtype that columns support.
-    """
+    """Return ``dtype``; raise ConfigError unless it is None or a floating-point dtype of columns."""
     if dtype is None:
         return None
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:

@@ -104,12 +104,7 @@ class TypedSource(ABC):
 
 @final
 class WholeTypedSource(TypedSource):
-    """Samples from the whole structure in one compiled call.
-
-    Args:
-        schema: The types.
-        cscs: In-edges of all nodes, one per edge type.
-    """
+    """Samples from the whole structure in one compiled call."""
 
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
         # Keeps the arrays alive: the record has only their addresses.
@@ -139,13 +134,8 @@ class RemoteTypedSource(TypedSource):
     """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
 
     For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there
-    (algorithms 1.3); each request also has 8 bytes per edge of the type that the batch excludes there.
-
-    Args:
-        schema: The types.
-        structures: One per edge type; each serves ``op`` with ``keyed_draw`` on all ranks, by the rule of the
-            requests without what single batches exclude.
-        op: Name of the operation.
+    (algorithms 1.3); each request also has 8 bytes per edge of the type that the batch excludes there. All
+    ranks serve ``op`` as for :class:`RemoteSource`.
     """
 
     def __init__(self, schema: Schema, structures: Sequence[Structure], op: str) -> None:
@@ -173,11 +163,7 @@ class RemoteTypedSource(TypedSource):
             # Also after an error, or the next batch would see the numbers assigned so far.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
         ids, starts = packed_ids(nodes)
-        edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in parts)])
-        indptr, sources, edge_ids = (
-            np.concatenate(part).astype(request.like.dtype, copy=False) for part in zip(*parts, strict=True)
-        )
-        return TypedBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends)
+        return TypedBatch(ids, starts, np.array(node_ends), *_joined(parts, request.like.dtype))
 
     def _draw(
         self, request: TypedRequest, exclude: Mapping[EdgeType, Array], hop: int, nodes: NumberedNodes
@@ -236,11 +222,7 @@ class BatchSource(ABC):
 
 @final
 class WholeSource(BatchSource):
-    """Samples from the whole structure in one compiled call.
-
-    Args:
-        csc: In-edges of all nodes, from node 0 and edge 0.
-    """
+    """Samples from the whole structure in one compiled call."""
 
     is_whole = True
 
@@ -276,9 +258,8 @@ def csc_of(shard: CSCShard, weights: Array | None = None) -> Csc:
 def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
     """Return the function by which a server draws a hop; parameters are JSON (fan-out, hop's key).
 
-    Args:
-        rule: The same on all ranks. A request adds the edges that its batch excludes.
-        weights: First node of a shard to its (E,) float32 edge weights; empty for uniform draws.
+    A request adds the edges that its batch excludes to ``rule``. ``weights`` are the (E,) float32 edge
+    weights by first node of a shard, empty for uniform draws.
     """
 
     def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
@@ -297,12 +278,8 @@ class RemoteSource(BatchSource):
     """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
 
     Sends 8 bytes per remote destination and receives 24 per edge drawn there (algorithms 1.3); each request
-    also has 8 bytes per edge that the batch excludes there.
-
-    Args:
-        structure: Serves ``op`` with :func:`keyed_draw` on all ranks, by the rule of the requests without
-            what single batches exclude.
-        op: Name of the operation.
+    also has 8 bytes per edge that the batch excludes there. All ranks serve ``op`` with :func:`keyed_draw`,
+    by the rule of the requests without what single batches exclude.
     """
 
     is_whole = False
@@ -330,17 +307,15 @@ class RemoteSource(BatchSource):
         finally:
             # Also after an error, or the next batch would see the numbers assigned so far.
             workspace.keep(table._replace(base=table.base + count))
-        return _joined(nodes[:count], node_ends, hops, request.like.dtype)
+        return RawBatch(nodes[:count], np.array(node_ends), *_joined(hops, request.like.dtype))
 
 
 def _joined(
-    nodes: Array,
-    node_ends: Sequence[int],
-    hops: Sequence[tuple[Array, Array, Array]],
-    dtype: np.dtype[np.generic],
-) -> RawBatch:
-    edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in hops)])
+    parts: Sequence[tuple[Array, Array, Array]], dtype: np.dtype[np.generic]
+) -> tuple[Array, Array, Array, Array]:
+    """Return (indptr, sources, edge ids, edge ends) of consecutive parts (indptr, sources, edge ids)."""
+    edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in parts)])
     indptr, sources, edge_ids = (
-        np.concatenate(part).astype(dtype, copy=False) for part in zip(*hops, strict=True)
+        np.concatenate(part).astype(dtype, copy=False) for part in zip(*parts, strict=True)
     )
-    return RawBatch(nodes, np.array(node_ends), indptr, sources, edge_ids, edge_ends)
+    return indptr, sources, edge_ids, edge_ends

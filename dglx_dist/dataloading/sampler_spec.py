@@ -139,12 +139,7 @@ K = TypeVar("K")
 
 
 def find_columns(g: DistGraph, plan: SamplePlan, precision: Precision) -> Columns:
-    """Return the columns of ``g`` that ``plan`` attaches.
-
-    Raises:
-        ConfigError: a type or column does not exist, or a plain list is given for several types; the message
-            lists the existing ones.
-    """
+    """Return the columns of ``g`` that ``plan`` attaches; ConfigError lists the existing ones."""
     feats = _by_type(plan.node_feats, g.ntypes, lambda name: _node_type(g, name), "prefetch_node_feats")
     labels = _by_type(plan.labels, g.ntypes, lambda name: _node_type(g, name), "prefetch_labels")
     edges = _by_type(plan.edge_feats, g.canonical_etypes, g.to_canonical_etype, "prefetch_edge_feats")
@@ -157,11 +152,7 @@ def find_columns(g: DistGraph, plan: SamplePlan, precision: Precision) -> Column
 
 
 def edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:
-    """Return the store keys of the edge columns ``names``.
-
-    Raises:
-        ConfigError: there is no such column; the message lists those that exist.
-    """
+    """Return the store keys of the edge columns ``names``; ConfigError lists the existing ones."""
     where = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
     return _keys(g.edges[etype].data, names, option, where)
 
@@ -219,11 +210,7 @@ def all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
 
 
 def shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
-    """Return {first node of each of this server's shards: (E,) float32 weights of its edges}.
-
-    Raises:
-        ConfigError: as :func:`all_weights`.
-    """
+    """As :func:`all_weights`, for this server's shards: {first node: (E,) float32 weights of its edges}."""
     key = edge_keys(g, structure.etype, [name], "prob")[name]
     shards, info = g.kvstore.shards(key), g.kvstore.column(key).info
     by_edge = {first: _checked(rows, info, name, first) for first, rows in shards}

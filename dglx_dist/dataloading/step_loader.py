@@ -36,14 +36,9 @@ def run_ahead(
 ) -> Generator[T, None, None]:
     """Yield ``make(step)`` for each step in order, started at most ``depth`` steps ahead of the consumer.
 
-    The error of a step is raised in its turn, with the traceback of its thread. When the consumer closes the
-    iterator, steps that have not started are cancelled and the threads end.
-
-    Args:
-        make: Called on the threads, or on the consumer's if ``num_threads`` is 0.
-        steps: The arguments of ``make``.
-        depth: Results ready or in progress; at least 1.
-        num_threads: Steps in progress at a time.
+    ``make`` runs on ``num_threads`` threads, or on the consumer's if that is 0. The error of a step is raised
+    in its turn, with the traceback of its thread. When the consumer closes the iterator, steps that have not
+    started are cancelled and the threads end.
     """
     if num_threads == 0:
         yield from map(make, steps)
@@ -203,11 +198,7 @@ def _check_device(device: object) -> None:
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:
-    """Return ``value`` as an int that fits 64 bits.
-
-    Raises:
-        ConfigError: it is no whole number, below ``least``, or too large.
-    """
+    """Return ``value`` as an int; raise ConfigError unless ``least <= value < 2**63``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
         raise ConfigError(f"{name}={value!r}; give a whole number of at least {least} and below 2**63")
     return int(value)
@@ -259,15 +250,12 @@ class Schedule:
 
 
 class Timed(Protocol):
-    """A batch with the time it took."""
+    """A batch with the seconds of sampling and building it, and of fetching columns."""
 
     @property
-    def sample_s(self) -> float:
-        """Seconds of sampling and building."""
-
+    def sample_s(self) -> float: ...
     @property
-    def fetch_s(self) -> float:
-        """Seconds of fetching columns."""
+    def fetch_s(self) -> float: ...
 
 
 B = TypeVar("B", bound=Timed)
@@ -497,11 +485,7 @@ def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
 
 
 def seed_of(options: LoaderOptions, session: Session) -> int:
-    """Return the seed of a loader's draws: the option's, else the session's.
-
-    Raises:
-        ConfigError: it is no whole number of at least 0.
-    """
+    """Return the seed of a loader's draws: the option's, else the session's."""
     return session.seed if options.seed is None else whole_number("seed", options.seed, least=0)
 
 

@@ -63,14 +63,9 @@ def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
 
 
 def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Columns, ...], ...]:
-    """Cut each of several concatenated matrices into ``parts``.
+    """Cut each of several concatenated matrices of ``widths`` columns into ``parts``.
 
-    Args:
-        widths: Columns of each matrix, in order.
-        parts: Number of parts.
-
-    Returns:
-        For each part its runs, one per matrix, as columns of the whole; runs may be empty.
+    Returns for each part its runs, one per matrix and possibly empty, as columns of the whole.
 
     Raises:
         ConfigError: there is no matrix, one has no columns, or there are no parts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,22 +123,10 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def choose(
+def _choose(
     trace: TraceFile, row: str, requested: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
 ) -> tuple[int, int]:
-    """Return the first and the last span number of ``row`` to show.
-
-    Args:
-        trace: The trace.
-        row: The row with numbered spans.
-        requested: First and last as the user gave them; None: ``usual`` numbers in the middle.
-        unit: Name of the numbered things, for messages.
-        usual: Default count.
-        early: Numbers left out at the beginning in excess of those at the end.
-
-    Raises:
-        ConfigError: the trace has no numbers, or none of the requested ones.
-    """
+    # `usual` numbers in the middle unless requested, `early` more left out before than after them.
     spans = (span for rank in trace.ranks for span in rank.spans)
     known = sorted({span.batch for span in spans if span.row == row and span.batch is not None})
     if not known:
@@ -155,7 +143,7 @@ def choose(
     return max(first, known[0]), min(last, known[-1])
 
 
-def window(
+def _window(
     trace: TraceFile, first: int, last: int, rows: Collection[str] | None = None
 ) -> tuple[float, float]:
     """Return begin and end in seconds of spans ``first`` to ``last`` of ``rows``, with a margin."""
@@ -171,12 +159,6 @@ def window(
     begin, end = min(span.begin_s for span in shown), max(span.end_s for span in shown)
     margin = 0.01 * (end - begin)
     return begin - margin, end + margin
-
-
-def clipped(span: Span, shown: tuple[float, float]) -> tuple[float, float]:
-    """Return begin and end of ``span`` within ``shown``, in milliseconds since its begin."""
-    begin, end = shown
-    return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
 
 
 PHASES = (
@@ -250,14 +232,7 @@ def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
 
 
 def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw one bar per part for each column (nodes, edges, halo, ...) into a PNG file.
-
-    Args:
-        columns: Name to one number per part, all of one length; each gets its own panel, with a line at the
-            mean that shows imbalance.
-        path: The PNG file.
-        title: Heading.
-    """
+    """Draw a panel per column (nodes, edges, ...) into a PNG file: a bar per part, a line at the mean."""
     across = min(max(len(columns), 1), 2)
     down = max(-(-len(columns) // across), 1)
     figure = Figure(figsize=(6 * across, 3.5 * down), layout="constrained")
@@ -276,12 +251,9 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
 
 
 def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw the growth of servers' neighbourhoods into a PNG file.
+    """Draw the growth of servers' neighbourhoods into a PNG file, a line per server.
 
-    Args:
-        factors: (K + 1, S) nodes within h hops of a server's own, relative to its own; a line per server.
-        path: The PNG file.
-        title: Heading.
+    ``factors`` are the (K + 1, S) nodes within h hops of a server's own, relative to its own.
     """
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -298,11 +270,87 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
     figure.savefig(path, dpi=100)
 
 
+WAITING = "#eeeeee"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Style:
+    """The style of the rows of a picture of spans."""
+
+    row_inches: float
+    wait_height: float
+    linewidth: float
+    fontsize: int
+    char_width: float
+    """Width of a letter relative to the picture; labels that do not fit are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One row of a picture of spans."""
+
+    axes: Any
+    height: int
+    shown: tuple[float, float]
+    """Begin and end in seconds."""
+    style: _Style
+
+    def _clipped(self, span: Span) -> tuple[float, float]:
+        begin, end = self.shown
+        return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
+
+    def box(self, span: Span, color: str, hatch: str | None = None) -> None:
+        left, right = self._clipped(span)
+        waits = is_wait(span)
+        self.axes.barh(
+            self.height,
+            right - left,
+            left=left,
+            height=self.style.wait_height if waits else 0.8,
+            color=WAITING if waits else color,
+            edgecolor="white",
+            linewidth=self.style.linewidth,
+            hatch=hatch,
+        )
+
+    def label(self, span: Span, text: str) -> None:
+        left, right = self._clipped(span)
+        width = self.style.char_width * len(text) * 1e3 * (self.shown[1] - self.shown[0])
+        if not is_wait(span) and right - left > width:
+            style = {"ha": "center", "va": "center", "fontsize": self.style.fontsize, "color": "white"}
+            self.axes.text((left + right) / 2, self.height, text, **style)
+
+
+def _draw_rows(
+    rows: Sequence[tuple[str, list[Span]]],
+    draw_row: Callable[[_Row, list[Span]], None],
+    path: str | Path,
+    *,
+    shown: tuple[float, float],
+    style: _Style,
+    title: str,
+) -> None:
+    figure = Figure(figsize=(13, 1.4 + style.row_inches * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for height, (_, spans) in enumerate(rows):
+        draw_row(_Row(axes=axes, height=height, shown=shown, style=style), spans)
+    axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def _within(spans: Sequence[Span], row: str, shown: tuple[float, float]) -> list[Span]:
+    begin, end = shown
+    return [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
+
+
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
 """Interval i has colour i modulo their number."""
-NO_INTERVAL, WAITING = "#888888", "#eeeeee"
+NO_INTERVAL = "#888888"
 _SHOWN_EPOCHS = 2
-_CHAR_WIDTH = 0.0075
+_PIPELINE_STYLE = _Style(row_inches=0.34, wait_height=0.4, linewidth=0.4, fontsize=6, char_width=0.0075)
 _BACKWARD_PREFIXES = ("grad", "publish", "collect")
 """Prefixes of the names of backward spans, which are hatched."""
 
@@ -315,34 +363,19 @@ def has_intervals(trace: TraceFile) -> bool:
 def draw_pipeline(
     trace: TraceFile, path: str | Path, *, title: str, epochs: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Draw the rows of each rank into a PNG file: a colour per interval, backward hatched.
+    """Draw ``epochs`` (first and last; None: two in the middle) of each rank into a PNG file.
 
-    Args:
-        trace: The trace.
-        path: The PNG file.
-        title: Heading.
-        epochs: First and last epoch to show; None: two in the middle.
-
-    Returns:
-        The first and the last epoch.
+    Each interval has a colour, backward is hatched. Returns the first and the last epoch.
 
     Raises:
         ConfigError: the trace has no such epoch.
     """
     # The first epoch compiles kernels and starts workers.
-    first, last = choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
-    begin, end = window(trace, first, last)
-    rows = [row for rank in trace.ranks for row in _pipeline_rows(rank, begin, end)]
-    figure = Figure(figsize=(13, 1.4 + 0.34 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for height, (_, spans) in enumerate(rows):
-        for span in spans:
-            _draw_interval(axes, span, height, (begin, end))
-    axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-    figure.suptitle(f"{title}: epochs {first} to {last}, {pipeline_text(trace)}", fontsize=10)
-    figure.savefig(path, dpi=110, format="png")
+    first, last = _choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
+    shown = _window(trace, first, last)
+    rows = [row for rank in trace.ranks for row in _pipeline_rows(rank, shown)]
+    heading = f"{title}: epochs {first} to {last}, {pipeline_text(trace)}"
+    _draw_rows(rows, _draw_intervals, path, shown=shown, style=_PIPELINE_STYLE, title=heading)
     return first, last
 
 
@@ -354,10 +387,10 @@ def pipeline_text(trace: TraceFile) -> str:
     return f"{readable_percent(beside_s / worker_s)} of the workers' time beside graph servers"
 
 
-def _pipeline_rows(rank: RankSpans, begin: float, end: float) -> list[tuple[str, list[Span]]]:
+def _pipeline_rows(rank: RankSpans, shown: tuple[float, float]) -> list[tuple[str, list[Span]]]:
     found: list[tuple[str, list[Span]]] = []
     for row in (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK):
-        for number, spans in enumerate(deal_out(_within(rank.spans, row, begin, end), nested=False)):
+        for number, spans in enumerate(deal_out(_within(rank.spans, row, shown), nested=False)):
             if row == WORKER:
                 name = f"rank {rank.rank}, worker {number + 1}"
             else:
@@ -366,29 +399,16 @@ def _pipeline_rows(rank: RankSpans, begin: float, end: float) -> list[tuple[str,
     return found
 
 
-def _within(spans: Sequence[Span], row: str, begin: float, end: float) -> list[Span]:
-    return [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
-
-
-def _draw_interval(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
-    color = NO_INTERVAL if span.interval is None else COLORS[span.interval % len(COLORS)]
-    hatch = "//" if span.name.startswith(_BACKWARD_PREFIXES) else None
-    _draw_box(axes, span, height, shown, color, wait_height=0.4, linewidth=0.4, hatch=hatch)
-    label = span.name if span.interval is None else f"{span.name} i{span.interval}"
-    _draw_label(axes, span, height, shown, label, char_width=_CHAR_WIDTH, fontsize=6)
+def _draw_intervals(row: _Row, spans: list[Span]) -> None:
+    for span in spans:
+        color = NO_INTERVAL if span.interval is None else COLORS[span.interval % len(COLORS)]
+        row.box(span, color, hatch="//" if span.name.startswith(_BACKWARD_PREFIXES) else None)
+        row.label(span, span.name if span.interval is None else f"{span.name} i{span.interval}")
 
 
 REGION_COLORS = (
-    "#9ecae1",
-    "#fdae6b",
-    "#a1d99b",
-    "#bcbddc",
-    "#fc9272",
-    "#d9d9d9",
-    "#fdd0a2",
-    "#c7e9c0",
-    "#f7b6d2",
-    "#ffe08a",
+    *("#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc", "#fc9272"),
+    *("#d9d9d9", "#fdd0a2", "#c7e9c0", "#f7b6d2", "#ffe08a"),
 )
 _NOTHING = "nothing fits"
 _GAINS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -399,11 +419,7 @@ def draw_regions(
 ) -> None:
     """Draw the regions into a PNG file, with lines of equal gain over the usual strategy.
 
-    Args:
-        regions: A grid of at least 2 x 2.
-        path: The PNG file.
-        title: Heading.
-        here: Hidden width and bytes per second of the plan, shown as a star.
+    A star shows ``here``, the hidden width and bytes per second of the plan.
     """
     names = sorted({name for row in regions.winners for name in row})
     grid = np.array([[names.index(name) for name in row] for row in regions.winners])
@@ -472,30 +488,22 @@ SHORT = {
 SPLIT = {"forward": "fD", "backward": "bD"}
 """Labels if the first layer has its own spans on top: the rest is the owner's side."""
 _SHOWN_BATCHES = 4
-_BATCH_CHAR_WIDTH = 0.0085
-"""Width of a letter relative to the picture; labels that do not fit are left out."""
+_SCHEDULE_STYLE = _Style(row_inches=0.42, wait_height=0.5, linewidth=0.5, fontsize=7, char_width=0.0085)
 
 
 def draw_schedule(
     trace: TraceFile, path: str | Path, *, title: str, batches: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Draw the rows of each rank into a PNG file, a colour per batch, waiting in grey.
+    """Draw ``batches`` (first and last; None: some in the middle) of each rank into a PNG file.
 
-    Args:
-        trace: The trace.
-        path: The PNG file.
-        title: Heading; the overlap is added.
-        batches: First and last batch whose compute is shown; None: some in the middle, past the warm-up.
-
-    Returns:
-        The first and the last batch.
+    Each batch has a colour, waiting is grey. Returns the first and the last batch.
 
     Raises:
         ConfigError: the trace has no such batch.
     """
     # The first batches compile kernels and open connections; the last ones are drained.
-    first, last = choose(trace, COMPUTE, batches, unit="batch", usual=_SHOWN_BATCHES)
-    begin, end = window(trace, first, last, (COMPUTE,))
+    first, last = _choose(trace, COMPUTE, batches, unit="batch", usual=_SHOWN_BATCHES)
+    shown = _window(trace, first, last, (COMPUTE,))
     split = any(span.name == "forward M" for rank in trace.ranks for span in rank.spans)
     names = SHORT | SPLIT if split else SHORT
     rows = [
@@ -503,20 +511,19 @@ def draw_schedule(
         for rank in trace.ranks
         for row in (COMPUTE, NETWORK, LOADER)
         for number, spans in enumerate(
-            deal_out(_within(rank.spans, row, begin, end), nested=row == COMPUTE) or [[]]
+            deal_out(_within(rank.spans, row, shown), nested=row == COMPUTE) or [[]]
         )
     ]
-    figure = Figure(figsize=(13, 1.4 + 0.42 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for height, (_, spans) in enumerate(rows):
+
+    def draw_batches(row: _Row, spans: list[Span]) -> None:
         for place, span in enumerate(spans):
+            row.box(span, NO_BATCH if span.batch is None else BATCH_COLORS[span.batch % len(BATCH_COLORS)])
+            label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
             # Nested spans come later and lie on top.
-            _draw_batch(axes, span, spans[place + 1 :], height, (begin, end), names)
-    axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-    figure.suptitle(f"{title}: batches {first} to {last}, {overlap_text(trace)}", fontsize=10)
-    figure.savefig(path, dpi=110, format="png")
+            row.label(_longest_part(span, spans[place + 1 :]), label)
+
+    heading = f"{title}: batches {first} to {last}, {overlap_text(trace)}"
+    _draw_rows(rows, draw_batches, path, shown=shown, style=_SCHEDULE_STYLE, title=heading)
     return first, last
 
 
@@ -539,58 +546,3 @@ def _longest_part(span: Span, later: Sequence[Span]) -> Span:
     free.append((begin, span.end_s))
     left, right = max(free, key=lambda part: part[1] - part[0])
     return replace(span, begin_s=left, end_s=right)
-
-
-def _draw_batch(
-    axes: Any,
-    span: Span,
-    later: Sequence[Span],
-    height: int,
-    shown: tuple[float, float],
-    names: Mapping[str, str],
-) -> None:
-    color = NO_BATCH if span.batch is None else BATCH_COLORS[span.batch % len(BATCH_COLORS)]
-    _draw_box(axes, span, height, shown, color, wait_height=0.5, linewidth=0.5)
-    label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
-    free = _longest_part(span, later)
-    _draw_label(axes, free, height, shown, label, char_width=_BATCH_CHAR_WIDTH, fontsize=7)
-
-
-def _draw_box(
-    axes: Any,
-    span: Span,
-    height: int,
-    shown: tuple[float, float],
-    color: str,
-    *,
-    wait_height: float,
-    **style: Any,
-) -> None:
-    left, right = clipped(span, shown)
-    waits = is_wait(span)
-    axes.barh(
-        height,
-        right - left,
-        left=left,
-        height=wait_height if waits else 0.8,
-        color=WAITING if waits else color,
-        edgecolor="white",
-        **style,
-    )
-
-
-def _draw_label(
-    axes: Any,
-    span: Span,
-    height: int,
-    shown: tuple[float, float],
-    label: str,
-    *,
-    char_width: float,
-    fontsize: int,
-) -> None:
-    left, right = clipped(span, shown)
-    width = char_width * len(label) * 1e3 * (shown[1] - shown[0])
-    if not is_wait(span) and right - left > width:
-        style = {"ha": "center", "va": "center", "fontsize": fontsize, "color": "white"}
-        axes.text((left + right) / 2, height, label, **style)

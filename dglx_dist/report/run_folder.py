@@ -68,11 +68,7 @@ def start_run(
 
 
 def append_epoch(folder: Path, record: EpochRecord) -> None:
-    """Append ``record`` to ``metrics.jsonl``, so that a killed run keeps its epochs.
-
-    Raises:
-        StorageError: the line cannot be written.
-    """
+    """Append ``record`` to ``metrics.jsonl``, so that a killed run keeps its epochs."""
     try:
         with (folder / METRICS).open("a", encoding="utf-8") as file:
             file.write(_epoch_line(record))
@@ -105,20 +101,12 @@ def write_run(
 
 
 def launch_of(folder: Path) -> str:
-    """Return ``launch`` of a run's configuration, "" if there is none.
-
-    Raises:
-        StorageError: the file is damaged.
-    """
+    """Return ``launch`` of a run's configuration, "" if there is none."""
     return str(_read_object(folder / CONFIG).get("launch", "")) if (folder / CONFIG).is_file() else ""
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
-    """Read the candidates of ``auto``; None: the strategy was given.
-
-    Raises:
-        StorageError: the file is damaged.
-    """
+    """Read the candidates of ``auto``; None: the strategy was given."""
     return _read_object(folder / PLAN) if (folder / PLAN).is_file() else None
 
 

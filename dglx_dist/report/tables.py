@@ -281,11 +281,7 @@ def _cell(value: object, *names: str) -> str:
 
 
 def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
-    """Return one row per part with the given columns of one value per part.
-
-    Raises:
-        ValueError: the columns differ in length.
-    """
+    """Return one row per part with the given columns of one value per part."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("part", justify="right", no_wrap=True)
     for name in columns:
@@ -301,8 +297,7 @@ def expansion_table(
     """Return one row per hop: nodes held by each server relative to its own, and the largest cost.
 
     Args:
-        factors: (K + 1, S) nodes within h hops relative to own nodes; shown as least, mean and most for more
-            than 8 servers.
+        factors: (K + 1, S) nodes within h hops relative to own nodes.
         foreign: (K + 1,) nodes of other servers, on the server with most.
         row_bytes: Bytes of a node's features.
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.

@@ -146,11 +146,7 @@ def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
 def save_sparse(sparse: Sparse, checkpoint: Path) -> int:
     """Write embeddings and optimiser state below the existing folder ``checkpoint``. Collective.
 
-    Returns:
-        The number of optimisers.
-
-    Raises:
-        CheckpointError: on all ranks, when one cannot write.
+    Returns the number of optimisers. Raises CheckpointError on all ranks when one cannot write.
     """
     optimizers = optimizers_of(sparse)
     for number, optimizer in enumerate(optimizers):
@@ -159,16 +155,11 @@ def save_sparse(sparse: Sparse, checkpoint: Path) -> int:
 
 
 def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
-    """Check that ``sparse`` can be loaded. Not collective.
-
-    Args:
-        checkpoint: A finished checkpoint.
-        saved: The number of optimisers in it.
-        sparse: The optimisers to load into.
+    """Check that ``sparse`` can load the ``saved`` optimisers of a finished checkpoint. Not collective.
 
     Raises:
-        CheckpointError: only one of checkpoint and ``sparse`` has embeddings, or the saved ones are damaged
-            or of another dataset, optimiser or number of optimisers.
+        CheckpointError: only one of both has embeddings, or the saved ones are damaged or of another dataset,
+            optimiser or number of optimisers.
     """
     optimizers = optimizers_of(sparse)
     if saved and not optimizers:
@@ -188,11 +179,7 @@ def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
 
 
 def load_sparse(sparse: Sparse, checkpoint: Path) -> None:
-    """Overwrite embeddings and optimiser state by the saved ones, after :func:`check_sparse`. Collective.
-
-    Raises:
-        CheckpointError: a file cannot be read any more.
-    """
+    """Overwrite embeddings and optimiser state by the saved ones, after :func:`check_sparse`. Collective."""
     for number, optimizer in enumerate(optimizers_of(sparse)):
         optimizer.flush()
         try:
@@ -226,13 +213,10 @@ _FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old)?")
 
 
 class Positioned(Protocol):
-    """A loader with a position."""
+    """A loader with a position, JSON values only."""
 
-    def state_dict(self) -> Any:
-        """Return the position, JSON values only."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Resume at that position."""
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,12 +402,7 @@ def load(
 
 
 def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
-    """Return ``extra`` of a run's newest checkpoint on rank 0's disk, None if there is none. Collective.
-
-    Raises:
-        CheckpointError: on all ranks, when the checkpoint is damaged.
-        PeerError: a rank is dead or silent.
-    """
+    """Return ``extra`` of a run's newest checkpoint on rank 0's disk, None if there is none. Collective."""
     session = current_session()
 
     def read() -> dict[str, Any] | None:
@@ -445,11 +424,7 @@ def exists(folder: str | Path) -> bool:
 
 
 def latest(folder: str | Path) -> Path:
-    """Return the newest complete checkpoint in ``folder``, or ``folder`` itself if it is one.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the newest complete checkpoint in ``folder``, or ``folder`` itself if it is one."""
     found = _newest(Path(folder))
     if found is None:
         raise CheckpointError(

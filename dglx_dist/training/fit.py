@@ -118,17 +118,12 @@ class TrainingLoader(Protocol):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Any: ...
-    def times(self, *, reset: bool = False) -> LoaderTimes:
-        """Seconds since the last reset."""
-        ...
-
+    def times(self, *, reset: bool = False) -> LoaderTimes: ...
     def state_dict(self) -> Any:
-        """Position as JSON values, with ``epoch`` and ``step``, the completed steps of it."""
+        """Return the position as JSON values, with ``epoch`` and ``step``, the completed steps of it."""
         ...
 
-    def load_state_dict(self, state: Any) -> None:
-        """Resume at a position."""
-        ...
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +147,7 @@ class _Totals:
 def train_epoch(
     step: Step, loader: TrainingLoader, session: Session, epoch: int, after_step: Callable[[], None]
 ) -> EpochRecord:
-    """Train one epoch and return its record, without a validation accuracy. Collective.
-
-    Args:
-        step: Model, optimizers and task.
-        loader: Yields batches for the task.
-        session: The run.
-        epoch: Epoch number of the record.
-        after_step: Called after each step.
-    """
+    """Train one epoch and return its record, without a validation accuracy. Collective."""
     step.model.train()
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)

@@ -40,10 +40,6 @@ class FullBlocks:
     The in-degrees of such a block are those of the graph. So are its ``out_degrees()``, unlike those of DGL's
     blocks: a convolution that divides by the sources' degrees (``GraphConv(norm="both")``, ``norm="left"``)
     has the same result as on the whole graph.
-
-    Args:
-        g: The graph, of any types.
-        device: Device of the blocks.
     """
 
     def __init__(self, g: DistGraph, device: torch.device) -> None:
@@ -170,15 +166,9 @@ def layers_of(
     layers: Sequence[InferenceLayer] | str | None,
     between: Callable[[Tensor], Tensor] | None,
 ) -> list[InferenceLayer]:
-    """Return ``(block, h) -> h`` for each layer of a model, the input-most first.
+    """Return ``(block, h) -> h`` for each layer of the user's module, the input-most first.
 
-    Args:
-        module: The user's, with uncut weights.
-        layers: The layers, or the name of the attribute that holds them; None: ``inference_layers()``.
-        between: Applied to the result of each layer but the last.
-
-    Raises:
-        ConfigError: the model does not define its layers, or has none.
+    See :func:`layerwise_inference` for the arguments. Raises ConfigError if the model defines no layers.
     """
     if layers is None:
         steps = _inference_layers(module)
@@ -225,11 +215,7 @@ T = TypeVar("T")
 
 
 def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
-    """Return the leaves of nested dictionaries, tuples and lists by path.
-
-    Raises:
-        ConfigError: a dictionary has a key that is not a string.
-    """
+    """Return the leaves of nested dictionaries (with string keys), tuples and lists by path."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -243,11 +229,7 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def nest(leaves: Mapping[Path, T]) -> Any:
-    """Undo :func:`flatten`; lists become tuples.
-
-    Raises:
-        ConfigError: a tuple lacks a position.
-    """
+    """Undo :func:`flatten`; lists become tuples. Raises ConfigError if a tuple lacks a position."""
     if list(leaves) == [()]:
         return leaves[()]
     inner: dict[str | int, dict[Path, T]] = {}
@@ -404,11 +386,7 @@ def local_share(g: DistGraph, ntype: str) -> tuple[int, int]:
 
 
 def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:
-    """Cut ``first <= id < last`` into pieces of at most ``batch_size``.
-
-    Raises:
-        ConfigError: ``batch_size`` is below 1.
-    """
+    """Cut ``first <= id < last`` into pieces of at most ``batch_size``."""
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
     first, last = share
@@ -428,12 +406,7 @@ def whole_of(model: nn.Module) -> nn.Module:
 
 
 def first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, DistTensor]:
-    """Return the inputs of the first layer by path.
-
-    Raises:
-        ConfigError: a node type has no ``feature``, or ``inputs`` has an unknown type or another number of
-            rows.
-    """
+    """Return the inputs of the first layer by path; see :func:`layerwise_inference`."""
     if inputs is None and len(g.ntypes) == 1:
         return {(): _feature_of(g, g.ntypes[0], feature)}
     if inputs is None:
@@ -451,11 +424,7 @@ def first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, 
 
 
 def type_of(path: Path, g: DistGraph) -> str:
-    """Return the node type of the rows at ``path``.
-
-    Raises:
-        ConfigError: the graph has several types and the path names none.
-    """
+    """Return the node type of the rows at ``path``; raise ConfigError if it is ambiguous."""
     for key in path:
         if key in g.ntypes:
             return str(key)
@@ -692,11 +661,7 @@ def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str) ->
 
 
 def labelled_type(g: DistGraph, label: str = LABEL) -> str:
-    """Return the only node type, or the only one that has ``label``, or the first if none has.
-
-    Raises:
-        ConfigError: several types have it.
-    """
+    """Return the only node type, or the only one that has ``label``, or the first if none has."""
     labelled = [ntype for ntype in g.ntypes if label in g.nodes[ntype].data]
     if len(g.ntypes) == 1 or not labelled:
         return g.ntypes[0]

@@ -21,15 +21,6 @@ def join_optimizer(
 
     A rank without columns, whose piece never had a gradient, may lack a tensor; zeros take its place. Of
     values that exist once per parameter, such as steps, those of the lowest rank count.
-
-    Args:
-        model: Wrapped or plain.
-        tensors: This rank's, by ``<parameter>/<key>``.
-        plain: The rest of the state.
-        session: The run.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
     """
     if not isinstance(model, WrappedModel) or not model.parts.local:
         return dict(tensors), dict(plain)
@@ -85,12 +76,10 @@ def split_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the optimizer's tensors by ``<parameter>/<key>``, and the rest of its state as JSON values.
 
-    Args:
-        optimizer: Any of torch's.
-        model: The user's module (not wrapped), which names the parameters.
+    Parameters have their names in ``model``, the user's module (not wrapped).
 
     Raises:
-        CheckpointError: its state has a value that is neither a tensor nor JSON.
+        CheckpointError: the state has a value that is neither a tensor nor JSON.
     """
     names = _names(optimizer, model)
     state = optimizer.state_dict()
@@ -117,11 +106,7 @@ def restore_state(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
 ) -> None:
-    """Load the result of :func:`split_state` into the optimizer.
-
-    Raises:
-        CheckpointError: the optimizer is of another kind or has other parameters.
-    """
+    """Load the result of :func:`split_state` into a matching optimizer; see :func:`check_matches`."""
     check_matches(optimizer, model, plain)
     position_of = {name: position for position, name in _names(optimizer, model).items()}
     state: dict[int, dict[str, Any]] = {position_of[name]: dict(v) for name, v in plain["scalars"].items()}

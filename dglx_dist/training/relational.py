@@ -32,13 +32,8 @@ class Embedding(Protocol):
     """The interface of ``dglx_dist.DistEmbedding``."""
 
     @property
-    def weight(self) -> DistTensor:
-        """(N, d) rows of all nodes."""
-        ...
-
-    def __call__(self, ids: Tensor, device: torch.device | None = None) -> Tensor:
-        """Return the (K, d) rows of ``ids``, recorded for the sparse optimizer."""
-        ...
+    def weight(self) -> DistTensor: ...
+    def __call__(self, ids: Tensor, device: torch.device | None = None) -> Tensor: ...
 
 
 @final
@@ -185,14 +180,9 @@ class HasTypes(Protocol):
     """A DistGraph or a DGLGraph."""
 
     @property
-    def ntypes(self) -> Sequence[str]:
-        """Node types."""
-        ...
-
+    def ntypes(self) -> Sequence[str]: ...
     @property
-    def canonical_etypes(self) -> Sequence[EdgeType]:
-        """Edge types as triples."""
-        ...
+    def canonical_etypes(self) -> Sequence[EdgeType]: ...
 
 
 def module_name(kind: str | EdgeType) -> str:

@@ -131,11 +131,7 @@ class RawReader(StorageReader):
         pass  # One reader reads one checkpoint.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
+        """Read and check the index."""
         path = self._folder / INDEX_NAME
         index = read_json(path)
         with damage_named(path):
@@ -216,11 +212,7 @@ class RawReader(StorageReader):
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Name the file ``path`` in errors of values that were read from it.
-
-    Raises:
-        CheckpointError: replaces the error of a missing key, a wrong type or an invalid value.
-    """
+    """Name the file ``path`` in errors of values read from it, as CheckpointError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as problem:
@@ -299,11 +291,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or not JSON.
-    """
+    """Read a JSON file of a checkpoint; raise CheckpointError if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
