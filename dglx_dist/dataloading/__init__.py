@@ -1,6 +1,6 @@
-"""``dgl.dataloading`` with this package's loaders: a script changes the name it imports from, and no more.
+"""Drop-in for ``dgl.dataloading`` with this package's loaders; a script only changes its import.
 
-Samplers, also those of negative edges, are DGL's own.
+Samplers, including negative samplers, are DGL's own.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dgl.dataloading import negative_sampler as negative_sampler
 
 
 def __getattr__(name: str) -> Any:
-    """Refuse what is not here.
+    """Resolve this package's loaders by name.
 
     Raises:
-        ImportError: DGL has it, for graphs of one process.
-        AttributeError: nor has DGL.
+        ImportError: DGL has ``name``, but only for graphs of one process.
+        AttributeError: DGL does not have ``name`` either.
     """
     if name in ("DataLoader", "DistEdgeDataLoader", "DistNodeDataLoader"):
-        # The public loaders stand above this room, in the package that was imported first.
+        # The public loaders live in the top-level package, which is always imported before this one.
         return getattr(sys.modules["dglx_dist"], name)
     if name.startswith("__") or not hasattr(dgl.dataloading, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(
-        f"{name} of dgl.dataloading does not work on distributed graphs: nodes and edges are loaded by "
-        "DataLoader, with NeighborSampler, MultiLayerFullNeighborSampler, or a subclass of BlockSampler that "
-        "calls g.sample_neighbors; for other graphs of the script import it from dgl.dataloading"
+        f"{name} of dgl.dataloading does not work on distributed graphs: load nodes and edges with "
+        "DataLoader and NeighborSampler, MultiLayerFullNeighborSampler, or a subclass of BlockSampler that "
+        "calls g.sample_neighbors; for other graphs, import it from dgl.dataloading"
     )

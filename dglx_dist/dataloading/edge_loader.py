@@ -1,4 +1,4 @@
-"""The loader of edges: this rank's edges, negatives, and blocks around them, in step with the other ranks."""
+"""Edge data loader: positive and negative pairs, excluded edges, and the blocks around them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
-from dglx_dist.dataloading.loader import check_alike, moved, open_maker
+from dglx_dist.dataloading.loader import check_alike, nodes_to, open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, NodeIds
 from dglx_dist.dataloading.negative import (
     DrawAll,
@@ -54,20 +54,20 @@ Edges: TypeAlias = Mapping[EdgeType, Array]
 """Edge type to the (B,) int64 edge ids of a batch."""
 
 Exclude: TypeAlias = Callable[[Edges], Excluded]
-"""The edges of a batch to those that its blocks must not have."""
+"""The edges of a batch to the edges that its blocks must not contain."""
 
 ReverseOf: TypeAlias = Callable[[Array], Array]
-"""(K,) edge ids to their reverse edges' ids, -1 for none."""
+"""(K,) edge ids to the ids of their reverse edges, -1 for none."""
 
 MODES = ("self", "reverse_id", "reverse_types")
 
-_CHECKED = 1024
-"""How many of a rank's edges are looked up to see whether the given reverse edges are reverse edges."""
+_NUM_CHECKED = 1024
+"""Edges of a rank whose ends are compared with those of their reverse edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExcludeRule:
-    """What the user said, as DGL names it."""
+    """The exclusion options, named as in DGL."""
 
     exclude: Any = None
     """None, one of :data:`MODES`, or a function of the batch's edge ids to edge ids."""
@@ -78,11 +78,11 @@ class ExcludeRule:
 
 
 def check_rule(g: DistGraph, rule: ExcludeRule, etypes: Collection[EdgeType]) -> None:
-    """Check what can be checked without the other ranks, for edges of ``etypes``.
+    """Check what one rank can check, for edges of ``etypes``.
 
     Raises:
-        ConfigError: an unknown mode; what the mode needs is missing or of the wrong length or dtype, or
-            something is given that the mode does not need.
+        ConfigError: the mode is unknown, an option that it needs is missing or of the wrong length or dtype,
+            or an option is given that it does not use.
     """
     exclude = rule.exclude
     if exclude is not None and not callable(exclude) and exclude not in MODES:
@@ -112,18 +112,15 @@ def check_rule(g: DistGraph, rule: ExcludeRule, etypes: Collection[EdgeType]) ->
     missing = [etype for etype in etypes if etype not in known]
     if missing:
         raise ConfigError(
-            f"exclude={exclude!r}: nothing is said about the reverse of {missing[0]}, of which there are "
-            "edges to train on; add it, or leave the type out of the edges"
+            f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has edges to train on; "
+            "add it, or leave the type out of the edges"
         )
 
 
 def open_exclude(g: DistGraph, rule: ExcludeRule) -> Exclude:
-    """Return the rule as a function, callable on any thread. Collective for ``reverse_types``.
+    """Return the rule as a thread-safe function. Collective for ``reverse_types``.
 
-    What a batch excludes is what DGL excludes: its own edges, and their reverse edges, at every hop.
-
-    Raises:
-        ConfigError: see :func:`check_rule`.
+    As in DGL, a batch excludes its own edges and their reverse edges at every hop.
     """
     if rule.exclude is None:
         return lambda _: NOTHING_EXCLUDED
@@ -134,20 +131,20 @@ def open_exclude(g: DistGraph, rule: ExcludeRule) -> Exclude:
         return lambda edges: _with_reverse(edges, {etype: (etype, table) for etype, table in tables.items()})
     if rule.exclude == "reverse_types":
         types = _reverse_types(g, rule.reverse_etypes)
-        found = {etype: (back, _looked_up(_mirrored(g, etype, back))) for etype, back in types.items()}
+        found = {etype: (back, _lookup(_reverse_edges(g, etype, back))) for etype, back in types.items()}
         return lambda edges: _with_reverse(edges, found)
-    return lambda edges: _asked(g, rule.exclude, edges)
+    return lambda edges: _call_exclude(g, rule.exclude, edges)
 
 
-def _mirrored(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
-    """Return the reverse edges: those at the same places of the source's list, where these lead back.
+def _reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
+    """Return the reverse edges of all edges of ``etype``. Collective.
 
-    Where they do not, as in parts that DGL has cut, whose list is of the cut graph: those with the same ends.
-    Collective.
+    They are matched by position in the source's edge list if the ends of those pairs agree, else by their
+    ends: parts that DGL has cut list the edges of the cut graph.
     """
     placed = reverse_edge_ids(g, etype, reverse_etype=back, by="position")
     first, last = placed.local_range
-    ids = np.arange(first, min(last, first + _CHECKED))
+    ids = np.arange(first, min(last, first + _NUM_CHECKED))
     ends, there = g.find_edges(ids, etype), g.find_edges(placed[ids], back)
     wrong = int((ends[0] != there[1]).sum() + (ends[1] != there[0]).sum())
     if gather_int64([wrong], g.session).any():
@@ -156,16 +153,16 @@ def _mirrored(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
 
 
 def check_reverse(g: DistGraph, rule: ExcludeRule, edges: Edges) -> None:
-    """Look up the ends of some of a rank's ``edges`` and of what is given as their reverse.
+    """Compare the ends of some of a rank's ``edges`` with the ends of their given reverse edges.
 
     Raises:
-        ConfigError: an edge's reverse does not lead from its destination to its source. That is what ids of
-            the unpartitioned graph look like here.
+        ConfigError: an edge's reverse does not lead from its destination to its source, e.g. because the ids
+            are those of the unpartitioned graph.
     """
     if rule.exclude != "reverse_id":
         return
     for etype, table in _reverse_tables(g, rule.reverse_eids).items():
-        ids = edges.get(etype, np.empty(0, np.int64))[:_CHECKED]
+        ids = edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED]
         reverse = table(ids)
         ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
         sources, destinations = g.find_edges(ids, etype)
@@ -194,14 +191,14 @@ def _with_reverse(edges: Edges, reverse: Mapping[EdgeType, tuple[EdgeType, Rever
 
 
 def _distinct(found: Any) -> dict[EdgeType, Array]:
-    together: dict[EdgeType, list[Array]] = {}
+    pieces: dict[EdgeType, list[Array]] = {}
     for etype, ids in found:
-        together.setdefault(etype, []).append(ids)
-    return {etype: np.unique(np.concatenate(pieces)) for etype, pieces in together.items()}
+        pieces.setdefault(etype, []).append(ids)
+    return {etype: np.unique(np.concatenate(parts)) for etype, parts in pieces.items()}
 
 
-def _asked(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> Excluded:
-    """Return what the user's function says, called as DGL calls it: ids alone where there is one type."""
+def _call_exclude(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> Excluded:
+    # As in DGL, the function gets plain ids where the graph has one edge type.
     given = {etype: torch.from_numpy(ids) for etype, ids in edges.items() if len(ids)}
     if not given:
         return NOTHING_EXCLUDED
@@ -219,7 +216,7 @@ def _reverse_types(g: DistGraph, given: Any) -> dict[EdgeType, EdgeType]:
     for etype, back in types.items():
         if (back[0], back[2]) != (etype[2], etype[0]) or etype == back:
             raise ConfigError(
-                f"reverse_etypes says {back} is the reverse of {etype}; it must be another type, from "
+                f"reverse_etypes has {back} as the reverse of {etype}; it must be another type, from "
                 f"{etype[2]!r} to {etype[0]!r}"
             )
         if g.num_edges(etype) != g.num_edges(back):
@@ -235,7 +232,7 @@ def _reverse_tables(g: DistGraph, given: Any) -> dict[EdgeType, ReverseOf]:
     if not isinstance(given, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
-                f"reverse_eids is one list, and the graph has the edge types {', '.join(g.etypes)}; give a "
+                f"reverse_eids is one list, but the graph has the edge types {', '.join(g.etypes)}; give a "
                 "dict of lists by edge type"
             )
         given = {g.canonical_etypes[0]: given}
@@ -252,20 +249,20 @@ def _table(g: DistGraph, etype: EdgeType, reverse: Any) -> ReverseOf:
     if tuple(shape) != (count,) or kind not in ("int32", "int64"):
         raise ConfigError(
             f"reverse_eids of {etype} are {kind} of shape {tuple(shape)}; give int64 of shape ({count},), "
-            "one per edge: dx.reverse_edge_ids(g) makes them"
+            "one per edge, as dx.reverse_edge_ids(g) returns"
         )
     if isinstance(reverse, DistTensor):
-        return _looked_up(reverse)
+        return _lookup(reverse)
     ids = as_array(reverse).astype(np.int64)
     real = ids[ids != NO_REVERSE]
     try:
         as_ids(real, count, f"the edges {etype} (reverse_eids)")
     except IndexError as error:
-        raise ConfigError(f"reverse_eids: {error}; -1 stands for none") from None
+        raise ConfigError(f"reverse_eids: {error}; use -1 for an edge without a reverse") from None
     return lambda edges: ids[edges]
 
 
-def _looked_up(reverse: DistTensor) -> ReverseOf:
+def _lookup(reverse: DistTensor) -> ReverseOf:
     store, key = reverse.kvstore, reverse.kvstore_key
     return lambda edges: store.pull(key, edges, phase="sampling").numpy().astype(np.int64, copy=False)
 
@@ -279,9 +276,9 @@ class PairGraphs:
     """Positive and negative pairs over one set of nodes."""
 
     nodes: Mapping[str, Array]
-    """Node type to the (n,) int64 ascending distinct ids that occur: the seeds of the blocks."""
+    """Node type to the (n,) int64 ascending distinct ids in the pairs: the seeds of the blocks."""
     positive: dgl.DGLGraph
-    """``ndata[dgl.NID]`` on every type, ``edata[dgl.EID]`` on every type; edges in the order of the batch."""
+    """``dgl.NID`` on every node type, ``dgl.EID`` on every edge type; edges in the order of the batch."""
     negative: dgl.DGLGraph | None
     """Over the same nodes; None without a negative sampler."""
 
@@ -293,14 +290,9 @@ def build_pairs(
     negative: EdgePairs | None,
     idtype: torch.dtype = torch.int64,
 ) -> PairGraphs:
-    """Return graphs with all types of the whole graph over the nodes that occur in the pairs.
+    """Build pair graphs, with all types of the whole graph, over the nodes that occur in the pairs.
 
-    Args:
-        ntypes: Every node type.
-        ids: Every edge type to the (B,) int64 ids of its positive edges.
-        positive: Their ends.
-        negative: Negative pairs, or None.
-        idtype: Of the graphs: int32 or int64.
+    ``ids`` are the (B,) int64 ids of the positive edges of every type, ``positive`` their ends.
     """
     both = [positive] if negative is None else [positive, negative]
     nodes = _nodes(ntypes, both)
@@ -337,7 +329,7 @@ def _graph(pairs: EdgePairs, nodes: Mapping[str, Array], idtype: torch.dtype) ->
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeBatch:
-    """What a loader of edges yields, and how long it took."""
+    """One batch of an edge loader, and the time it took."""
 
     input_nodes: NodeIds
     """The sources of the first block."""
@@ -348,61 +340,55 @@ class EdgeBatch:
     blocks: list[DGLBlock]
     """Layer 1 first."""
     sample_s: float
-    """Seconds of drawing, sampling and building."""
+    """Seconds of drawing pairs, sampling and building graphs."""
     fetch_s: float
     """Seconds of fetching columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgePlan:
-    """What a batch of edges is made of, beside the blocks."""
+    """How the pairs of a batch are drawn, and the columns that they get."""
 
     seed: int
     exclude: Exclude
     negative: DrawAll | None
     columns: Mapping[EdgeType, Mapping[str, str]]
-    """Edge type to name in the frame to name in the store: what the positive pair graph gets."""
-    unkeyed: str = ""
-    """Which option is code of the user's own, which may draw anew when called again; "" when none is."""
-    told: str = ""
-    """What says how pairs are drawn, the same on ranks that draw alike."""
+    """For the positive pair graph: edge type to name in the frame to name in the store."""
+    user_function: str = ""
+    """The option that is a function of the user, whose draws may not be repeatable; "" when none is."""
+    signature: str = ""
+    """Equal on ranks that draw the same pairs."""
 
 
 @final
 class EdgeMaker:
-    """Makes the batches of one loader of edges; called from several threads at a time.
-
-    Args:
-        g: The graph.
-        blocks: Makes the blocks around the nodes of a batch.
-        plan: The rest.
-    """
+    """Makes the batches of one edge loader. Thread-safe."""
 
     def __init__(self, g: DistGraph, blocks: BatchMaker, plan: EdgePlan) -> None:
         self._g, self._blocks, self._plan = g, blocks, plan
 
     def offline(self) -> EdgeMaker:
-        """Return what makes the same batches without columns; see :meth:`BatchMaker.alone`."""
-        if self._plan.unkeyed:
+        """Return a maker of the same batches without columns; see :meth:`BatchMaker.offline`."""
+        if self._plan.user_function:
             raise ConfigError(
-                f"{self._plan.unkeyed} is a function, and may not say the same when it is called again; use "
+                f"{self._plan.user_function} is a function whose results may not be repeatable; use "
                 "dglx_dist.negative and the modes of exclude"
             )
         return EdgeMaker(self._g, self._blocks.offline(), replace(self._plan, columns={}))
 
     def sampling_signature(self) -> str:
-        """See :meth:`BatchMaker.sampling_signature`."""
-        return f"{self._blocks.sampling_signature()}, {self._plan.told}"
+        return f"{self._blocks.sampling_signature()}, {self._plan.signature}"
 
     def make(self, edges: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
         """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``epoch``.
 
         Raises:
-            ConfigError: a function of the user returned what cannot be used.
-            PeerError: another rank that was asked is dead or silent.
+            ConfigError: a function of the user returned an unusable value.
+            PeerError: another rank is dead or silent.
         """
         begin = time.perf_counter()
-        pulls = self._ask_columns(edges)
+        # First, so that the labels arrive while pairs and blocks are made.
+        pulls = self._submit_columns(edges)
         pairs = self._pairs(edges, epoch)
         exclude = self._plan.exclude(edges)
         paired = time.perf_counter()
@@ -420,8 +406,7 @@ class EdgeMaker:
             fetch_s=batch.fetch_s + time.perf_counter() - sampled,
         )
 
-    def _ask_columns(self, edges: Mapping[EdgeType, Array]) -> dict[EdgeType, dict[str, PendingPull]]:
-        """Ask for the labels of the positive edges before anything else, so that they come meanwhile."""
+    def _submit_columns(self, edges: Mapping[EdgeType, Array]) -> dict[EdgeType, dict[str, PendingPull]]:
         return {
             etype: {
                 name: self._g.kvstore.submit_pull(key, edges[etype], phase=EDGE_PHASE)
@@ -431,8 +416,7 @@ class EdgeMaker:
         }
 
     def _pairs(self, edges: Mapping[EdgeType, Array], epoch: int) -> PairGraphs:
-        """Return the pair graphs of the batch."""
-        # The requests of all types leave before any is waited for.
+        # All requests are sent before the first wait.
         found = [self._g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()]
         batch = [
             self._positives(number, etype, ids, epoch, found[number])
@@ -441,7 +425,8 @@ class EdgeMaker:
         ends = {one.etype: (one.sources, one.destinations) for one in batch}
         if self._plan.negative is None:
             return build_pairs(self._g.ntypes, edges, ends, None, self._g.idtype)
-        drawn = self._plan.negative([one for one in batch if len(one.ids)]) if _any(edges) else {}
+        nonempty = [one for one in batch if len(one.ids)]
+        drawn = self._plan.negative(nonempty) if nonempty else {}
         nothing: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
         negative = {etype: drawn.get(etype, nothing) for etype in edges}
         return build_pairs(self._g.ntypes, edges, ends, negative, self._g.idtype)
@@ -462,10 +447,6 @@ class EdgeMaker:
         )
 
 
-def _any(edges: Mapping[EdgeType, Array]) -> bool:
-    return any(len(ids) for ids in edges.values())
-
-
 EdgesBatch: TypeAlias = (
     tuple[NodeIds, dgl.DGLGraph, list[DGLBlock]] | tuple[NodeIds, dgl.DGLGraph, dgl.DGLGraph, list[DGLBlock]]
 )
@@ -475,17 +456,17 @@ blocks)."""
 
 @final
 class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
-    """Iterates over batches of edges, like DGL's loader of that name.
+    """Iterates over batches of edges, like DGL's loader of the same name.
 
     Yields ``(input_nodes, pair_graph, blocks)``, with negatives ``(input_nodes, pair_graph,
     negative_pair_graph, blocks)``. The pair graphs have all types and lie over the same nodes, which are the
     destinations of ``blocks[-1]`` in the same order; ``pair_graph.edata[dgl.EID]`` are the batch's edges.
 
-    Every rank must make it and iterate over it alike. All ranks have the same number of steps, and one
-    that has run out of edges gets pair graphs without edges. A step's share counts positive edges, so that a
-    mean over positive and negative pairs weighs right where each has equally many negatives: those of
-    ``InBatch`` are fewer in a batch of k edges or less. What is drawn does not depend on the number of
-    ranks, again but for ``InBatch``. Iterating calls no collective.
+    Constructing it is collective; iterating calls no collective. All ranks have the same number of steps, and
+    a rank that has run out of edges gets pair graphs without edges. A step's share counts positive edges, so
+    a mean over positive and negative pairs is weighted correctly if each edge has equally many negatives;
+    ``InBatch`` gives fewer in a batch of k edges or less. Draws do not depend on the number of ranks, except
+    those of ``InBatch``.
 
     Args:
         g: The distributed graph.
@@ -493,24 +474,24 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             those of ``g``, as :func:`edge_split` gives them.
         sampler: A node sampler of ``dgl.dataloading``, for the blocks around the edges' ends; or
             ``dgl.dataloading.as_edge_prediction_sampler(...)``, with the options below inside it.
-        exclude: Which edges no block of a batch has: ``self``, the batch's own; ``reverse_id``, these and
-            their reverse edges by ``reverse_eids``; ``reverse_types``, these and those at the same place of
-            the source's list of the type in ``reverse_etypes``; a function of the batch's ids to ids; or
-            fixed ids. They are left out before drawing, so destinations keep their fan-out.
+        exclude: The edges that no block of a batch contains: ``self``, the batch's own; ``reverse_id``, these
+            and their reverse edges by ``reverse_eids``; ``reverse_types``, these and the edges at the same
+            position of the source's list of the type in ``reverse_etypes``; a function of the batch's ids to
+            ids; or fixed ids. They are left out before drawing, so destinations keep their fan-out.
         reverse_eids: (E,) by edge id, in ids of ``g``, -1 for none, or a dict of it by edge type: what
             :func:`reverse_edge_ids` returns.
         reverse_etypes: Edge type to the type of its reverse edges.
         negative_sampler: One of ``dglx_dist.negative``, DGL's ``Uniform`` or ``PerSourceUniform``, or a
             function of (g, the batch's ids) to (sources, destinations), called on the loader's threads.
         batch_size: Edges per rank and step, all types together.
-        shuffle: Whether each epoch has an order of its own, keyed by seed, epoch, type and id.
+        shuffle: Whether each epoch has its own order, keyed by seed, epoch, type and id.
         drop_last: Whether a rank leaves out its last batch when it is not full.
         options: As for :class:`DataLoader`.
 
     Raises:
-        ConfigError: on all ranks when something cannot be honoured on one: an unknown type, an edge twice,
-            a mode of ``exclude`` without what it needs, reverse edges that are none, or when the ranks were
-            given another ``batch_size`` or ``drop_last``.
+        ConfigError: on all ranks, when one rank has an unknown type, a repeated edge, a mode of ``exclude``
+            without what it needs or wrong reverse edges, or the ranks differ in ``batch_size`` or
+            ``drop_last``.
         IndexError: an id is no edge; ConfigError on the other ranks.
         PeerError: a rank did not take part.
     """
@@ -530,7 +511,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        asked = _Asked(
+        given = _EdgeSampling(
             sampler=sampler,
             rule=ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes),
             negative=negative_sampler,
@@ -539,34 +520,33 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             g.session,
             lambda: (
                 Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
-                _read(g, eids, asked, options),
+                _check(g, eids, given, options),
             ),
             ConfigError,
         )
-        check_alike(g.session, "exclude", _told(read.asked.rule))
+        check_alike(g.session, "exclude", _rule_signature(read.sampling.rule))
         seed = seed_of(read.options, g.session)
-        blocks = open_maker(g, read.asked.sampler, read_sampler(read.asked.sampler), read.options, seed)
+        blocks = open_maker(g, read.sampling.sampler, read_sampler(read.sampling.sampler), read.options, seed)
         plan = EdgePlan(
             seed=seed,
-            exclude=open_exclude(g, read.asked.rule),
+            exclude=open_exclude(g, read.sampling.rule),
             negative=together(
                 g.session,
-                lambda: open_negative(g, read.asked.negative, _drawn_for(g, read.items)),
+                lambda: open_negative(g, read.sampling.negative, _negative_etypes(g, read.items)),
                 ConfigError,
             ),
             columns=read.columns,
-            unkeyed=_unkeyed(read.asked),
-            told=f"exclude {_told(read.asked.rule)}, negative_sampler={read.asked.negative!r}",
+            user_function=_user_function(read.sampling),
+            signature=f"exclude {_rule_signature(read.sampling.rule)}, "
+            f"negative_sampler={read.sampling.negative!r}",
         )
         self._maker = EdgeMaker(g, blocks, plan)
         super().__init__(g.session, read.items, pace, read.options)
 
     def offline(self) -> Callable[[Mapping[EdgeType, Array], int], EdgeBatch]:
-        """See :meth:`StepLoader.alone`."""
         return self._maker.offline().make
 
     def sampling_signature(self) -> str:
-        """See :meth:`StepLoader.sampling_signature`."""
         return f"{super().sampling_signature()}, {self._maker.sampling_signature()}"
 
     def _make(self, items: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
@@ -578,8 +558,8 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         if self._device.type != "cpu":
             blocks = [block.to(self._device) for block in blocks]
             graphs = [graph.to(self._device) for graph in graphs]
-            nodes = moved(nodes, self._device)
-        # On each of them, since a model may be given the blocks, a pair graph, or both.
+            nodes = nodes_to(nodes, self._device)
+        # On each of them, since a model may get the blocks, a pair graph, or both.
         for stamped in (blocks[-1], *graphs):
             stamped.step_share = share
         if len(graphs) == 1:
@@ -593,8 +573,8 @@ def samples_edges(sampler: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the user gave, with DGL's wrapper taken off the node sampler."""
+class _EdgeSampling:
+    """The sampling options of an edge loader."""
 
     sampler: Any
     rule: ExcludeRule
@@ -603,59 +583,56 @@ class _Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Read:
-    """The same, checked as far as one rank can."""
+class _Checked:
+    """The options of an edge loader, checked on one rank, with DGL's wrapper taken off the node sampler."""
 
-    asked: _Asked
+    sampling: _EdgeSampling
     items: Items[EdgeType]
     options: LoaderOptions
     columns: Mapping[EdgeType, Mapping[str, str]]
 
 
-def _read(g: DistGraph, eids: Ids | Mapping[Any, Ids], given: _Asked, options: Mapping[str, Any]) -> _Read:
-    asked = _unwrapped(given)
-    read_sampler(asked.sampler)
+def _check(
+    g: DistGraph, eids: Ids | Mapping[Any, Ids], given: _EdgeSampling, options: Mapping[str, Any]
+) -> _Checked:
+    sampling = _unwrapped(given)
+    read_sampler(sampling.sampler)
     read = read_options(options)
-    fixed = asked.rule.exclude
+    fixed = sampling.rule.exclude
     if fixed is not None and not isinstance(fixed, str) and not callable(fixed):
         read = replace(read, exclude=fixed)
-        asked = replace(asked, rule=replace(asked.rule, exclude=None))
+        sampling = replace(sampling, rule=replace(sampling.rule, exclude=None))
     items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
-    check_rule(g, asked.rule, _with_items(items))
-    check_reverse(g, asked.rule, items.ids)
-    return _Read(
-        asked=replace(asked, negative=read_negative(asked.negative)),
+    check_rule(g, sampling.rule, _etypes_with_items(items))
+    check_reverse(g, sampling.rule, items.ids)
+    return _Checked(
+        sampling=replace(sampling, negative=read_negative(sampling.negative)),
         items=items,
         options=read,
-        columns=_columns(g, asked.labels),
+        columns=_columns(g, sampling.labels),
     )
 
 
-def _unwrapped(asked: _Asked) -> _Asked:
-    """Take the options out of DGL's ``as_edge_prediction_sampler``.
-
-    Raises:
-        ConfigError: options are given twice, or the wrapper is of the user's own making.
-    """
-    wrapper = asked.sampler
+def _unwrapped(given: _EdgeSampling) -> _EdgeSampling:
+    wrapper = given.sampler
     if not isinstance(wrapper, EdgePredictionSampler):
-        return asked
-    rule = asked.rule
-    given = (rule.exclude, rule.reverse_eids, rule.reverse_etypes, asked.negative)
-    if any(option is not None for option in given):
+        return given
+    rule = given.rule
+    options = (rule.exclude, rule.reverse_eids, rule.reverse_etypes, given.negative)
+    if any(option is not None for option in options):
         raise ConfigError(
             "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the loader or to "
             "as_edge_prediction_sampler(...), not to both"
         )
     if type(wrapper).sample is not EdgePredictionSampler.sample:
         raise ConfigError(
-            f"{type(wrapper).__qualname__} samples edges with code of its own; pass its node sampler, and "
+            f"{type(wrapper).__qualname__} samples edges with its own code; pass its node sampler, and "
             "its negative_sampler= and exclude= as functions"
         )
     rule = ExcludeRule(
         exclude=wrapper.exclude, reverse_eids=wrapper.reverse_eids, reverse_etypes=wrapper.reverse_etypes
     )
-    return _Asked(
+    return _EdgeSampling(
         sampler=wrapper.sampler,
         rule=rule,
         negative=wrapper.negative_sampler,
@@ -664,11 +641,11 @@ def _unwrapped(asked: _Asked) -> _Asked:
 
 
 def _columns(g: DistGraph, labels: Any) -> dict[EdgeType, dict[str, str]]:
-    """Find the columns for the positive pair graph, a list for the only edge type or a dict of lists."""
+    # A list is for the only edge type; otherwise a dict of lists.
     if not isinstance(labels, Mapping):
         if labels and len(g.canonical_etypes) != 1:
             raise ConfigError(
-                f"prefetch_labels is {labels!r}, and the graph has the edge types {', '.join(g.etypes)}; "
+                f"prefetch_labels is {labels!r}, but the graph has the edge types {', '.join(g.etypes)}; "
                 "give {edge type: list of names}"
             )
         labels = {g.canonical_etypes[0]: labels} if labels else {}
@@ -678,30 +655,29 @@ def _columns(g: DistGraph, labels: Any) -> dict[EdgeType, dict[str, str]]:
         data = g.edges[etype].data
         for name in [names] if isinstance(names, str) else names:
             if name not in data:
-                raise ConfigError(f"prefetch_labels names {name!r}, and edges of {etype} have {sorted(data)}")
+                raise ConfigError(f"prefetch_labels names {name!r}, but edges of {etype} have {sorted(data)}")
             found.setdefault(etype, {})[name] = data[name].kvstore_key
     return found
 
 
-def _told(rule: ExcludeRule) -> str:
-    """Return what of ``rule`` must be the same on all ranks, for :func:`check_alike`."""
+def _rule_signature(rule: ExcludeRule) -> str:
+    """Return the options that must be equal on all ranks."""
     mode = "a function" if callable(rule.exclude) else repr(rule.exclude)
     return mode if rule.reverse_etypes is None else f"{mode}, reverse_etypes={dict(rule.reverse_etypes)}"
 
 
-def _unkeyed(asked: _Asked) -> str:
-    """Return which option draws by code of the user's own, "" when none does."""
-    if callable(asked.rule.exclude):
-        return f"exclude={asked.rule.exclude!r}"
-    if asked.negative is not None and not isinstance(asked.negative, NegativeSampler):
-        return f"negative_sampler={asked.negative!r}"
+def _user_function(sampling: _EdgeSampling) -> str:
+    if callable(sampling.rule.exclude):
+        return f"exclude={sampling.rule.exclude!r}"
+    if sampling.negative is not None and not isinstance(sampling.negative, NegativeSampler):
+        return f"negative_sampler={sampling.negative!r}"
     return ""
 
 
-def _drawn_for(g: DistGraph, items: Items[EdgeType]) -> list[EdgeType]:
-    """Return for which edge types negatives are drawn here: where there is one, other ranks' edges may be."""
-    return list(g.canonical_etypes) if len(g.canonical_etypes) == 1 else _with_items(items)
+def _negative_etypes(g: DistGraph, items: Items[EdgeType]) -> list[EdgeType]:
+    # A single type counts also without edges here: this rank may draw the batches of others.
+    return list(g.canonical_etypes) if len(g.canonical_etypes) == 1 else _etypes_with_items(items)
 
 
-def _with_items(items: Items[EdgeType]) -> list[EdgeType]:
+def _etypes_with_items(items: Items[EdgeType]) -> list[EdgeType]:
     return [etype for etype, ids in items.ids.items() if len(ids)]

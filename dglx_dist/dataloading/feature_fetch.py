@@ -1,4 +1,4 @@
-"""Columns of nodes and edges for the blocks that ask for them, fetched while blocks are built."""
+"""Asynchronous fetch of node and edge columns while blocks are built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.records import Array, EdgeType
 
 EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
-"""The ledger's names of these bytes."""
+"""Phases of the byte ledger."""
 
 EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
 """Edge type to the (E,) ids of a block's edges."""
@@ -27,7 +27,7 @@ NO_ROWS: Array = np.empty(0, np.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What to attach: by type, name in the frame to name in the store."""
+    """The columns to attach: by type, name in the frame to name in the store."""
 
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For the sources of the first block, by node type."""
@@ -36,19 +36,16 @@ class Columns:
     edges: Mapping[EdgeType, Mapping[str, str]] = field(default_factory=dict)
     """For the edges of every block, by edge type."""
     precision: Precision = field(default_factory=Precision)
-    """What the floating-point columns of inputs and edges become."""
+    """Converts the floating-point columns of inputs and edges."""
     memory: RowMemory = field(default_factory=RowMemory)
-    """Where the rows of inputs lie."""
+    """Memory for the rows of inputs."""
 
 
 @final
 class Fetch:
-    """Columns under way for one batch. All of its methods belong to one thread.
+    """Pending columns of one batch. Not thread-safe.
 
-    Args:
-        store: Where the columns are.
-        columns: What to attach.
-        distinct: No input node and no target is repeated, as in all batches of compiled kernels.
+    With ``distinct``, no input node and no target is repeated, as in all batches of compiled kernels.
     """
 
     def __init__(self, store: KVStore, columns: Columns, *, distinct: bool = True) -> None:
@@ -60,12 +57,12 @@ class Fetch:
     def start(
         self, inputs: Mapping[str, Array], targets: Mapping[str, Array], blocks: Sequence[EdgesOfBlock]
     ) -> None:
-        """Ask for all rows of the batch and return at once: every remote request leaves here.
+        """Send the requests for all rows of the batch, without waiting.
 
         Args:
             inputs: Node type to the (n,) int64 sources of the first block; a type may be missing.
             targets: Node type to the (B,) int64 destinations of the last.
-            blocks: The edges of each block, the input-most first; read only when edge columns are asked for.
+            blocks: The edges of each block, the input-most first; read only when edge columns are fetched.
         """
         self._inputs = {
             (ntype, name): self._submit_input(key, inputs.get(ntype, NO_ROWS))
@@ -93,7 +90,7 @@ class Fetch:
 
         Args:
             blocks: The input-most first.
-            ready: Input columns that are here already: node type to name to rows.
+            ready: Input columns that are copied already: node type to name to rows.
 
         Raises:
             PeerError: an owner of rows is dead or silent.
@@ -106,7 +103,7 @@ class Fetch:
             blocks[0].srcnodes[ntype].data[name] = converted(pull.result())
         for (ntype, name), pull in self._targets.items():
             blocks[-1].dstnodes[ntype].data[name] = pull.result()
-        # Without edge columns nobody needs to have listed the edges.
+        # Without edge columns, `start` may have got no edges.
         for block, pulls in zip(blocks, self._edges, strict=bool(self._edges)):
             for (etype, name), pull in pulls.items():
                 block.edges[etype].data[name] = converted(pull.result())
@@ -117,7 +114,7 @@ class Fetch:
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:
-    """Return the ids of the edges of a block that is built already."""
+    """Return the edge ids of a block."""
     return {etype: block.edges[etype].data[dgl.EID].numpy() for etype in block.canonical_etypes}
 
 

@@ -1,7 +1,7 @@
-"""A mini-batch of a graph with several node and edge types in one compiled call, whatever their number.
+"""Compiled sampling kernels: all hops of a mini-batch in one call, for one or for several types.
 
-Each hop draws, for every edge type, in-edges of the nodes of its destination type that earlier hops saw. A
-graph with one node and one edge type is drawn as ``sample_batch`` draws it.
+Each hop draws, for every edge type, in-edges of the nodes of its destination type that earlier hops have
+reached. Both kernels draw the same edges of a graph with one node type and one edge type.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dglx_dist.records import Array, EdgeType
 
 
 class Table(NamedTuple):
-    """Where the number of a node is noted."""
+    """Relabelling table: node to its number within the batch."""
 
     slots: Array
     """Direct: (N,) uint32, one per node. Hashed: (C,) uint32, C a power of two, one per slot."""
     keys: Array
     """Direct: length 0. Hashed: (C,) int64, the node in each slot."""
     base: int
-    """Entries below it are of earlier batches."""
+    """Entries below it belong to earlier batches."""
 
 
 @njit(cache=True, nogil=True)
 def _slot_of(table: Table, node: int) -> np.uint64:
-    """Return the slot of ``node``, or the free slot where it belongs (hashed tables only)."""
+    # The slot of the node, or the free slot where it belongs; hashed tables only.
     last = np.uint64(len(table.keys) - 1)
     word = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
     slot = (word >> np.uint64(20)) & last
@@ -43,16 +43,15 @@ def _slot_of(table: Table, node: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
-def number_direct(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> np.int64:
-    """Number ``sources``; see :func:`number`."""
+def _number_direct(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> np.int64:
     slots = table.slots
     base = np.uint32(table.base)
-    # Unsigned positions, because for signed ones every access would first ask whether they are negative.
+    # Unsigned positions, because with signed ones every access would first test for negative values.
     end = np.uint64(count)
     for i in range(len(sources)):
         node = np.uint64(sources[i])
         seen = slots[node]
-        # Always storing costs less than a branch that the processor cannot foresee.
+        # An unconditional store costs less than an unpredictable branch.
         fresh = seen < base
         value = np.uint32(base + np.uint32(end)) if fresh else seen
         slots[node] = value
@@ -63,8 +62,7 @@ def number_direct(table: Table, sources: Array, nodes: Array, count: int, local:
 
 
 @njit(cache=True, nogil=True)
-def number_hashed(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> int:
-    """Number ``sources``; see :func:`number`."""
+def _number_hashed(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> int:
     base = np.uint32(table.base)
     for i in range(len(sources)):
         node = np.int64(sources[i])
@@ -80,26 +78,26 @@ def number_hashed(table: Table, sources: Array, nodes: Array, count: int, local:
 
 @njit(cache=True, nogil=True)
 def number(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> int:
-    """Write the number of each of ``sources`` to ``local``, giving new nodes the next ones.
+    """Write the number of each of ``sources`` to ``local``; new nodes get the next free numbers.
 
     Args:
-        table: With room: hashed ones need at least twice as many slots as distinct nodes.
+        table: If hashed, with at least twice as many slots as distinct nodes; see :func:`grown_table`.
         sources: (K,) global ids.
         nodes: (count + K + 1,) global ids by number; the first ``count`` are set.
-        count: How many nodes have a number.
+        count: Number of nodes so far.
         local: (K,) output.
 
     Returns:
         The new count.
     """
     if len(table.keys) == 0:
-        return int(number_direct(table, sources, nodes, count, local))
-    return number_hashed(table, sources, nodes, count, local)
+        return int(_number_direct(table, sources, nodes, count, local))
+    return _number_hashed(table, sources, nodes, count, local)
 
 
 @njit(cache=True, nogil=True)
-def with_room(table: Table, nodes: Array, count: int, more: int) -> Table:
-    """Return a table that can take ``more`` nodes, holding the numbers of ``nodes[:count]``."""
+def grown_table(table: Table, nodes: Array, count: int, more: int) -> Table:
+    """Return a table with space for ``more`` nodes, holding the numbers of ``nodes[:count]``."""
     if len(table.keys) == 0 or len(table.keys) >= 2 * (count + more):
         return table
     table = enlarged(table, 2 * (count + more))
@@ -118,7 +116,7 @@ def enlarged(table: Table, slots: int) -> Table:
 
 @njit(cache=True, nogil=True)
 def insert(table: Table, nodes: Array, count: int) -> None:
-    """Give ``nodes[:count]``, not in the hashed ``table`` yet, the numbers 0 ... count - 1."""
+    """Give ``nodes[:count]``, new to the hashed ``table``, the numbers 0 ... count - 1."""
     for i in range(count):
         slot = _slot_of(table, nodes[i])
         table.slots[slot] = np.uint32(table.base) + np.uint32(i)
@@ -131,7 +129,7 @@ _CHUNK = 2048
 class RawBatch(NamedTuple):
     """All hops of a mini-batch, one after another, hop 0 (at the seeds) first.
 
-    Hop h draws for the nodes ``[0, node_ends[h])`` and sees nodes ``[0, node_ends[h + 1])``.
+    Hop h draws for the nodes ``[0, node_ends[h])`` and reaches nodes ``[0, node_ends[h + 1])``.
     """
 
     nodes: Array
@@ -148,7 +146,7 @@ class RawBatch(NamedTuple):
     """(L + 1,) int64; hop h has the edges ``[edge_ends[h], edge_ends[h + 1])``."""
 
 
-class Ask(NamedTuple):
+class SampleRequest(NamedTuple):
     """A mini-batch to sample."""
 
     seeds: Array
@@ -160,14 +158,14 @@ class Ask(NamedTuple):
     rule: Rule
     """How edges are drawn."""
     like: Array
-    """Any array of the dtype that indptr, sources and edge ids shall have."""
-    once: Array = NO_EDGES
-    """(X,) int64 those of ``rule.exclude`` that are of this batch alone, which other servers do not know."""
+    """Any array of the output dtype of indptr, sources and edge ids."""
+    batch_exclude: Array = NO_EDGES
+    """(X,) int64 the edges in ``rule.exclude`` that only this batch excludes: other servers must be told."""
 
 
 @njit(cache=True, nogil=True)
 def longer(array: Array, used: int, length: int) -> Array:
-    """Return a copy of ``array[:used]`` with room for ``length``."""
+    """Return an array of ``length`` that begins with ``array[:used]``."""
     out = np.empty(length, array.dtype)
     out[:used] = array[:used]
     return out
@@ -175,17 +173,16 @@ def longer(array: Array, used: int, length: int) -> Array:
 
 @njit(cache=True, nogil=True)
 def number_seeds(table: Table, seeds: Array) -> tuple[Table, Array, int]:
-    """Start the list of nodes of a batch; a count below len(seeds) tells that seeds repeat."""
+    """Return (table, nodes, count) of a new batch; a count below len(seeds) means repeated seeds."""
     nodes = np.empty(len(seeds) + 1, np.int64)
-    table = with_room(table, nodes, 0, len(seeds))
+    table = grown_table(table, nodes, 0, len(seeds))
     count = number(table, seeds, nodes, 0, np.empty(len(seeds), np.int64))
     return table, nodes, count
 
 
 @njit(cache=True, nogil=True)
 def _relabel_edges(csc: Csc, table: Table, edges: Array, nodes: Array, count: int, local: Array) -> int:
-    """Write the numbers of the sources of ``edges`` to ``local``; return how many nodes have one."""
-    # Reading a chunk of ids first lets the processor have many of those misses under way at once.
+    # Reading a chunk of ids first lets the processor overlap their cache misses.
     chunk = np.empty(min(_CHUNK, len(edges)), csc.indices.dtype)
     for first in range(0, len(edges), _CHUNK):
         length = min(_CHUNK, len(edges) - first)
@@ -196,30 +193,30 @@ def _relabel_edges(csc: Csc, table: Table, edges: Array, nodes: Array, count: in
 
 
 @njit(cache=True, nogil=True)
-def sample_batch(csc: Csc, ask: Ask, table: Table) -> tuple[RawBatch, Table]:
+def sample_batch(csc: Csc, request: SampleRequest, table: Table) -> tuple[RawBatch, Table]:
     """Sample all hops of a batch and number the nodes that appear.
 
     Args:
         csc: The whole structure.
-        ask: What to sample; a repeated seed shows as ``node_ends[0] < B``, and no hop is drawn.
+        request: What to sample. With repeated seeds, ``node_ends[0] < B`` and no hop is drawn.
         table: The calling thread's own.
 
     Returns:
         The batch, and the table to pass next time.
     """
-    num_hops = len(ask.fanouts)
-    like, rule = ask.like, ask.rule
+    num_hops = len(request.fanouts)
+    like, rule = request.like, request.rule
     node_ends = np.zeros(num_hops + 1, np.int64)
     edge_ends = np.zeros(num_hops + 1, np.int64)
-    table, nodes, count = number_seeds(table, ask.seeds)
+    table, nodes, count = number_seeds(table, request.seeds)
     node_ends[0] = count
     indptr = np.empty(0, like.dtype)
     sources = np.empty(0, like.dtype)
     edge_ids = np.empty(0, like.dtype)
-    if count < len(ask.seeds):
+    if count < len(request.seeds):
         num_hops = 0
     for hop in range(num_hops):
-        fanout = ask.fanouts[hop]
+        fanout = request.fanouts[hop]
         frontier = nodes[:count]
         row_end = len(indptr)
         indptr = longer(indptr, row_end, row_end + count + 1)
@@ -229,9 +226,11 @@ def sample_batch(csc: Csc, ask: Ask, table: Table) -> tuple[RawBatch, Table]:
         first, new = edge_ends[hop], np.int64(rows[count])
         edge_ids = longer(edge_ids, first, first + new)
         sources = longer(sources, first, first + new)
-        draw_hop(csc, frontier, ask.streams[hop], fanout < 0, rule, (rows, starts, largest), edge_ids[first:])
+        draw_hop(
+            csc, frontier, request.streams[hop], fanout < 0, rule, (rows, starts, largest), edge_ids[first:]
+        )
         nodes = longer(nodes, count, count + new + 1)
-        table = with_room(table, nodes, count, new)
+        table = grown_table(table, nodes, count, new)
         count = _relabel_edges(csc, table, edge_ids[first:], nodes, count, sources[first:])
         node_ends[hop + 1] = count
         edge_ends[hop + 1] = first + new
@@ -251,13 +250,13 @@ def copy_rows(rows: Array, ids: Array, out: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def sample_and_slice(
-    csc: Csc, ask: Ask, table: Table, rows: Array, out: Array
+    csc: Csc, request: SampleRequest, table: Table, rows: Array, out: Array
 ) -> tuple[RawBatch, Table, Array]:
     """Sample a batch and copy the feature rows of its nodes, in one call.
 
     Args:
         csc: The whole structure.
-        ask: What to sample.
+        request: What to sample.
         table: The calling thread's own.
         rows: (N, words) the features of all nodes as words of one unsigned dtype.
         out: (any, words) memory to use if it is long enough.
@@ -265,9 +264,9 @@ def sample_and_slice(
     Returns:
         The batch, the table to pass next time, and the memory used; its first rows are the features.
     """
-    batch, table = sample_batch(csc, ask, table)
+    batch, table = sample_batch(csc, request, table)
     if len(out) < len(batch.nodes):
-        # Batches differ a little in size: some room to spare saves the next ones from growing again.
+        # Batches differ a little in size: a margin saves the next ones from reallocating.
         out = np.empty((len(batch.nodes) * 5 // 4, rows.shape[1]), rows.dtype)
     copy_rows(rows, batch.nodes, out)
     return batch, table, out
@@ -275,7 +274,7 @@ def sample_and_slice(
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """The types of a graph and their numbers: positions in these lists."""
+    """The types of a graph; the number of a type is its position here."""
 
     ntypes: tuple[str, ...]
     num_nodes: tuple[int, ...]
@@ -284,7 +283,7 @@ class Schema:
 
     @property
     def offsets(self) -> Array:
-        """(T + 1,) int64: node i of type t has the key ``offsets[t] + i``, and keys are distinct."""
+        """(T + 1,) int64: node i of type t has the unique key ``offsets[t] + i``."""
         return np.cumsum([0, *self.num_nodes])
 
     @property
@@ -299,7 +298,7 @@ class Schema:
 
 
 class Relations(NamedTuple):
-    """In-edges of R edge types over T node types; what it points to must outlive it."""
+    """In-edges of R edge types over T node types; the arrays behind its addresses must outlive it."""
 
     offsets: Array
     """(T + 1,) int64 first key of each node type."""
@@ -318,13 +317,13 @@ class Relations(NamedTuple):
     num_edges: Array
     """(R,) int64 E."""
     num_weights: Array
-    """(R,) int64: E, or 0 where all edges are alike."""
+    """(R,) int64: E, or 0 for uniform draws."""
     wide: Array
     """(R,) bool."""
 
 
 def relations_of(schema: Schema, cscs: Sequence[Csc]) -> Relations:
-    """Return the record of ``cscs``, one whole structure per edge type, to be kept alive beside it."""
+    """Return the record of ``cscs``, one whole structure per edge type; the caller keeps ``cscs`` alive."""
     return Relations(
         schema.offsets,
         schema.source_types,
@@ -349,8 +348,6 @@ def _addresses(arrays: Sequence[Array], dtypes: tuple[Any, ...]) -> Array:
 
 @intrinsic
 def _pointer(_context: Any, address: Any) -> Any:
-    """Return the address as a pointer."""
-
     def generate(_compiler: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], _compiler.get_value_type(signature.return_type))
 
@@ -359,7 +356,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def csc_at(relations: Relations, number: int) -> Csc:
-    """Return edge type ``number`` as :mod:`pick` reads it, with no indices: drawing needs none."""
+    """Return edge type ``number`` as the draw kernels read it, without indices, which they do not use."""
     rows = np.int64(relations.num_destinations[number])
     indptr = carray(_pointer(relations.indptr[number]), rows + 1, dtype=np.int64)
     weights = carray(
@@ -373,7 +370,7 @@ def read_sources(relations: Relations, number: int, edges: Array, out: Array) ->
     """Write the keys of the sources of ``edges`` ((k,) ids of edge type ``number``) to ``out`` (int64)."""
     first = relations.offsets[relations.source_types[number]]
     length = np.int64(relations.num_edges[number])
-    # Two loops: the width is known before the first edge, and a branch inside would be asked for each.
+    # Two loops, so that the width is tested once and not for each edge.
     if relations.wide[number]:
         wide = carray(_pointer(relations.indices[number]), length, dtype=np.int64)
         for i in range(len(edges)):
@@ -384,13 +381,13 @@ def read_sources(relations: Relations, number: int, edges: Array, out: Array) ->
             out[i] = first + narrow[np.uint64(edges[i])]
 
 
-class TypedAsk(NamedTuple):
+class TypedRequest(NamedTuple):
     """A mini-batch to sample, over T node types and R edge types."""
 
     seeds: Array
     """(B,) int64 global ids, type by type, distinct within a type."""
     seed_ends: Array
-    """(T + 1,) int64; those of type t are ``[t]:[t + 1]``."""
+    """(T + 1,) int64; the seeds of type t are ``[t]:[t + 1]``."""
     fanouts: Array
     """(L, R) int64, hop 0 (at the seeds) first; -1 for all in-edges."""
     streams: Array
@@ -402,13 +399,13 @@ class TypedAsk(NamedTuple):
     exclude_ends: Array
     """(R + 1,) int64."""
     like: Array
-    """Any array of the dtype that indptr, sources and edge ids shall have."""
+    """Any array of the output dtype of indptr, sources and edge ids."""
 
 
 class TypedBatch(NamedTuple):
     """All hops of a mini-batch, hop 0 (at the seeds) first, and in a hop edge type by edge type.
 
-    Hop h draws for the first ``node_ends[h, t]`` nodes of type t, and sees the first ``node_ends[h + 1, t]``.
+    Hop h draws for the first ``node_ends[h, t]`` nodes of type t and reaches ``node_ends[h + 1, t]``.
     """
 
     nodes: Array
@@ -416,9 +413,9 @@ class TypedBatch(NamedTuple):
     node_starts: Array
     """(T + 1,) int64; nodes of type t are ``[t]:[t + 1]``."""
     node_ends: Array
-    """(L + 1, T) int64; the first row is the numbers of seeds."""
+    """(L + 1, T) int64; the first row has the numbers of seeds."""
     indptr: Array
-    """Each with an entry more than the hop has nodes of the destination type, and starting at 0."""
+    """Each has one entry more than the hop has nodes of the destination type, and starts at 0."""
     sources: Array
     """Positions among the nodes of the source type."""
     edge_ids: Array
@@ -427,11 +424,11 @@ class TypedBatch(NamedTuple):
     """(L * R + 1,) int64; hop h and edge type r have the edges ``[h * R + r]:[h * R + r + 1]``."""
 
 
-class Numbered(NamedTuple):
-    """The nodes that have a number, by type; ``counts`` and the arrays are written to as more are found."""
+class NumberedNodes(NamedTuple):
+    """The numbered nodes by type; ``counts`` and the arrays are updated in place."""
 
     keys: Array
-    """Keys by number, those of type t from ``starts[t]`` on."""
+    """Keys by number; those of type t begin at ``starts[t]``."""
     ids: Array
     """Global ids, likewise."""
     starts: Array
@@ -441,18 +438,18 @@ class Numbered(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """What one hop draws."""
+    """The draws of one hop."""
 
     fanouts: Array
     """(R,) int64."""
     streams: Array
     """(R,) uint64."""
     sizes: Array
-    """(T,) int64 nodes of each type that are drawn for."""
+    """(T,) int64 nodes of each type to draw for."""
     indptr: Array
     """(rows,) of all edge types, one after another."""
     starts: Array
-    """(rows,) int64 where the in-edges of each node begin."""
+    """(rows,) int64 position of the first in-edge of each node."""
     largest: Array
     """(R,) int64 largest in-degree."""
     ends: Array
@@ -460,23 +457,23 @@ class _Hop(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def with_space(nodes: Numbered, more: Array) -> Numbered:
-    """Return a copy that ``more`` ((T,) int64) nodes of each type fit into."""
+def grown_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
+    """Return a copy with space for ``more`` ((T,) int64) nodes of each type."""
     num_types = len(nodes.counts)
     starts = np.zeros(num_types + 1, np.int64)
-    # One to spare, because numbering writes before it knows whether a node is new.
+    # One extra, because `_number_direct` writes before it knows whether a node is new.
     starts[1:] = np.cumsum(nodes.counts + more + 1)
     keys, ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
     for node_type in range(num_types):
         count, old, new = nodes.counts[node_type], nodes.starts[node_type], starts[node_type]
         keys[new : new + count] = nodes.keys[old : old + count]
         ids[new : new + count] = nodes.ids[old : old + count]
-    return Numbered(keys, ids, starts, nodes.counts)
+    return NumberedNodes(keys, ids, starts, nodes.counts)
 
 
 @njit(cache=True, nogil=True)
-def with_typed_room(table: Table, nodes: Numbered, more: int) -> Table:
-    """Return a table that can take ``more`` nodes, holding the numbers of ``nodes``."""
+def grown_typed_table(table: Table, nodes: NumberedNodes, more: int) -> Table:
+    """Return a table with space for ``more`` nodes, holding the numbers of ``nodes``."""
     needed = 2 * (nodes.counts.sum() + more)
     if len(table.keys) == 0 or len(table.keys) >= needed:
         return table
@@ -488,8 +485,8 @@ def with_typed_room(table: Table, nodes: Numbered, more: int) -> Table:
 
 
 @njit(cache=True, nogil=True)
-def number_type(table: Table, nodes: Numbered, node_type: int, keys: Array, local: Array) -> None:
-    """Write the numbers of ``keys`` ((K,) int64, of one type) to ``local``; new nodes get the next ones."""
+def number_type(table: Table, nodes: NumberedNodes, node_type: int, keys: Array, local: Array) -> None:
+    """Write the numbers of ``keys`` ((K,) int64, of one type) to ``local``; see :func:`number`."""
     segment = nodes.keys[nodes.starts[node_type] : nodes.starts[node_type + 1]]
     nodes.counts[node_type] = number(table, keys, segment, nodes.counts[node_type], local)
 
@@ -497,24 +494,24 @@ def number_type(table: Table, nodes: Numbered, node_type: int, keys: Array, loca
 @njit(cache=True, nogil=True)
 def number_typed_seeds(
     table: Table, offsets: Array, seeds: Array, seed_ends: Array
-) -> tuple[Table, Numbered]:
-    """Number the seeds; fewer nodes than ``len(seeds)`` tell that some repeat."""
+) -> tuple[Table, NumberedNodes]:
+    """Number the seeds; fewer nodes than ``len(seeds)`` mean repeated seeds."""
     num_types = len(offsets) - 1
     nothing = np.empty(0, np.int64)
-    empty = Numbered(nothing, nothing, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64))
-    nodes = with_space(empty, np.diff(seed_ends))
-    table = with_typed_room(table, nodes, len(seeds))
+    empty = NumberedNodes(nothing, nothing, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64))
+    nodes = grown_nodes(empty, np.diff(seed_ends))
+    table = grown_typed_table(table, nodes, len(seeds))
     local = np.empty(len(seeds), np.int64)
     for node_type in range(num_types):
         first, last = seed_ends[node_type], seed_ends[node_type + 1]
         number_type(table, nodes, node_type, seeds[first:last] + offsets[node_type], local[first:last])
-    note_ids(nodes, offsets, np.zeros(num_types, np.int64))
+    write_ids(nodes, offsets, np.zeros(num_types, np.int64))
     return table, nodes
 
 
 @njit(cache=True, nogil=True)
-def note_ids(nodes: Numbered, offsets: Array, done: Array) -> None:
-    """Write the ids of the nodes from the ``done[t]``-th of each type on."""
+def write_ids(nodes: NumberedNodes, offsets: Array, done: Array) -> None:
+    """Write the ids of the nodes of each type t from number ``done[t]`` on."""
     for node_type in range(len(nodes.counts)):
         first, offset = nodes.starts[node_type], offsets[node_type]
         for i in range(first + done[node_type], first + nodes.counts[node_type]):
@@ -522,7 +519,7 @@ def note_ids(nodes: Numbered, offsets: Array, done: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def gathered(nodes: Numbered) -> tuple[Array, Array]:
+def packed_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
     """Return (ids, (T + 1,) starts), type by type without gaps."""
     starts = np.zeros(len(nodes.counts) + 1, np.int64)
     starts[1:] = np.cumsum(nodes.counts)
@@ -534,21 +531,22 @@ def gathered(nodes: Numbered) -> tuple[Array, Array]:
 
 
 @njit(cache=True, nogil=True)
-def _rule(ask: TypedAsk, relation: int) -> Rule:
-    return Rule(ask.replace, ask.exclude[ask.exclude_ends[relation] : ask.exclude_ends[relation + 1]])
+def _rule(request: TypedRequest, relation: int) -> Rule:
+    return Rule(
+        request.replace, request.exclude[request.exclude_ends[relation] : request.exclude_ends[relation + 1]]
+    )
 
 
 @njit(cache=True, nogil=True)
-def _frontier(relations: Relations, nodes: Numbered, hop: _Hop, relation: int) -> Array:
-    """Return the global ids that edge type ``relation`` draws for."""
+def _frontier(relations: Relations, nodes: NumberedNodes, hop: _Hop, relation: int) -> Array:
     node_type = relations.destination_types[relation]
     first = nodes.starts[node_type]
     return nodes.ids[first : first + hop.sizes[node_type]]
 
 
 @njit(cache=True, nogil=True)
-def _count(relations: Relations, ask: TypedAsk, nodes: Numbered, hop: _Hop) -> None:
-    """Fill the indptr, starts, largest in-degrees and ends of a hop whose first end is set."""
+def _count(relations: Relations, request: TypedRequest, nodes: NumberedNodes, hop: _Hop) -> None:
+    # Fills indptr, starts, largest and ends; the caller has set ends[0].
     row = 0
     for relation in range(len(hop.fanouts)):
         frontier = _frontier(relations, nodes, hop, relation)
@@ -558,15 +556,20 @@ def _count(relations: Relations, ask: TypedAsk, nodes: Numbered, hop: _Hop) -> N
             rows[:] = 0
         else:
             hop.largest[relation] = count_hop(
-                csc_at(relations, relation), frontier, fanout, _rule(ask, relation), rows, hop.starts[row:]
+                csc_at(relations, relation),
+                frontier,
+                fanout,
+                _rule(request, relation),
+                rows,
+                hop.starts[row:],
             )
         hop.ends[relation + 1] = hop.ends[relation] + np.int64(rows[len(frontier)])
         row += len(frontier) + 1
 
 
 @njit(cache=True, nogil=True)
-def _draw(relations: Relations, ask: TypedAsk, nodes: Numbered, hop: _Hop, edges: Array) -> None:
-    """Write the ids of the drawn edges to ``edges``, which is that of the batch."""
+def _draw(relations: Relations, request: TypedRequest, nodes: NumberedNodes, hop: _Hop, edges: Array) -> None:
+    # Like `ends`, `edges` and `sources` below cover the whole batch.
     row = 0
     for relation in range(len(hop.fanouts)):
         frontier = _frontier(relations, nodes, hop, relation)
@@ -579,7 +582,7 @@ def _draw(relations: Relations, ask: TypedAsk, nodes: Numbered, hop: _Hop, edges
                 frontier,
                 hop.streams[relation],
                 hop.fanouts[relation] < 0,
-                _rule(ask, relation),
+                _rule(request, relation),
                 space,
                 edges[first:last],
             )
@@ -588,9 +591,8 @@ def _draw(relations: Relations, ask: TypedAsk, nodes: Numbered, hop: _Hop, edges
 
 @njit(cache=True, nogil=True)
 def _number(
-    relations: Relations, table: Table, nodes: Numbered, hop: _Hop, edges: Array, sources: Array
+    relations: Relations, table: Table, nodes: NumberedNodes, hop: _Hop, edges: Array, sources: Array
 ) -> None:
-    """Write the numbers of the sources of the hop's ``edges`` to ``sources``; both are those of the batch."""
     chunk = np.empty(_CHUNK, np.int64)
     for relation in range(len(hop.fanouts)):
         node_type = relations.source_types[relation]
@@ -602,11 +604,13 @@ def _number(
 
 
 @njit(cache=True, nogil=True)
-def _hop(relations: Relations, ask: TypedAsk, number_of_hop: int, sizes: Array, indptr: Array) -> _Hop:
+def _new_hop(
+    relations: Relations, request: TypedRequest, hop_index: int, sizes: Array, indptr: Array
+) -> _Hop:
     rows, num_relations = len(indptr), len(relations.source_types)
     return _Hop(
-        ask.fanouts[number_of_hop],
-        ask.streams[number_of_hop],
+        request.fanouts[hop_index],
+        request.streams[hop_index],
         sizes,
         indptr,
         np.empty(rows, np.int64),
@@ -616,56 +620,56 @@ def _hop(relations: Relations, ask: TypedAsk, number_of_hop: int, sizes: Array, 
 
 
 @njit(cache=True, nogil=True)
-def sample_relations(relations: Relations, ask: TypedAsk, table: Table) -> tuple[TypedBatch, Table]:
+def sample_relations(relations: Relations, request: TypedRequest, table: Table) -> tuple[TypedBatch, Table]:
     """Sample all hops of a batch and number the nodes that appear, each type from 0.
 
     Args:
         relations: The whole structure.
-        ask: What to sample; a repeated seed shows as a smaller first row of ``node_ends``, and no hop is
+        request: What to sample. With repeated seeds, the first row of ``node_ends`` is smaller and no hop is
             drawn.
         table: The calling thread's own, over the keys of all node types.
 
     Returns:
         The batch, and the table to pass next time.
     """
-    num_hops, num_relations = ask.fanouts.shape
-    like = ask.like
+    num_hops, num_relations = request.fanouts.shape
+    like = request.like
     node_ends = np.zeros((num_hops + 1, len(relations.offsets) - 1), np.int64)
     edge_ends = np.zeros(num_hops * num_relations + 1, np.int64)
-    table, nodes = number_typed_seeds(table, relations.offsets, ask.seeds, ask.seed_ends)
+    table, nodes = number_typed_seeds(table, relations.offsets, request.seeds, request.seed_ends)
     node_ends[0] = nodes.counts
     indptr = np.empty(0, like.dtype)
     sources = np.empty(0, like.dtype)
     edge_ids = np.empty(0, like.dtype)
-    if nodes.counts.sum() < len(ask.seeds):
+    if nodes.counts.sum() < len(request.seeds):
         num_hops = 0
-    for number_of_hop in range(num_hops):
-        sizes = node_ends[number_of_hop]
-        begin, row_end = number_of_hop * num_relations, len(indptr)
+    for hop_index in range(num_hops):
+        sizes = node_ends[hop_index]
+        begin, row_end = hop_index * num_relations, len(indptr)
         new_rows = sizes[relations.destination_types].sum() + num_relations
         indptr = longer(indptr, row_end, row_end + new_rows)
-        hop = _hop(relations, ask, number_of_hop, sizes, indptr[row_end:])
+        hop = _new_hop(relations, request, hop_index, sizes, indptr[row_end:])
         hop.ends[0] = edge_ends[begin]
-        _count(relations, ask, nodes, hop)
+        _count(relations, request, nodes, hop)
         edge_ends[begin : begin + num_relations + 1] = hop.ends
         first, last = hop.ends[0], hop.ends[num_relations]
         edge_ids, sources = longer(edge_ids, first, last), longer(sources, first, last)
-        _draw(relations, ask, nodes, hop, edge_ids)
+        _draw(relations, request, nodes, hop, edge_ids)
         more = np.zeros(len(sizes), np.int64)
         for relation in range(num_relations):
             more[relations.source_types[relation]] += hop.ends[relation + 1] - hop.ends[relation]
-        nodes = with_space(nodes, more)
-        table = with_typed_room(table, nodes, last - first)
+        nodes = grown_nodes(nodes, more)
+        table = grown_typed_table(table, nodes, last - first)
         _number(relations, table, nodes, hop, edge_ids, sources)
-        note_ids(nodes, relations.offsets, sizes)
-        node_ends[number_of_hop + 1] = nodes.counts
-    ids, starts = gathered(nodes)
+        write_ids(nodes, relations.offsets, sizes)
+        node_ends[hop_index + 1] = nodes.counts
+    ids, starts = packed_ids(nodes)
     used = Table(table.slots, table.keys, table.base + nodes.counts.max())
     return TypedBatch(ids, starts, node_ends, indptr, sources, edge_ids, edge_ends), used
 
 
 DIRECT_LIMIT = 1 << 26
-"""Largest graph with a table entry per node (4 bytes each, 256 MiB a thread); larger ones are hashed."""
+"""Nodes of the largest graph with a direct table (4 bytes per node and thread); larger ones are hashed."""
 
 _FIRST_SLOTS = 1 << 16
 _LAST_BASE = 1 << 31
@@ -673,12 +677,7 @@ _LAST_BASE = 1 << 31
 
 @final
 class Workspace:
-    """One thread's relabelling table; not to be shared between threads.
-
-    Args:
-        num_nodes: N of the whole graph.
-        direct_limit: Up to how many nodes the table has an entry per node.
-    """
+    """The relabelling table of one thread."""
 
     def __init__(self, num_nodes: int, *, direct_limit: int = DIRECT_LIMIT) -> None:
         direct = num_nodes <= direct_limit
@@ -687,7 +686,7 @@ class Workspace:
 
     @property
     def table(self) -> Table:
-        """The table, ready for a batch; give it back through :meth:`keep`."""
+        """The table for the next batch; pass the kernel's one to :meth:`keep` afterwards."""
         # Numbers of a batch stay below 2**31, so the 32-bit entries cannot wrap within one.
         if self._table.base >= _LAST_BASE:
             self._table.slots[:] = 0
@@ -695,12 +694,12 @@ class Workspace:
         return self._table
 
     def keep(self, table: Table) -> None:
-        """Keep ``table``, as a kernel returned it, for the next batch."""
+        """Keep the table that a kernel returned for the next batch."""
         self._table = table
 
 
 def check_seeds(seeds: Array, num_distinct: int) -> None:
-    """Raise ConfigError when fewer of ``seeds`` are distinct than there are, naming the first repeat."""
+    """Raise ConfigError, with the first repeated id, unless all ``seeds`` are distinct."""
     if num_distinct == len(seeds):
         return
     ids, counts = np.unique(seeds, return_counts=True)

@@ -1,4 +1,4 @@
-"""The loader of nodes: mini-batches of this rank's seeds, in step with the other ranks."""
+"""Node data loader, and the batch makers behind node and edge loaders."""
 
 from __future__ import annotations
 
@@ -70,54 +70,53 @@ if TYPE_CHECKING:
 
 
 _SPARE_BUFFERS = 2
-"""Beside the batches made ahead: the one the training loop holds, and the one its backward pass holds."""
+"""Batches alive beside those made ahead: one in the training loop, one in its backward pass."""
 
 
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> BatchMaker:
-    """Return what makes the batches. Every rank must call it.
+    """Return the maker of a loader's batches. Collective.
 
     Raises:
-        ConfigError: on all ranks, when ``g``, the plan and the options do not go together on one, or the
-            ranks have other plans.
+        ConfigError: on all ranks, when one cannot combine ``g``, plan and options, or the plans differ.
         IndexError: an excluded edge does not exist; ConfigError on the other ranks.
     """
-    columns, draws = together(g.session, lambda: _read(g, sampler, plan, options, seed), ConfigError)
-    told = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}"
-    check_alike(g.session, "samplers with", told)
+    columns, draws = together(g.session, lambda: _local_plan(g, sampler, plan, options, seed), ConfigError)
+    signature = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}"
+    check_alike(g.session, "samplers with", signature)
     if draws is None:
         return SamplerMaker(
-            lambda seeds, out: _own_code(sampler, g, seeds, out), g.kvstore, columns, g.ntypes
+            lambda seeds, exclude: _call_sampler(sampler, g, seeds, exclude), g.kvstore, columns, g.ntypes
         )
     if len(g.ntypes) == len(g.canonical_etypes) == 1:
         return _homogeneous_maker(g, plan, draws, columns, options)
     return TypedMaker(_typed_source(g, plan, draws), draws, g.kvstore, columns)
 
 
-def check_alike(session: Session, what: str, mine: str) -> None:
-    """Raise ConfigError on all ranks unless each says the same of ``what``. Collective.
+def check_alike(session: Session, what: str, local: str) -> None:
+    """Raise ConfigError on all ranks unless all have the same value ``local`` of ``what``. Collective.
 
-    Ranks that go different ways would wait for each other in different collectives.
+    Ranks with different values would wait for each other in different collectives.
     """
-    told = gather_json(mine, session)
-    for rank, other in enumerate(told):
-        if other != told[0]:
+    values = gather_json(local, session)
+    for rank, value in enumerate(values):
+        if value != values[0]:
             raise ConfigError(
-                f"the ranks were given different {what}: rank 0 {told[0]}, rank {rank} {other}; give all the "
-                "same"
+                f"the ranks were given different {what}: rank 0 {values[0]}, rank {rank} {value}; give all "
+                "the same"
             )
 
 
-def _read(
+def _local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, TypedDraws | None]:
-    """Return what one rank can tell alone: the columns, and how to draw unless the sampler does it itself."""
+    # Not collective. No draws: the sampler runs its own code.
     alive = options.depth + _SPARE_BUFFERS
     columns = find_columns(g, plan, Precision(options.feature_dtype, alive))
     columns = replace(columns, memory=RowMemory(alive))
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
-                f"exclude= cannot be passed into {type(sampler).__qualname__}'s own code; use "
+                f"exclude= is not supported by {type(sampler).__qualname__}'s own code; use "
                 "NeighborSampler, or leave the edges out in the sampler"
             )
         return columns, None
@@ -136,7 +135,7 @@ def _read(
 def _homogeneous_maker(
     g: DistGraph, plan: SamplePlan, typed: TypedDraws, columns: Columns, options: LoaderOptions
 ) -> KernelMaker:
-    """The maker for one type, which has a kernel of its own: it copies features in the same call."""
+    # One node and edge type has its own kernel, which copies features in the same call.
     (etype,) = g.canonical_etypes
     structure, slicer = g.structure(etype), None
     draws = Draws(
@@ -149,7 +148,7 @@ def _homogeneous_maker(
     source: WholeSource | RemoteSource
     if structure.is_whole:
         source = WholeSource(_whole(g, plan.weights)[0])
-        columns, slicer = _sliced(g, source, columns, options)
+        columns, slicer = _with_slicer(g, source, columns, options)
     else:
         source = RemoteSource(structure, _serve(g, plan.weights, typed))
     return KernelMaker(
@@ -171,7 +170,7 @@ def _typed_source(g: DistGraph, plan: SamplePlan, draws: TypedDraws) -> TypedSou
 
 
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
-    """Return the structure of every edge type, with its weights; collective when there are any."""
+    """Return the structure of every edge type, with its weights. Collective if ``weights`` is given."""
     shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
     if weights is None:
         return [csc_of(shard) for shard in shards.values()]
@@ -183,9 +182,9 @@ def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
 
 
 def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
-    """Let the servers draw for each other by this loader's rule; return the operation's name. Collective.
+    """Register this loader's rule as an RPC operation on all servers; return its name. Collective.
 
-    Its name tells the rules of all ranks, so that later loaders of the same rule use what is served already.
+    The name is a hash of all ranks' rules, so loaders with the same rule share an operation.
     """
     by_shard: Mapping[EdgeType, Mapping[int, Array]] = {}
     if weights is not None:
@@ -201,13 +200,13 @@ def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
             continue
         rule = Rule(draws.replace, draws.exclude.get(etype, np.empty(0, np.int64)))
         g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
-    # Whoever returns first may ask at once.
+    # The first rank to return may send requests at once.
     barrier(g.session, "opening a loader")
     return op
 
 
 def _rule_digest(draws: TypedDraws, weights: Mapping[EdgeType, Mapping[int, Array]]) -> str:
-    """Return what differs where this rank would draw differently: by contents, as weights may change."""
+    # By contents, since weights may change under the same name.
     digest = hashlib.sha256(str(draws.replace).encode())
     for etype in draws.schema.etypes:
         excluded = draws.exclude.get(etype, np.empty(0, np.int64))
@@ -226,11 +225,7 @@ def _schema(g: DistGraph) -> Schema:
 
 
 def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
-    """Return (L, R) int64, the hop at the seeds first.
-
-    Raises:
-        ConfigError: a dict names an unknown edge type, or leaves some out.
-    """
+    """Return (L, R) int64, the hop at the seeds first."""
     rows = []
     for layer, fanout in enumerate(fanouts):
         if isinstance(fanout, Mapping):
@@ -239,7 +234,7 @@ def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
             if missing:
                 raise ConfigError(
                     f"fanouts[{layer}] names {len(named)} of {len(etypes)} edge types; missing: "
-                    f"{', '.join(map(str, missing))} (0 draws none of a type)"
+                    f"{', '.join(map(str, missing))} (use 0 to draw none of a type)"
                 )
         by_etype = fanout_by_type(fanout, etypes)
         rows.append([by_etype[etype] for etype in etypes])
@@ -254,10 +249,10 @@ def _excluded(exclude: Any, g: DistGraph) -> dict[EdgeType, Array]:
     return {etype: np.unique(ids) for etype, ids in by_type(exclude, counts, "edge").items() if len(ids)}
 
 
-def _sliced(
+def _with_slicer(
     g: DistGraph, source: WholeSource, columns: Columns, options: LoaderOptions
 ) -> tuple[Columns, LocalSlicer | None]:
-    """Let the sampling call copy the first input column that is all local; return what else there is."""
+    # The sampling kernel copies the first input column whose rows are all local; the others are fetched.
     for ntype, keys in columns.inputs.items():
         for name, key in keys.items():
             local = _local_column(g, name, key)
@@ -269,14 +264,13 @@ def _sliced(
 
 
 def _local_column(g: DistGraph, name: str, key: str) -> LocalColumn | None:
-    """Return the column if all of its rows lie in this server's memory in one piece."""
     shards = g.kvstore.shards(key)
     if len(shards) != 1 or len(shards[0][1]) != g.num_nodes() or shards[0][1].size == 0:
         return None
     return LocalColumn(name=name, rows=shards[0][1], dtype=torch_dtype(g.kvstore.column(key).info.dtype))
 
 
-def _own_code(sampler: Any, g: DistGraph, seeds: NodeIds, exclude: Excluded) -> Any:
+def _call_sampler(sampler: Any, g: DistGraph, seeds: NodeIds, exclude: Excluded) -> Any:
     edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}
     if not edges:
         return sampler.sample(g, seeds)
@@ -292,25 +286,25 @@ there are several."""
 
 @final
 class DataLoader(StepLoader[str, MiniBatch, Batch]):
-    """Iterates over ``(input_nodes, output_nodes, blocks)``, like DGL's loader of nodes.
+    """Iterates over ``(input_nodes, output_nodes, blocks)``, like DGL's node loader.
 
-    Every rank must make it and iterate over it alike: all ranks have the same number of steps, and a rank
-    that has run out of seeds gets blocks with no destination. Each iteration is the next epoch. The same
-    seed draws the same neighbours on any number of ranks. Iterating calls no collective.
+    Constructing it is collective; iterating calls no collective. All ranks have the same number of steps, and
+    a rank that has run out of seeds gets blocks without destinations. Each iteration is the next epoch. The
+    same seed draws the same neighbours on any number of ranks.
 
     Args:
         g: The distributed graph.
         indices: This rank's seeds: (K,) ids, a mask over all nodes, or {node type: either}; K may be 0.
-        sampler: A sampler of ``dgl.dataloading``; what it prefetches is attached to the blocks.
+        sampler: A sampler of ``dgl.dataloading``; the columns that it prefetches are attached to the blocks.
         batch_size: Seeds per rank and step.
-        shuffle: Whether each epoch has an order of its own, keyed by seed, epoch and ids.
+        shuffle: Whether each epoch has its own order, keyed by seed, epoch and ids.
         drop_last: Whether a rank leaves out its last batch when it is not full.
         options: :class:`LoaderOptions`: ``seed``, ``depth``, ``num_threads``, ``device``, ``exclude``.
-            Options of DGL's loader that are of no use here are accepted with a warning.
+            Options of DGL's loader that have no effect here are accepted with a warning.
 
     Raises:
-        ConfigError: on all ranks when an option cannot be honoured or a seed is given twice on one, or the
-            ranks were given another ``batch_size`` or ``drop_last``.
+        ConfigError: on all ranks, when an option is unsupported or a seed is repeated on one, or the ranks
+            differ in ``batch_size`` or ``drop_last``.
         IndexError: a seed is no node; ConfigError on the other ranks.
         PeerError: a rank did not take part.
     """
@@ -341,11 +335,9 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         super().__init__(g.session, seeds, pace, read)
 
     def offline(self) -> Callable[[Mapping[str, Any], int], MiniBatch]:
-        """See :meth:`StepLoader.alone`."""
         return self._maker.offline().make
 
     def sampling_signature(self) -> str:
-        """See :meth:`StepLoader.sampling_signature`."""
         return f"{super().sampling_signature()}, {self._maker.sampling_signature()}"
 
     def _make(self, items: Mapping[str, Any], epoch: int) -> MiniBatch:
@@ -355,13 +347,13 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         blocks, nodes, seeds = batch.blocks, batch.input_nodes, batch.output_nodes
         if self._device.type != "cpu":
             blocks = [block.to(self._device) for block in blocks]
-            nodes, seeds = moved(nodes, self._device), moved(seeds, self._device)
+            nodes, seeds = nodes_to(nodes, self._device), nodes_to(seeds, self._device)
         blocks[-1].step_share = share
         return nodes, seeds, blocks
 
 
-def moved(nodes: NodeIds, device: torch.device) -> NodeIds:
-    """Return ``nodes`` on ``device``."""
+def nodes_to(nodes: NodeIds, device: torch.device) -> NodeIds:
+    """Move node ids to ``device``."""
     if isinstance(nodes, Tensor):
         return nodes.to(device)
     return {ntype: ids.to(device) for ntype, ids in nodes.items()}

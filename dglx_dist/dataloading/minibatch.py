@@ -1,4 +1,4 @@
-"""One batch from its seeds: sampled, built into blocks, features attached. Runs on the loader's threads."""
+"""Mini-batches from seeds, on the loader's threads: sampling, block construction, feature fetch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
 from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, Fetch, edges_of
-from dglx_dist.dataloading.kernels import Ask, RawBatch, Schema, TypedBatch, Workspace
+from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, TypedBatch, Workspace
 from dglx_dist.dataloading.row_buffers import BufferPool
 from dglx_dist.dataloading.sampler import BatchSource, TypedDraws, TypedSource, WholeSource
 from dglx_dist.errors import ConfigError
@@ -36,21 +36,17 @@ from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 
 @final
 class BlockBuilder:
-    """Builds blocks of one edge type; any thread may call it.
-
-    Args:
-        etype: Canonical edge type of the blocks.
-    """
+    """Builds blocks of one edge type. Thread-safe."""
 
     def __init__(self, etype: EdgeType = EDGE_TYPE) -> None:
         self._etype = etype
-        self._positions = _Positions()
+        self._positions = _EdgePositions()
 
     def block(self, indptr: Tensor, sources: Tensor, src_ids: Tensor, edge_ids: Tensor) -> DGLBlock:
-        """Build a block; the arrays are shared, not copied.
+        """Build a block that shares the given arrays.
 
         Args:
-            indptr: (D + 1,) int32 or int64, in-edges of each of the D >= 0 destinations.
+            indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations.
             sources: (E,) of the dtype of ``indptr``, rows of ``src_ids``.
             src_ids: (num_src,) int64 global ids; the first D are the destinations.
             edge_ids: (E,) global edge ids.
@@ -77,11 +73,7 @@ class BlockBuilder:
         return DGLBlock(index, ([source], [destination]), [relation], nodes, [Frame(num_rows=num_edges)])
 
     def blocks(self, batch: RawBatch) -> tuple[Tensor, list[DGLBlock]]:
-        """Return (input node ids, blocks), the input-most block first as a model consumes them.
-
-        Args:
-            batch: Its arrays become the blocks' and must not be written afterwards.
-        """
+        """Return (input node ids, blocks), the input-most first; they share the arrays of ``batch``."""
         nodes = torch.from_numpy(batch.nodes)
         indptr, sources = torch.from_numpy(batch.indptr), torch.from_numpy(batch.sources)
         edge_ids = torch.from_numpy(batch.edge_ids)
@@ -98,13 +90,10 @@ class BlockBuilder:
 
 @final
 class TypedBlockBuilder:
-    """Builds blocks of several node and edge types; any thread may call it.
+    """Builds blocks of several node and edge types. Thread-safe.
 
-    As of ``dgl.to_block``, every block has all node types on both sides, those without a node as well, and
-    all edge types in the graph's order; the destinations of a type are the first of its sources.
-
-    Args:
-        schema: The graph's types.
+    As with ``dgl.to_block``, every block has all node types on both sides, even those without a node, and all
+    edge types in the graph's order; the destinations of a type are the first of its sources.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -115,14 +104,10 @@ class TypedBlockBuilder:
         self._num_types = len(schema.ntypes)
         targets = [self._num_types + node_type for node_type in self._destinations]
         self._metagraph = graph_index.from_coo(2 * self._num_types, self._sources, targets, True)
-        self._positions = _Positions()
+        self._positions = _EdgePositions()
 
     def blocks(self, batch: TypedBatch) -> tuple[dict[str, Tensor], list[DGLBlock]]:
-        """Return ({node type: input node ids}, blocks), the input-most block first.
-
-        Args:
-            batch: Its arrays become the blocks' and must not be written afterwards.
-        """
+        """Return ({node type: input node ids}, blocks); see :meth:`BlockBuilder.blocks`."""
         all_nodes, starts = torch.from_numpy(batch.nodes), batch.node_starts.tolist()
         nodes = [all_nodes[first:last] for first, last in pairwise(starts)]
         arrays = [torch.from_numpy(array) for array in (batch.indptr, batch.sources, batch.edge_ids)]
@@ -154,39 +139,38 @@ class TypedBlockBuilder:
             for counts in (sizes.sources, sizes.targets)
             for ids, count in zip(nodes, counts, strict=True)
         ]
-        # Lists of its own, because DGL keeps those it is given.
+        # Copies, because DGL keeps the lists.
         ntypes = list(self._schema.ntypes), list(self._schema.ntypes)
         return DGLBlock(index, ntypes, list(self._relations), node_frames, edge_frames)
 
 
 class _Sizes(NamedTuple):
-    """Of one block: nodes by type on either side, and where the edges of each type end."""
+    """Of one block: nodes by type on either side, and the edge offsets of the types."""
 
     sources: list[int]
     targets: list[int]
     edge_ends: list[int]
 
 
-class _Positions:
-    """The numbers 0, 1, ... that all blocks share as positions of their edges."""
+class _EdgePositions:
+    """The range 0, 1, ... by dtype, shared by all blocks as edge positions."""
 
     def __init__(self) -> None:
-        self._numbers: dict[torch.dtype, Tensor] = {}
+        self._ranges: dict[torch.dtype, Tensor] = {}
 
     def bipartite(self, num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> HeteroGraphIndex:
-        """Return the index of one edge type, as :meth:`BlockBuilder.block` takes it."""
-        # Without explicit edge positions, DGL's SpMM kernels that read edge data refuse the block.
-        order = self._first(len(sources), indptr.dtype)
+        # Without explicit edge positions, DGL's SpMM kernels that read edge data reject the block.
+        positions = self._range(len(sources), indptr.dtype)
         return heterograph_index.create_unitgraph_from_csr(
-            2, num_src, num_dst, indptr, sources, order, ["coo", "csr", "csc"], transpose=True
+            2, num_src, num_dst, indptr, sources, positions, ["coo", "csr", "csc"], transpose=True
         )
 
-    def _first(self, count: int, dtype: torch.dtype) -> Tensor:
-        numbers = self._numbers.get(dtype)
-        if numbers is None or len(numbers) < count:
-            numbers = torch.arange(max(count, 1) * 3 // 2, dtype=dtype)
-            self._numbers[dtype] = numbers
-        return numbers[:count]
+    def _range(self, count: int, dtype: torch.dtype) -> Tensor:
+        positions = self._ranges.get(dtype)
+        if positions is None or len(positions) < count:
+            positions = torch.arange(max(count, 1) * 3 // 2, dtype=dtype)
+            self._ranges[dtype] = positions
+        return positions[:count]
 
 
 Seeds: TypeAlias = Mapping[str, Array]
@@ -206,7 +190,7 @@ NOTHING_EXCLUDED: Excluded = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
-    """What a loader yields, and how long it took."""
+    """One batch of a node loader, and the time it took."""
 
     input_nodes: NodeIds
     """The sources of the first block."""
@@ -215,36 +199,36 @@ class MiniBatch:
     blocks: list[DGLBlock]
     """Layer 1 first."""
     sample_s: float
-    """Seconds of sampling and building blocks; the features too where one call does both."""
+    """Seconds of sampling and building blocks; includes features if one call does both."""
     fetch_s: float
     """Seconds of fetching columns."""
 
 
 class BatchMaker(ABC):
-    """Makes the batches of one loader; called from several threads at a time."""
+    """Makes the batches of one loader. Thread-safe."""
 
     @abstractmethod
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         """Make the batch of ``seeds`` in ``epoch``, without the edges ``exclude``.
 
         Raises:
-            ConfigError: a seed is given twice.
-            PeerError: another rank that was asked is dead or silent.
+            ConfigError: a seed is repeated.
+            PeerError: another rank is dead or silent.
         """
 
     def offline(self) -> BatchMaker:
-        """Return what makes the same blocks without columns and without asking anybody.
+        """Return a maker of the same blocks without columns that needs no other server.
 
         Raises:
-            ConfigError: the structure is not whole here, or the sampler draws as it likes.
+            ConfigError: this server has only a part of the structure, or the draws are not keyed.
         """
         raise ConfigError(
-            "the sampler's own code draws as it likes, so nobody else can draw the same; use "
+            "draws of the sampler's own code cannot be reproduced by another rank; use "
             "dgl.dataloading.NeighborSampler"
         )
 
     def sampling_signature(self) -> str:
-        """Return what differs between ranks that would draw differently, "" where nobody can tell."""
+        """Return a string that is equal on ranks that draw alike, "" if draws are not keyed."""
         return ""
 
 
@@ -261,17 +245,17 @@ class Draws:
     idtype: np.dtype[Any]
     """Of the blocks' structure: int32 or int64."""
 
-    def told(self) -> str:
-        """Return the fields, the excluded edges as a digest."""
+    def signature(self) -> str:
+        """Return the fields, with a digest of the excluded edges."""
         digest = hashlib.sha256(np.ascontiguousarray(self.exclude).data).hexdigest()[:16]
         return f"fanouts={self.fanouts}, replace={self.replace}, exclude={digest}, seed={self.seed}"
 
-    def ask(self, seeds: Array, epoch: int, exclude: Array = NO_EDGES) -> Ask:
-        """Return what the kernels need for the batch of ``seeds``, without the edges ``exclude`` either."""
+    def request(self, seeds: Array, epoch: int, exclude: Array = NO_EDGES) -> SampleRequest:
+        """Return the kernels' request for the batch of ``seeds``; ``exclude`` adds to the excluded edges."""
         fanouts = np.array(self.fanouts[::-1], np.int64)
         streams = np.array([stream_key(self.seed, epoch, hop) for hop in range(len(fanouts))], np.uint64)
         rule = Rule(self.replace, merged(self.exclude, exclude))
-        return Ask(seeds, fanouts, streams, rule, np.empty(0, self.idtype), exclude)
+        return SampleRequest(seeds, fanouts, streams, rule, np.empty(0, self.idtype), exclude)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,23 +264,13 @@ class LocalColumn:
 
     name: str
     rows: Array
-    """(N, *row) as NumPy has it, C-contiguous."""
+    """(N, *row), C-contiguous; bfloat16 as its bits."""
     dtype: torch.dtype
 
 
 @final
 class KernelMaker(BatchMaker):
-    """Makes batches with the compiled kernels.
-
-    Args:
-        source: Where the structure is.
-        draws: How to draw.
-        store: Where the columns are.
-        columns: What to attach, without what ``slicer`` copies.
-        num_nodes: N.
-        etype: Of the blocks.
-        slicer: Samples in place of ``source`` and copies an input column in the same call.
-    """
+    """Makes batches with the compiled kernels; ``slicer`` also copies a column that ``columns`` lacks."""
 
     def __init__(
         self,
@@ -315,7 +289,6 @@ class KernelMaker(BatchMaker):
         self._num_nodes = num_nodes
 
     def offline(self) -> BatchMaker:
-        """See :meth:`BatchMaker.alone`."""
         if not self._source.is_whole:
             raise ConfigError(
                 "this server has only a part of the graph's structure; open the graph with "
@@ -326,16 +299,14 @@ class KernelMaker(BatchMaker):
         )
 
     def sampling_signature(self) -> str:
-        """See :meth:`BatchMaker.sampling_signature`."""
-        return self._draws.told()
+        return self._draws.signature()
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
-        """Make a batch; see :class:`BatchMaker`."""
         begin = time.perf_counter()
         targets = seeds.get(self._etype[2], np.empty(0, np.int64))
-        ask = self._draws.ask(targets, epoch, exclude.get(self._etype, NO_EDGES))
+        request = self._draws.request(targets, epoch, exclude.get(self._etype, NO_EDGES))
         with self._workspaces.borrowed() as workspace:
-            batch, ready = self._sample(ask, workspace)
+            batch, ready = self._sample(request, workspace)
         fetch = Fetch(self._store, self._columns)
         asked = time.perf_counter()
         ntype = self._etype[0]
@@ -353,34 +324,27 @@ class KernelMaker(BatchMaker):
             fetch_s=(building - asked) + (end - built),
         )
 
-    def _sample(self, ask: Ask, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
+    def _sample(self, request: SampleRequest, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
         if self._slicer is None:
-            return self._source.sample(ask, workspace), {}
-        return self._slicer.sample(ask, workspace)
+            return self._source.sample(request, workspace), {}
+        return self._slicer.sample(request, workspace)
 
     def _edges(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
-        """Return the edges of each block, the input-most first."""
         return [{self._etype: batch.edge_ids[first:last]} for first, last in pairwise(batch.edge_ends)][::-1]
 
 
 @final
 class LocalSlicer:
-    """Samples and copies one local input column in the same compiled call.
-
-    Args:
-        source: The whole structure.
-        column: What to copy.
-        num_batches: How many batches may be alive at a time.
-    """
+    """Samples and copies one local input column in one call, for at most ``num_batches`` live batches."""
 
     def __init__(self, source: WholeSource, column: LocalColumn, num_batches: int) -> None:
         self._source, self._column = source, column
         (self._words,) = as_words(column.rows)
         self._pool = BufferPool(self._words.shape[1], self._words.dtype, num_batches)
 
-    def sample(self, ask: Ask, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
+    def sample(self, request: SampleRequest, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
         """Return the batch, and the column's name to its rows of the batch's nodes."""
-        batch, out = self._source.sample_and_slice(ask, workspace, self._words, self._pool.borrow())
+        batch, out = self._source.sample_and_slice(request, workspace, self._words, self._pool.borrow())
         self._pool.keep(out)
         rows = out[: len(batch.nodes)].reshape(-1).view(self._column.rows.dtype)
         shaped = torch.from_numpy(rows.reshape(len(batch.nodes), *self._column.rows.shape[1:]))
@@ -389,25 +353,17 @@ class LocalSlicer:
 
 @final
 class SamplerMaker(BatchMaker):
-    """Makes batches with a sampler's own code.
-
-    Args:
-        sample: The sampler's.
-        store: Where the columns are.
-        columns: What to attach.
-        ntypes: The graph's node types.
-    """
+    """Makes batches with a sampler's own code."""
 
     def __init__(self, sample: SampleBlocks, store: KVStore, columns: Columns, ntypes: Sequence[str]) -> None:
         self._sample, self._store, self._columns, self._ntypes = sample, store, columns, tuple(ntypes)
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
-        """Make a batch; see :class:`BatchMaker`. The epoch is of no use: the sampler draws as it likes."""
         begin = time.perf_counter()
         targets = {ntype: torch.from_numpy(seeds.get(ntype, np.empty(0, np.int64))) for ntype in self._ntypes}
         input_nodes, output_nodes, blocks = self._sample(ids_by_type(targets), exclude)
         asked = time.perf_counter()
-        # What a sampler of the user's lists may be repeated.
+        # Nodes of a user's sampler may be repeated.
         fetch = Fetch(self._store, self._columns, distinct=False)
         edges = [edges_of(block) for block in blocks] if self._columns.edges else []
         fetch.start(self._arrays(input_nodes), self._arrays(output_nodes), edges)
@@ -429,11 +385,7 @@ class SamplerMaker(BatchMaker):
 
 @final
 class Workspaces:
-    """The workspaces of a loader, as many as threads that make batches at a time.
-
-    Args:
-        num_nodes: Nodes of all types.
-    """
+    """The workspaces of a loader, one for each thread that makes a batch."""
 
     def __init__(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
@@ -441,7 +393,7 @@ class Workspaces:
 
     @contextmanager
     def borrowed(self) -> Iterator[Workspace]:
-        """Lend a workspace to the calling thread, a new one when all are in use."""
+        """Yield a workspace for the calling thread."""
         try:
             workspace = self._idle.get_nowait()
         except queue.Empty:
@@ -453,20 +405,13 @@ class Workspaces:
 
 
 def ids_by_type(nodes: dict[str, Tensor]) -> NodeIds:
-    """Return ids of all node types as DGL's loaders yield them: without a dict when there is one type."""
+    """Return ids as DGL's loaders yield them: without a dict if there is one node type."""
     return next(iter(nodes.values())) if len(nodes) == 1 else nodes
 
 
 @final
 class TypedMaker(BatchMaker):
-    """Makes batches of graphs with several types with the compiled kernel.
-
-    Args:
-        source: Where the structure is.
-        draws: How to draw.
-        store: Where the columns are.
-        columns: What to attach.
-    """
+    """Makes batches of graphs with several types with the compiled kernel."""
 
     def __init__(self, source: TypedSource, draws: TypedDraws, store: KVStore, columns: Columns) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
@@ -475,11 +420,10 @@ class TypedMaker(BatchMaker):
         self._workspaces = Workspaces(sum(draws.schema.num_nodes))
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
-        """Make a batch; see :class:`BatchMaker`."""
         begin = time.perf_counter()
-        ask = self._draws.ask(seeds, epoch, exclude)
+        request = self._draws.request(seeds, epoch, exclude)
         with self._workspaces.borrowed() as workspace:
-            batch = self._source.sample(ask, exclude, workspace)
+            batch = self._source.sample(request, exclude, workspace)
         fetch = Fetch(self._store, self._columns)
         asked = time.perf_counter()
         inputs = {
@@ -504,7 +448,6 @@ class TypedMaker(BatchMaker):
         )
 
     def _edges(self, batch: TypedBatch) -> Sequence[EdgesOfBlock]:
-        """Return the edges of each block, the input-most first."""
         ends, num_relations = batch.edge_ends, len(self._schema.etypes)
         return [
             {

@@ -1,8 +1,8 @@
-"""Negative samplers: pairs of nodes that a model shall tell from edges. Public as ``dglx_dist.negative``.
+"""Negative samplers for link prediction, public as ``dglx_dist.negative``.
 
 Draws are keyed by (seed, epoch, edge or node id, number of the draw), so they do not depend on the number of
-ranks, on threads or on the batch; :class:`InBatch` alone depends on the batch. As in DGL, a negative pair may
-happen to be an edge: in a large sparse graph few are.
+ranks, on threads or on the batch, except those of :class:`InBatch`. As in DGL, a negative pair may be an
+edge, which is rare in a large sparse graph.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 Corrupt: TypeAlias = Literal["tail", "head", "both"]
-"""Which end of an edge is replaced: the destination, the source, or each of them once."""
+"""The end of an edge to replace: the destination, the source, or each in turn."""
 
 Pairs: TypeAlias = tuple[Array, Array]
 """(sources, destinations), (P,) int64 each."""
 
 _HOP = 1 << 40
-"""The hop number of the first negative draws, far beyond those of real hops."""
+"""The hop number of the first negative draws, above those of real hops."""
 _TAIL, _HEAD = 0, 1
 
 
@@ -67,27 +67,27 @@ class Positives:
         return self.sources if side == _HEAD else self.destinations
 
     def bound(self, side: int) -> int:
-        """Return how many nodes an end on one side may be."""
+        """Return the number of nodes of the type on one side."""
         return self.num_sources if side == _HEAD else self.num_destinations
 
 
 Draw: TypeAlias = Callable[[Positives], Pairs]
-"""Edges to negative pairs, those of one edge together, in the order of the edges. Called on any thread."""
+"""Edges to negative pairs, edge by edge in the order of the edges. Thread-safe."""
 
 
 class NegativeSampler(ABC):
-    """What is told about negative pairs; :meth:`open` makes it ready for a graph.
+    """Configuration of negative draws; :meth:`open` binds it to a graph.
 
-    For each positive edge there are k pairs, one after another, so that scores of pairs may be viewed as
-    (B, k). With ``corrupt="both"`` there are 2 k: k with another destination, then k with another source.
+    Each positive edge has k consecutive pairs, so the scores of pairs can be viewed as (B, k). With
+    ``corrupt="both"`` there are 2 k: k with another destination, then k with another source.
     """
 
     @abstractmethod
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        """Return what draws for edges of ``etypes``; not collective, may ask other servers.
+        """Return the draw function for edges of ``etypes``. Not collective, but may read from other servers.
 
         Raises:
-            PeerError: another server was asked and is silent.
+            PeerError: another server is silent.
         """
 
 
@@ -106,12 +106,9 @@ class Uniform(NegativeSampler):
     corrupt: Corrupt = "tail"
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check(self.k, self.corrupt)
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        """See :meth:`NegativeSampler.open`."""
-
         def ends(edges: Positives, side: int) -> Array:
             return _uniform(edges.ids, edges.stream(side), self.k, edges.bound(side))
 
@@ -121,9 +118,9 @@ class Uniform(NegativeSampler):
 @final
 @dataclass(frozen=True)
 class PerSourceUniform(NegativeSampler):
-    """As :class:`Uniform`, but edges with the same kept end share its k negatives: fewer nodes to sample.
+    """As :class:`Uniform`, but edges with the same kept end share its k negatives.
 
-    A node has the same negatives in a whole epoch, in whichever batch its edges are.
+    Fewer nodes are sampled. A node has the same negatives in all batches of an epoch.
 
     Raises:
         ConfigError: as for :class:`Uniform`.
@@ -133,12 +130,9 @@ class PerSourceUniform(NegativeSampler):
     corrupt: Corrupt = "tail"
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check(self.k, self.corrupt)
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        """See :meth:`NegativeSampler.open`."""
-
         def ends(edges: Positives, side: int) -> Array:
             return _uniform(edges.ends(1 - side), edges.stream(side), self.k, edges.bound(side))
 
@@ -148,10 +142,10 @@ class PerSourceUniform(NegativeSampler):
 @final
 @dataclass(frozen=True)
 class DegreeWeighted(NegativeSampler):
-    """As :class:`Uniform`, but a node is drawn in proportion to its number of edges to the power ``power``.
+    """As :class:`Uniform`, but a node is drawn in proportion to its degree to the power ``power``.
 
-    Destinations by in-degree, sources by out-degree, both of the edge type. Opening it gathers the degrees
-    of all nodes of a type (8 bytes each) into a table; a draw is a binary search in it.
+    Destinations are drawn by in-degree, sources by out-degree, both of the edge type. Opening it gathers the
+    degrees of all nodes of a type (8 bytes each) into a table; a draw is a binary search in it.
 
     Raises:
         ConfigError: as for :class:`Uniform`; ``power`` is not finite, or negative.
@@ -162,13 +156,11 @@ class DegreeWeighted(NegativeSampler):
     corrupt: Corrupt = "tail"
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check(self.k, self.corrupt)
         if not isinstance(self.power, (int, float)) or not 0 <= self.power < float("inf"):
             raise ConfigError(f"power={self.power!r}; give a finite number of at least 0, e.g. 0.75")
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        """See :meth:`NegativeSampler.open`."""
         sides = _SIDES[self.corrupt]
         tables: Mapping[tuple[EdgeType, int], Array] = {
             (etype, side): _cumulative(g, etype, side, self.power) for etype in etypes for side in sides
@@ -183,28 +175,25 @@ class DegreeWeighted(NegativeSampler):
 @final
 @dataclass(frozen=True)
 class InBatch(NegativeSampler):
-    """The other ends of the batch's other edges of the type: no nodes beyond those of the positive edges.
+    """The ends of other edges of the batch, of the same type: no nodes beyond those of the positive edges.
 
-    These depend on the batch, so they differ between numbers of ranks and batch sizes. The edges of a batch
-    are put in a circle by keyed hash of their ids, and each takes the ends of the next k: its order in the
-    batch is of no matter. There are min(k, B - 1) for each of B edges; a single edge has none, so keep k
-    below the smallest batch (``drop_last=True``) where the loss is a mean over pairs. An end may equal the
-    edge's own when another edge has it too.
+    The draws depend on the batch, so they differ between numbers of ranks and batch sizes. The edges of a
+    batch are arranged in a circle by keyed hash of their ids, whatever their order, and each takes the ends
+    of the next k. Each of B edges has min(k, B - 1) pairs, so keep k below the smallest batch
+    (``drop_last=True``) if the loss is a mean over pairs. A drawn end may equal the edge's own if another
+    edge shares it.
 
     Raises:
-        ConfigError: as for :class:`Uniform`, but ``k`` may be None: all others.
+        ConfigError: as for :class:`Uniform`, but ``k`` may be None for all other edges.
     """
 
     k: int | None = None
     corrupt: Corrupt = "tail"
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check(1 if self.k is None else self.k, self.corrupt)
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        """See :meth:`NegativeSampler.open`."""
-
         def ends(edges: Positives, side: int) -> Array:
             others = max(len(edges.ids) - 1, 0)
             count = others if self.k is None else min(self.k, others)
@@ -227,7 +216,7 @@ def _check(k: object, corrupt: object) -> None:
 
 
 def _corrupted(edges: Positives, corrupt: Corrupt, ends: Callable[[Positives, int], Array]) -> Pairs:
-    """Return the pairs of edges with (B, k) other ``ends`` on each side that ``corrupt`` names."""
+    # `ends` returns the (B, k) replacements on one side.
     sources, destinations = [], []
     for side in _SIDES[corrupt]:
         other = ends(edges, side)
@@ -238,9 +227,9 @@ def _corrupted(edges: Positives, corrupt: Corrupt, ends: Callable[[Positives, in
 
 
 def _cumulative(g: DistGraph, etype: EdgeType, side: int, power: float) -> Array:
-    """Return the (N,) float64 sums of degree ** power up to and with each node."""
+    """Return the (N,) float64 cumulative sums of degree ** power."""
     degrees = (g.out_degrees if side == _HEAD else g.in_degrees)(None, etype).numpy()
-    # Nodes without an edge stay out even at power 0, where 0 ** 0 would be 1.
+    # Nodes without an edge weigh 0 even at power 0, where 0 ** 0 would be 1.
     with np.errstate(over="ignore"):
         sums = np.cumsum(np.where(degrees > 0, degrees.astype(np.float64) ** power, 0.0))
     if len(sums) and not np.isfinite(sums[-1]):
@@ -262,27 +251,23 @@ def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
 
 @njit(cache=True, nogil=True)
 def _weighted(ids: Array, stream: np.uint64, k: int, sums: Array) -> Array:
-    """Return (len(ids), k) draws in proportion to the steps of the cumulative ``sums``."""
+    """Return (len(ids), k) draws in proportion to the increments of the cumulative ``sums``."""
     out = np.empty((len(ids), k), np.int64)
     for i in range(len(ids)):
         key = item_key(stream, ids[i])
         for j in range(k):
             slot = np.searchsorted(sums, unit(key, j) * sums[-1], side="right")
-            # A product rounded up to the whole sum would fall behind the last node that has an edge.
+            # A product that rounds up to the total lies behind the last node that has an edge.
             out[i, j] = slot if slot < len(sums) else np.searchsorted(sums, sums[-1], side="left")
     return out
 
 
 DrawAll: TypeAlias = Callable[[Sequence[Positives]], dict[EdgeType, Pairs]]
-"""The edges of a batch, type by type, to negative pairs by type."""
+"""The edges of a batch by type to negative pairs by type."""
 
 
 def read_negative(given: Any) -> Any:
-    """Return a :class:`NegativeSampler`, the user's own function, or None.
-
-    Raises:
-        ConfigError: it is none of these, or one of DGL's that cannot be honoured.
-    """
+    """Return a :class:`NegativeSampler`, the user's own function, or None; raise ConfigError for others."""
     if given is None or isinstance(given, NegativeSampler):
         return given
     if isinstance(given, type) or not callable(given):
@@ -290,41 +275,37 @@ def read_negative(given: Any) -> Any:
             f"negative_sampler={given!r}; give one of dx.negative, e.g. dx.negative.Uniform(5), one of "
             "dgl.dataloading.negative_sampler, or a function of (g, edge ids)"
         )
-    # Only DGL's own class, not a user's subclass of it: that one's code is to be run.
+    # Exact types: the code of a user's subclass must run.
     if type(given) is dgl_negative.PerSourceUniform:
         return Uniform(given.k)
     if type(given) is dgl_negative.GlobalUniform:
         raise ConfigError(
-            "GlobalUniform looks for pairs that are no edges anywhere in the graph, which no server can tell "
-            "alone; use dx.negative.Uniform(k, corrupt='both'), where few pairs of a large graph are edges"
+            "GlobalUniform rejects pairs that are edges anywhere in the graph, which no single server can "
+            "check; use dx.negative.Uniform(k, corrupt='both'): few pairs of a large graph are edges"
         )
     return given
 
 
 def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> DrawAll | None:
-    """Return what draws negative pairs for edges of ``etypes``; ``sampler`` is from :func:`read_negative`.
-
-    Raises:
-        PeerError: a server that was asked for degrees is silent.
-    """
+    """Return the draw function for edges of ``etypes``; ``sampler`` is from :func:`read_negative`."""
     if sampler is None:
         return None
     if isinstance(sampler, NegativeSampler):
         draw = sampler.open(g, etypes)
         return lambda batch: {edges.etype: draw(edges) for edges in batch}
-    return lambda batch: _asked(g, sampler, batch)
+    return lambda batch: _call_user_sampler(g, sampler, batch)
 
 
-def _asked(
+def _call_user_sampler(
     g: DistGraph, sampler: Callable[[Any, Any], Any], batch: Sequence[Positives]
 ) -> dict[EdgeType, Pairs]:
-    """Return what the user's function says, called as DGL calls it: ids alone where there is one type."""
+    # As in DGL, the function gets plain ids where the graph has one edge type.
     ids = {edges.etype: torch.from_numpy(edges.ids) for edges in batch}
     answer = sampler(g, ids if len(g.canonical_etypes) > 1 else next(iter(ids.values())))
     if not isinstance(answer, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
-                "the negative sampler returned one pair of lists, and the graph has the edge types "
+                "the negative sampler returned one pair of lists, but the graph has the edge types "
                 f"{', '.join(g.etypes)}; return a dict of (sources, destinations) by edge type"
             )
         answer = {g.canonical_etypes[0]: answer}
@@ -340,6 +321,6 @@ def _checked(g: DistGraph, etype: EdgeType, pairs: Any) -> Pairs:
     if len(sources) != len(destinations):
         raise ConfigError(
             f"the negative sampler returned {len(sources)} sources and {len(destinations)} destinations of "
-            f"{etype}; return as many of each"
+            f"{etype}; return the same number of each"
         )
     return sources, destinations

@@ -1,4 +1,4 @@
-"""Feature memory that is used again once nobody holds what was in it."""
+"""Reusable feature buffers, reclaimed by reference count, and conversion of feature dtypes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dglx_dist.records import Array, ColumnInfo
 
 @final
 class BufferPool:
-    """Lends (n, words) arrays; a fresh one costs as much to be paged in as to be filled.
+    """Pool of (n, words) arrays, since page faults of a fresh one cost as much as filling it. Thread-safe.
 
-    There is no giving back: an array is free again when every view of it, every tensor over it included, is
-    gone. Any thread may call it.
+    An array is not returned explicitly: it is idle again when all its views, including tensors over it, are
+    gone.
 
     Args:
         words: Columns of each array.
-        dtype: Of each array.
-        most: How many arrays are kept at most; what is needed beyond is not kept.
+        dtype: Dtype of each array.
+        most: Largest number of arrays kept.
     """
 
     def __init__(self, words: int, dtype: np.dtype[np.generic], most: int) -> None:
@@ -36,17 +36,17 @@ class BufferPool:
         self._most = most
         self._kept: list[Array] = []
         self._lock = threading.Lock()
-        # Interpreters differ in how many references a loop itself holds, so it is measured.
+        # Measured, because interpreters differ in the references that a loop itself holds.
         self._references_of_idle = _references([np.empty(0)])[0]
 
     def borrow(self) -> Array:
-        """Return the longest kept array that nobody uses; one of no rows when there is none."""
+        """Return the longest idle array, or an array without rows."""
         with self._lock:
             idle = self._idle()
             return max((self._kept[place] for place in idle), key=len, default=self._empty)
 
     def keep(self, array: Array) -> None:
-        """Remember ``array`` for later, in the place of a shorter idle one if there is no other."""
+        """Add ``array`` to the pool, replacing a shorter idle one if there is any."""
         with self._lock:
             if any(kept is array for kept in self._kept):
                 return
@@ -62,23 +62,23 @@ class BufferPool:
 
 
 def _references(arrays: Sequence[Array]) -> list[int]:
-    """Return how many references each array has, those of this loop included."""
+    # Includes the references of this loop. A comprehension would hold others.
     counts = []
     for array in arrays:
         counts.append(sys.getrefcount(array))
     return counts
 
 
-_ROOM = 8
-"""One row in so many is spare, so that batches of about the same size find room."""
+_MARGIN = 8
+"""New buffers get 1/8 spare rows, so that batches of about the same size fit."""
 
 
 @final
 class RowMemory:
-    """Lends tensors for columns, one pool of memory for each key and info; any thread may call it.
+    """Tensors for columns from one buffer pool per key and info. Thread-safe.
 
     Args:
-        num_batches: How many batches may be alive at a time; memory for more is fresh.
+        num_batches: Largest number of batches alive at a time; memory for more is fresh.
     """
 
     def __init__(self, num_batches: int = 4) -> None:
@@ -87,13 +87,7 @@ class RowMemory:
         self._lock = threading.Lock()
 
     def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
-        """Return uninitialised (``count``, *row) of memory that no living batch holds.
-
-        Args:
-            key: Of the column.
-            count: Rows, may be 0.
-            info: Dtype and row shape.
-        """
+        """Return an uninitialised (``count``, *row) tensor for column ``key``; ``count`` may be 0."""
         width, dtype = math.prod(info.row_shape), numpy_dtype(info.dtype)
         if count == 0 or width == 0:
             return empty_rows(count, info)
@@ -101,7 +95,7 @@ class RowMemory:
             pool = self._pools.setdefault((key, info), BufferPool(width, dtype, self._num_batches))
         array = pool.borrow()
         if len(array) < count:
-            array = np.empty((count + count // _ROOM, width), dtype)
+            array = np.empty((count + count // _MARGIN, width), dtype)
         pool.keep(array)
         return tensor_view(array[:count].reshape(count, *info.row_shape), info)
 
@@ -112,15 +106,14 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 
 @final
 class Precision:
-    """Converts the floating-point columns of batches; any thread may call it.
+    """Converts the floating-point columns of batches. Thread-safe.
 
-    Features that are stored in half precision cost half the disk, memory and wire, but few models compute
-    in it: they are handed out as float32 unless told otherwise. Integers and booleans stay what they are.
+    Features stored in half precision save disk, memory and network traffic, but few models compute in it, so
+    the default output is float32. Integers and booleans are not converted.
 
     Args:
-        dtype: What floating-point columns become; None: float16 and bfloat16 become float32, others stay.
-        num_batches: How many batches may be alive at a time: so many buffers are kept for each dtype and
-            row shape.
+        dtype: Output dtype; None converts float16 and bfloat16 to float32 and keeps others.
+        num_batches: Largest number of batches alive at a time: the buffers kept per dtype and row shape.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, num_batches: int = 4) -> None:
@@ -128,13 +121,13 @@ class Precision:
         self._memory = RowMemory(num_batches)
 
     def target(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what a column of ``dtype`` becomes."""
+        """Return the output dtype for a column of ``dtype``."""
         if dtype not in FLOATS:
             return dtype
         return self._dtype or (torch.float32 if dtype in HALVES else dtype)
 
     def converted(self, rows: Tensor) -> Tensor:
-        """Return (K, *row) ``rows`` in the type to compute in: itself where it has that type already."""
+        """Return (K, *row) ``rows`` in the output dtype; ``rows`` itself if it has that dtype."""
         dtype = self.target(rows.dtype)
         if dtype == rows.dtype:
             return rows
@@ -142,16 +135,12 @@ class Precision:
 
 
 def check_float(dtype: object) -> torch.dtype | None:
-    """Return ``dtype``.
-
-    Raises:
-        ConfigError: it is neither None nor one of torch's floating-point types that a column can have.
-    """
+    """Return ``dtype``; raise ConfigError unless it is None or a floating-point dtype of columns."""
     if dtype is None:
         return None
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         raise ConfigError(
-            f"feature_dtype={dtype!r}; give one of {', '.join(map(str, FLOATS))}, or None for float32 where "
+            f"feature_dtype={dtype!r}; give one of {', '.join(map(str, FLOATS))}, or None for float32 if "
             "features are stored in half precision"
         )
     return dtype

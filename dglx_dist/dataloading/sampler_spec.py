@@ -1,4 +1,4 @@
-"""What a DGL sampler object asks for, read once into a plan."""
+"""Translation of DGL samplers into sampling plans, columns and edge weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 Fanout: TypeAlias = int | Mapping[str | EdgeType, int]
-"""In-edges per destination and edge type, -1 for all; a dict by relation or triple names every edge type."""
+"""In-edges per destination and edge type, -1 for all; a dict by relation or triple has every edge type."""
 
 Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
 """Columns of the only type, or by type."""
@@ -35,14 +35,14 @@ _WORKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePlan:
-    """How mini-batches are sampled and what is attached to them."""
+    """How mini-batches are sampled, and the columns attached to them."""
 
     fanouts: tuple[Fanout, ...] | None
     """Layer 1 (input-most) first. None: the sampler's own code runs."""
     replace: bool = False
     """Whether an edge may be drawn more than once."""
     weights: str | None = None
-    """Name of the edge column that says how likely each edge is; None for all alike."""
+    """Edge column of the unnormalised probabilities; None for uniform draws."""
     node_feats: Names = ()
     """Node columns for the sources of the first block."""
     labels: Names = ()
@@ -55,20 +55,18 @@ def read_sampler(sampler: object) -> SamplePlan:
     """Read a DGL sampler.
 
     Args:
-        sampler: Any object; those that override how blocks are made are run as they are.
+        sampler: Any object. A sampler that overrides how blocks are made runs its own code.
 
     Raises:
-        ConfigError: the sampler, or an option of it, cannot be honoured; the message says what can.
+        ConfigError: the sampler or one of its options is unsupported; the message names the supported ones.
     """
     if isinstance(sampler, EdgePredictionSampler):
         raise ConfigError(
-            "as_edge_prediction_sampler(...) samples around edges, and this loader around nodes; pass it to "
+            "as_edge_prediction_sampler(...) is for edge loaders, and this is a node loader; pass it to "
             "dx.DataLoader or dx.DistEdgeDataLoader"
         )
     if not isinstance(sampler, BlockSampler):
-        raise ConfigError(
-            f"{type(sampler).__qualname__} does not make blocks for a loader of nodes; {_WORKS}"
-        )
+        raise ConfigError(f"{type(sampler).__qualname__} does not make blocks for a node loader; {_WORKS}")
     plan = SamplePlan(
         fanouts=None,
         node_feats=_names(sampler.prefetch_node_feats, "prefetch_node_feats"),
@@ -79,7 +77,7 @@ def read_sampler(sampler: object) -> SamplePlan:
         return plan
     if sampler.edge_dir != "in":
         raise ConfigError(
-            f"edge_dir={sampler.edge_dir!r} needs the out-edges, and a partition holds the in-edges of its "
+            f"edge_dir={sampler.edge_dir!r} needs out-edges, but a partition holds the in-edges of its "
             "nodes; use edge_dir='in' on the reversed graph (dgl.reverse) instead"
         )
     return replace(
@@ -88,7 +86,7 @@ def read_sampler(sampler: object) -> SamplePlan:
 
 
 def _is_stock(sampler: BlockSampler) -> bool:
-    """Whether the sampler makes its blocks with DGL's own code, so that ours can take its place."""
+    # Only if no code of DGL's is overridden can the compiled kernels replace it.
     kind = type(sampler)
     return (
         isinstance(sampler, NeighborSampler)
@@ -119,7 +117,6 @@ def _number(fanout: Any, where: str) -> int:
 
 
 def _names(asked: object, option: str) -> Names:
-    """Column names out of a list of names or DGL's {type: list of names}."""
     if not asked:
         return ()
     if isinstance(asked, Mapping):
@@ -142,12 +139,7 @@ K = TypeVar("K")
 
 
 def find_columns(g: DistGraph, plan: SamplePlan, precision: Precision) -> Columns:
-    """Return the columns of ``g`` that ``plan`` attaches.
-
-    Raises:
-        ConfigError: a type or column does not exist, or a list of names does not say of which of several
-            types; the message lists what there is.
-    """
+    """Return the columns of ``g`` that ``plan`` attaches; ConfigError lists the existing ones."""
     feats = _by_type(plan.node_feats, g.ntypes, lambda name: _node_type(g, name), "prefetch_node_feats")
     labels = _by_type(plan.labels, g.ntypes, lambda name: _node_type(g, name), "prefetch_labels")
     edges = _by_type(plan.edge_feats, g.canonical_etypes, g.to_canonical_etype, "prefetch_edge_feats")
@@ -160,11 +152,7 @@ def find_columns(g: DistGraph, plan: SamplePlan, precision: Precision) -> Column
 
 
 def edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:
-    """Return the names under which the store knows the edge columns ``names``.
-
-    Raises:
-        ConfigError: there is no such column; the message lists those that exist.
-    """
+    """Return the store keys of the edge columns ``names``; ConfigError lists the existing ones."""
     where = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
     return _keys(g.edges[etype].data, names, option, where)
 
@@ -177,14 +165,14 @@ def _node_keys(g: DistGraph, ntype: str, names: Sequence[str], option: str) -> d
 def _keys(data: Any, names: Sequence[str], option: str, where: str) -> dict[str, str]:
     for name in names:
         if name not in data:
-            raise ConfigError(f"{option} names {name!r}, and {where} has {sorted(data)}")
+            raise ConfigError(f"{option} names {name!r}, but {where} has {sorted(data)}")
     return {name: str(data[name].kvstore_key) for name in names}
 
 
 def _by_type(
     names: Names, types: Sequence[K], known: Callable[[Any], K], option: str
 ) -> dict[K, tuple[str, ...]]:
-    """Return the names per type; a plain list is for the only type, as with DGL."""
+    # As in DGL, a plain list is for the only type.
     if isinstance(names, Mapping):
         found: dict[K, tuple[str, ...]] = {}
         for given, columns in names.items():
@@ -195,7 +183,7 @@ def _by_type(
     if len(types) > 1:
         listed_types = ", ".join(map(str, types))
         raise ConfigError(
-            f"{option} is the list {list(names)}, and the graph has the types {listed_types}; give "
+            f"{option} is the list {list(names)}, but the graph has the types {listed_types}; give "
             "{type: list of names}"
         )
     return {types[0]: names}
@@ -211,7 +199,7 @@ def all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
     """Return the (E,) float32 weights of all edges of a type, in this rank's memory.
 
     Raises:
-        ConfigError: there is no such column, or it is not one finite number of at least 0 per edge.
+        ConfigError: the column does not exist, or is not one finite number of at least 0 per edge.
     """
     key = edge_keys(g, etype, [name], "prob")[name]
     pieces, info = g.kvstore.shards(key), g.kvstore.column(key).info
@@ -222,11 +210,7 @@ def all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
 
 
 def shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
-    """Return first node of each of this server's shards -> (E,) float32 weights of its edges.
-
-    Raises:
-        ConfigError: as :func:`all_weights`.
-    """
+    """As :func:`all_weights`, for this server's shards: {first node: (E,) float32 weights of its edges}."""
     key = edge_keys(g, structure.etype, [name], "prob")[name]
     shards, info = g.kvstore.shards(key), g.kvstore.column(key).info
     by_edge = {first: _checked(rows, info, name, first) for first, rows in shards}
@@ -234,22 +218,18 @@ def shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Ar
 
 
 def check_every_type_has(g: DistGraph, name: str) -> None:
-    """Raise ConfigError unless every edge type has the column ``name``, naming those that lack it."""
-    lacking = [etype for etype in g.canonical_etypes if name not in g.edges[etype].data]
-    if lacking:
+    """Raise ConfigError unless every edge type has the column ``name``."""
+    missing = [etype for etype in g.canonical_etypes if name not in g.edges[etype].data]
+    if missing:
         raise ConfigError(
-            f"prob names {name!r}, and {len(lacking)} of {len(g.canonical_etypes)} edge types have no such "
-            f"column: {', '.join(map(str, lacking))} (the first has {sorted(g.edges[lacking[0]].data)}); "
-            "give them one, of ones where all edges are alike"
+            f"prob names {name!r}, but {len(missing)} of {len(g.canonical_etypes)} edge types have no such "
+            f"column: {', '.join(map(str, missing))} (the first has {sorted(g.edges[missing[0]].data)}); "
+            "add it, filled with ones for uniform draws"
         )
 
 
 def _checked(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> Array:
-    """Return weights as float32; ``rows`` are as a column holds them: bfloat16 as its bits.
-
-    Raises:
-        ConfigError: they are not one number per edge, or one is negative or NaN.
-    """
+    # `rows` are as stored: bfloat16 as its bits.
     if rows.ndim != 1 or rows.dtype.kind not in "bfiu":
         raise ConfigError(
             f"edata[{name!r}] has rows of shape {rows.shape[1:]} and dtype {rows.dtype}; a probability or "

@@ -1,4 +1,4 @@
-"""What loaders of nodes and loaders of edges share: epochs, equal steps, order, position, running ahead."""
+"""Base of node and edge loaders: epochs, equal steps on all ranks, shuffling, prefetch, resume."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,55 +34,42 @@ T = TypeVar("T")
 def run_ahead(
     make: Callable[[int], T], steps: range, *, depth: int, num_threads: int
 ) -> Generator[T, None, None]:
-    """Yield ``make(step)`` for each step in order, at most ``depth`` of them begun ahead of the consumer.
+    """Yield ``make(step)`` for each step in order, started at most ``depth`` steps ahead of the consumer.
 
-    An error of a step is raised when it is that step's turn, with the traceback of its thread. When the
-    consumer stops early, or closes the iterator, what has not begun is dropped and the threads end.
-
-    Args:
-        make: Called from the threads; from the consumer's when ``num_threads`` is 0.
-        steps: What to do.
-        depth: Results kept ready or under way; at least 1.
-        num_threads: How many steps are worked on at a time.
+    ``make`` runs on ``num_threads`` threads, or on the consumer's if that is 0. The error of a step is raised
+    in its turn, with the traceback of its thread. When the consumer closes the iterator, steps that have not
+    started are cancelled and the threads end.
     """
     if num_threads == 0:
         yield from map(make, steps)
         return
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="dglx-loader")
-    begun: deque[Future[T]] = deque()
+    started: deque[Future[T]] = deque()
     try:
-        coming = iter(steps)
-        for step in coming:
-            begun.append(pool.submit(make, step))
-            if len(begun) == depth:
-                break
-        while begun:
-            result = begun.popleft().result()
+        remaining = iter(steps)
+        started.extend(pool.submit(make, step) for step in islice(remaining, depth))
+        while started:
+            result = started.popleft().result()
             # Only now, so that never more than `depth` results exist beside the consumer's.
-            begun.extend(pool.submit(make, step) for step in _first(coming))
+            started.extend(pool.submit(make, step) for step in islice(remaining, 1))
             yield result
             del result
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _first(steps: Iterator[int]) -> tuple[int, ...]:
-    step = next(steps, None)
-    return () if step is None else (step,)
-
-
 K = TypeVar("K")
 
 _SHUFFLE = -1
-"""The hop number under which the order of an epoch is drawn for type 0; further types count down."""
+"""The hop number of the shuffle keys of type 0; further types count down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Items(Generic[K]):
-    """This rank's ids by type, thought of as one list in the order of the types."""
+    """This rank's ids by type, numbered as one list in the order of the types."""
 
     ids: Mapping[K, Array]
-    """(n_t,) int64 distinct ids of every type of the graph, in the graph's order; often of no length."""
+    """(n_t,) int64 distinct ids of every type of the graph, in the graph's order; may be empty."""
 
     def __len__(self) -> int:
         return sum(len(ids) for ids in self.ids.values())
@@ -97,18 +85,18 @@ class Items(Generic[K]):
         return np.argsort(np.concatenate(keys), kind="stable")
 
     def take(self, positions: Array) -> dict[K, Array]:
-        """Return the ids at (k,) ``positions``, type by type in their order; all types, some maybe empty."""
+        """Return the ids at (k,) ``positions``, in their order, for all types; some may be empty."""
         if len(self.ids) == 1:
             return {key: ids[positions] for key, ids in self.ids.items()}
         taken, first = {}, 0
         for key, ids in self.ids.items():
-            mine = positions[(positions >= first) & (positions < first + len(ids))]
-            taken[key] = ids[mine - first]
+            of_type = positions[(positions >= first) & (positions < first + len(ids))]
+            taken[key] = ids[of_type - first]
             first += len(ids)
         return taken
 
     def digest(self) -> int:
-        """Return one number that differs, almost surely, when the sets of ids do."""
+        """Return a 64-bit hash of the sets of ids."""
         digest = np.uint64(0)
         for number, ids in enumerate(self.ids.values()):
             digest ^= np.bitwise_xor.reduce(hash_ids(ids, stream_key(0, 0, number)), initial=np.uint64(0))
@@ -116,16 +104,16 @@ class Items(Generic[K]):
 
 
 def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> Items[K]:
-    """Return what a loader was told to visit.
+    """Check the ids of a loader.
 
     Args:
-        given: (K,) ids or a mask over all, where there is one type; else a dict of either by type, an edge
-            type named by its triple or its relation.
+        given: (K,) ids or a mask over all if there is one type, else a dict of either by type; an edge type
+            is a triple or a relation.
         counts: Every type in the graph's order, with the number of its nodes or edges.
         what: ``node`` or ``edge``, for messages.
 
     Raises:
-        ConfigError: an unknown or ambiguous type, no dict although there are several types, or an id twice.
+        ConfigError: a type is unknown or ambiguous, ids of several types are no dict, or an id is repeated.
         IndexError: an id is out of range.
     """
     found = by_type(given, counts, what)
@@ -134,15 +122,15 @@ def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: st
         if len(distinct) != len(ids):
             raise ConfigError(
                 f"indices of type {key!r} have {what} {distinct[times > 1][0]} more than once ({len(ids)} "
-                f"ids, {len(distinct)} distinct); each is visited once an epoch: pass torch.unique(indices)"
+                f"ids, {len(distinct)} distinct); an epoch has each once: pass torch.unique(indices)"
             )
     none = np.empty(0, np.int64)
-    # A copy, because the caller may write to its array while threads read.
+    # A copy, because the caller may modify its array while threads read.
     return Items(ids={key: found[key].copy() if key in found else none for key in counts})
 
 
 _NEEDLESS = {
-    "use_uva": "features are read by the processor, on the loader's threads",
+    "use_uva": "features are read on the CPU, by the loader's threads",
     "use_ddp": "pass each rank its own indices: dx.node_split(mask)",
     "num_workers": "batches are made on threads: see num_threads=",
     "pin_memory": "batches are moved to device= by the loader",
@@ -150,7 +138,7 @@ _NEEDLESS = {
     "use_prefetch_thread": "batches are always made ahead, depth= of them",
     "use_alternate_streams": "batches are moved to device= by the loader",
     "pin_prefetcher": "batches are moved to device= by the loader",
-    "gpu_cache": "features are read by the processor, on the loader's threads",
+    "gpu_cache": "features are read on the CPU, by the loader's threads",
 }
 
 
@@ -159,26 +147,26 @@ class LoaderOptions:
     """How a loader makes its batches."""
 
     seed: int | None = None
-    """Of the order and the draws; None: the session's."""
+    """Seed of order and draws; None: the session's."""
     depth: int = 1
-    """Batches made ahead, never fewer than ``num_threads``. Each costs its memory."""
+    """Batches made ahead, at least ``num_threads``. Each costs its memory."""
     num_threads: int = 1
-    """How many batches are made at a time; 0: in the training loop itself."""
+    """Batches made at a time; 0: in the training loop itself."""
     device: torch.device | str | None = None
-    """Where batches shall be; None: the session's device."""
+    """Device of the batches; None: the session's."""
     exclude: Tensor | Array | Mapping[Any, Tensor | Array] | None = None
-    """(X,) ids of edges that are never drawn, by edge type when there are several; on all ranks the same if
+    """(X,) ids of edges that are never drawn, by edge type if there are several; equal on all ranks if
     servers hold parts of the graph."""
     feature_dtype: torch.dtype | None = None
-    """What floating-point input and edge columns become in blocks; None: float32 where they are stored as
-    float16 or bfloat16, else what is stored."""
+    """Dtype of floating-point input and edge columns in blocks; None: float32 for columns stored as float16
+    or bfloat16, else the stored dtype."""
 
 
 def read_options(options: Mapping[str, Any]) -> LoaderOptions:
-    """Check the loader's options; those of DGL's loader that are of no use here are warned about.
+    """Check the loader's options; warn about options of DGL's loader that have no effect.
 
     Raises:
-        ConfigError: an option is unknown or has a value that cannot be honoured.
+        ConfigError: an option is unknown, or its value is unsupported.
     """
     known = [field.name for field in fields(LoaderOptions)]
     for name in options:
@@ -197,7 +185,7 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     if read.device is not None:
         _check_device(read.device)
     check_float(read.feature_dtype)
-    # Threads beyond the depth would have nothing to do.
+    # Threads beyond the depth would be idle.
     return replace(read, depth=max(read.depth, read.num_threads))
 
 
@@ -210,11 +198,7 @@ def _check_device(device: object) -> None:
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:
-    """Return ``value`` as an int that 64 bits hold.
-
-    Raises:
-        ConfigError: it is no whole number, below ``least``, or too large.
-    """
+    """Return ``value`` as an int; raise ConfigError unless ``least <= value < 2**63``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
         raise ConfigError(f"{name}={value!r}; give a whole number of at least {least} and below 2**63")
     return int(value)
@@ -222,9 +206,9 @@ def whole_number(name: str, value: object, *, least: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How the seeds of every rank spread over the steps of an epoch.
+    """The seeds of every rank in each step of an epoch.
 
-    All ranks run ``num_steps``; one that has run out of seeds takes part with none.
+    All ranks run ``num_steps``; a rank that has run out of seeds takes part with none.
     """
 
     batch_size: int
@@ -241,7 +225,7 @@ class Schedule:
         return max(self._steps_of(count) for count in self.counts)
 
     def slice_of(self, step: int) -> slice:
-        """Return which of this rank's seeds, in the order of the epoch, step ``step`` has; maybe none."""
+        """Return the slice of this rank's seeds, in the order of the epoch, for ``step``; may be empty."""
         first = step * self.batch_size
         return slice(first, first + self._size(self.counts[self.rank], step))
 
@@ -266,62 +250,58 @@ class Schedule:
 
 
 class Timed(Protocol):
-    """A batch that knows how long it took."""
+    """A batch with the seconds of sampling and building it, and of fetching columns."""
 
     @property
-    def sample_s(self) -> float:
-        """Seconds of sampling and building."""
-
+    def sample_s(self) -> float: ...
     @property
-    def fetch_s(self) -> float:
-        """Seconds of fetching columns."""
+    def fetch_s(self) -> float: ...
 
 
 B = TypeVar("B", bound=Timed)
 
-Around: TypeAlias = Callable[[int, int, Callable[[], B]], B]
-"""(epoch, step, what makes the batch) to the batch; called on the loader's threads."""
+BatchHook: TypeAlias = Callable[[int, int, Callable[[], B]], B]
+"""(epoch, step, function that makes the batch) to the batch; called on the loader's threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTimes:
-    """Seconds since the last reset, of the batches that were yielded."""
+    """Seconds since the last reset, for the batches yielded."""
 
     sample_s: float = 0.0
-    """Sampling and building blocks, on the loader's threads; local features too if one call does both."""
+    """Sampling and building blocks, on the loader's threads; with local features if one call does both."""
     fetch_s: float = 0.0
     """Fetching columns, on the loader's threads."""
     wait_s: float = 0.0
-    """What the consumer waited."""
+    """Waiting of the consumer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How the items of a loader are spread over steps."""
+    """Batch size and order of a loader."""
 
     batch_size: int
     """Items per rank and step."""
     shuffle: bool = False
-    """Whether each epoch has an order of its own, keyed by seed, epoch, type and id."""
+    """Whether each epoch has its own order, keyed by seed, epoch, type and id."""
     drop_last: bool = False
     """Whether a rank leaves out its last batch when it is not full."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError unless ``batch_size`` is a whole number of at least 1."""
         whole_number("batch_size", self.batch_size, least=1)
 
 
 class StepLoader(ABC, Generic[K, B, T]):
-    """Hands out batches of this rank's items in step with the other ranks, made ahead on threads.
+    """Yields batches of this rank's items, made ahead on threads, in as many steps as the other ranks.
 
-    Making one is collective; iterating calls no collective. All ranks have the same number of steps, and a
-    rank that has run out of items takes part with none. Each iteration is the next epoch.
+    Constructing it is collective; iterating calls no collective. A rank that has run out of items gets empty
+    batches. Each iteration is the next epoch.
 
     Args:
         session: The run.
-        items: What this rank visits.
-        pace: How.
-        options: How far ahead, on how many threads, with which seed.
+        items: This rank's items.
+        pace: Batch size and order.
+        options: Depth, threads, seed and device.
 
     Raises:
         ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
@@ -332,28 +312,28 @@ class StepLoader(ABC, Generic[K, B, T]):
         self._session, self._items, self._pace = session, items, pace
         self._seed = seed_of(options, session)
         self._depth, self._num_threads = options.depth, options.num_threads
-        asked = torch.device(session.device if options.device is None else options.device)
-        # Batches are moved on threads, where "cuda" without a number would mean the first one.
-        has_number = asked.index is not None or asked.type != session.device.type
-        self._device = asked if has_number else session.device
+        device = torch.device(session.device if options.device is None else options.device)
+        # Batches are moved on threads, where "cuda" without an index would mean the first one.
+        has_index = device.index is not None or device.type != session.device.type
+        self._device = device if has_index else session.device
         self._schedule = Schedule(
             batch_size=int(pace.batch_size),
             drop_last=bool(pace.drop_last),
             counts=_counts(items, pace, session),
             rank=session.topology.rank,
         )
-        self._epoch, self._next_step, self._begun = 0, 0, False
+        self._epoch, self._next_step, self._started = 0, 0, False
         self._times, self._waited_s = LoaderTimes(), 0.0
-        self._number = 0 if session.trace is None else session.trace.new_loader()
-        self._around: Around[B] = lambda _epoch, _step, make: make()
+        self._trace_number = 0 if session.trace is None else session.trace.new_loader()
+        self._hook: BatchHook[B] = lambda _epoch, _step, make: make()
 
     @abstractmethod
     def _make(self, items: dict[K, Any], epoch: int) -> B:
-        """Make the batch of ``items`` (type to (n,) int64 ids, maybe none); called on several threads."""
+        """Make the batch of ``items`` (type to (n,) int64 ids, n may be 0); called on several threads."""
 
     @abstractmethod
     def _hand_over(self, batch: B, share: StepShare) -> T:
-        """Return what the consumer gets, moved to the device and stamped with ``share``."""
+        """Return the batch for the consumer, moved to the device and stamped with ``share``."""
 
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""
@@ -366,39 +346,39 @@ class StepLoader(ABC, Generic[K, B, T]):
 
     @property
     def items(self) -> Items[K]:
-        """What this rank visits."""
+        """This rank's items."""
         return self._items
 
-    def batch_hook(self, around: Around[B]) -> None:
-        """Have batches made by way of ``around`` in the iterations that begin from now on."""
-        self._around = around
+    def batch_hook(self, hook: BatchHook[B]) -> None:
+        """Make the batches of later iterations through ``hook``."""
+        self._hook = hook
 
     def offline(self) -> Callable[[Mapping[K, Any], int], B]:
-        """Return what makes any rank's batches: (items, epoch) to the blocks that rank gets, without columns.
+        """Return (items, epoch) to that batch, without columns: samples any rank's batches locally.
 
-        Asks nobody for structure; any thread may call it.
+        The function is thread-safe and reads no structure of other servers.
 
         Raises:
             ConfigError: the draws need another server, or depend on more than seed, epoch and ids.
         """
-        raise ConfigError(f"{type(self).__name__} cannot draw another rank's batches")
+        raise ConfigError(f"{type(self).__name__} cannot sample another rank's batches")
 
     def sampling_signature(self) -> str:
-        """Return what differs between ranks that would draw differently."""
+        """Return a string that is equal on ranks that draw alike."""
         return f"seed={self._seed}, {self._pace}"
 
     def seeds_of_step(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
     ) -> Callable[[int], dict[K, Any]]:
-        """Return step to what a rank visits in it, this one by default."""
-        mine = self._items if items is None else items
+        """Return a function of step to the items of a rank, by default this one."""
+        of_rank = self._items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
-        order = mine.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
-        return lambda step: mine.take(order[schedule.slice_of(step)])
+        order = of_rank.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
+        return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current iteration, or of the next one when none is under way."""
+        """The epoch of the current iteration, or of the next one."""
         return self._epoch
 
     @property
@@ -407,22 +387,22 @@ class StepLoader(ABC, Generic[K, B, T]):
         return self._schedule.targets()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one; one that was loaded half done with the same number is gone on with."""
-        if epoch != self._epoch or self._begun:
-            self._epoch, self._next_step, self._begun = whole_number("epoch", epoch, least=0), 0, False
+        """Make ``epoch`` the next one; if a position within it was loaded, that iteration is resumed."""
+        if epoch != self._epoch or self._started:
+            self._epoch, self._next_step, self._started = whole_number("epoch", epoch, least=0), 0, False
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values: read in the loop's body, the step there counts as done."""
+        """Return the position as JSON values; within the loop's body, the current step counts as done."""
         return {"epoch": self._epoch, "step": self._next_step, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the position ``state``; the next iteration has the rest of its epoch.
+        """Resume after the position ``state``; the next iteration has the rest of its epoch.
 
         Raises:
-            CheckpointError: it is no such position, or of a loader with another seed or of more steps.
+            CheckpointError: it is no position, or that of a loader with another seed or more steps.
         """
         check_position(state, self._seed, len(self))
-        self._epoch, self._next_step, self._begun = int(state["epoch"]), int(state["step"]), False
+        self._epoch, self._next_step, self._started = int(state["epoch"]), int(state["step"]), False
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
         """Return the seconds since the start or the last reset."""
@@ -432,38 +412,34 @@ class StepLoader(ABC, Generic[K, B, T]):
         return times
 
     def __iter__(self) -> Iterator[T]:
-        """Yield what is left of the current epoch, then move on to the next.
-
-        An iteration that was left early counts as an epoch. Threads end with it.
-        """
-        if self._begun:
+        """Yield the rest of the current epoch. An iteration that is left early counts as an epoch."""
+        if self._started:
             self._epoch, self._next_step = self._epoch + 1, 0
-        self._begun = True
+        self._started = True
         epoch = self._epoch
-        visited, around = self.seeds_of_step(epoch), self._around
+        items_of, hook = self.seeds_of_step(epoch), self._hook
         steps = range(self._next_step, len(self))
         began, waited_s = time.perf_counter(), self._waited_s
 
         def make(step: int) -> B:
             def sampled() -> B:
                 with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                    return self._make(visited(step), epoch)
+                    return self._make(items_of(step), epoch)
 
-            return around(epoch, step, sampled)
+            return hook(epoch, step, sampled)
 
         try:
             with closing(run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)) as batches:
                 for step in steps:
                     yield self._next(step, batches)
         finally:
-            # A step after the loop is not of the last batch, and must not be weighed like it.
+            # A step after the loop does not belong to the last batch and must not get its weight.
             self._session.step_share = None
         if steps.start == 0:
-            self._note_pass(time.perf_counter() - began, self._waited_s - waited_s)
-        self._epoch, self._next_step, self._begun = epoch + 1, 0, False
+            self._record_pass(time.perf_counter() - began, self._waited_s - waited_s)
+        self._epoch, self._next_step, self._started = epoch + 1, 0, False
 
     def _next(self, step: int, batches: Iterator[B]) -> T:
-        """Wait for the batch of ``step``, and note its time and share."""
         begin = time.perf_counter()
         with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, self._epoch * len(self) + step):
             batch = next(batches)
@@ -480,17 +456,17 @@ class StepLoader(ABC, Generic[K, B, T]):
         )
         return handed
 
-    def _note_pass(self, seconds: float, wait_s: float) -> None:
+    def _record_pass(self, seconds: float, wait_s: float) -> None:
         if self._session.trace is not None:
             self._session.trace.note_pass(
-                Pass(loader=self._number, steps=len(self), seconds=seconds, wait_s=wait_s)
+                Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
             )
 
 
 def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
     """Raise CheckpointError unless ``state`` is a position of a loader of ``seed`` with ``num_steps``."""
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{state!r} is no position of a loader; give what state_dict() returned")
+        raise CheckpointError(f"{state!r} is no position of a loader; pass the result of state_dict()")
     for name in ("epoch", "step", "seed"):
         try:
             whole_number(name, state.get(name), least=0)
@@ -498,42 +474,34 @@ def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
             raise CheckpointError(f"this is no position of a loader: {error}") from None
     if state["seed"] != seed:
         raise CheckpointError(
-            f"the loader's position was saved with seed {state['seed']}, and this one has {seed}; "
+            f"the loader's position was saved with seed {state['seed']}, but this one has {seed}; "
             f"pass seed={state['seed']}"
         )
     if state["step"] > num_steps:
         raise CheckpointError(
-            f"the loader was at step {state['step']}, and an epoch has {num_steps} steps here; use the "
+            f"the loader was at step {state['step']}, but an epoch has {num_steps} steps here; use the "
             "same dataset, batch_size and number of ranks"
         )
 
 
 def seed_of(options: LoaderOptions, session: Session) -> int:
-    """Return the seed of a loader's draws: the option's, else the session's.
-
-    Raises:
-        ConfigError: it is no whole number of at least 0.
-    """
+    """Return the seed of a loader's draws: the option's, else the session's."""
     return session.seed if options.seed is None else whole_number("seed", options.seed, least=0)
 
 
 def _counts(items: Items[K], pace: Pace, session: Session) -> tuple[int, ...]:
-    """Return how many items each rank has; warns when all ranks have the same ones. Collective.
-
-    Raises:
-        ConfigError: the ranks differ in what sets the number of steps.
-    """
-    mine = [len(items), items.digest() if len(items) else 0, int(pace.batch_size), int(pace.drop_last)]
-    rows = gather_int64(mine, session)
+    """Return the number of items of each rank; warn if all ranks have the same ones. Collective."""
+    local = [len(items), items.digest() if len(items) else 0, int(pace.batch_size), int(pace.drop_last)]
+    rows = gather_int64(local, session)
     for name, given in (("batch_size", rows[:, 2]), ("drop_last", rows[:, 3])):
         if bool((given != given[0]).any()):
             raise ConfigError(
-                f"the ranks have {name} {', '.join(map(str, given.tolist()))}; give all the same, or they "
-                "would not have the same number of steps"
+                f"the ranks have {name} {', '.join(map(str, given.tolist()))}; give all the same, so that "
+                "they have the same number of steps"
             )
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):
         warnings.warn(
-            f"all {len(rows)} ranks were given the same {len(items)} indices, so each is visited {len(rows)} "
+            f"all {len(rows)} ranks were given the same {len(items)} indices, so each is used {len(rows)} "
             "times an epoch; dx.node_split(mask) or dx.edge_split(mask) gives every rank its share",
             stacklevel=4,
         )

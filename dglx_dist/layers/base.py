@@ -1,4 +1,4 @@
-"""A graph convolution written as stages, so that a strategy can cut it where it likes (P3, P-TAGS)."""
+"""Graph convolutions as stages that can be split by input columns (P3, P-TAGS), and their registry."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import Columns, DropDraws, drop_attention, dropped
 
 PartialSums: TypeAlias = tuple[Tensor, ...]
-"""Tensors that are sums over the parts once all parts' have been added up."""
+"""Tensors whose sums over the parts a layer needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageInput:
-    """What one part sees of a block."""
+    """The input of one part of a split layer."""
 
     block: DGLBlock
     x: Tensor
@@ -33,29 +33,29 @@ class StageInput:
     edges: Mapping[str, Tensor]
     """Per-edge arguments of the convolution, such as weights: name to (E1, ...); the same on every part."""
     draws: DropDraws | None = None
-    """What dropout before *sync* draws by, so that the parts drop what one process would; None: there is one
-    part, which draws as torch does."""
+    """Keys of the dropout before *sync*, so that the parts drop what one process would; None: a single part,
+    which draws as torch does."""
 
 
 RunParts: TypeAlias = Callable[["SplittableConv", StageInput], PartialSums]
-"""A layer with one part's weights, and what this rank called it with, to the sums of all parts."""
+"""A layer with one part's weights and the input on this rank to the sums over all parts."""
 
 
 class SplittableConv(nn.Module, ABC):
     """One graph convolution as the stages of P3's P-TAGS interface (section 3.4).
 
-    Up to *sync* a stage is linear in the input columns, so each part may do it with its own columns and
-    its own rows of the weights, and the parts' results are added up:
+    Stages before *sync* are linear in the input columns, so each part computes them with its own columns and
+    its own rows of the weights, and the results of the parts are summed:
 
     * *partition*: :attr:`cut` names the weights that have one row (or column) per input column;
-    * *transform*: what a part does per source node, before edges;
+    * *transform*: per source node, before edges;
     * *scatter*: values that an edge needs in full, such as attention logits; summed over the parts;
-    * *gather*: what a part aggregates per destination node;
-    * *sync*: the sum over parts; a strategy does it, in one process there is nothing to do;
-    * *apply*: the rest, per destination node: bias, norm, activation. Sees full sums. (``apply`` itself is
-      taken by ``nn.Module``.)
+    * *gather*: aggregation per destination node;
+    * *sync*: the sum over parts, which a strategy computes;
+    * *apply*: the rest, per destination node, from full sums: bias, norm, activation. (``nn.Module`` has an
+      ``apply`` of its own, hence :meth:`apply_nodes`.)
 
-    Write a layer by filling in :attr:`cut`, :meth:`gather` and :meth:`apply_nodes`, and use it as any module:
+    Subclasses define :attr:`cut`, :meth:`gather` and :meth:`apply_nodes`, and are used as any module:
     ``layer(block, x)``. Bias, norm, activation and dropout of the result belong in :meth:`apply_nodes`: in an
     earlier stage they would be added once per part.
     """
@@ -63,33 +63,33 @@ class SplittableConv(nn.Module, ABC):
     cut: Mapping[str, int]
     """Parameter name to the dimension that runs over the input columns."""
     shared: tuple[str, ...] = ()
-    """Names of the parameters that stages before *sync* use whole; gradients are summed over the parts."""
+    """Parameters that stages before *sync* use whole; their gradients are summed over the parts."""
     run_parts: RunParts | None = None
-    """What does the stages up to *sync* where other parts take part; None: this is all there is."""
+    """Runs the stages up to *sync* on all parts; None: there is only one."""
     edge_arguments: tuple[str, ...] = ("edge_weight",)
-    """Names of the tensors with a row per edge that :meth:`forward` takes."""
+    """Names of the per-edge arguments of :meth:`forward`."""
     edges_after_sync: bool = False
-    """Whether only :meth:`apply_edges` uses the per-edge values; they stay with the owner then."""
+    """Whether only :meth:`apply_edges` uses the per-edge values, which then stay with the owner."""
 
     @property
     def width(self) -> int:
-        """Input columns of the layer, or of the part that this is."""
+        """Input columns of the layer, or of this part of it."""
         name, dimension = next(iter(self.cut.items()))
         return int(self.get_parameter(name).shape[dimension])
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        """Return per-edge values, (E1, ...) each, that the layer takes from its whole block; none by default.
+        """Return per-edge values, (E1, ...) each, that depend on the whole block; none by default.
 
-        Only the owner of a block computes them; the parts are given them in ``StageInput.edges``.
+        The owner of a block computes them and passes them to the parts in ``StageInput.edges``.
         """
         return {}
 
     def transform(self, given: StageInput) -> Any:
-        """Return what :meth:`scatter` and :meth:`gather` start from; the input itself when not overridden."""
+        """Return the input of :meth:`scatter` and :meth:`gather`; by default the columns themselves."""
         return given.x
 
     def scatter(self, given: StageInput, transformed: Any) -> PartialSums:
-        """Return this part's share of what the edges need in full; nothing when not overridden."""
+        """Return this part's share of the values that edges need in full; by default none."""
         return ()
 
     @abstractmethod
@@ -98,18 +98,18 @@ class SplittableConv(nn.Module, ABC):
 
         Args:
             given: The block, this part's columns, and the edges.
-            transformed: What :meth:`transform` returned.
-            scattered: What :meth:`scatter` returned, summed over the parts.
+            transformed: The result of :meth:`transform`.
+            scattered: The results of :meth:`scatter`, summed over the parts.
         """
 
     @abstractmethod
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Return the layer's output from what :meth:`gather` returned, summed over the parts."""
+        """Return the layer's output from the results of :meth:`gather`, summed over the parts."""
 
     def apply_edges(self, given: StageInput, gathered: PartialSums) -> Tensor:
-        """Return the same where that takes edges and their values; :meth:`apply_nodes` when not overridden.
+        """As :meth:`apply_nodes`, for layers that need edges and their values here.
 
-        Only the owner of a block does it, so ``given`` has all of ``edges``, but of ``x`` a part's columns.
+        It runs on the owner of a block: ``given`` has all of ``edges``, but only a part's columns of ``x``.
         """
         return self.apply_nodes(given.block, gathered)
 
@@ -120,17 +120,17 @@ class SplittableConv(nn.Module, ABC):
         *edges: Tensor | None,
         **named: Tensor | None,
     ) -> Tensor:
-        """Do all stages with all columns: (L0, F) to the layer's (D1, ...).
+        """Run all stages: (L0, F) to the layer's (D1, ...).
 
         Args:
             block: The block.
-            x: Inputs of the sources, the destinations first, as in every block; of a pair, as DGL's
-                convolutions take it, the second must be those first rows.
+            x: Inputs of the sources, the destinations first, as in every block; or a pair, as for DGL's
+                convolutions, whose second tensor must be those first rows.
             edges: Per-edge arguments in the order of :attr:`edge_arguments`.
             named: The same by name.
 
         Raises:
-            ConfigError: an argument is not one of them, or the pair is of other rows.
+            ConfigError: an argument is unknown, or the pair has other rows.
         """
         values = {**self.own_edges(block), **self.edges_by_name(edges, named)}
         given = StageInput(block=block, x=self.sources(block, x), edges=values)
@@ -138,7 +138,7 @@ class SplittableConv(nn.Module, ABC):
         return self.apply_edges(given, sums)
 
     def sync(self, given: StageInput) -> PartialSums:
-        """Return what :meth:`gather` gives, summed over all parts; a strategy replaces :attr:`run_parts`."""
+        """Return the results of :meth:`gather`, summed over all parts; a strategy sets :attr:`run_parts`."""
         if self.run_parts is not None:
             return self.run_parts(self, given)
         transformed = self.transform(given)
@@ -148,7 +148,7 @@ class SplittableConv(nn.Module, ABC):
         """Return (L0, F_p): ``given.x`` with entries dropped, while training.
 
         Raises:
-            ConfigError: other parts take part, and nothing says what they drop.
+            ConfigError: the layer is split, and ``given`` has no keys for the parts.
         """
         self._check_draws(given, probability)
         return dropped(given.x, probability, self.training, given.draws)
@@ -157,7 +157,7 @@ class SplittableConv(nn.Module, ABC):
         """Return ``attention`` ((E1, K, 1)) with entries dropped, while training.
 
         Raises:
-            ConfigError: other parts take part, and nothing says what they drop.
+            ConfigError: as for :meth:`drop_inputs`.
         """
         self._check_draws(given, probability)
         if given.draws is None or not self.training:
@@ -167,13 +167,13 @@ class SplittableConv(nn.Module, ABC):
     def _check_draws(self, given: StageInput, probability: float) -> None:
         if probability > 0 and self.training and self.run_parts is not None and given.draws is None:
             raise ConfigError(
-                f"{type(self).__name__} drops with probability {probability} before its sum, and the "
-                "strategy does not say what all parts drop; set it to 0 in the first layer, or use "
+                f"{type(self).__name__} drops with probability {probability} before its sum, but the "
+                "strategy has no keys for the masks of all parts; set it to 0 in the first layer, or use "
                 "strategy='data_parallel'"
             )
 
     def sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Return the inputs of the sources from what a user calls a convolution with."""
+        """Return the inputs of the sources from either form that DGL's convolutions take."""
         if isinstance(x, Tensor):
             return x
         sources, targets = x
@@ -188,7 +188,7 @@ class SplittableConv(nn.Module, ABC):
     def edges_by_name(
         self, positional: Sequence[Tensor | None], named: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
-        """Return the per-edge arguments that were given, by name."""
+        """Return the given per-edge arguments by name."""
         unknown = sorted(named.keys() - set(self.edge_arguments))
         if unknown or len(positional) > len(self.edge_arguments):
             raise ConfigError(
@@ -199,13 +199,8 @@ class SplittableConv(nn.Module, ABC):
         return {name: values for name, values in found.items() if values is not None}
 
 
-def add_up(parts: Sequence[PartialSums]) -> PartialSums:
-    """Return the sums over the parts, added in the order of the parts."""
-    return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
-
-
 Sync: TypeAlias = Literal["columns", "inputs"]
-"""What the parts add up: sums over in-edges, or, where need be, projected source rows."""
+"""What is summed over the parts: sums over in-edges, or projected source rows where a layer needs it."""
 
 _ADAPTERS: Mapping[str, str] = MappingProxyType(
     {
@@ -227,9 +222,9 @@ _BY_ROWS: Mapping[str, str] = MappingProxyType(
         "EdgeConv": "dglx_dist.layers.convolutions:EdgeConvStages",
     }
 )
-"""The same under ``sync="inputs"``; others are as in :data:`_ADAPTERS`."""
+"""Overrides of :data:`_ADAPTERS` under ``sync="inputs"``."""
 
-_REFUSED: Mapping[str, str] = MappingProxyType(
+_REASONS_AGAINST: Mapping[str, str] = MappingProxyType(
     {
         "GATv2Conv": "its logits are nonlinear in the sum of both ends, so an edge needs all columns of both",
         "EdgeConv": "it takes the largest of its messages, and the largest of sums is no sum of the largest",
@@ -247,26 +242,26 @@ def stages_of(module: nn.Module, sync: Sync = "columns") -> SplittableConv:
 
     Args:
         module: A convolution.
-        sync: "columns": the parts add up sums over in-edges. "inputs": also layers that are no such sum, but
-            begin with a linear map of each source row; the parts add up those rows, (L0, width) of them.
+        sync: "columns": sums over in-edges are summed over the parts. "inputs": also layers that only begin
+            with a linear map of each source row; those rows, (L0, width), are summed over the parts.
 
     Raises:
-        ConfigError: nobody says how it splits; the message has the reason and what to do.
+        ConfigError: it cannot be split; the message has the reason and a remedy.
     """
     if isinstance(module, SplittableConv):
         return module
     kind = type(module)
     known = {**_ADAPTERS, **_BY_ROWS} if sync == "inputs" else _ADAPTERS
     if kind.__module__.startswith("dgl.") and kind.__name__ in known:
-        place, name = known[kind.__name__].split(":")
-        made: SplittableConv = getattr(importlib.import_module(place), name)(module)
-        return made
-    why = _REFUSED.get(kind.__name__, "nothing says how it splits")
+        path, name = known[kind.__name__].split(":")
+        stages: SplittableConv = getattr(importlib.import_module(path), name)(module)
+        return stages
+    reason = _REASONS_AGAINST.get(kind.__name__, "its stages are not defined")
     other = "With sync='inputs' its projected rows are sent. " if kind.__name__ in _BY_ROWS else ""
     raise ConfigError(
-        f"{kind.__name__} cannot be cut by input columns: {why}. {other}These can be cut: "
-        f"{', '.join(known)}, and what is written as dglx_dist.layers.Staged; any module trains under "
-        "strategy='data_parallel'"
+        f"{kind.__name__} cannot be cut by input columns: {reason}. {other}These can be cut: "
+        f"{', '.join(known)}, and subclasses of dglx_dist.layers.base.SplittableConv; any module trains "
+        "under strategy='data_parallel'"
     )
 
 
@@ -276,16 +271,22 @@ def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) ->
 
 
 def mean_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the sums divided by the number of in-edges; zeros where there are none."""
+    """As :func:`sum_in_edges`, divided by the number of in-edges; zeros where there are none."""
     return _reduce(block, rows, weight, "mean")
+
+
+def max_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+    """As :func:`sum_in_edges`, but the largest; zeros where there are no in-edges."""
+    return _reduce(block, rows, weight, "max")
 
 
 def narrows_first(block: DGLBlock, columns: int, width: int) -> bool:
     """Whether projecting ``columns`` to ``width`` before the sum over in-edges is cheaper than after it.
 
-    Counted over forward and backward, an element that comes over an edge as four multiplications. Projecting
-    first multiplies every source row, twice, and sums rows back over the edges in the backward; summing first
-    does neither, as the inputs need no gradient. Parts may decide differently: their sums are the same.
+    The count covers forward and backward; an element sent over an edge counts as four multiplications.
+    Projecting first multiplies every source row, twice, and sums rows back over the edges in the backward
+    pass; summing first does neither, as the inputs need no gradient. Parts may decide differently: their sums
+    are the same.
     """
     sources, targets, edges = block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
     first = 2 * sources * columns * width + 2 * 4 * edges * width
@@ -293,32 +294,24 @@ def narrows_first(block: DGLBlock, columns: int, width: int) -> bool:
     return first < last
 
 
-def _reduce(block: DGLBlock, rows: Tensor, weight: Tensor | None, how: str) -> Tensor:
+def _reduce(
+    block: DGLBlock, rows: Tensor, weight: Tensor | None, how: Literal["sum", "mean", "max"]
+) -> Tensor:
     if block.num_edges() == 0 or rows.numel() == 0:
-        # DGL's kernels refuse rows without columns, and a block without edges keeps no result.
-        return (
-            rows[:1]
-            .sum(0, keepdim=True)
-            .expand(0, *rows.shape[1:])
-            .new_zeros((block.num_dst_nodes(), *rows.shape[1:]))
-            + 0 * rows.sum()
-        )
+        # DGL's kernels reject rows without columns, and a block without edges keeps no result.
+        return rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:])) + 0 * rows.sum()
     with block.local_scope():
         block.srcdata["row"] = rows
         message = fn.copy_u("row", "message")
         if weight is not None:
             block.edata["weight"] = weight
             message = fn.u_mul_e("row", "weight", "message")
-        block.update_all(message, fn.sum("message", "out") if how == "sum" else fn.mean("message", "out"))
+        block.update_all(message, getattr(fn, how)("message", "out"))
         return block.dstdata["out"]
 
 
 def refuse_nodes_without_edges(block: DGLBlock) -> None:
-    """Raise what DGL's convolutions raise for destinations that no edge enters.
-
-    Raises:
-        DGLError: there are some.
-    """
+    """Raise DGLError, as DGL's convolutions do, if a destination has no in-edges."""
     if (block.in_degrees() == 0).any():
         raise DGLError(
             "There are 0-in-degree nodes in the graph, whose output would be invalid. Add self-loops with "
@@ -327,9 +320,9 @@ def refuse_nodes_without_edges(block: DGLBlock) -> None:
 
 
 def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:
-    """Return a copy of ``layer`` whose cut weights have the columns ``runs`` only; others are copied whole.
+    """Return a copy of ``layer`` whose cut weights have only the columns ``runs``.
 
-    The copy is a leaf of its own: training it does not touch ``layer``.
+    Its parameters are leaves: training it does not change ``layer``.
     """
     part = copy.deepcopy(layer)
     for name, dimension in layer.cut.items():
@@ -342,12 +335,12 @@ def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:
 
 
 def cut_out(whole: Tensor, runs: Sequence[Columns], dimension: int) -> Tensor:
-    """Return a copy of the ``runs`` of a tensor along ``dimension``, one after the other."""
+    """Return the concatenated ``runs`` of a tensor along ``dimension``."""
     return torch.cat([whole.narrow(dimension, run.first, len(run)) for run in runs], dim=dimension)
 
 
 def join_parts(pieces: Sequence[Tensor], runs: Sequence[Sequence[Columns]], dimension: int) -> Tensor:
-    """Return the uncut tensor of which part p has the columns ``runs[p]``: what :func:`cut_out` undoes."""
+    """Undo :func:`cut_out`: join pieces of which piece p has the columns ``runs[p]``."""
     placed = [
         (run.first, piece)
         for part, cuts in zip(pieces, runs, strict=True)

@@ -1,8 +1,8 @@
-"""Convolutions that are nonlinear before their sum over edges, but begin with a linear map of each row.
+"""Convolutions of ``dgl.nn`` as stages; each shares the parameters of its convolution, under the same names.
 
-A part maps its columns of every source row; the owner adds up the parts' rows and does all the rest. That
-is exact, and sends (L0, width) where a layer that splits sends (D1, H): rarely less than the features.
-Chosen by ``sync="inputs"``.
+Most are split by columns. Convolutions that are nonlinear before their sum over edges are split by rows
+(``sync="inputs"``): a part projects its columns of every source row, and the owner sums the parts' rows and
+computes the rest. That is exact, but sends (L0, width) instead of (D1, H), rarely less than the features.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dglx_dist.layers.base import (
     PartialSums,
     SplittableConv,
     StageInput,
+    max_in_edges,
     mean_in_edges,
     narrows_first,
     refuse_nodes_without_edges,
@@ -42,15 +43,12 @@ from dglx_dist.layers.base import (
 
 
 class GatStages(SplittableConv):
-    """``GATConv`` as stages; has its parameters under its names.
+    """``GATConv`` by columns.
 
     A logit is linear in the input columns, el = <a_l, W x>, so each part has its share of it; the softmax
     is not, so the shares are summed (*scatter*) and every part computes the same attention. Each part then
-    aggregates its own columns' share of the projected rows with it. Splitting GAT by adding up whole
-    outputs of the parts would be wrong: the softmax of a part's logits is no part of the softmax.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
+    aggregates its own columns' share of the projected rows with it. A sum of the parts' whole outputs would
+    be wrong, since a softmax is not the sum of the softmaxes of the parts' logits.
 
     Raises:
         ConfigError: it has separate widths for sources and destinations, or an identity residual.
@@ -97,14 +95,13 @@ class GatStages(SplittableConv):
         return (out,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Add the bias, of the residual or of its own, and activate."""
         (out,) = gathered
         bias = self.bias if self.res_fc is None else self.res_fc.bias
         out = out if bias is None else out + bias.view(1, self._heads, self._width)
         return self.activation(out) if self.activation else out
 
     def _attention(self, given: StageInput, sources: Tensor, targets: Tensor) -> Tensor:
-        """Softmax over each destination's in-edges, (E1, K, 1), from logits summed over the parts."""
+        # (E1, K, 1), from logits that are summed over the parts.
         block = given.block
         with block.local_scope():
             block.srcdata["el"], block.dstdata["er"] = sources, targets
@@ -116,7 +113,7 @@ class GatStages(SplittableConv):
 
 
 def check_gat(conv: GATConv) -> None:
-    """Raise ConfigError if something in it needs whole input rows, however its sums are taken."""
+    """Raise ConfigError if the layer needs whole input rows under either ``sync``."""
     if not isinstance(conv.fc if "fc" in conv._modules else None, nn.Linear):
         raise ConfigError(
             "GATConv with separate widths for sources and destinations cannot be the split first layer; give "
@@ -130,14 +127,10 @@ def check_gat(conv: GATConv) -> None:
 
 
 class GinStages(SplittableConv):
-    """``GINConv`` as stages: its function's first Linear is split, everything after it is applied to sums.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied. ``apply_func`` is a Linear or a
-            Sequential that begins with one.
+    """``GINConv`` by columns: the first Linear of ``apply_func`` is split, the rest is applied to the sums.
 
     Raises:
-        ConfigError: its aggregator is max, or its function begins with something else.
+        ConfigError: its aggregator is max, or ``apply_func`` does not begin with a Linear.
     """
 
     def __init__(self, conv: GINConv) -> None:
@@ -158,7 +151,7 @@ class GinStages(SplittableConv):
                 "strategy='data_parallel'"
             )
         self.cut = {name: 1}
-        # Not registered a second time: state_dict has it under apply_func.
+        # In a tuple, so that it is not registered twice: state_dict has it under apply_func.
         self._first = (first,)
         self._mean = conv._aggregator_type == "mean"
         self.activation = conv.activation
@@ -169,19 +162,17 @@ class GinStages(SplittableConv):
             self.register_buffer("eps", conv.eps)
 
     def transform(self, given: StageInput) -> Tensor:
-        """Project the source rows by the first Linear, without its bias."""
         return functional.linear(given.x, self._first[0].weight)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return two (D1, H): what comes over edges, and the node itself, which eps weighs in full."""
+        """Return (D1, H) sums over in-edges and, if eps is trained, (D1, H) the nodes' own rows."""
         reduce = mean_in_edges if self._mean else sum_in_edges
         around = reduce(given.block, transformed, given.edges.get("edge_weight"))
         own = transformed[: given.block.num_dst_nodes()]
-        # A trained eps must see full sums: its gradient would be one part's alone.
+        # A trained eps needs full sums: its gradient would be that of one part.
         return (around, own) if self.eps.requires_grad else (around + (1 + self.eps) * own,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Add up and add the bias; then the rest of the function, and the activation."""
         around, *own = gathered
         out = around + (1 + self.eps) * own[0] if own else around
         bias = self._first[0].bias
@@ -195,13 +186,10 @@ _POWER = {"both": -0.5, "left": -1.0, "right": -1.0}
 
 
 class GraphConvStages(SplittableConv):
-    """``GraphConv`` as stages; has its parameters under its names.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
+    """``GraphConv`` by columns.
 
     Raises:
-        ConfigError: it has no weight: its output has the input's columns, so there is nothing to add up.
+        ConfigError: it has no weight, so its output is not a sum over columns.
     """
 
     def __init__(self, conv: GraphConv) -> None:
@@ -209,7 +197,7 @@ class GraphConvStages(SplittableConv):
         if conv.weight is None:
             raise ConfigError(
                 "GraphConv(weight=False) keeps the input's columns, so the first layer has no sum over them; "
-                "let it have its weight, or use strategy='data_parallel'"
+                "keep its weight, or use strategy='data_parallel'"
             )
         self.weight, self.bias = conv.weight, conv.bias
         self.cut = {"weight": 0}
@@ -217,7 +205,6 @@ class GraphConvStages(SplittableConv):
         self._allow_zero_in_degree = conv._allow_zero_in_degree
 
     def transform(self, given: StageInput) -> Tensor:
-        """Scale by out-degrees (norms left and both); project, where that is cheaper than after the sum."""
         rows = given.x
         if self._norm in ("left", "both"):
             degrees = given.block.out_degrees().to(rows).clamp(min=1)
@@ -225,14 +212,12 @@ class GraphConvStages(SplittableConv):
         return rows @ self.weight if narrows_first(given.block, *self.weight.shape) else rows
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return one (D1, H): the weighted sum over in-edges, projected."""
         if not self._allow_zero_in_degree:
             refuse_nodes_without_edges(given.block)
         total = sum_in_edges(given.block, transformed, given.edges.get("edge_weight"))
         return (total if narrows_first(given.block, *self.weight.shape) else total @ self.weight,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Scale by in-degrees (norms right and both), add the bias, activate."""
         (out,) = gathered
         if self._norm in ("right", "both"):
             degrees = block.in_degrees().to(out).clamp(min=1)
@@ -242,10 +227,7 @@ class GraphConvStages(SplittableConv):
 
 
 class RelationalStages(SplittableConv):
-    """``RelGraphConv`` as stages; has its parameters under its names.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
+    """``RelGraphConv`` by columns.
 
     Raises:
         ConfigError: its weights are block-diagonal, which ties them to blocks of input columns.
@@ -271,33 +253,29 @@ class RelationalStages(SplittableConv):
         if conv.layer_norm:
             self.layer_norm_weight = conv.layer_norm_weight
         self.activation = conv.activation
-        self._has = (conv.self_loop, conv.bias, conv.layer_norm)
+        self._loop, self._bias, self._norm = conv.self_loop, conv.bias, conv.layer_norm
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the sum of messages (D1, H) and the node's own share, apart where a norm lies between."""
-        loop, _, norm = self._has
+        """Return (D1, H) sums of messages plus the nodes' own share, apart if a norm lies between them."""
         around = self._messages(given, transformed)
-        if not loop:
+        if not self._loop:
             return (around,)
         own = transformed[: given.block.num_dst_nodes()] @ self.loop_weight
-        return (around, own) if norm else (around + own,)
+        return (around, own) if self._norm else (around + own,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Norm, bias, self-loop, activation and dropout, in DGL's order."""
-        _, bias, norm = self._has
         out, *own = gathered
-        out = self.layer_norm_weight(out) if norm else out
-        out = out + self.h_bias if bias else out
+        out = self.layer_norm_weight(out) if self._norm else out
+        out = out + self.h_bias if self._bias else out
         out = out + own[0] if own else out
         out = self.activation(out) if self.activation else out
         return self.dropout(out)
 
     def _messages(self, given: StageInput, rows: Tensor) -> Tensor:
-        """Return (D1, H) sums over in-edges of each edge's source row times its relation's weight."""
         linear = self.linear_r
         weight = linear.W
         if linear.regularizer == "basis":
-            # Not linear.get_weight(): it knows the uncut width only.
+            # Not linear.get_weight(), which uses the uncut width.
             weight = torch.einsum("rb,bio->rio", linear.coeff, linear.W)
         sources, targets = given.block.edges()
         out = rows.new_zeros((given.block.num_dst_nodes(), weight.shape[-1]))
@@ -315,10 +293,7 @@ _SPLIT = ("mean", "gcn")
 
 
 class SageStages(SplittableConv):
-    """``SAGEConv`` as stages; has its parameters under its names.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
+    """``SAGEConv`` with aggregator mean or gcn, by columns.
 
     Raises:
         ConfigError: its aggregator is not a sum of columns.
@@ -340,7 +315,7 @@ class SageStages(SplittableConv):
             self.bias = conv.bias
 
     def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
-        """Return the source rows, projected where that makes them narrower, and the destinations' inputs."""
+        """Return the source rows, projected if that is cheaper now, and the destinations' inputs."""
         x = self.drop_inputs(given, self._feat_drop)
         rows = functional.linear(x, self.fc_neigh.weight) if self._narrows_first(given) else x
         return rows, x[: given.block.num_dst_nodes()]
@@ -348,7 +323,6 @@ class SageStages(SplittableConv):
     def gather(
         self, given: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
-        """Return one (D1, H): mean of the neighbours W_neigh + self W_self, added before the sum."""
         block, weight, (rows, own) = given.block, given.edges.get("edge_weight"), transformed
         if self._aggregator == "mean":
             around = self._projected(given, mean_in_edges(block, rows, weight))
@@ -357,7 +331,6 @@ class SageStages(SplittableConv):
         return (self._projected(given, total / (block.in_degrees().to(total).unsqueeze(-1) + 1)),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Add the bias; then activation and norm, in DGL's order."""
         (out,) = gathered
         bias = self.fc_self.bias if self._aggregator == "mean" else self.bias
         out = out if bias is None else out + bias
@@ -373,25 +346,21 @@ class SageStages(SplittableConv):
 
 
 def _reason(aggregator: str) -> str:
-    by_rows = "sync='inputs', which sends its projected rows, " if aggregator == "pool" else ""
+    other = "sync='inputs', which sends its projected rows, " if aggregator == "pool" else ""
     return (
         f"SAGEConv with aggregator {aggregator!r} has a nonlinear step before its sum, so it cannot be split "
-        f"by input columns; use {' or '.join(_SPLIT)}, {by_rows}or strategy='data_parallel'"
+        f"by input columns; use {' or '.join(_SPLIT)}, {other}or strategy='data_parallel'"
     )
 
 
 def sage_of_rows(conv: SAGEConv) -> SplittableConv:
-    """Return stages of any ``SAGEConv`` but that of an LSTM: of pool by rows, of the others by columns."""
+    """Return stages of a ``SAGEConv``: by rows for aggregator pool, else by columns."""
     return PoolStages(conv) if conv._aggre_type == "pool" else SageStages(conv)
 
 
 @final
 class PoolStages(SplittableConv):
-    """``SAGEConv`` with aggregator pool: rows of ``fc_pool`` are added up, the owner finds the largest.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
-    """
+    """``SAGEConv`` with aggregator pool, by rows: ``fc_pool``'s are summed, the owner takes the max."""
 
     edges_after_sync = True
 
@@ -403,37 +372,32 @@ class PoolStages(SplittableConv):
         self.cut = {"fc_pool.weight": 1, "fc_self.weight": 1}
 
     def transform(self, given: StageInput) -> Tensor:
-        """Drop inputs."""
         return self.drop_inputs(given, self._feat_drop)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of all sources (L0, F), and of the destinations' own part (D1, H)."""
+        """Return the shares of ``fc_pool`` (L0, F) and of ``fc_self`` (D1, H)."""
         own = transformed[: given.block.num_dst_nodes()]
         pooled = functional.linear(transformed, self.fc_pool.weight)
         return pooled, functional.linear(own, self.fc_self.weight)
 
     def apply_edges(self, given: StageInput, gathered: PartialSums) -> Tensor:
-        """Take the largest over in-edges, as DGL does; then weights, bias, activation and norm."""
         rows, own = gathered
         rows = functional.relu(_plus(rows, self.fc_pool.bias))
-        out = _plus(own, self.fc_self.bias) + self.fc_neigh(_largest(given, rows))
+        largest = max_in_edges(given.block, rows, given.edges.get("edge_weight"))
+        out = _plus(own, self.fc_self.bias) + self.fc_neigh(largest)
         out = out if self.activation is None else self.activation(out)
         return out if self.norm is None else self.norm(out)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """See :meth:`apply_edges`; here without edge weights."""
         return self.apply_edges(StageInput(block=block, x=gathered[0], edges={}), gathered)
 
 
 @final
 class GatRowStages(SplittableConv):
-    """``GATConv`` by rows: attention is the owner's alone; to compare with :class:`gat.GatStages`.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
+    """``GATConv`` by rows: only the owner computes attention. For comparison with :class:`GatStages`.
 
     Raises:
-        ConfigError: as for :class:`gat.GatStages`.
+        ConfigError: as for :class:`GatStages`.
     """
 
     edges_after_sync = True
@@ -450,17 +414,15 @@ class GatRowStages(SplittableConv):
         self.cut = {"fc.weight": 1} | ({"res_fc.weight": 1} if self.res_fc is not None else {})
 
     def transform(self, given: StageInput) -> Tensor:
-        """Drop inputs."""
         return self.drop_inputs(given, self._feat_drop)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of the projected sources (L0, K H), and of the residual (D1, K H)."""
+        """Return the shares of the projected sources (L0, K H) and of the residual (D1, K H)."""
         rows = functional.linear(transformed, self.fc.weight)
         own = transformed[: given.block.num_dst_nodes()]
         return (rows,) if self.res_fc is None else (rows, functional.linear(own, self.res_fc.weight))
 
     def apply_edges(self, given: StageInput, gathered: PartialSums) -> Tensor:
-        """Attend, sum, add residual and bias, and activate."""
         block = given.block
         if not self._allow_zero_in_degree:
             refuse_nodes_without_edges(block)
@@ -478,16 +440,12 @@ class GatRowStages(SplittableConv):
         return self.activation(out) if self.activation else out
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """See :meth:`apply_edges`; here without edge weights."""
         return self.apply_edges(StageInput(block=block, x=gathered[0], edges={}), gathered)
 
 
 @final
 class GatV2Stages(SplittableConv):
-    """``GATv2Conv`` by rows: both projections are added up, everything after them is the owner's.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
+    """``GATv2Conv`` by rows: both projections are summed over the parts.
 
     Raises:
         ConfigError: separate widths, an identity residual, or one weight under two names.
@@ -508,18 +466,16 @@ class GatV2Stages(SplittableConv):
             self.cut["res_fc.weight"] = 1
 
     def transform(self, given: StageInput) -> Tensor:
-        """Drop inputs."""
         return self.drop_inputs(given, self._feat_drop)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of sources (L0, K H), of destinations and of the residual (D1, K H)."""
+        """Return the shares of sources (L0, K H), destinations and residual (D1, K H)."""
         own = transformed[: given.block.num_dst_nodes()]
         rows = functional.linear(transformed, self.fc_src.weight)
         shares = (rows, functional.linear(own, self.fc_dst.weight))
         return shares if self.res_fc is None else (*shares, functional.linear(own, self.res_fc.weight))
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Attend, sum, add the residual, and activate."""
         if not self._allow_zero_in_degree:
             refuse_nodes_without_edges(block)
         sources, targets, *residual = gathered
@@ -535,11 +491,7 @@ class GatV2Stages(SplittableConv):
 
 @final
 class EdgeConvStages(SplittableConv):
-    """``EdgeConv`` by rows: theta and phi are linear, the largest message is the owner's to find.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
-    """
+    """``EdgeConv`` by rows: theta and phi are summed over the parts, the owner takes the largest message."""
 
     edge_arguments = ()
 
@@ -552,13 +504,13 @@ class EdgeConvStages(SplittableConv):
         self.cut = {"theta.weight": 1, "phi.weight": 1}
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of theta of all sources (L0, H), and of phi of the destinations (D1, H)."""
+        """Return the shares of theta for the sources (L0, H) and of phi for the destinations (D1, H)."""
         own = transformed[: given.block.num_dst_nodes()]
         rows = functional.linear(transformed, self.theta.weight)
         return rows, functional.linear(own, self.phi.weight)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Take the largest of theta (x_v - x_u) + phi x_v over in-edges."""
+        # The largest of theta (x_v - x_u) + phi x_v over in-edges.
         if not self._allow_zero_in_degree:
             refuse_nodes_without_edges(block)
         rows, own = gathered
@@ -576,29 +528,13 @@ def _plus(rows: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _on_edges(
-    block: DGLBlock, what: Callable[[str, str, str], object], sources: Tensor, targets: Tensor
+    block: DGLBlock, message: Callable[[str, str, str], object], sources: Tensor, targets: Tensor
 ) -> Tensor:
-    """Return (E1, ...), what DGL's function ``what`` makes of each edge's ends."""
     with block.local_scope():
         block.srcdata["end"], block.dstdata["end"] = sources, targets
-        block.apply_edges(what("end", "end", "out"))
+        block.apply_edges(message("end", "end", "out"))
         out: Tensor = block.edata["out"]
         return out
-
-
-def _largest(given: StageInput, rows: Tensor) -> Tensor:
-    """Return (D1, ...) the largest of weighted source rows over in-edges, 0 where there are none."""
-    block, weight = given.block, given.edges.get("edge_weight")
-    if block.num_edges() == 0:
-        return rows.new_zeros((block.num_dst_nodes(), rows.shape[1])) + 0 * rows.sum()
-    with block.local_scope():
-        block.srcdata["row"] = rows
-        message = fn.copy_u("row", "m")
-        if weight is not None:
-            block.edata["weight"] = weight
-            message = fn.u_mul_e("row", "weight", "m")
-        block.update_all(message, fn.max("m", "out"))
-        return block.dstdata["out"]
 
 
 def _check_gatv2(conv: GATv2Conv) -> None:
@@ -617,30 +553,25 @@ def _check_gatv2(conv: GATv2Conv) -> None:
 
 @final
 class SgcStages(SplittableConv):
-    """``SGConv`` with k=1 as stages; has its parameters under its names.
+    """``SGConv`` with k=1, by columns.
 
-    DGL's own runs on whole graphs only: on a block it fails for every k above 0. The stages give the same on
-    a whole graph, and on a block what DGL's symmetric norm of edge weights means there: an edge counts
-    ``w / sqrt(out-weight of its source * in-weight of its destination)``, weights inside the block, 1 each
-    when none are given. More hops are more layers, one block each; SGC of K layers is this one and then
-    ``GraphConv(weight=False)``, for the linear map may as well come first.
-
-    Args:
-        conv: What to split; its parameters are shared, not copied.
+    DGL's own runs only on whole graphs: on a block it fails for every k above 0. The stages give the same
+    result on a whole graph; on a block they apply DGL's symmetric norm of edge weights within the block: an
+    edge counts ``w / sqrt(out-weight of its source * in-weight of its destination)``, with weights of 1 by
+    default. Each further hop is a layer ``GraphConv(weight=False)``, since the linear map may come first.
 
     Raises:
-        ConfigError: it has several hops, a norm before its weights, or keeps its first result.
+        ConfigError: it has several hops, a norm before its weights, or caches its first result.
     """
 
     def __init__(self, conv: SGConv) -> None:
         super().__init__()
-        _check(conv)
+        _check_sgc(conv)
         self.fc = conv.fc
         self.cut = {"fc.weight": 1}
         self._allow_zero_in_degree = conv._allow_zero_in_degree
 
     def transform(self, given: StageInput) -> Tensor:
-        """Scale by the sources' degrees, if edges have no weights; project, if cheaper now than later."""
         rows = given.x
         if "edge_weight" not in given.edges:
             block = given.block
@@ -649,7 +580,6 @@ class SgcStages(SplittableConv):
         return functional.linear(rows, self.fc.weight) if self._narrows_first(given.block) else rows
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return one (D1, H): the normalized sum over in-edges, projected."""
         if not self._allow_zero_in_degree:
             refuse_nodes_without_edges(given.block)
         weight = given.edges.get("edge_weight")
@@ -661,7 +591,6 @@ class SgcStages(SplittableConv):
         return (total if self._narrows_first(given.block) else functional.linear(total, self.fc.weight),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Add the bias."""
         (out,) = gathered
         return out if self.fc.bias is None else out + self.fc.bias
 
@@ -670,16 +599,16 @@ class SgcStages(SplittableConv):
         return narrows_first(block, columns, width)
 
 
-def _check(conv: SGConv) -> None:
+def _check_sgc(conv: SGConv) -> None:
     if conv._k != 1:
         raise ConfigError(
-            f"SGConv(k={conv._k}) goes {conv._k} hops, and a block is one: use k=1 in the first layer and "
-            "GraphConv(weight=False) for each further hop. DGL's SGConv runs on no block, so it does not "
-            "train under strategy='data_parallel' either"
+            f"SGConv(k={conv._k}) has {conv._k} hops, but a block has one: use k=1 in the first layer and "
+            "GraphConv(weight=False) for each further hop. DGL's SGConv does not support blocks, so it does "
+            "not train under strategy='data_parallel' either"
         )
     if conv._cached or conv.norm is not None:
         raise ConfigError(
-            f"SGConv(cached={conv._cached}, norm={conv.norm}) keeps the first batch's result, or normalizes "
+            f"SGConv(cached={conv._cached}, norm={conv.norm}) caches the first batch's result or normalizes "
             "whole rows before its weights; use cached=False and norm=None, or normalize the features with "
             "torch.nn.LayerNorm, or use strategy='data_parallel' with another convolution"
         )

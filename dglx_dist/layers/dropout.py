@@ -1,7 +1,7 @@
-"""Dropout anywhere in a model whose masks belong to nodes and edges, not to the rank that computes them.
+"""Dropout with masks keyed by node and edge ids, and column ranges of split inputs.
 
-Two ranks that compute the same node's row then drop the same entries of it, and any number of ranks trains
-what one process trains.
+Ranks that compute the same node's row drop the same entries of it, so any number of ranks trains the same
+model as one process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dglx_dist.records import Array
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns ``first:last`` of a matrix with ``width`` of them; there may be none."""
+    """The columns ``first:last``, possibly none, of a matrix with ``width`` columns."""
 
     first: int
     last: int
@@ -41,7 +41,7 @@ class Columns:
 
     @property
     def cut(self) -> slice:
-        """For indexing."""
+        """The columns as an index."""
         return slice(self.first, self.last)
 
 
@@ -63,14 +63,9 @@ def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
 
 
 def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Columns, ...], ...]:
-    """Cut matrices that stand side by side, each by itself, into ``parts``.
+    """Cut each of several concatenated matrices of ``widths`` columns into ``parts``.
 
-    Args:
-        widths: Columns of each matrix, in their order.
-        parts: How many parts.
-
-    Returns:
-        For each part its runs, one per matrix, as columns of the whole; there may be none in a run.
+    Returns for each part its runs, one per matrix and possibly empty, as columns of the whole.
 
     Raises:
         ConfigError: there is no matrix, one has no columns, or there are no parts.
@@ -90,24 +85,24 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
 
 
 INPUTS, ATTENTION, MODULES = 1 << 32, (1 << 32) + 1, 1 << 33
-"""Streams of draws: of a layer's inputs, of its attention, and from where on of modules before it.
+"""Streams of draws: of a layer's inputs, of its attention, and the first one of the modules before it.
 
-Beyond every hop of a sampler, whose draws come from the same seed.
+They are above every hop of a sampler, whose draws use the same seed.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropDraws:
-    """What the masks of one owner's batch are functions of."""
+    """Keys of the dropout masks of one owner's batch."""
 
     seed: int
-    """Of the run, at least 0."""
+    """The run's seed, at least 0."""
     number: int
-    """Of the batch, equal on all ranks."""
+    """Number of the batch, equal on all ranks."""
     nodes: Tensor
     """(L0,) int64 global ids of the sources, the destinations first."""
     runs: tuple[Columns, ...]
-    """Which columns of the uncut input the part has, in order."""
+    """The columns of the uncut input that the part has, in order."""
 
 
 def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = INPUTS) -> Tensor:
@@ -115,9 +110,9 @@ def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = 
 
     Args:
         x: (L0, F_p) the part's columns.
-        probability: In [0, 1]; of each entry, independent of the others.
-        draws: Which entries; its runs have F_p columns together.
-        stream: What the draws are for; other streams drop other entries.
+        probability: In [0, 1], of each entry independently.
+        draws: Keys; the runs have F_p columns together.
+        stream: Streams draw independently of each other.
     """
     if probability == 0:
         return x
@@ -126,16 +121,16 @@ def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = 
 
 
 def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws: DropDraws) -> Tensor:
-    """Return ``attention`` with whole (edge, head) entries dropped; the same ones on every part.
+    """Return ``attention`` with whole (edge, head) entries dropped, the same ones on every part.
 
-    An edge is told by its destination and its place among the destination's in-edges: parts have these
-    from the owner, while they number the edges themselves.
+    An edge is keyed by its destination and its position among the destination's in-edges, which parts get
+    from the owner; the parts' edge numbers differ.
 
     Args:
         block: (L0) sources, (D1) destinations, (E1) edges.
         attention: (E1, K, 1).
         probability: In [0, 1].
-        draws: Of the block's owner.
+        draws: Keys of the block's owner.
     """
     if probability == 0:
         return attention
@@ -150,13 +145,13 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     )
     scaled = _scaled(torch.from_numpy(kept), probability, attention)
     if len(edge_ids):
-        # From the order of the matrix to the block's own numbers of edges.
+        # From the order of the CSC matrix to the block's edge numbers.
         scaled = torch.empty_like(scaled).index_copy_(0, edge_ids.long(), scaled)
     return attention * scaled.unsqueeze(-1)
 
 
 def dropped(x: Tensor, probability: float, training: bool, draws: DropDraws | None) -> Tensor:
-    """Return ``x`` dropped by ``draws``; as torch drops where there are none, unchanged when not training."""
+    """Return ``x`` with entries dropped by ``draws``, or by torch if None; unchanged when not training."""
     if not training or probability == 0:
         return x
     return functional.dropout(x, probability) if draws is None else drop_entries(x, probability, draws)
@@ -165,7 +160,7 @@ def dropped(x: Tensor, probability: float, training: bool, draws: DropDraws | No
 def kept_entries(
     seed: int, number: int, stream: int, nodes: Tensor, runs: Sequence[Columns], probability: float
 ) -> Tensor:
-    """Return (L0, F_p) bool, which entries of the columns ``runs`` of ``nodes`` ((L0,) int64) are kept."""
+    """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64)."""
     columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
     kept = _kept(
         stream_key(seed, number, stream),
@@ -177,7 +172,7 @@ def kept_entries(
 
 
 def _threshold(probability: float) -> np.uint64:
-    """Of 32 random bits, as many values as are dropped."""
+    # The number of dropped values among those of 32 random bits.
     return np.uint64(round(probability * (1 << 32)))
 
 
@@ -212,41 +207,41 @@ def _bits(key: np.uint64, number: int) -> np.uint64:
     return full_word(key, number) >> np.uint64(32)
 
 
-_KEPT = 4
-"""Forward passes that backward may still come to."""
-_OF_EDGES = ("attn_drop", "edge_drop")
-"""How ``dgl.nn`` calls the dropouts that it applies to values of edges."""
+_MAX_PASSES = 4
+"""Forward passes kept for a later backward."""
+_EDGE_DROPOUTS = ("attn_drop", "edge_drop")
+"""Names in ``dgl.nn`` of dropouts that are applied to edge values."""
 
 
 def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
-    """Put a :class:`NodeDropout` in place of every ``nn.Dropout`` in ``model``; sends nothing.
+    """Replace every ``nn.Dropout`` in ``model`` by a :class:`NodeDropout`; not collective.
 
-    A model that has them already gets new ones, which know nothing of earlier passes. Names of parameters and
-    buffers stay. Subclasses, ``nn.AlphaDropout`` and the like, and calls of
-    ``torch.nn.functional.dropout`` stay torch's: their masks belong to the rank.
+    Earlier :class:`NodeDropout` modules are replaced too, without their state. Names of parameters and
+    buffers do not change. Subclasses, ``nn.AlphaDropout`` and the like, and calls of
+    ``torch.nn.functional.dropout`` remain torch's, with masks that depend on the rank.
 
     Args:
-        model: Of any modules; changed in place. ``model`` itself is no dropout.
-        seed: Of the run, at least 0.
+        model: Changed in place; not a dropout itself.
+        seed: The run's seed, at least 0.
 
     Returns:
-        What must be told of every forward pass, see :meth:`NodeDropouts.begin`.
+        The shared state; the caller announces every forward pass by :meth:`NodeDropouts.begin`.
     """
     shared = NodeDropouts(seed)
-    made: dict[nn.Module, NodeDropout] = {}
+    replacements: dict[nn.Module, NodeDropout] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, NodeDropout):
-            module.leave()
-        # A subclass does something else.
+            module.detach()
+        # Exact types: a subclass does something else.
         if type(module) in (nn.Dropout, NodeDropout):
-            edges = name.rpartition(".")[2] in _OF_EDGES
-            if module not in made:
-                made[module] = NodeDropout(module, shared, edges=edges)
-            _replace(model, name, made[module])
+            edges = name.rpartition(".")[2] in _EDGE_DROPOUTS
+            if module not in replacements:
+                replacements[module] = NodeDropout(module, shared, edges=edges)
+            _replace(model, name, replacements[module])
     for module in model.modules():
-        # Scripted modules take no such hooks.
+        # Scripted modules do not support these hooks.
         if not isinstance(module, NodeDropout | torch.jit.ScriptModule):
-            shared.watch(module)
+            shared.track(module)
     return shared
 
 
@@ -257,97 +252,91 @@ class _Call:
     step: int
     number: int
     nodes: Tensor
-    """Of the pass."""
+    """Those of the pass."""
     graph: weakref.ref[Any] | None
-    """That its module worked on; not kept, for it holds features. None: none."""
+    """The graph of its module, if any; a weak reference, because it holds features."""
 
-    def known_graph(self) -> Any:
-        """Return the graph, or None.
-
-        Raises:
-            ConfigError: it is gone.
-        """
+    def live_graph(self) -> Any:
         graph = None if self.graph is None else self.graph()
         if graph is None and self.graph is not None:
             raise ConfigError(
-                "a dropout runs again during backward, and the block that its layer was given is gone, so "
-                "nobody knows whose rows these are; keep the blocks until backward is done"
+                "a dropout runs again during backward, but the block of its layer has been freed, so the "
+                "nodes of its rows are unknown; keep the blocks until backward is done"
             )
         return graph
 
 
 @dataclass(eq=False)
 class _Pass:
-    """One forward pass, or several of one step."""
+    """The forward passes of one step."""
 
     number: int
     nodes: Tensor
     num_calls: int = 0
     calls: dict[int, _Call] = field(default_factory=dict)
-    """State of torch's generator, as a draw from it, to the call that met it."""
+    """State of torch's generator, as a draw from it, to the call in that state."""
 
 
 @final
 class NodeDropouts(Shared):
-    """What the dropouts of one model have in common: the pass under way, and whose rows they see.
+    """Shared state of the dropouts of one model: the current pass, and the nodes or edges of their rows.
 
-    Rows outside of a convolution belong to the first nodes of the pass, for a block's destinations come
-    first among its sources, and so on from layer to layer. A module that is called with a graph or a block
-    sees that one's sources and edges.
+    Rows outside of a convolution belong to the first nodes of the pass, since a block's destinations come
+    first among its sources, from layer to layer. Within a module that is called with a graph or a block, rows
+    belong to its sources or edges.
 
-    A layer that ``torch.utils.checkpoint`` computes again gets the masks that it had. Its call is known by
-    the state of torch's generator, which checkpointing restores: a number of calls would have moved on. So
-    is its graph, for the module that was called with it need not be called again.
+    A layer that ``torch.utils.checkpoint`` recomputes gets the same masks. Its call is identified by the
+    state of torch's generator, which checkpointing restores, unlike a call counter. So is its graph, since
+    the module that was called with it may not be called again.
 
     Args:
-        seed: Of the run.
+        seed: The run's seed.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._passes: OrderedDict[int, _Pass] = OrderedDict()
         self._entries: list[tuple[nn.Module, Any]] = []
-        """Modules being called, outermost first, with the graph that each was given, or None."""
+        """Modules being called, outermost first, each with its graph or None."""
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, number: int, nodes: Tensor) -> None:
-        """Say that a forward pass begins.
+        """Start a forward pass.
 
-        Passes of one number go on counting where the one before stopped, so that two passes over one batch
-        drop other entries.
+        Passes of one number continue its call count, so two passes over one batch drop different entries.
 
         Args:
-            number: Of the step over the whole run, equal on all ranks.
-            nodes: (n,) int64 distinct global ids, of the rows that go in.
+            number: Number of the step in the run, equal on all ranks.
+            nodes: (n,) int64 distinct global ids of the input rows.
         """
-        before = self._passes.pop(number, None)
-        self._passes[number] = before or _Pass(number=number, nodes=nodes)
+        earlier = self._passes.pop(number, None)
+        self._passes[number] = earlier or _Pass(number=number, nodes=nodes)
         self._passes[number].nodes = nodes
         self._entries.clear()
-        while len(self._passes) > _KEPT:
+        while len(self._passes) > _MAX_PASSES:
             self._passes.popitem(last=False)
 
-    def watch(self, module: nn.Module) -> None:
-        """Know from now on which graph ``module`` works on while it is called."""
+    def track(self, module: nn.Module) -> None:
+        """Record the graph of ``module`` during its calls."""
         self._hooks.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(self._left, with_kwargs=True, always_call=True))
 
-    def forget(self) -> None:
-        """Watch no module any more."""
+    def remove_hooks(self) -> None:
+        """Stop tracking all modules."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def drop(self, x: Tensor, probability: float, *, edges: bool) -> Tensor | None:
-        """Return ``x`` with entries dropped; None where nobody knows whose rows they are.
+        """Return ``x`` with entries dropped; None if the nodes or edges of its rows are unknown.
 
         Args:
-            x: (n, ...) a row for each source, for the first of them, or for each edge.
+            x: (n, ...), a row for each source, for each of the first sources, or for each edge.
             probability: In (0, 1].
-            edges: Whether rows of as many as there are edges are those of the edges.
+            edges: Whether rows belong to edges if there are as many of them as edges.
 
         Raises:
-            ConfigError: a layer is computed again by a checkpoint that does not restore torch's generator.
+            ConfigError: a layer is recomputed by a checkpoint that does not restore torch's generator.
         """
         if not self._passes or x.dim() == 0:
             return None
@@ -357,34 +346,35 @@ class NodeDropouts(Shared):
             keys = _row_ids(graph, len(x), call.nodes)
         if keys is None:
             return None
-        # Of no rows -1 would be ambiguous.
+        # Without rows, -1 would be ambiguous.
         flat = x.reshape(len(x), math.prod(x.shape[1:]))
         runs = (Columns(first=0, last=flat.shape[1], width=flat.shape[1]),)
         draws = DropDraws(seed=self._seed, number=call.step, nodes=keys, runs=runs)
         return drop_entries(flat, probability, draws, MODULES + call.number).reshape(x.shape)
 
     def _call(self) -> tuple[_Call, Any]:
-        """Return the call in forward that this one is, or is again, and its graph, or None."""
+        """Return this call, or the one in forward that it repeats, and its graph or None."""
         state, graph = int(torch.randint(1 << 62, ()).item()), self._graph()
-        if torch._C._current_graph_task_id() == -1:
-            begun = next(reversed(self._passes.values()))
-            known = None if graph is None else weakref.ref(graph)
-            call = _Call(step=begun.number, number=begun.num_calls, nodes=begun.nodes, graph=known)
-            begun.calls[state] = call
-            begun.num_calls += 1
+        in_forward = torch._C._current_graph_task_id() == -1
+        if in_forward:
+            current = next(reversed(self._passes.values()))
+            reference = None if graph is None else weakref.ref(graph)
+            call = _Call(step=current.number, number=current.num_calls, nodes=current.nodes, graph=reference)
+            current.calls[state] = call
+            current.num_calls += 1
             return call, graph
-        for begun in reversed(self._passes.values()):
-            if state in begun.calls:
-                call = begun.calls[state]
-                return call, call.known_graph() if graph is None else graph
+        for earlier in reversed(self._passes.values()):
+            if state in earlier.calls:
+                call = earlier.calls[state]
+                return call, call.live_graph() if graph is None else graph
         raise ConfigError(
             "a dropout runs again during backward, and torch's generator is in another state than in "
-            "forward, so its mask would be another one; use torch.utils.checkpoint.checkpoint(..., "
+            "forward, so its mask would differ; use torch.utils.checkpoint.checkpoint(..., "
             "use_reentrant=False) with preserve_rng_state=True, its default"
         )
 
     def _graph(self) -> Any:
-        """Return the graph that the innermost module with one works on; None: none."""
+        # That of the innermost module with one.
         return next((graph for _, graph in reversed(self._entries) if graph is not None), None)
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -392,19 +382,19 @@ class NodeDropouts(Shared):
         self._entries.append((module, next(graphs, None)))
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        # Those that an error left on top go too.
+        # An error may have left entries above it.
         while self._entries and self._entries.pop()[0] is not module:
             pass
 
 
 @final
 class NodeDropout(nn.Module):
-    """Stands for ``nn.Dropout``: keyed during a pass of the strategy, torch's own at any other time.
+    """Replacement for ``nn.Dropout``: keyed during a pass of the strategy, torch's own at any other time.
 
     Args:
-        dropout: What it stands for.
-        shared: Of the model.
-        edges: Whether it is applied to values of edges.
+        dropout: The dropout to replace.
+        shared: The model's shared state.
+        edges: Whether it is applied to edge values.
     """
 
     def __init__(self, dropout: nn.Dropout | NodeDropout, shared: NodeDropouts, *, edges: bool) -> None:
@@ -427,18 +417,17 @@ class NodeDropout(nn.Module):
             return functional.dropout(x, self.p, True, self.inplace)
         return dropped
 
-    def leave(self) -> None:
-        """Let go of the model's modules, for it gets other dropouts."""
-        self._shared.forget()
+    def detach(self) -> None:
+        """Remove the hooks of the model's dropouts, which are about to be replaced."""
+        self._shared.remove_hooks()
 
     def extra_repr(self) -> str:
-        """Like that of ``nn.Dropout``."""
         return f"p={self.p}, inplace={self.inplace}"
 
 
 def _row_ids(graph: Any, count: int, nodes: Tensor) -> Tensor | None:
     if graph is not None:
-        # Of a graph that the user made nobody knows the nodes.
+        # The nodes of a graph made by the user are unknown.
         nodes = graph.srcdata.get(dgl.NID, nodes[:0])
     return nodes[:count] if count <= len(nodes) else None
 

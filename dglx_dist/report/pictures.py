@@ -1,9 +1,9 @@
-"""A picture of who did what when, drawn from a trace without a display."""
+"""Pictures as PNG files: epochs, parts, expansion, plan regions, and schedules from traces."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,23 +38,23 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Seconds, summed over the ranks."""
+    """Overlap of network and compute in seconds, summed over the ranks."""
 
     network_s: float
-    """During which something of a rank was under way on the network; two transfers at once count once."""
+    """Time with at least one transfer of a rank."""
     beside_s: float
-    """Of them, those in which that rank computed too. Waiting is no computing."""
+    """Time of these in which that rank computed too, without waiting."""
     compute_s: float
-    """During which a rank computed."""
+    """Time in which a rank computed."""
 
     @property
     def fraction(self) -> float | None:
-        """``beside_s / network_s``; None where nothing was under way."""
+        """``beside_s / network_s``; None without transfers."""
         return self.beside_s / self.network_s if self.network_s > 0 else None
 
 
 def overlap(trace: TraceFile) -> Overlap:
-    """Return how long ranks computed while their network was in use."""
+    """Measure how long ranks computed during their transfers."""
     network_s = beside_s = compute_s = 0.0
     for rank in trace.ranks:
         network, compute = _network(rank.spans), _compute(rank.spans)
@@ -65,7 +65,7 @@ def overlap(trace: TraceFile) -> Overlap:
 
 
 def workers_beside(trace: TraceFile) -> tuple[float, float]:
-    """Return seconds in which a rank had tasks at workers, and those of them in which it computed too."""
+    """Return the seconds in which a rank had tasks at workers, and those in which it computed too."""
     worker_s = beside_s = 0.0
     for rank in trace.ranks:
         tasks = [one for one in rank.spans if one.row == WORKER and not is_wait(one)]
@@ -76,7 +76,7 @@ def workers_beside(trace: TraceFile) -> tuple[float, float]:
 
 
 def is_wait(span: Span) -> bool:
-    """Whether a row stands still during ``span``."""
+    """Whether the row of ``span`` waits."""
     return span.name.startswith(WAIT)
 
 
@@ -91,7 +91,7 @@ def _compute(spans: Sequence[Span]) -> list[Interval]:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points as intervals that are apart, in order."""
+    """Merge intervals to disjoint ones in order."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -102,7 +102,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _without(kept: Sequence[Interval], cut: Sequence[Interval]) -> list[Interval]:
-    """Return the points of ``kept`` that are not in ``cut``; both in order and apart, and so the result."""
+    """Return ``kept`` without ``cut``, all as disjoint intervals in order."""
     left: list[Interval] = []
     first = 0
     for begin, end in kept:
@@ -123,45 +123,30 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def choose(
-    trace: TraceFile, row: str, asked: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
+def _choose(
+    trace: TraceFile, row: str, requested: tuple[int, int] | None, *, unit: str, usual: int, early: int = 0
 ) -> tuple[int, int]:
-    """Return the first and the last number of the spans of ``row`` that are shown.
-
-    Args:
-        trace: What is drawn.
-        row: Whose spans have the numbers.
-        asked: First and last, as the user wants them; None: ``usual`` many in the middle.
-        unit: What is numbered, for messages.
-        usual: So many unless told otherwise.
-        early: So many more are left out before the middle than behind it.
-
-    Raises:
-        ConfigError: there is none, or none that was asked for.
-    """
+    # `usual` numbers in the middle unless requested, `early` more left out before than after them.
     spans = (span for rank in trace.ranks for span in rank.spans)
     known = sorted({span.batch for span in spans if span.row == row and span.batch is not None})
     if not known:
         raise ConfigError(f"the trace has no {unit} to draw; record more with --trace-steps")
-    if asked is None:
+    if requested is None:
         middle = max((len(known) - usual + early) // 2, 0)
         return known[middle], known[min(middle + usual, len(known)) - 1]
-    first, last = asked
+    first, last = requested
     if not any(first <= number <= last for number in known):
         raise ConfigError(
-            f"the trace has no {unit} from {first} to {last}; it has {known[0]} to {known[-1]}; choose "
-            "others with --batches FIRST:LAST"
+            f"the trace has no {unit} from {first} to {last}, only {known[0]} to {known[-1]}; choose others "
+            "with --batches FIRST:LAST"
         )
     return max(first, known[0]), min(last, known[-1])
 
 
-def window(
+def _window(
     trace: TraceFile, first: int, last: int, rows: Collection[str] | None = None
 ) -> tuple[float, float]:
-    """Return begin and end in seconds of all that is numbered ``first`` to ``last``, with some room.
-
-    ``rows``: whose spans count; None: all.
-    """
+    """Return begin and end in seconds of spans ``first`` to ``last`` of ``rows``, with a margin."""
     shown = [
         span
         for rank in trace.ranks
@@ -172,14 +157,8 @@ def window(
         and not is_wait(span)
     ]
     begin, end = min(span.begin_s for span in shown), max(span.end_s for span in shown)
-    room = 0.01 * (end - begin)
-    return begin - room, end + room
-
-
-def clipped(span: Span, shown: tuple[float, float]) -> tuple[float, float]:
-    """Return begin and end in milliseconds since the picture's begin, as far as they are on it."""
-    begin, end = shown
-    return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
+    margin = 0.01 * (end - begin)
+    return begin - margin, end + margin
 
 
 PHASES = (
@@ -187,16 +166,16 @@ PHASES = (
     ("compute", "compute_s", "#4c72b0"),
     ("exchange", "exchange_s", "#dd8452"),
 )
-"""Label, field of EpochRecord, colour of what the training loop does, one after another."""
+"""Label, field of EpochRecord and colour of the consecutive phases of the training loop."""
 HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
-"""The same for what the loader's threads do beside it."""
+"""The same for the loader's threads, which run beside it."""
 INSIDE, OUTSIDE = "#9ecae1", "#d62728"
-_IN_LEGEND = 8
-"""Servers that are named beside their lines."""
+_MAX_LEGEND = 8
+"""Largest number of servers with a legend."""
 
 
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
-    """Draw loss and accuracy, where the seconds went, and the bytes of each epoch into a PNG file."""
+    """Draw loss, accuracy, phases and bytes of each epoch into a PNG file."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
     learning, phases, traffic = figure.subplots(1, 3)
@@ -233,11 +212,11 @@ def _draw_phases(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     for name, field, color in HIDDEN:
         axes.plot(numbers, [getattr(e, field) for e in epochs], color=color, linestyle="--", label=name)
     axes.set(title="seconds per epoch", xlabel="epoch", ylabel="s")
-    # The first epoch compiles kernels; drawn whole, it would flatten all others.
+    # The first epoch compiles kernels; at full height, it would flatten all others.
     warm = max((sum(getattr(e, field) for _, field, _ in PHASES) for e in epochs[1:]), default=0.0)
     if bottom and bottom[0] > 2 * warm > 0:
         axes.set_ylim(0, 1.6 * warm)
-        axes.set_xlabel(f"epoch (the first, {bottom[0]:.2g} s, goes beyond the picture)")
+        axes.set_xlabel(f"epoch (the first one, {bottom[0]:.2g} s, is cut off)")
     axes.legend(fontsize=8, loc="upper right")
 
 
@@ -253,14 +232,7 @@ def _draw_traffic(axes: Any, epochs: Sequence[EpochRecord]) -> None:
 
 
 def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw one bar per part for each column (nodes, edges, halo, ...) into a PNG file.
-
-    Args:
-        columns: Name to one number per part, all of one length; each gets its own panel, two to a row,
-            with a line at the mean, so that imbalance shows.
-        path: Where the picture goes.
-        title: Heading of the whole.
-    """
+    """Draw a panel per column (nodes, edges, ...) into a PNG file: a bar per part, a line at the mean."""
     across = min(max(len(columns), 1), 2)
     down = max(-(-len(columns) // across), 1)
     figure = Figure(figsize=(6 * across, 3.5 * down), layout="constrained")
@@ -271,7 +243,7 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
         axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
         axes.set(title=name, xlabel="part")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # Two to a row: an odd number leaves the last place empty.
+    # Two panels per row: an odd number leaves the last one empty.
     for axes in panels:
         axes.set_axis_off()
     figure.suptitle(title)
@@ -279,12 +251,9 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
 
 
 def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
-    """Draw how the closures of servers grow into a PNG file.
+    """Draw the growth of servers' neighbourhoods into a PNG file, a line per server.
 
-    Args:
-        factors: (K + 1, S) nodes within h hops of a server's own, by its own; a line for each server.
-        path: Where the picture goes.
-        title: Heading.
+    ``factors`` are the (K + 1, S) nodes within h hops of a server's own, relative to its own.
     """
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -292,120 +261,154 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
     servers = len(factors[0])
     for server in range(servers):
         axes.plot(range(len(factors)), [row[server] for row in factors], marker="o", label=f"server {server}")
-    # No closure is larger than the graph.
+    # The upper bound.
     axes.axhline(servers, color="#444444", linestyle="--", linewidth=1, label="the whole graph")
     axes.set(title=title, xlabel="hops", ylabel="nodes held / own nodes", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if servers <= _IN_LEGEND:
+    if servers <= _MAX_LEGEND:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=100)
 
 
+WAITING = "#eeeeee"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Style:
+    """The style of the rows of a picture of spans."""
+
+    row_inches: float
+    wait_height: float
+    linewidth: float
+    fontsize: int
+    char_width: float
+    """Width of a letter relative to the picture; labels that do not fit are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One row of a picture of spans."""
+
+    axes: Any
+    height: int
+    shown: tuple[float, float]
+    """Begin and end in seconds."""
+    style: _Style
+
+    def _clipped(self, span: Span) -> tuple[float, float]:
+        begin, end = self.shown
+        return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
+
+    def box(self, span: Span, color: str, hatch: str | None = None) -> None:
+        left, right = self._clipped(span)
+        waits = is_wait(span)
+        self.axes.barh(
+            self.height,
+            right - left,
+            left=left,
+            height=self.style.wait_height if waits else 0.8,
+            color=WAITING if waits else color,
+            edgecolor="white",
+            linewidth=self.style.linewidth,
+            hatch=hatch,
+        )
+
+    def label(self, span: Span, text: str) -> None:
+        left, right = self._clipped(span)
+        width = self.style.char_width * len(text) * 1e3 * (self.shown[1] - self.shown[0])
+        if not is_wait(span) and right - left > width:
+            style = {"ha": "center", "va": "center", "fontsize": self.style.fontsize, "color": "white"}
+            self.axes.text((left + right) / 2, self.height, text, **style)
+
+
+def _draw_rows(
+    rows: Sequence[tuple[str, list[Span]]],
+    draw_row: Callable[[_Row, list[Span]], None],
+    path: str | Path,
+    *,
+    shown: tuple[float, float],
+    style: _Style,
+    title: str,
+) -> None:
+    figure = Figure(figsize=(13, 1.4 + style.row_inches * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for height, (_, spans) in enumerate(rows):
+        draw_row(_Row(axes=axes, height=height, shown=shown, style=style), spans)
+    axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def _within(spans: Sequence[Span], row: str, shown: tuple[float, float]) -> list[Span]:
+    begin, end = shown
+    return [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
+
+
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
 """Interval i has colour i modulo their number."""
-NO_INTERVAL, WAITING = "#888888", "#eeeeee"
+NO_INTERVAL = "#888888"
 _SHOWN_EPOCHS = 2
-_CHAR_WIDTH = 0.0075
-_BACK = ("grad", "publish", "collect")
-"""How names begin of what goes backward; these are hatched."""
+_PIPELINE_STYLE = _Style(row_inches=0.34, wait_height=0.4, linewidth=0.4, fontsize=6, char_width=0.0075)
+_BACKWARD_PREFIXES = ("grad", "publish", "collect")
+"""Prefixes of the names of backward spans, which are hatched."""
 
 
 def has_intervals(trace: TraceFile) -> bool:
-    """Whether the trace is of training in intervals."""
+    """Whether the trace is of a strategy that trains in intervals."""
     return any(span.row == GRAPH_SERVER for rank in trace.ranks for span in rank.spans)
 
 
 def draw_pipeline(
     trace: TraceFile, path: str | Path, *, title: str, epochs: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Draw the rows of each rank into a PNG file: a colour per interval, backward hatched.
+    """Draw ``epochs`` (first and last; None: two in the middle) of each rank into a PNG file.
 
-    Args:
-        trace: What to draw.
-        path: Where the picture goes.
-        title: Heading.
-        epochs: First and last epoch that is shown; None: two in the middle.
-
-    Returns:
-        The first and the last epoch.
+    Each interval has a colour, backward is hatched. Returns the first and the last epoch.
 
     Raises:
         ConfigError: the trace has no such epoch.
     """
     # The first epoch compiles kernels and starts workers.
-    first, last = choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
-    begin, end = window(trace, first, last)
-    rows = [row for rank in trace.ranks for row in _rows(rank, begin, end)]
-    figure = Figure(figsize=(13, 1.4 + 0.34 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for height, (_, lane) in enumerate(rows):
-        for span in lane:
-            _draw_box(axes, span, height, (begin, end))
-    axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-    figure.suptitle(f"{title}: epochs {first} to {last}, {pipeline_text(trace)}", fontsize=10)
-    figure.savefig(path, dpi=110, format="png")
+    first, last = _choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
+    shown = _window(trace, first, last)
+    rows = [row for rank in trace.ranks for row in _pipeline_rows(rank, shown)]
+    heading = f"{title}: epochs {first} to {last}, {pipeline_text(trace)}"
+    _draw_rows(rows, _draw_intervals, path, shown=shown, style=_PIPELINE_STYLE, title=heading)
     return first, last
 
 
 def pipeline_text(trace: TraceFile) -> str:
-    """Return ``82.0 % of the workers' time beside graph servers``, of the whole trace."""
+    """Return ``82.0 % of the workers' time beside graph servers`` for the whole trace."""
     worker_s, beside_s = workers_beside(trace)
     if worker_s <= 0:
         return "no task of a worker"
     return f"{readable_percent(beside_s / worker_s)} of the workers' time beside graph servers"
 
 
-def _rows(rank: RankSpans, begin: float, end: float) -> list[tuple[str, list[Span]]]:
+def _pipeline_rows(rank: RankSpans, shown: tuple[float, float]) -> list[tuple[str, list[Span]]]:
     found: list[tuple[str, list[Span]]] = []
     for row in (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK):
-        inside = [
-            span for span in rank.spans if span.row == row and span.end_s > begin and span.begin_s < end
-        ]
-        lanes = deal_out(inside, nested=False)
-        names = _names(rank.rank, row, len(lanes))
-        found += list(zip(names, lanes, strict=True))
+        for number, spans in enumerate(deal_out(_within(rank.spans, row, shown), nested=False)):
+            if row == WORKER:
+                name = f"rank {rank.rank}, worker {number + 1}"
+            else:
+                name = f"rank {rank.rank}, {row}" if number == 0 else ""
+            found.append((name, spans))
     return found
 
 
-def _names(rank: int, row: str, number: int) -> Sequence[str]:
-    """Return a name for each lane; of workers, which are many, each has its number."""
-    if row == WORKER:
-        return [f"rank {rank}, worker {lane + 1}" for lane in range(number)]
-    return [f"rank {rank}, {row}" if lane == 0 else "" for lane in range(number)]
+def _draw_intervals(row: _Row, spans: list[Span]) -> None:
+    for span in spans:
+        color = NO_INTERVAL if span.interval is None else COLORS[span.interval % len(COLORS)]
+        row.box(span, color, hatch="//" if span.name.startswith(_BACKWARD_PREFIXES) else None)
+        row.label(span, span.name if span.interval is None else f"{span.name} i{span.interval}")
 
 
-def _draw_box(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
-    left, right = clipped(span, shown)
-    waits = is_wait(span)
-    color = NO_INTERVAL if span.interval is None else COLORS[span.interval % len(COLORS)]
-    axes.barh(
-        height,
-        right - left,
-        left=left,
-        height=0.4 if waits else 0.8,
-        color=WAITING if waits else color,
-        edgecolor="white",
-        linewidth=0.4,
-        hatch="//" if span.name.startswith(_BACK) else None,
-    )
-    label = span.name if span.interval is None else f"{span.name} i{span.interval}"
-    if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (shown[1] - shown[0]):
-        axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=6, color="white")
-
-
-COLORS_REGIONS = (
-    "#9ecae1",
-    "#fdae6b",
-    "#a1d99b",
-    "#bcbddc",
-    "#fc9272",
-    "#d9d9d9",
-    "#fdd0a2",
-    "#c7e9c0",
-    "#f7b6d2",
-    "#ffe08a",
+REGION_COLORS = (
+    *("#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc", "#fc9272"),
+    *("#d9d9d9", "#fdd0a2", "#c7e9c0", "#f7b6d2", "#ffe08a"),
 )
 _NOTHING = "nothing fits"
 _GAINS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -416,11 +419,7 @@ def draw_regions(
 ) -> None:
     """Draw the regions into a PNG file, with lines of equal gain over the usual strategy.
 
-    Args:
-        regions: A grid of at least 2 x 2.
-        path: Where the picture goes.
-        title: Heading.
-        here: Hidden width and bytes per second that were asked for: a star.
+    A star shows ``here``, the hidden width and bytes per second of the plan.
     """
     names = sorted({name for row in regions.winners for name in row})
     grid = np.array([[names.index(name) for name in row] for row in regions.winners])
@@ -428,7 +427,7 @@ def draw_regions(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     bits = [8 * rate / 1e9 for rate in regions.bytes_per_s]
-    colors = ListedColormap([COLORS_REGIONS[place % len(COLORS_REGIONS)] for place in range(len(names))])
+    colors = ListedColormap([REGION_COLORS[place % len(REGION_COLORS)] for place in range(len(names))])
     norm = BoundaryNorm(np.arange(len(names) + 1) - 0.5, len(names)) if len(names) > 1 else None
     axes.pcolormesh(bits, regions.hidden, grid, cmap=colors, norm=norm, shading="nearest")
     _draw_gains(axes, bits, regions)
@@ -439,19 +438,19 @@ def draw_regions(
     axes.set(xscale="log", xlabel="Gbit/s of payload between servers", ylabel="hidden width", title=title)
     axes.set_yscale("log", base=2)
     axes.set_yticks(list(regions.hidden), [str(width) for width in regions.hidden])
-    # Numbers as the command line takes them, and not as powers.
+    # Plain numbers, as on the command line, instead of powers.
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
     patches = [
-        Patch(color=COLORS_REGIONS[place % len(COLORS_REGIONS)], label=name or _NOTHING)
+        Patch(color=REGION_COLORS[place % len(REGION_COLORS)], label=name or _NOTHING)
         for place, name in enumerate(names)
     ]
     axes.legend(
         handles=patches, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, fontsize=8, frameon=False
     )
     target = Path(path)
-    # Whoever interrupts it finds an earlier picture whole.
+    # An interruption leaves an earlier picture intact.
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         figure.savefig(partial, dpi=110, format="png")
@@ -469,9 +468,9 @@ def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:
     axes.clabel(lines, fmt=lambda level: f"{level:g} x {regions.usual}", fontsize=7)
 
 
-COLORS_SCHEDULE = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+BATCH_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 """Batch b has colour b modulo their number."""
-NO_BATCH, WAITING_SCHEDULE = "#bbbbbb", "#eeeeee"
+NO_BATCH = "#bbbbbb"
 SHORT = {
     "forward M": "fM",
     "forward D": "fD",
@@ -485,72 +484,59 @@ SHORT = {
     "push gradient": "push",
     "push structure": "structure",
 }
-"""Names of spans as boxes show them; others as they are."""
+"""Labels of spans; others have their names."""
 SPLIT = {"forward": "fD", "backward": "bD"}
-"""Names where the first layer has spans of its own, which lie on top: what is left is the owner's side."""
+"""Labels if the first layer has its own spans on top: the rest is the owner's side."""
 _SHOWN_BATCHES = 4
-_CHAR_WIDTH_SCHEDULE = 0.0085
-"""Width of a letter, as a fraction of the picture's: a label is left out where it has no room."""
+_SCHEDULE_STYLE = _Style(row_inches=0.42, wait_height=0.5, linewidth=0.5, fontsize=7, char_width=0.0085)
 
 
 def draw_schedule(
     trace: TraceFile, path: str | Path, *, title: str, batches: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Draw the rows of each rank into a PNG file, a colour per batch; where a rank waits it is grey.
+    """Draw ``batches`` (first and last; None: some in the middle) of each rank into a PNG file.
 
-    Args:
-        trace: What to draw.
-        path: Where the picture goes.
-        title: Heading; strategy and overlap are added.
-        batches: First and last batch whose compute is shown; None: some in the middle, past the warm-up.
-
-    Returns:
-        The first and the last batch.
+    Each batch has a colour, waiting is grey. Returns the first and the last batch.
 
     Raises:
         ConfigError: the trace has no such batch.
     """
     # The first batches compile kernels and open connections; the last ones are drained.
-    first, last = choose(trace, COMPUTE, batches, unit="batch", usual=_SHOWN_BATCHES)
-    begin, end = window(trace, first, last, (COMPUTE,))
+    first, last = _choose(trace, COMPUTE, batches, unit="batch", usual=_SHOWN_BATCHES)
+    shown = _window(trace, first, last, (COMPUTE,))
     split = any(span.name == "forward M" for rank in trace.ranks for span in rank.spans)
     names = SHORT | SPLIT if split else SHORT
     rows = [
-        (f"rank {rank.rank}\n{row}" if number == 0 else "", lane)
+        (f"rank {rank.rank}\n{row}" if number == 0 else "", spans)
         for rank in trace.ranks
         for row in (COMPUTE, NETWORK, LOADER)
-        for number, lane in enumerate(_lanes(rank.spans, row, begin, end))
+        for number, spans in enumerate(
+            deal_out(_within(rank.spans, row, shown), nested=row == COMPUTE) or [[]]
+        )
     ]
-    figure = Figure(figsize=(13, 1.4 + 0.42 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for height, (_, lane) in enumerate(rows):
-        for place, span in enumerate(lane):
-            _draw_box_schedule(axes, span, height, (begin, end))
-            # What is nested lies on top, and comes later.
-            _draw_label(axes, _longest_part(span, lane[place + 1 :]), height, (begin, end), names)
-    axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-    figure.suptitle(f"{title}: batches {first} to {last}, {overlap_text(trace)}", fontsize=10)
-    figure.savefig(path, dpi=110, format="png")
+
+    def draw_batches(row: _Row, spans: list[Span]) -> None:
+        for place, span in enumerate(spans):
+            row.box(span, NO_BATCH if span.batch is None else BATCH_COLORS[span.batch % len(BATCH_COLORS)])
+            label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
+            # Nested spans come later and lie on top.
+            row.label(_longest_part(span, spans[place + 1 :]), label)
+
+    heading = f"{title}: batches {first} to {last}, {overlap_text(trace)}"
+    _draw_rows(rows, draw_batches, path, shown=shown, style=_SCHEDULE_STYLE, title=heading)
     return first, last
 
 
 def overlap_text(trace: TraceFile) -> str:
-    """Return ``82 % of the network's time beside compute``, of the whole trace."""
+    """Return ``82 % of the network's time beside compute`` for the whole trace."""
     fraction = overlap(trace).fraction
     if fraction is None:
         return "nothing on the network"
     return f"{readable_percent(fraction)} of the network's time beside compute"
 
 
-def _lanes(spans: Sequence[Span], row: str, begin: float, end: float) -> list[list[Span]]:
-    inside = [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
-    return deal_out(inside, nested=row == COMPUTE) or [[]]
-
-
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:
-    """Return ``span`` where it is longest without one of ``later`` on top, which are in order."""
+    """Return the longest part of ``span`` that no span of ``later`` (in order) covers."""
     free, begin = [(span.begin_s, span.begin_s)], span.begin_s
     for other in later:
         if other.begin_s >= span.end_s:
@@ -560,28 +546,3 @@ def _longest_part(span: Span, later: Sequence[Span]) -> Span:
     free.append((begin, span.end_s))
     left, right = max(free, key=lambda part: part[1] - part[0])
     return replace(span, begin_s=left, end_s=right)
-
-
-def _draw_box_schedule(axes: Any, span: Span, height: int, shown: tuple[float, float]) -> None:
-    left, right = clipped(span, shown)
-    waits = is_wait(span)
-    color = NO_BATCH if span.batch is None else COLORS_SCHEDULE[span.batch % len(COLORS_SCHEDULE)]
-    axes.barh(
-        height,
-        right - left,
-        left=left,
-        height=0.5 if waits else 0.8,
-        color=WAITING_SCHEDULE if waits else color,
-        edgecolor="white",
-        linewidth=0.5,
-    )
-
-
-def _draw_label(
-    axes: Any, span: Span, height: int, shown: tuple[float, float], names: Mapping[str, str]
-) -> None:
-    left, right = clipped(span, shown)
-    label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
-    room = _CHAR_WIDTH_SCHEDULE * len(label) * 1e3 * (shown[1] - shown[0])
-    if not is_wait(span) and right - left > room:
-        axes.text((left + right) / 2, height, label, ha="center", va="center", fontsize=7, color="white")

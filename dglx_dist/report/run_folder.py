@@ -1,4 +1,4 @@
-"""The folder that a run leaves: summary.json, metrics.jsonl, config.json, picture.png."""
+"""Result folder of a run: summary.json, metrics.jsonl, config.json, plan.json, picture.png."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dglx_dist.records import EpochRecord
 
 CONFIG, METRICS, SUMMARY, PICTURE = "config.json", "metrics.jsonl", "summary.json", "picture.png"
 PLAN = "plan.json"
-"""What ``auto`` chose among, where it chose."""
+"""The candidates of ``auto``, if it chose the strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder says."""
+    """Contents of a run folder."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -36,22 +36,23 @@ def start_run(
     keep_metrics: bool = False,
     plan: Mapping[str, object] | None = None,
 ) -> Path:
-    """Make ``folder``, write the resolved configuration, and clear what an earlier run left there.
+    """Create and return ``folder``, write the configuration and remove files of an earlier run. For one rank.
 
-    With ``keep_metrics`` the epochs stay, for a run that goes on: those of :func:`read_epochs`.
-    ``plan``: what ``auto`` chose among; None: nothing was chosen.
-
-    One rank calls it. Returns the folder.
+    Args:
+        folder: The run folder.
+        config: The resolved configuration.
+        keep_metrics: Keep the epochs of :func:`read_epochs`, for a run that is resumed.
+        plan: The candidates of ``auto``; None: the strategy was given.
 
     Raises:
-        StorageError: the folder cannot be made or written, or an epoch to keep is damaged.
+        StorageError: the folder cannot be written, or an epoch to keep is damaged.
     """
     target = Path(folder)
     kept = read_epochs(target) if keep_metrics else ()
     try:
         target.mkdir(parents=True, exist_ok=True)
         if kept:
-            # What follows is appended, and must not go on in a line that was left half written.
+            # Rewritten, so that later epochs are not appended to an incomplete line.
             _write_epochs(target, kept)
         stale = [SUMMARY, PICTURE] + ([] if keep_metrics else [METRICS]) + ([PLAN] if plan is None else [])
         for name in stale:
@@ -67,11 +68,7 @@ def start_run(
 
 
 def append_epoch(folder: Path, record: EpochRecord) -> None:
-    """Add one line to ``metrics.jsonl``, so that a run that is killed keeps what it measured.
-
-    Raises:
-        StorageError: the line cannot be written.
-    """
+    """Append ``record`` to ``metrics.jsonl``, so that a killed run keeps its epochs."""
     try:
         with (folder / METRICS).open("a", encoding="utf-8") as file:
             file.write(_epoch_line(record))
@@ -87,14 +84,14 @@ def write_run(
     *,
     plan: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a finished run: each file under another name first, the summary last.
+    """Write a finished run, each file atomically and the summary last. For one rank.
 
-    One rank calls it; ``plan`` as for :func:`start_run`, with what came of it.
+    Arguments are those of :func:`start_run`, with the outcome in ``plan``.
 
     Raises:
-        StorageError: the folder cannot be made or written.
+        StorageError: the folder cannot be written.
     """
-    # Until the new file replaces them, the epochs that were appended are all there is.
+    # Appended epochs are kept until the new file replaces them.
     target = start_run(folder, config, keep_metrics=True, plan=plan)
     try:
         _write_epochs(target, epochs)
@@ -104,32 +101,24 @@ def write_run(
 
 
 def launch_of(folder: Path) -> str:
-    """Return ``launch`` of the configuration of a run, "" where there is none.
-
-    Raises:
-        StorageError: the file is damaged.
-    """
+    """Return ``launch`` of a run's configuration, "" if there is none."""
     return str(_read_object(folder / CONFIG).get("launch", "")) if (folder / CONFIG).is_file() else ""
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
-    """Read what ``auto`` chose among; None: the run was told its strategy.
-
-    Raises:
-        StorageError: the file is damaged.
-    """
+    """Read the candidates of ``auto``; None: the strategy was given."""
     return _read_object(folder / PLAN) if (folder / PLAN).is_file() else None
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read what :func:`write_run` wrote, or a run that was stopped after an epoch or more.
+    """Read a finished run, or one that was stopped after an epoch or more.
 
     Raises:
-        StorageError: the folder is no run, or a file in it is damaged; the message names it.
+        StorageError: the folder is no run, or a file in it is damaged.
     """
     source = Path(folder)
     if not source.is_dir():
-        raise StorageError(f"there is no folder {source}; a run is what `dglx train --out FOLDER` writes")
+        raise StorageError(f"there is no folder {source}; `dglx train --out FOLDER` writes a run")
     for name in (CONFIG, METRICS):
         if not (source / name).is_file():
             raise StorageError(
@@ -168,10 +157,10 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
-    """Read the epochs of a run that need not have finished; none when there is no such folder.
+    """Read the epochs of a run, finished or not; none if the folder does not exist.
 
-    A run that went on from a checkpoint does some epochs again: the later line counts, and what stood
-    between is dropped. So is a last line that a killed run left without its end.
+    A resumed run repeats epochs: a later line replaces all lines from its epoch on. An incomplete last line
+    of a killed run is ignored.
 
     Raises:
         StorageError: a line is damaged; the message names it.
@@ -185,7 +174,7 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
     for number, line in enumerate(whole_lines, start=1):
         try:
             values = json.loads(line)
-            # A loss that was not a number is written as null.
+            # nan is written as null.
             values["loss"] = math.nan if values["loss"] is None else values["loss"]
             record = EpochRecord(**{name: values[name] for name in names})
             while epochs and epochs[-1].epoch >= record.epoch:
@@ -197,7 +186,7 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
 
 
 def _plain(value: object) -> object:
-    """Return ``value`` as JSON knows it: numbers that JSON has no word for become null."""
+    """Return ``value`` as JSON; numbers that are not finite become null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

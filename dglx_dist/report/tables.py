@@ -1,4 +1,4 @@
-"""The tables that the command line prints, and those of Markdown files."""
+"""Tables for the terminal and for Markdown, and the figures of summary.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """Write a count of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
+    """Format a number of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
     value, unit = float(num_bytes), _BYTE_UNITS[0]
     for unit in _BYTE_UNITS:
         # 999.5 would be written as 1e+03.
@@ -27,59 +27,60 @@ def readable_bytes(num_bytes: float) -> str:
 
 
 def readable_count(count: float) -> str:
-    """Write a count with a blank between thousands: 12345.6 -> ``12 346``."""
+    """Format a count with a space between thousands: 12345.6 -> ``12 346``."""
     return f"{count:,.0f}".replace(",", " ")
 
 
 def plural(count: object, noun: str) -> str:
-    """Write how many there are: (1, "rank") -> ``1 rank``, (2, "rank") -> ``2 ranks``."""
+    """Format a number of things: (1, "rank") -> ``1 rank``, (2, "rank") -> ``2 ranks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def readable_seconds(seconds: float) -> str:
-    """Write seconds with what precision matters: 0.0123 -> ``0.012``, 75.3 -> ``75.3``."""
+    """Format seconds: 0.0123 -> ``0.012``, 75.3 -> ``75.3``."""
     return f"{seconds:.3f}" if abs(seconds) < 10 else f"{seconds:.1f}"
 
 
 def readable_percent(fraction: float | None) -> str:
-    """Write a fraction as a percentage, nothing when there is none: 0.8123 -> ``81.2 %``."""
+    """Format a fraction as a percentage: 0.8123 -> ``81.2 %``, None -> ``""``."""
     return "" if fraction is None else f"{100 * fraction:.1f} %"
 
 
-_COLUMNS = (
+_PLAN_COLUMNS = (
     "", "strategy, options", "s", "compute", "draw", "outside", "inside", "sums", "bytes out", "bytes in",
     "memory", "steps", "",
 )  # fmt: skip
-_LEGEND = (
-    "s: seconds of an epoch, then what takes them: computing, drawing batches, waiting for rows of other "
-    "servers and of ranks of the same one, sums of gradients. Then payload of an epoch between servers and "
-    "inside of them, ~: expected, else counted; and the peak of a rank. exact: steps give the weights of one "
-    "process on the same batches. group_size: N_f of P3; hops: k, external_hops: m, batches: R of GraNNDis; "
+_PLAN_LEGEND = (
+    "s: seconds of an epoch, then its parts: computing, drawing batches, waiting for rows of other servers "
+    "and of ranks of the same one, sums of gradients. Then payload of an epoch between servers and inside of "
+    "them, ~: expected, else counted; and the peak memory of a rank. exact: same weights as one process on "
+    "the same batches. group_size: N_f of P3; hops: k, external_hops: m, batches: R of GraNNDis; "
     "staleness: S of Dorylus; cache: policy and alpha"
 )
 
 
 def plan_table(choice: Choice) -> Table:
-    """Return one row for each candidate in the order of ``choice``, the chosen one marked."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND, caption_justify="left")
-    for place, name in enumerate(_COLUMNS):
-        left = place in (1, len(_COLUMNS) - 1, len(_COLUMNS) - 2)
-        wraps = place in (1, len(_COLUMNS) - 1)
+    """Return one row per candidate in the order of ``choice``, with the chosen one marked."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_PLAN_LEGEND, caption_justify="left")
+    last_column = len(_PLAN_COLUMNS) - 1
+    for column, name in enumerate(_PLAN_COLUMNS):
+        left = column in (1, last_column - 1, last_column)
+        wraps = column in (1, last_column)
         table.add_column(name, justify="left" if left else "right", no_wrap=not wraps)
-    for place, one in enumerate(choice.predictions):
-        asked = one.feasible and not one.barred
-        style = "bold" if place == choice.picked else ("" if asked else "dim")
-        following = choice.predictions[place + 1 : place + 2]
-        last = asked and any(other.barred or not other.feasible for other in following)
-        table.add_row(*_cells(one, chosen=place == choice.picked), style=style, end_section=last)
+    for row, one in enumerate(choice.predictions):
+        eligible = one.feasible and not one.barred
+        style = "bold" if row == choice.picked else ("" if eligible else "dim")
+        following = choice.predictions[row + 1 : row + 2]
+        last = eligible and any(other.barred or not other.feasible for other in following)
+        table.add_row(*_plan_cells(one, chosen=row == choice.picked), style=style, end_section=last)
     return table
 
 
-def _cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
+def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
     only = f"only with {one.barred}" if one.barred else ""
-    said = one.why_not or "; ".join(part for part in (only, one.note) if part)
+    remark = one.why_not or "; ".join(part for part in (only, one.note) if part)
     if not one.seconds.total:
-        return ("", one.candidate.name, *[""] * 9, _kind(one), said)
+        return ("", one.candidate.name, *[""] * 9, _kind(one), remark)
     seconds = one.seconds
     about = "" if one.bytes_exact else "~"
     return (
@@ -100,7 +101,7 @@ def _cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
         about + readable_bytes(one.bytes_inside),
         readable_bytes(one.memory_bytes),
         _kind(one),
-        said,
+        remark,
     )
 
 
@@ -109,7 +110,7 @@ def _kind(one: Prediction) -> str:
 
 
 def plan_head(choice: Choice) -> str:
-    """Return what the plan is for."""
+    """Describe the graph, the training and the cluster of a plan."""
     graph, cluster = choice.graph, choice.cluster
     return (
         f"{graph.name}: {readable_count(graph.nodes)} nodes, {readable_count(graph.edges)} edges, "
@@ -124,7 +125,7 @@ def plan_head(choice: Choice) -> str:
 
 
 def plan_lines(choice: Choice) -> Sequence[str]:
-    """Return the choice, why, and what it rests on, a line each."""
+    """Describe the choice, its reasons and its assumptions, a line each."""
     taken = choice.taken
     head = "nothing fits" if taken is None else f"chosen: {taken.candidate.name}"
     return [
@@ -141,15 +142,15 @@ def _listed(lines: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the epochs do not tell about a run."""
+    """Figures of a run beside those of its epochs."""
 
     strategy: str
     ranks: int
     servers: int
     test_accuracy: float | None
-    """Over all test nodes, exact layer-wise inference; None without a test split."""
+    """Exact, over all test nodes; None without a test split."""
     val_accuracy: float | None
-    """Of the same model as ``test_accuracy``."""
+    """Exact, of the same model."""
     peak_memory_bytes: int
     """Largest resident set of any rank."""
 
@@ -157,9 +158,8 @@ class RunFacts:
 def summarise(facts: RunFacts, epochs: Sequence[EpochRecord]) -> dict[str, object]:
     """Return the content of ``summary.json``.
 
-    The first epoch warms caches and compiles kernels, so with two epochs or more it counts in none
-    of the figures: ``epoch_seconds`` and ``samples_per_second`` are medians of the others,
-    ``bytes_*`` and ``phase_seconds`` their means per epoch.
+    The first epoch warms caches and compiles kernels, so it is left out if there are others:
+    ``epoch_seconds`` and ``samples_per_second`` are medians, ``bytes_*`` and ``phase_seconds`` means.
     """
     warm = list(epochs[1:]) or list(epochs)
     return {
@@ -180,17 +180,17 @@ def summarise(facts: RunFacts, epochs: Sequence[EpochRecord]) -> dict[str, objec
 
 
 def _cache_figures(epochs: Sequence[EpochRecord]) -> dict[str, object]:
-    """Return the hit rate over all of ``epochs``, or nothing when no row of a cached tensor was remote."""
+    # No rate if no row of a cached tensor was remote.
     hits, misses = sum(e.cache_hits for e in epochs), sum(e.cache_misses for e in epochs)
     return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
 def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:
     """Return the heading of a run's picture."""
-    said = {**config, **summary}
+    facts = {**config, **summary}
     return (
-        f"{said.get('graph', '?')}: {said.get('model', '?')} by {said.get('strategy', '?')}, "
-        f"{plural(said.get('ranks', '?'), 'rank')} on {plural(said.get('servers', '?'), 'server')}"
+        f"{facts.get('graph', '?')}: {facts.get('model', '?')} by {facts.get('strategy', '?')}, "
+        f"{plural(facts.get('ranks', '?'), 'rank')} on {plural(facts.get('servers', '?'), 'server')}"
     )
 
 
@@ -216,11 +216,11 @@ _EPOCH_COLUMNS = (
 def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
     """Return one row per epoch: loss, accuracy, seconds, samples/s, the phases in seconds, and bytes.
 
-    ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do
-    not add up to ``seconds``; ``wait`` is what of them was not hidden. Where a cache of remote rows was used,
-    ``hits`` is how much of them it had.
+    ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do not sum to
+    ``seconds``; ``wait`` is the part of them that is not hidden. With a cache of remote rows, ``hits`` is its
+    hit rate.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_LEGEND_TABLE, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_EPOCH_LEGEND, caption_justify="left")
     epochs = list(epochs)
     cached = any(record.cache_hit_rate is not None for record in epochs)
     for name in (*_EPOCH_COLUMNS, *(["hits"] if cached else [])):
@@ -230,7 +230,7 @@ def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
     return table
 
 
-_LEGEND_TABLE = (
+_EPOCH_LEGEND = (
     "phases are means over ranks: sample and fetch on the loader's threads, wait is what training waited "
     "for them; bytes inside / outside the server, all ranks"
 )
@@ -252,7 +252,7 @@ def _epoch_cells(record: EpochRecord) -> tuple[str, ...]:
 
 
 def summary_table(summary: Mapping[str, object]) -> Table:
-    """Return the figures of ``summary.json`` one under the other, nested ones as ``outer.inner``."""
+    """Return the figures of ``summary.json``, one per row, nested ones as ``outer.inner``."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -266,7 +266,7 @@ def summary_table(summary: Mapping[str, object]) -> Table:
 
 
 def _cell(value: object, *names: str) -> str:
-    """Write a figure in the unit that one of its names tells."""
+    # The unit follows from the names.
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -281,11 +281,7 @@ def _cell(value: object, *names: str) -> str:
 
 
 def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
-    """Return one row per part with the given columns, each a sequence of one value per part.
-
-    Raises:
-        ValueError: the columns differ in length.
-    """
+    """Return one row per part with the given columns of one value per part."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("part", justify="right", no_wrap=True)
     for name in columns:
@@ -298,13 +294,13 @@ def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
 def expansion_table(
     factors: Sequence[Sequence[float]], foreign: Sequence[int], row_bytes: int, work: Sequence[float]
 ) -> Table:
-    """Return one row per hop: how many times its own nodes each server holds, and what that costs the worst.
+    """Return one row per hop: nodes held by each server relative to its own, and the largest cost.
 
     Args:
-        factors: (K + 1, S) nodes within h hops by own nodes; of more than 8 servers least, mean and most.
-        foreign: (K + 1,) nodes of other servers, of the server with most.
-        row_bytes: Of a node's features.
-        work: (K + 1,) edges aggregated by a model of h layers, by those without replicas.
+        factors: (K + 1, S) nodes within h hops relative to own nodes.
+        foreign: (K + 1,) nodes of other servers, on the server with most.
+        row_bytes: Bytes of a node's features.
+        work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_EXPANSION_LEGEND, caption_justify="left")
     servers = len(factors[0])
@@ -327,14 +323,14 @@ def expansion_table(
 
 _SHOWN = 8
 _EXPANSION_LEGEND = (
-    "nodes within so many hops of a server's own, by its own: what it holds under shared_preload for a model "
-    "of as many layers. Foreign nodes and features, loaded once, and work, that of an epoch by the one of "
+    "nodes within so many hops of a server's own, relative to its own: those held under shared_preload for a "
+    "model of as many layers. Foreign nodes and features, loaded once, and work of an epoch, relative to "
     "full_graph, are those of the server with most"
 )
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of Markdown, one line per row; ``|`` and line ends in cells are escaped.
+    """Return a Markdown table, one line per row; ``|`` and line ends in cells are escaped.
 
     Raises:
         ValueError: a row has another number of cells than ``head``.

@@ -1,7 +1,7 @@
-"""Saving and resuming a run: model, optimizer, position, random state; loading runs no code from the file.
+"""Checkpoints of a run: model, optimizer, loader position, random state; loading executes no saved code.
 
-A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``, written under another name and renamed when it is
-complete, so a save that is killed leaves the earlier ones as they were.
+A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``. It is written under another name and renamed when
+complete, so an interrupted save does not affect earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from dglx_dist.comm.collectives import broadcast_json, gather_json, peers_named
 from dglx_dist.comm.session import current_session
 from dglx_dist.errors import CheckpointError, StorageError
+from dglx_dist.graph import sparse_state
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.optim import SparseOptimizer
-from dglx_dist.graph.sparse_state import check_state as check_state_of_sparse_files
-from dglx_dist.graph.sparse_state import read_state, write_state
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.optimizer_state import (
     check_matches,
@@ -46,29 +45,28 @@ from dglx_dist.training.tensor_files import RawReader, RawWriter, damage_named, 
 VERSION = 1
 
 
-def below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose names begin with ``prefix``, without it."""
+def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless the model has the saved names, shapes and dtypes."""
-    saved = below("model/", metadata.state_dict_metadata)
-    for name in dict.fromkeys([*model, *saved]):
-        mine, theirs = model.get(name), saved.get(name)
-        if mine is None:
+    saved_model = _below("model/", metadata.state_dict_metadata)
+    for name in dict.fromkeys([*model, *saved_model]):
+        tensor, saved = model.get(name), saved_model.get(name)
+        if tensor is None:
             raise CheckpointError(f"{path} has {name!r}, which this model lacks; build the model as it was")
-        if theirs is None:
+        if saved is None:
             raise CheckpointError(f"this model has {name!r}, which {path} lacks; build the model as it was")
-        if mine.shape != theirs.size or mine.dtype != theirs.properties.dtype:
+        if tensor.shape != saved.size or tensor.dtype != saved.properties.dtype:
             raise CheckpointError(
-                f"{name!r} is {tuple(theirs.size)} {theirs.properties.dtype} in {path} but "
-                f"{tuple(mine.shape)} {mine.dtype} in this model; build the model as it was"
+                f"{name!r} is {tuple(saved.size)} {saved.properties.dtype} in {path} but "
+                f"{tuple(tensor.shape)} {tensor.dtype} in this model; build the model as it was"
             )
 
 
 def check_state(path: Path, state: Any) -> None:
-    """Raise CheckpointError for another version, and what a wrong type or value raises."""
+    """Raise CheckpointError for another version, and what :func:`damage_named` catches for wrong values."""
     if state.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
@@ -77,25 +75,27 @@ def check_state(path: Path, state: Any) -> None:
     numbers = [whole(state[name]) for name in ("world_size", "epoch", "step")]
     wrong = [name for name in ("dataset", "extra") if not isinstance(state[name], dict)]
     if wrong or len(state["loader"]) != numbers[0]:
-        raise ValueError(f"{wrong[0] if wrong else 'loader'!r} is not what was saved")
+        raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
 
 
 def check_random_state(path: Path, metadata: Metadata, rank: int) -> None:
-    """Raise CheckpointError when the saved state of this rank is none that torch can take here."""
+    """Raise CheckpointError when this torch cannot restore the saved state of ``rank``."""
     saved = metadata.state_dict_metadata.get(f"random/{rank}/cpu")
-    mine = torch.get_rng_state()
+    current = torch.get_rng_state()
     if isinstance(saved, TensorStorageMetadata) and (
-        saved.size != mine.shape or saved.properties.dtype != mine.dtype
+        saved.size != current.shape or saved.properties.dtype != current.dtype
     ):
-        raise CheckpointError(f"{path} has no random state of this torch; load it with random_state=False")
+        raise CheckpointError(
+            f"{path} has the random state of another torch; load it with random_state=False"
+        )
 
 
-def check_dataset(path: Path, saved: Mapping[str, object], mine: Mapping[str, object]) -> None:
-    """Raise CheckpointError when a fact that both name is another one."""
-    for name, value in mine.items():
+def check_dataset(path: Path, saved: Mapping[str, object], current: Mapping[str, object]) -> None:
+    """Raise CheckpointError when a fact that both have differs."""
+    for name, value in current.items():
         if name in saved and saved[name] != value:
             raise CheckpointError(
-                f"{path} was trained on a dataset with {name}={saved[name]!r}, this one has {value!r}; "
+                f"{path} was trained on a dataset with {name}={saved[name]!r}, but this one has {value!r}; "
                 "use the same dataset"
             )
 
@@ -107,7 +107,7 @@ def check_optimizer(
     module: nn.Module,
     tensors: Mapping[str, Any],
 ) -> None:
-    """Raise CheckpointError unless the optimizer is as it was saved; ValueError for state of nothing."""
+    """Raise CheckpointError unless the optimizer is as saved, ValueError for state of unknown parameters."""
     if optimizer is None:
         return
     if saved is None:
@@ -116,87 +116,75 @@ def check_optimizer(
     known = set(chain.from_iterable(group["params"] for group in saved["groups"]))
     unknown = {name.rpartition("/")[0] for name in tensors}.union(saved["scalars"]) - known
     if unknown:
-        raise ValueError(f"the optimizer keeps something of {min(unknown)!r}, which is no parameter")
+        raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
 
 
 def check_position(path: Path, state: Mapping[str, Any], loader: object, world_size: int) -> None:
-    """Raise CheckpointError when the loader cannot stand where it stood."""
+    """Raise CheckpointError when the loader cannot resume at the saved position."""
     if loader is not None and state["world_size"] != world_size and state["step"] != 0:
         raise CheckpointError(
-            f"{path} stands inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it "
-            "on as many, or load one that was saved at the end of an epoch"
+            f"{path} is inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it on as "
+            "many, or load one that was saved at the end of an epoch"
         )
     if loader is not None and state["loader"][0] is None:
         raise CheckpointError(f"{path} has no loader position; load it without ``loader``")
 
 
 Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
-"""One optimiser of embeddings, several in an order that stays the same, or none."""
+"""One optimiser of embeddings, several in a fixed order, or none."""
 
 FOLDER = "sparse"
 
 
 def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
-    """Return what was given as a sequence."""
+    """Return ``sparse`` as a sequence."""
     if sparse is None:
         return ()
     return (sparse,) if isinstance(sparse, SparseOptimizer) else tuple(sparse)
 
 
 def save_sparse(sparse: Sparse, checkpoint: Path) -> int:
-    """Write embeddings and optimiser state below ``checkpoint``, which exists; every rank must call it.
+    """Write embeddings and optimiser state below the existing folder ``checkpoint``. Collective.
 
-    Returns:
-        The number of optimisers.
-
-    Raises:
-        CheckpointError: on all ranks, when one cannot write.
+    Returns the number of optimisers. Raises CheckpointError on all ranks when one cannot write.
     """
     optimizers = optimizers_of(sparse)
     for number, optimizer in enumerate(optimizers):
-        _save_one(optimizer, _folder(checkpoint, number))
+        _save_one(optimizer, _sparse_folder(checkpoint, number))
     return len(optimizers)
 
 
 def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
-    """Look whether ``sparse`` can be loaded; one rank alone.
-
-    Args:
-        checkpoint: A finished one.
-        saved: The number of optimisers it has.
-        sparse: What the user wants to load.
+    """Check that ``sparse`` can load the ``saved`` optimisers of a finished checkpoint. Not collective.
 
     Raises:
-        CheckpointError: it has embeddings and nothing to load them into, or the other way round, or they are
-            damaged or of another dataset, optimiser or number of optimisers.
+        CheckpointError: only one of both has embeddings, or the saved ones are damaged or of another dataset,
+            optimiser or number of optimisers.
     """
     optimizers = optimizers_of(sparse)
     if saved and not optimizers:
-        raise CheckpointError(f"{checkpoint} has embeddings, which belong to the model; give sparse=")
+        raise CheckpointError(f"{checkpoint} has embeddings, which belong to the model; pass sparse=")
     if optimizers and not saved:
         raise CheckpointError(f"{checkpoint} has no embeddings; load it without ``sparse``")
     if len(optimizers) != saved:
         raise CheckpointError(
-            f"{checkpoint} has {saved} optimisers of embeddings, sparse= has {len(optimizers)}; give those "
-            "that it was saved with, in that order"
+            f"{checkpoint} has {saved} optimisers of embeddings, but sparse= has {len(optimizers)}; pass "
+            "those that it was saved with, in that order"
         )
     for number, optimizer in enumerate(optimizers):
         try:
-            check_state_of_sparse_files(optimizer.saved_state, _folder(checkpoint, number))
+            sparse_state.check_state(optimizer.saved_state, _sparse_folder(checkpoint, number))
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
 
 def load_sparse(sparse: Sparse, checkpoint: Path) -> None:
-    """Overwrite embeddings and optimiser state by the saved ones; every rank must call it.
-
-    Raises:
-        CheckpointError: a file cannot be read any more, after :func:`check_sparse` could.
-    """
+    """Overwrite embeddings and optimiser state by the saved ones, after :func:`check_sparse`. Collective."""
     for number, optimizer in enumerate(optimizers_of(sparse)):
         optimizer.flush()
         try:
-            optimizer.lr = read_state(optimizer.saved_state, _folder(checkpoint, number), optimizer.session)
+            folder = _sparse_folder(checkpoint, number)
+            optimizer.lr = sparse_state.read_state(optimizer.saved_state, folder, optimizer.session)
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
@@ -206,41 +194,34 @@ def _save_one(optimizer: SparseOptimizer, folder: Path) -> None:
     session = optimizer.session
 
     def make() -> None:
-        try:
+        with _writing(folder):
             folder.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {folder}: {error}; free space, or choose another folder"
-            ) from error
 
     together(session, lambda: make() if session.topology.rank == 0 else None, CheckpointError)
     try:
-        write_state(optimizer.saved_state, folder, session)
+        sparse_state.write_state(optimizer.saved_state, folder, session)
     except StorageError as error:
         raise CheckpointError(str(error)) from error
 
 
-def _folder(checkpoint: Path, number: int) -> Path:
+def _sparse_folder(checkpoint: Path, number: int) -> Path:
     return checkpoint / FOLDER / str(number)
 
 
 STATE_NAME = "state.json"
-_FOLDER = re.compile(r"epoch-(\d+)-step-(\d+)(\.old)?")
+_FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old)?")
 
 
 class Positioned(Protocol):
-    """A loader that knows where it is."""
+    """A loader with a position, JSON values only."""
 
-    def state_dict(self) -> Any:
-        """Return its position, JSON values only."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on at that position."""
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where a loaded checkpoint stood."""
+    """The position of a loaded checkpoint."""
 
     path: Path
     epoch: int
@@ -262,25 +243,24 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     extra: Mapping[str, object] | None = None,
     dataset: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint and return its folder; every rank must call it.
+    """Write a checkpoint and return its folder. Collective.
 
-    Names and shapes are those of the user's module, whatever the strategy. ``folder`` must be one that all
-    ranks see.
+    Names and shapes are those of the user's module, whatever the strategy.
 
     Args:
-        folder: Where checkpoints of the run lie.
+        folder: The run's checkpoints, on a disk that all ranks share.
         model: Wrapped or plain.
         optimizer: Any of torch's, over the model's parameters.
-        loader: Whose position is kept.
+        loader: Its position is saved.
         sparse: Optimiser of embeddings, which are saved with its state; or several.
-        epoch: Next epoch to run, when ``step`` is 0; else the one under way.
-        step: Steps done in it.
-        extra: More of the user's, JSON values only.
+        epoch: Next epoch to run if ``step`` is 0, else the current one.
+        step: Completed steps of that epoch.
+        extra: The user's own JSON values.
         dataset: Facts that must be equal on load, JSON values only.
 
     Raises:
-        CheckpointError: on all ranks, when on one the optimizer, ``extra`` or ``dataset`` has something that
-            cannot be saved, or writing failed.
+        CheckpointError: on all ranks, when the optimizer, ``extra`` or ``dataset`` has a value that cannot be
+            saved, or writing failed on one.
         PeerError: a rank is dead or silent.
     """
     session = current_session()
@@ -288,7 +268,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     final = Path(folder) / f"epoch-{epoch:06d}-step-{step:09d}"
     temporary = final.with_name(f".{final.name}.writing")
     module = _plain_module(model)
-    # First of all: what a pipeline still has under way belongs to this state, and to the optimizer's.
+    # First: this completes the steps that a pipeline has in flight, which also change the optimizer's state.
     of_model = model.state_dict()
 
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -304,7 +284,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
     tensors |= _random_state(rank)
     try:
-        with _alone_on_purpose(), peers_named(session, "saving a checkpoint"):
+        with _no_process_group_warning(), peers_named(session, "saving a checkpoint"):
             save_tensors(
                 tensors,
                 storage_writer=RawWriter(temporary, rank),
@@ -313,7 +293,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
             )
     except CheckpointException as error:
         if rank == 0:
-            # What is half written would keep a full disk full.
+            # A partial checkpoint would keep a full disk full.
             shutil.rmtree(temporary, ignore_errors=True)
         failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
         remedy = "; free space, or choose another folder" if isinstance(reason, OSError) else ""
@@ -349,24 +329,24 @@ def load(
     dataset: Mapping[str, object] | None = None,
     random_state: bool = True,
 ) -> Resumed:
-    """Go on from a checkpoint; every rank must call it.
+    """Resume from a checkpoint. Collective.
 
-    Any number of ranks may load it. With as many as saved it, the run goes on as if it had never ended, to
-    the last bit. With another number, random state of the ranks is left alone, and a position inside an epoch
-    is refused, for steps then hold other seeds.
+    Any number of ranks may load it. With as many as saved it, the resumed run is bit-equal to one that was
+    never interrupted. With another number, the ranks' random state is not restored, and a position inside an
+    epoch is rejected, because its steps have other seeds.
 
     Args:
-        folder: One checkpoint, or the folder of a run, whose newest is taken.
+        folder: A checkpoint, or the folder of a run, whose newest one is loaded.
         model: Wrapped or plain; loaded in place.
         optimizer: Of the same kind and over the same parameters as the saved one.
-        loader: Put at the saved position.
-        sparse: Of the same kind and over the same embeddings as the saved one; as many, in that order.
-        dataset: Compared with the saved one, where both name a fact.
+        loader: Set to the saved position.
+        sparse: Of the same kind and over the same embeddings as the saved ones, in the same order.
+        dataset: Facts to compare with the saved ones, where both exist.
         random_state: Whether to restore torch's generators.
 
     Raises:
-        CheckpointError: on all ranks, when on one there is none, it is damaged, or it is of another model,
-            optimizer or dataset; the message names the first difference. Nothing was changed then.
+        CheckpointError: on all ranks, when there is no checkpoint, it is damaged, or it is of another model,
+            optimizer or dataset; the message names the first difference. Nothing has been changed then.
         PeerError: a rank is dead or silent.
     """
     session = current_session()
@@ -383,7 +363,7 @@ def load(
             check_dataset(path, state["dataset"], dataset or {})
             check_model(path, metadata, of_model)
             check_position(path, state, loader, session.topology.world_size)
-            saved_tensors = below("optimizer/", metadata.state_dict_metadata)
+            saved_tensors = _below("optimizer/", metadata.state_dict_metadata)
             check_optimizer(path, state["optimizer"], optimizer, _plain_module(model), saved_tensors)
         if random_state:
             check_random_state(path, metadata, session.topology.rank)
@@ -394,7 +374,7 @@ def load(
     same_ranks = state["world_size"] == session.topology.world_size
     wanted = _wanted(metadata, session.topology.rank, optimizer is not None, same_ranks and random_state)
     try:
-        with _alone_on_purpose(), peers_named(session, "loading a checkpoint"):
+        with _no_process_group_warning(), peers_named(session, "loading a checkpoint"):
             load_tensors(
                 wanted,
                 storage_reader=reader,
@@ -404,14 +384,14 @@ def load(
     except CheckpointException as error:
         failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
         raise CheckpointError(f"cannot read {path}: rank {failed}: {reason}") from error
-    model.load_state_dict(below("model/", wanted))
+    model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
-        of_optimizer = cut_optimizer(model, below("optimizer/", wanted))
+        of_optimizer = cut_optimizer(model, _below("optimizer/", wanted))
         restore_state(optimizer, _plain_module(model), of_optimizer, state["optimizer"])
     load_sparse(sparse, path)
     if loader is not None:
         loader.load_state_dict(state["loader"][session.topology.rank if same_ranks else 0])
-    _restore_random_state(below(f"random/{session.topology.rank}/", wanted))
+    _restore_random_state(_below(f"random/{session.topology.rank}/", wanted))
     return Resumed(
         path=path,
         epoch=state["epoch"],
@@ -422,18 +402,7 @@ def load(
 
 
 def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
-    """Return what the newest checkpoint of a run was saved with as ``extra``; every rank must call it.
-
-    Args:
-        folder: Of the run, as rank 0 sees it.
-
-    Returns:
-        None: it has no complete checkpoint.
-
-    Raises:
-        CheckpointError: on all ranks, when the checkpoint is damaged.
-        PeerError: a rank is dead or silent.
-    """
+    """Return ``extra`` of a run's newest checkpoint on rank 0's disk, None if there is none. Collective."""
     session = current_session()
 
     def read() -> dict[str, Any] | None:
@@ -450,16 +419,12 @@ def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
 
 
 def exists(folder: str | Path) -> bool:
-    """Whether ``folder`` has a complete checkpoint, as rank 0 sees it; every rank must call it."""
+    """Whether ``folder`` has a complete checkpoint on rank 0's disk. Collective."""
     return bool(broadcast_json(_newest(Path(folder)) is not None, current_session()))
 
 
 def latest(folder: str | Path) -> Path:
-    """Return the newest complete checkpoint in ``folder``, or ``folder`` itself if it is one.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the newest complete checkpoint in ``folder``, or ``folder`` itself if it is one."""
     found = _newest(Path(folder))
     if found is None:
         raise CheckpointError(
@@ -475,14 +440,14 @@ def _newest(folder: Path) -> Path | None:
     complete = [
         ((int(match[1]), int(match[2]), match[3] is None), path)
         for path in found
-        if (match := _FOLDER.fullmatch(path.name)) and (path / STATE_NAME).is_file()
+        if (match := _FOLDER_NAME.fullmatch(path.name)) and (path / STATE_NAME).is_file()
     ]
     return max(complete)[1] if complete else None
 
 
 @contextmanager
-def _alone_on_purpose() -> Iterator[None]:
-    """Hide torch's warning that there is no process group: a run of one process has none."""
+def _no_process_group_warning() -> Iterator[None]:
+    # A run of one process has no process group, and torch warns about that.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -503,7 +468,7 @@ def _make_folder(temporary: Path) -> None:
 
 
 def _publish(temporary: Path, final: Path, state: Mapping[str, object]) -> None:
-    """Complete a checkpoint and give it its name; at every moment a complete one of that name exists."""
+    """Complete and rename a checkpoint; a complete one that it replaces exists at every moment."""
     with _writing(final):
         write_json(temporary / STATE_NAME, state)
         old = final.with_name(final.name + ".old")

@@ -1,4 +1,4 @@
-"""Rows of all nodes to Parquet, under the ids that the user knows, for tools that know nothing of this."""
+"""Export of node rows to Parquet under the user's node ids."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 INDEX = "_index.json"
-"""Readers of Parquet folders pass over names that begin with ``_``."""
+"""Readers of Parquet folders skip names that begin with ``_``."""
 FORMAT = "dglx_dist rows"
 ID = "id"
 ROW_GROUP_BYTES = 1 << 24
-"""What one rank holds of a table at a time, and the size of its row groups."""
+"""Size of a row group, and of the rows that a rank holds at a time."""
 
 
 def write_embeddings(
@@ -47,31 +47,30 @@ def write_embeddings(
     overwrite: bool = False,
     row_group_bytes: int = ROW_GROUP_BYTES,
 ) -> Path:
-    """Write node rows as Parquet files, one per rank; every rank must call it.
+    """Write node rows as Parquet files, one per rank. Collective.
 
-    A table has the columns ``id`` (the user's id, text or int64, where the dataset has such, else the int64
-    id before partitioning) and ``name`` (a number per row, or fixed-size lists of them). The rows are in no
-    particular order. ``pyarrow.dataset.dataset(folder)`` reads the files as one table. Given a mapping, each
-    node type has a folder of its own below ``folder``, with such a table. ``_index.json`` lists the files.
+    A table has the columns ``id`` (the dataset's user id, text or int64, if there is one, else the int64 id
+    before partitioning) and ``name`` (a number per row, or fixed-size lists of them), in no particular order.
+    ``pyarrow.dataset.dataset(folder)`` reads the files as one table. Given a mapping, each node type has its
+    own folder below ``folder``, with such a table. ``_index.json`` lists the files.
 
-    The folder must be on a disk that all ranks see. It appears whole or not at all, and what it replaces is
-    lost only when it stands. A rank holds ``row_group_bytes`` at a time. bfloat16, which Parquet does not
-    know, is written as float32.
+    The folder must be on a disk that all ranks share. It is replaced atomically. bfloat16, which Parquet does
+    not support, is written as float32.
 
     Args:
         rows: One tensor over the nodes of one type, or node type to such a tensor.
-        g: The graph whose nodes they are.
+        g: The graph of these nodes.
         folder: Must not exist, or be empty, unless ``overwrite``.
-        name: Of the column.
-        overwrite: Replace what an earlier call has written there.
-        row_group_bytes: About the size of one row group, at least 1.
+        name: Name of the column.
+        overwrite: Replace the result of an earlier call.
+        row_group_bytes: Approximate size of one row group, at least 1; a rank holds one at a time.
 
     Returns:
         ``folder``.
 
     Raises:
-        ConfigError: on all ranks: ``rows`` are not of the nodes of ``g``, or an argument cannot be honoured.
-        StorageError: on all ranks, when on one the folder holds something else or cannot be written.
+        ConfigError: on all ranks: ``rows`` are not of the nodes of ``g``, or an argument is invalid.
+        StorageError: on all ranks, when the folder has other contents or cannot be written on one.
         PeerError: a rank is dead or silent.
     """
     session = g.session
@@ -83,7 +82,7 @@ def write_embeddings(
         g.kvstore.fence()
         return Path(folder).absolute(), tables
 
-    # Also the barrier after which every rank's rows are there.
+    # Also the barrier after which the rows of every rank are written.
     target, tables = together(session, checked, ConfigError)
     together(session, lambda: check_target(target, overwrite) if is_first else None)
     partial = target.with_name(
@@ -91,8 +90,8 @@ def write_embeddings(
     )
     try:
         together(session, lambda: _make_folders(partial, tables) if is_first else None)
-        mine = together(session, lambda: _write_share(tables, g, partial, name, row_group_bytes))
-        files = gather_json(mine, session)
+        local_files = together(session, lambda: _write_share(tables, g, partial, name, row_group_bytes))
+        files = gather_json(local_files, session)
         together(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
     finally:
         if is_first:
@@ -102,7 +101,7 @@ def write_embeddings(
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Rows of one node type and where they go."""
+    """The rows of one node type and their folder."""
 
     ntype: str
     rows: DistTensor
@@ -111,11 +110,6 @@ class _Table:
 
 
 def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> tuple[_Table, ...]:
-    """Return what to write.
-
-    Raises:
-        ConfigError: something is no tensor over the nodes of its type.
-    """
     is_mapping = isinstance(rows, Mapping)
     if is_mapping and not rows:
         raise ConfigError("there are no rows to write; give a DistTensor, or node type to DistTensor")
@@ -132,11 +126,11 @@ def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> tuple[
         owner = str(policy.type_name)
         if policy.kind != "node" or owner not in g.ntypes or len(tensor) != g.num_nodes(owner):
             raise ConfigError(
-                f"{what} goes with {policy.policy_str} and has {len(tensor)} rows; it must be of the nodes "
-                f"of this graph ({', '.join(g.ntypes)})"
+                f"{what} is partitioned as {policy.policy_str} and has {len(tensor)} rows; it must have the "
+                f"nodes of this graph ({', '.join(g.ntypes)})"
             )
         if ntype not in (None, owner):
-            raise ConfigError(f"{what} is of the nodes {owner!r}; name it so")
+            raise ConfigError(f"{what} has the nodes of type {owner!r}; use that key")
         if math.prod(tensor.shape[1:]) == 0:
             raise ConfigError(f"{what} has shape {tuple(tensor.shape)}; a row must have at least one value")
         tables.append(_Table(ntype=owner, rows=tensor, subfolder=safe_name(owner) if is_mapping else ""))
@@ -147,13 +141,13 @@ def _check_column(name: str, row_group_bytes: int) -> None:
     if not isinstance(name, str) or name in ("", ID):
         raise ConfigError(f"name={name!r}; give the column of the rows a name other than {ID!r}")
     if not name.isprintable():
-        raise ConfigError(f"name={name!r} has characters that cannot be shown; choose another name")
+        raise ConfigError(f"name={name!r} has unprintable characters; choose another name")
     if not isinstance(row_group_bytes, int) or row_group_bytes < 1:
         raise ConfigError(f"row_group_bytes={row_group_bytes!r}; it must be a whole number of at least 1")
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Raise StorageError when something is at ``target`` that :func:`write_embeddings` may not replace."""
+    """Raise StorageError when :func:`write_embeddings` may not replace ``target``."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -165,8 +159,8 @@ def check_target(target: Path, overwrite: bool) -> None:
     index = target / INDEX
     if not index.is_file() or FORMAT not in index.read_text(encoding="utf-8", errors="replace"):
         raise StorageError(
-            f"{target} holds something other than written rows, and is not overwritten; choose another "
-            "folder, or remove it yourself"
+            f"{target} has other contents than exported rows and is not overwritten; choose another folder, "
+            "or remove it yourself"
         )
 
 
@@ -179,12 +173,12 @@ def _make_folders(partial: Path, tables: tuple[_Table, ...]) -> None:
 def _write_share(
     tables: tuple[_Table, ...], g: DistGraph, partial: Path, name: str, row_group_bytes: int
 ) -> list[dict[str, Any]]:
-    """Write this rank's file of every table; return the files' lines of the index."""
+    # Returns the index entries of this rank's files.
     rank = g.session.topology.rank
     if not partial.is_dir():
         raise StorageError(
             f"{partial.parent} on {g.session.hosts[rank]} is not the folder that rank 0 writes to; give "
-            "one on a disk that all ranks see"
+            "one on a disk that all ranks share"
         )
     files = []
     for table in tables:
@@ -203,9 +197,8 @@ def _write_share(
 
 
 def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> None:
-    """Write the index, and give the folder its name."""
-    lines = [line for of_rank in files for line in of_rank]
-    text = json.dumps({"format": FORMAT, "version": 1, "files": lines}, indent=1)
+    entries = [entry for of_rank in files for entry in of_rank]
+    text = json.dumps({"format": FORMAT, "version": 1, "files": entries}, indent=1)
     with named_failures(target):
         (partial / INDEX).write_text(text, encoding="utf-8")
         if publish(partial, target):
@@ -239,19 +232,19 @@ def _ids(g: DistGraph, ntype: str, ids: Array, dtype: pa.DataType) -> pa.Array:
 
 
 def _texts(g: DistGraph, ntype: str, ids: Array) -> Iterator[Array]:
-    """Yield the text ids of a run of own nodes, part after part: those of other machines are not needed."""
+    """Yield the text ids of a range of local nodes, part by part: files of other machines are not needed."""
     offsets = g.dataset.manifest.node_offsets[ntype]
     for part in range(len(offsets) - 1):
         first, last = max(ids[0], offsets[part]), min(ids[-1] + 1, offsets[part + 1])
         if first < last:
             texts = g.dataset.part(part).user_ids(ntype)
             if texts is None:
-                raise StorageError(f"the ids of {ntype!r} nodes are missing in part {part}; partition again")
+                raise StorageError(f"part {part} lacks the ids of {ntype!r} nodes; partition again")
             yield texts[first - offsets[part] : last - offsets[part]]
 
 
 def _lists(rows: Tensor, dtype: pa.DataType) -> pa.Array:
-    """Return (n, *row) values as n numbers or nested lists of fixed size."""
+    """Return (n, *row) values as n numbers or nested fixed-size lists."""
     if rows.dtype == torch.bfloat16:
         rows = rows.float()
     values = pa.array(rows.reshape(-1).numpy())

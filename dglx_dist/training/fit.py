@@ -1,11 +1,11 @@
-"""The training loop for those who want none: epochs, evaluation, early stop, checkpoints, resume."""
+"""Training loop: epochs, evaluation, early stopping, checkpoints, resume."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,40 +37,39 @@ if TYPE_CHECKING:
 
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(B, C) scores and (B,) labels to the mean loss over the B rows; with B = 0 it does not count."""
+"""(B, C) scores and (B,) labels to the mean loss over the B rows; ignored if B is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
-    """What a batch came to on this rank."""
+    """The loss of one batch on this rank."""
 
     loss: Tensor
-    """() mean over this rank's targets, with a gradient also when there is none."""
+    """() mean over this rank's targets, with a gradient even without targets."""
     num_targets: int
     """As the loader counts them: destinations, or positive edges."""
     num_correct: int
-    """Of the targets; what "train accuracy" shows."""
+    """Correct targets, for the train accuracy."""
 
 
 Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
-"""(wrapped model, a batch as the loader yields it) to its loss; calls the model once and no collective."""
+"""(wrapped model, batch of the loader) to its loss; calls the model once and no collective."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class NodeClassification:
-    """Classes of nodes, from batches ``(input_nodes, output_nodes, blocks)``."""
+    """Node classification on batches ``(input_nodes, output_nodes, blocks)``."""
 
     loss: LossFunction = cross_entropy
     feature: str = FEATURE
     label: str = LABEL
     ntype: str | None = None
-    """Whose nodes are classified; needed when there are several node types."""
+    """Type of the classified nodes; required with several node types."""
     inputs: EntityInputs | None = None
-    """Makes the input rows by node type; None: ``feature`` of the only type."""
+    """Input rows by node type; None: ``feature`` of the only type."""
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
-        """See :data:`Task`."""
         blocks = batch[2]
         scores = model(blocks, _input_rows(model, blocks[0], self.feature, self.inputs))
         if isinstance(scores, dict):
@@ -83,20 +82,19 @@ class NodeClassification:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LinkPrediction:
-    """Edges against negatives, from batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
+    """Link prediction on batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
 
-    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the (P,) scores
-    of the first's edges and the (Q,) scores of the second's, of all edge types together.
+    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the scores of
+    both graphs' edges, (P,) and (Q,), of all edge types together. An edge with a score above 0 is correct.
     """
 
     loss: LossFunction = binary_cross_entropy_with_logits
-    """Of (P + Q,) scores and as many floats: 1 for an edge, 0 for a negative."""
+    """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
     feature: str = FEATURE
     inputs: EntityInputs | None = None
     """As in :class:`NodeClassification`."""
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
-        """See :data:`Task`; correct is an edge whose score is above 0."""
         _, pairs, negative_pairs, blocks = batch
         rows = _input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
@@ -109,7 +107,6 @@ class LinkPrediction:
 
 
 def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
-    """Return the input rows in the dtype of the model, whatever their source stored them in."""
     dtype = float_of(model).dtype
     if inputs is None:
         return block.srcdata[feature].to(dtype)
@@ -117,36 +114,31 @@ def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs
 
 
 class TrainingLoader(Protocol):
-    """What :func:`train_epoch` iterates over."""
+    """The loader interface of :func:`train_epoch`."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Any: ...
-    def times(self, *, reset: bool = False) -> LoaderTimes:
-        """Seconds since the last reset."""
-        ...
-
+    def times(self, *, reset: bool = False) -> LoaderTimes: ...
     def state_dict(self) -> Any:
-        """Position, JSON values; ``epoch`` and ``step``, those done in it, among them."""
+        """Return the position as JSON values, with ``epoch`` and ``step``, the completed steps of it."""
         ...
 
-    def load_state_dict(self, state: Any) -> None:
-        """Go on at a position."""
-        ...
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step needs."""
+    """Model, optimizers and task of a training step."""
 
     model: WrappedModel
     optimizer: torch.optim.Optimizer
     task: Task
     sparse: Sequence[SparseOptimizer] = ()
-    """Of the embeddings that go into the model."""
+    """Optimisers of the model's input embeddings."""
 
 
 @dataclass(kw_only=True)
-class _Sums:
+class _Totals:
     loss: float = 0.0
     correct: int = 0
     targets: int = 0
@@ -155,35 +147,27 @@ class _Sums:
 def train_epoch(
     step: Step, loader: TrainingLoader, session: Session, epoch: int, after_step: Callable[[], None]
 ) -> EpochRecord:
-    """Train one epoch and return its record, without a validation accuracy; every rank must call it.
-
-    Args:
-        step: What to train with.
-        loader: Yields the batches that the task takes.
-        session: The run.
-        epoch: Number in the record.
-        after_step: Called after each step, for progress.
-    """
+    """Train one epoch and return its record, without a validation accuracy. Collective."""
     step.model.train()
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)
-    counted = session.ledger.snapshot()
-    sums = _Sums()
+    before = session.ledger.snapshot()
+    totals = _Totals()
     begin = time.perf_counter()
     for batch in loader:
-        # Numbered as the loader numbers its batches, so that a trace shows which batch a step is of.
+        # Numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
         number = position["epoch"] * len(loader) + position["step"] - 1
-        _train_step(step, batch, sums, _Spans(timeline=session.timeline, number=number))
+        _train_step(step, batch, totals, _StepSpans(timeline=session.timeline, number=number))
         after_step()
     seconds = time.perf_counter() - begin
-    rows = session.ledger.since(counted)
+    rows = session.ledger.since(before)
     times = loader.times()
     exchange_s = step.model.exchange_seconds()
-    mine = {
-        "loss": sums.loss,
-        "correct": sums.correct,
-        "targets": sums.targets,
+    local = {
+        "loss": totals.loss,
+        "correct": totals.correct,
+        "targets": totals.targets,
         "inside": sum(row.num_bytes for row in rows if row.inside),
         "outside": sum(row.num_bytes for row in rows if not row.inside),
         "seconds": seconds,
@@ -192,13 +176,11 @@ def train_epoch(
         "wait_s": times.wait_s,
         "exchange_s": exchange_s,
     }
-    return _over_ranks([row for row in gather_json(mine, session) if isinstance(row, dict)], epoch)
+    return _over_ranks([row for row in gather_json(local, session) if isinstance(row, dict)], epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Spans:
-    """Notes what a step does."""
-
+class _StepSpans:
     timeline: Timeline
     number: int
 
@@ -206,7 +188,7 @@ class _Spans:
         return self.timeline.span(name, COMPUTE, self.number)
 
 
-def _train_step(step: Step, batch: Any, sums: _Sums, spans: _Spans) -> None:
+def _train_step(step: Step, batch: Any, totals: _Totals, spans: _StepSpans) -> None:
     with spans.of("forward"):
         found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)
@@ -219,19 +201,18 @@ def _train_step(step: Step, batch: Any, sums: _Sums, spans: _Spans) -> None:
         for rows in step.sparse:
             rows.step()
     if found.num_targets:
-        # The mean over no targets is nan, which would spoil the sum.
-        sums.loss += float(found.loss.detach()) * found.num_targets
-        sums.correct += found.num_correct
-        sums.targets += found.num_targets
+        # The mean over no targets is nan, which would spoil the total.
+        totals.loss += float(found.loss.detach()) * found.num_targets
+        totals.correct += found.num_correct
+        totals.targets += found.num_targets
 
 
-def _over_ranks(ranks: Iterable[dict[str, Any]], epoch: int) -> EpochRecord:
+def _over_ranks(ranks: Sequence[dict[str, Any]], epoch: int) -> EpochRecord:
     """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ranks.
 
-    Ranks in lock-step wait and exchange at different times, so the longest of each phase would come to more
-    than the epoch. Compute is what is left of it.
+    Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the
+    epoch. Compute is the remainder.
     """
-    ranks = list(ranks)
 
     def total(name: str) -> Any:
         return sum(row[name] for row in ranks)
@@ -259,52 +240,52 @@ def _over_ranks(ranks: Iterable[dict[str, Any]], epoch: int) -> EpochRecord:
 
 
 Callback = Callable[[EpochRecord], None]
-"""Called on every rank after each epoch with the same record."""
+"""Called on every rank after each epoch, with the same record."""
 
 Evaluate = Callable[[WrappedModel], Mapping[str, float]]
-"""The wrapped model to figures by mask name, the higher the better, equal on all ranks; collective."""
+"""The wrapped model to scores by mask name, higher is better, equal on all ranks. Collective."""
 
-_TRAIN, _VALIDATION, _TEST = SPLITS
+_, _VALIDATION, _TEST = SPLITS
 TRAINED_WITH = "strategy"
-"""In the ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
+"""Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """How long and how to train."""
+    """Configuration of :func:`train`."""
 
     epochs: int = 10
-    """Epochs of the whole run, those before a resume included."""
+    """Epochs of the whole run, including those before a resume."""
     eval_every: int = 1
-    """Evaluate exactly after so many epochs, and after the last; 0: only after the last."""
+    """Epochs between exact evaluations; 0: only after the last epoch, which is always evaluated."""
     patience: int | None = None
-    """Stop after so many evaluations without a better validation accuracy; None: never."""
+    """Stop after this number of evaluations without a better validation accuracy; None: never."""
     checkpoint_folder: str | Path | None = None
-    """Where checkpoints lie, seen by all ranks; None: none are saved."""
+    """Folder of checkpoints, shared by all ranks; None: none are saved."""
     checkpoint_every: int = 1
-    """Save after so many epochs, and after the last."""
+    """Epochs between checkpoints; the last epoch is always saved."""
     resume: bool = False
-    """Go on from the newest checkpoint in the folder; start afresh when there is none."""
+    """Resume from the newest checkpoint in the folder, if there is one."""
     feature: str = FEATURE
     label: str = LABEL
     loss: LossFunction = cross_entropy
     ntype: str | None = None
-    """Whose nodes are classified; needed when several node types have labels."""
+    """Type of the classified nodes; required if several node types have labels."""
     inputs: EntityInputs | None = None
-    """Makes the input rows by node type, from features and embeddings; None: ``feature`` of the only type."""
+    """Input rows by node type, from features and embeddings; None: ``feature`` of the only type."""
     task: Task | None = None
-    """What a step learns, in place of the classes of nodes by the fields above."""
+    """Replaces the node classification defined by the fields above."""
     evaluate: Evaluate | None = None
-    """In place of exact accuracy; a ``task`` of one's own is evaluated by this only."""
+    """Replaces exact accuracy; a custom ``task`` is evaluated only by this."""
     eval_batch_size: int = 4096
     num_layers: int | None = None
     """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
     trace: str | Path | None = None
-    """File for a trace of all ranks, which Perfetto shows; rank 0 writes it. None: nothing is recorded."""
+    """Trace file of all ranks for Perfetto, written by rank 0; None: nothing is recorded."""
     trace_steps: int = 200
-    """Steps that the trace holds, from the first one of this call on."""
+    """Number of steps in the trace, from the first one of this call."""
     show_progress: bool = True
-    """On rank 0, on standard error."""
+    """Progress bar of rank 0 on standard error."""
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("eval_every", 0), ("checkpoint_every", 1), ("trace_steps", 1)):
@@ -315,36 +296,36 @@ class FitConfig:
                 f"patience={self.patience} counts evaluations; it must be at least 1, and eval_every too"
             )
         if self.resume and self.checkpoint_folder is None:
-            raise ConfigError("resume needs checkpoint_folder; say where the checkpoints lie")
+            raise ConfigError("resume needs checkpoint_folder; give the folder of the checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What :func:`train` did, equal on every rank."""
+    """Result of :func:`train`, equal on every rank."""
 
     epochs: list[EpochRecord] = field(default_factory=list)
-    """Those of this call, without the ones before a resume."""
+    """Epochs of this call, without those before a resume."""
     accuracy: dict[str, float] = field(default_factory=dict)
     """Mask to exact accuracy after the last epoch."""
     best_epoch: int | None = None
-    """Of the highest validation accuracy; None when there was no evaluation."""
+    """Epoch of the highest validation accuracy; None without evaluation."""
     best_val_accuracy: float | None = None
     first_epoch: int = 0
     """Above 0 after a resume."""
     stopped_early: bool = False
     account: dict[str, object] = field(default_factory=dict)
-    """What the run took beside time, as ``dollars`` with a ``label``; empty where nothing is paid by use."""
+    """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
     choice: Choice | None = None
-    """What strategy ``auto`` chose among, prediction beside outcome; None: the strategy was told."""
+    """Candidates of strategy ``auto``, with prediction and outcome; None: the strategy was given."""
 
     @property
     def val_accuracy(self) -> float | None:
-        """After the last epoch."""
+        """Validation accuracy after the last epoch."""
         return self.accuracy.get(_VALIDATION)
 
     @property
     def test_accuracy(self) -> float | None:
-        """After the last epoch."""
+        """Test accuracy after the last epoch."""
         return self.accuracy.get(_TEST)
 
 
@@ -358,26 +339,25 @@ def train(
     callbacks: Sequence[Callback] = (),
     sparse: Sparse = None,
 ) -> FitResult:
-    """Train ``model`` and evaluate it exactly; every rank must call it.
+    """Train ``model`` and evaluate it exactly. Collective.
 
-    A resumed run ends with the weights, to the last bit, of one that was never interrupted, when it runs on
-    as many ranks.
+    On as many ranks, a resumed run ends with bit-equal weights to one that was never interrupted.
 
     Args:
-        model: What ``wrap`` returned.
-        loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or what
-            ``config.task`` takes.
+        model: The result of ``wrap``.
+        loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or batches
+            for ``config.task``.
         optimizer: Over the wrapped model's parameters.
-        g: The graph that the loader samples; evaluated where it has masks.
-        config: How; defaults when not given.
+        g: The graph that the loader samples; evaluated on its masks.
+        config: Defaults when not given.
         callbacks: Called after each epoch.
-        sparse: Optimiser of the embeddings, which steps and is saved with ``optimizer``; or several.
+        sparse: Optimiser of the embeddings, stepped and saved with ``optimizer``; or several.
 
     Raises:
-        ConfigError: the loader attaches no features or labels, or the model cannot be evaluated exactly,
-            which is found out before training.
+        ConfigError: the loader attaches no features or labels, or (before training) the model cannot be
+            evaluated exactly.
         CheckpointError: the checkpoint to resume from does not match.
-        StorageError: the trace cannot be written, found out before training where possible.
+        StorageError: the trace cannot be written; before training if possible.
     """
     config = config or FitConfig()
     if config.task is None and config.ntype is None:
@@ -387,7 +367,7 @@ def train(
     run.check_evaluation()
     steps = len(loader) * (config.epochs - run.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
-    bar = progress(_intention(run.first_epoch, config.epochs), steps, enabled=enabled)
+    bar = progress(_progress_title(run.first_epoch, config.epochs), steps, enabled=enabled)
     with recording(_trace_of(config), g.session) as count_step, bar as advance:
 
         def after_step() -> None:
@@ -398,7 +378,7 @@ def train(
         show = advance.show if enabled else None
         trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
         with _closing(trainer):
-            while run.goes_on:
+            while run.has_epochs:
                 for record in run.advance(trainer, after_step):
                     for callback in callbacks:
                         callback(record)
@@ -410,12 +390,12 @@ def train(
 
 
 def epoch_line(record: EpochRecord) -> str:
-    """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val when it was not evaluated."""
+    """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
     validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:.1%}, ".replace("%", " %")
     return f"epoch {record.epoch}: loss {record.loss:.4f}, {validation}{record.seconds:.2f} s"
 
 
-def _intention(first: int, end: int) -> str:
+def _progress_title(first: int, end: int) -> str:
     if first >= end:
         return f"nothing to train, {first} epochs are done"
     return f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
@@ -435,7 +415,6 @@ class _Run:
         self._evaluations_since_best = 0
 
     def resume(self) -> None:
-        """Load the newest checkpoint, if asked to and there is one."""
         folder = self._config.checkpoint_folder
         if not self._config.resume or folder is None or not checkpoint.exists(folder):
             return
@@ -451,30 +430,30 @@ class _Run:
         best = resumed.extra.get("best")
         self._best = (int(best[0]), float(best[1])) if best else None
         self._evaluations_since_best = int(resumed.extra.get("evaluations_since_best", 0))
-        self.stopped_early = self._without_patience()
+        self.stopped_early = self._patience_is_over()
         accuracy = resumed.extra.get("accuracy", {})
         self._accuracy = {str(name): float(value) for name, value in accuracy.items()}
 
     def check_evaluation(self) -> None:
-        """Raise ConfigError, before anything is trained, where the evaluation after it could not be done."""
-        if self.goes_on and self._config.evaluate is None and self._config.task is None:
-            check_evaluable(self._step.model, self._g, **self._evaluated)
+        """Raise ConfigError before training if the evaluation after it is impossible."""
+        if self.has_epochs and self._config.evaluate is None and self._config.task is None:
+            check_evaluable(self._step.model, self._g, **self._evaluate_options)
 
     @property
-    def goes_on(self) -> bool:
+    def has_epochs(self) -> bool:
         """Whether there are epochs to train."""
         return self._next < self._config.epochs and not self.stopped_early
 
     def advance(self, trainer: EpochTrainer | None, after_step: Callable[[], None]) -> Sequence[EpochRecord]:
-        """Train one epoch, or with a ``trainer`` all until the next stop; evaluate and save there."""
-        counted = self._g.kvstore.cache_counts()
+        """Train one epoch, or with a ``trainer`` those until the next stop; evaluate and save there."""
+        before = self._g.kvstore.cache_counts()
         if trainer is None:
             found = [train_epoch(self._step, self._loader, self._session, self._next, after_step)]
         else:
             found = list(trainer.run(self._next, self._next_stop() - self._next))
             for _ in found:
                 after_step()
-        found[-1] = self._with_cache(found[-1], self._g.kvstore.cache_counts() - counted)
+        found[-1] = self._with_cache(found[-1], self._g.kvstore.cache_counts() - before)
         self._next += len(found)
         found[-1] = self._finish(found[-1])
         self._records += found
@@ -484,7 +463,6 @@ class _Run:
         return found
 
     def _next_stop(self) -> int:
-        """Return the epoch before which the next evaluation or checkpoint is, or the end."""
         config = self._config
         every = [config.eval_every] if config.eval_every else []
         every += [config.checkpoint_every] if config.checkpoint_folder is not None else []
@@ -507,7 +485,6 @@ class _Run:
         return replace(record, cache_hits=hits, cache_misses=misses)
 
     def result(self) -> FitResult:
-        """Return what was done."""
         return FitResult(
             epochs=self._records,
             accuracy=self._accuracy,
@@ -520,12 +497,12 @@ class _Run:
     def _evaluate(self, record: EpochRecord) -> EpochRecord:
         config = self._config
         for rows in self._step.sparse:
-            # Of an asynchronous optimizer: rows of ranks that are behind would count as they were.
+            # With an asynchronous optimizer, other ranks may still be writing rows.
             rows.flush()
         if config.evaluate is not None:
             self._accuracy = dict(config.evaluate(self._step.model))
         elif config.task is None:
-            self._accuracy = evaluate(self._step.model, self._g, **self._evaluated)
+            self._accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
         validation = self._accuracy.get(_VALIDATION)
         if validation is None:
             return record
@@ -533,17 +510,17 @@ class _Run:
             self._best, self._evaluations_since_best = (record.epoch, validation), 0
         else:
             self._evaluations_since_best += 1
-            self.stopped_early = self._without_patience()
+            self.stopped_early = self._patience_is_over()
         return replace(record, val_accuracy=validation)
 
     @property
-    def _evaluated(self) -> dict[str, Any]:
+    def _evaluate_options(self) -> dict[str, Any]:
         config = self._config
-        same = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
+        options = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
         inputs = None if config.inputs is None else config.inputs.tensors
-        return {**same, "batch_size": config.eval_batch_size, "inputs": inputs}
+        return {**options, "batch_size": config.eval_batch_size, "inputs": inputs}
 
-    def _without_patience(self) -> bool:
+    def _patience_is_over(self) -> bool:
         patience = self._config.patience
         return patience is not None and self._evaluations_since_best >= patience
 
@@ -591,7 +568,7 @@ def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:
 
 @contextmanager
 def _closing(trainer: EpochTrainer | None) -> Iterator[None]:
-    """Close ``trainer`` afterwards; after an error without waiting for the other ranks."""
+    # After an error, `close` must not wait for the other ranks.
     failed = True
     try:
         yield
@@ -608,9 +585,7 @@ def _trace_of(config: FitConfig) -> TraceConfig | None:
 
 
 def _trained_with(session: Session) -> dict[str, object]:
-    """Return the strategy and its options, as a later run may be told them; no options where a part of them
-    may be a key, or is nothing that JSON has.
-    """
+    # Options for later runs, but none if they may have credentials or are not JSON.
     options: dict[str, object] | None = dict(session.options)
     try:
         if json.loads(json.dumps(without_keys(session.options))) != options:
@@ -621,5 +596,5 @@ def _trained_with(session: Session) -> dict[str, object]:
 
 
 def _facts(g: DistGraph) -> dict[str, object]:
-    """What must be equal between the graph of a checkpoint and that of the run that loads it."""
+    # Must be equal in the run that loads the checkpoint.
     return {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()}

@@ -1,4 +1,4 @@
-"""Exact results for every node: layer by layer, or each batch with its whole neighbourhood."""
+"""Exact inference and evaluation: layer by layer, or with the whole neighbourhood of each batch."""
 
 from __future__ import annotations
 
@@ -30,20 +30,16 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_NONE = np.zeros(0, dtype=np.int64)
+_NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 @final
 class FullBlocks:
-    """Builds blocks whose destinations have all their in-edges; any rank alone, any time.
+    """Builds blocks whose destinations have all their in-edges. Not collective.
 
-    In-degrees of such a block are those of the graph by construction. Its ``out_degrees()`` are the graph's
-    too, unlike those of a block that DGL makes: a convolution that divides by the sources' degrees
-    (``GraphConv(norm="both")``, ``norm="left"``) then computes what it computes on the whole graph.
-
-    Args:
-        g: The graph, of any types.
-        device: Where the blocks shall be.
+    The in-degrees of such a block are those of the graph. So are its ``out_degrees()``, unlike those of DGL's
+    blocks: a convolution that divides by the sources' degrees (``GraphConv(norm="both")``, ``norm="left"``)
+    has the same result as on the whole graph.
     """
 
     def __init__(self, g: DistGraph, device: torch.device) -> None:
@@ -54,26 +50,26 @@ class FullBlocks:
         """Return the block of ``destinations`` and the (S,) source ids per node type.
 
         Args:
-            destinations: Node type to (K,) distinct int64 ids; types may be missing. They are the first K
-                sources of their type.
+            destinations: Node type to (K,) distinct int64 ids, which are the first K sources of their type;
+                types may be missing.
         """
-        wanted = {ntype: destinations.get(ntype, _NONE) for ntype in self._g.ntypes}
-        # All requests leave before the first answer is read.
+        targets = {ntype: destinations.get(ntype, _NO_IDS) for ntype in self._g.ntypes}
+        # All requests are sent before the first answer is read.
         pending = {
-            etype: self._g.structure(etype).submit("in_edges", wanted[etype[2]]) for etype in self._etypes
+            etype: self._g.structure(etype).submit("in_edges", targets[etype[2]]) for etype in self._etypes
         }
-        edges = {etype: asked.result() for etype, asked in pending.items()}
-        sources = {ntype: self._sources(ntype, ids, edges) for ntype, ids in wanted.items()}
-        if len(self._etypes) == 1 and len(wanted) == 1:
+        edges = {etype: answer.result() for etype, answer in pending.items()}
+        sources = {ntype: self._sources(ntype, ids, edges) for ntype, ids in targets.items()}
+        if len(self._etypes) == 1 and len(targets) == 1:
             block = self._of_one_type(edges[self._etypes[0]], sources[self._g.ntypes[0]])
         else:
-            block = self._of_types(edges, sources, wanted)
+            block = self._of_types(edges, sources, targets)
         return block, sources
 
     def blocks(
         self, destinations: Mapping[str, Array], num_layers: int
     ) -> tuple[list[Any], dict[str, Array]]:
-        """Return the blocks of ``num_layers`` hops, input-most first, and the ids of its sources."""
+        """Return the blocks of ``num_layers`` hops, input-most first, and the source ids of the first."""
         found: list[Any] = []
         ids = dict(destinations)
         for _ in range(num_layers):
@@ -83,7 +79,7 @@ class FullBlocks:
 
     def _sources(self, ntype: str, destinations: Array, edges: Mapping[EdgeType, InEdges]) -> Array:
         ends = [drawn.sources for etype, drawn in edges.items() if etype[0] == ntype]
-        others = np.setdiff1d(np.concatenate([_NONE, *ends]), destinations)
+        others = np.setdiff1d(np.concatenate([_NO_IDS, *ends]), destinations)
         return np.concatenate([destinations, others])
 
     def _of_one_type(self, edges: InEdges, sources: Array) -> Any:
@@ -91,7 +87,7 @@ class FullBlocks:
         ids = torch.from_numpy(sources)
         block: Any = BlockBuilder(etype).block(
             torch.from_numpy(np.ascontiguousarray(edges.indptr)),
-            torch.from_numpy(_places(edges.sources, sources)),
+            torch.from_numpy(_positions(edges.sources, sources)),
             ids,
             torch.from_numpy(edges.edge_ids),
         )
@@ -101,54 +97,54 @@ class FullBlocks:
         return block
 
     def _of_types(
-        self, edges: Mapping[EdgeType, InEdges], sources: Mapping[str, Array], wanted: Mapping[str, Array]
+        self, edges: Mapping[EdgeType, InEdges], sources: Mapping[str, Array], targets: Mapping[str, Array]
     ) -> Any:
         columns = {
             etype: (
                 "csc",
                 (
                     torch.from_numpy(np.ascontiguousarray(drawn.indptr)),
-                    torch.from_numpy(_places(drawn.sources, sources[etype[0]])),
+                    torch.from_numpy(_positions(drawn.sources, sources[etype[0]])),
                     torch.arange(len(drawn.sources)),
                 ),
             )
             for etype, drawn in edges.items()
         }
-        made = dgl.create_block(
+        built = dgl.create_block(
             columns,
             {ntype: len(ids) for ntype, ids in sources.items()},
-            {ntype: len(ids) for ntype, ids in wanted.items()},
+            {ntype: len(ids) for ntype, ids in targets.items()},
         )
         for ntype, ids in sources.items():
-            made.srcnodes[ntype].data[dgl.NID] = torch.from_numpy(ids)
-            made.dstnodes[ntype].data[dgl.NID] = torch.from_numpy(wanted[ntype])
+            built.srcnodes[ntype].data[dgl.NID] = torch.from_numpy(ids)
+            built.dstnodes[ntype].data[dgl.NID] = torch.from_numpy(targets[ntype])
         for etype, drawn in edges.items():
-            made.edges[etype].data[dgl.EID] = torch.from_numpy(drawn.edge_ids)
-        made = made.to(self.device)
-        types = (made.srctypes, made.dsttypes)
-        block = _WholeBlock(made._graph, types, made.etypes, made._node_frames, made._edge_frames)
-        block.whole = self._g
+            built.edges[etype].data[dgl.EID] = torch.from_numpy(drawn.edge_ids)
+        built = built.to(self.device)
+        types = (built.srctypes, built.dsttypes)
+        block = _FullBlock(built._graph, types, built.etypes, built._node_frames, built._edge_frames)
+        block.graph = self._g
         return block
 
 
-class _WholeBlock(DGLBlock):
-    """A block whose slices by edge type know the out-degrees of the graph."""
+class _FullBlock(DGLBlock):
+    """A block whose slices by edge type have the out-degrees of the graph."""
 
-    whole: DistGraph | None = None
-    """Set after construction, for DGL makes slices and copies with the same class."""
+    graph: DistGraph | None = None
+    """Set after construction, since DGL constructs slices and copies with the same class."""
 
     def __getitem__(self, key: Any) -> Any:
         part = super().__getitem__(key)
-        if self.whole is None:
+        if self.graph is None:
             return part
         (etype,) = part.canonical_etypes
-        part.whole = self.whole
-        part.out_degrees = _GlobalOutDegrees(self.whole, etype, part.srcdata[dgl.NID])
+        part.graph = self.graph
+        part.out_degrees = _GlobalOutDegrees(self.graph, etype, part.srcdata[dgl.NID])
         return part
 
 
 class _GlobalOutDegrees:
-    """Stands in for a block's ``out_degrees``; asks the graph only when a convolution does."""
+    """Replaces a block's ``out_degrees``; reads the graph only when a convolution calls it."""
 
     def __init__(self, g: DistGraph, etype: EdgeType, ids: Tensor) -> None:
         self._g, self._etype = g, etype
@@ -159,10 +155,10 @@ class _GlobalOutDegrees:
         return self._g.out_degrees(ids, self._etype).to(ids.device)
 
 
-def _places(ids: Array, among: Array) -> Array:
-    """Return where each of ``ids`` stands in the distinct ids ``among``, which has them all."""
-    order = np.argsort(among, kind="stable")
-    return order[np.searchsorted(among, ids, sorter=order)]
+def _positions(ids: Array, distinct: Array) -> Array:
+    """Return the position of each of ``ids`` in ``distinct``, which has them all."""
+    order = np.argsort(distinct, kind="stable")
+    return order[np.searchsorted(distinct, ids, sorter=order)]
 
 
 def layers_of(
@@ -170,24 +166,18 @@ def layers_of(
     layers: Sequence[InferenceLayer] | str | None,
     between: Callable[[Tensor], Tensor] | None,
 ) -> list[InferenceLayer]:
-    """Return ``(block, h) -> h`` for each layer of a model, the input-most first.
+    """Return ``(block, h) -> h`` for each layer of the user's module, the input-most first.
 
-    Args:
-        module: The user's, with uncut weights.
-        layers: These; or the name of the attribute that holds them; None: what ``inference_layers()`` gives.
-        between: Applied to what each layer but the last gives.
-
-    Raises:
-        ConfigError: the model does not tell its layers, or there is none.
+    See :func:`layerwise_inference` for the arguments. Raises ConfigError if the model defines no layers.
     """
     if layers is None:
-        steps = _given_layers(module)
+        steps = _inference_layers(module)
     elif isinstance(layers, str):
         steps = _named_layers(module, layers)
     else:
         steps = list(layers)
     if not steps:
-        raise ConfigError(f"{type(module).__name__} has no layers to compute; give one callable a layer")
+        raise ConfigError(f"{type(module).__name__} has no layers to compute; give one callable per layer")
     if between is None:
         return steps
     return [*(_followed(layer, between) for layer in steps[:-1]), *steps[-1:]]
@@ -201,39 +191,35 @@ def _named_layers(module: nn.Module, name: str) -> list[InferenceLayer]:
     found = getattr(module, name, None)
     if not isinstance(found, (nn.ModuleList, nn.Sequential, list, tuple)):
         raise ConfigError(
-            f"layers={name!r}, but {type(module).__name__} has no list of layers by that name; give the name "
+            f"layers={name!r}, but {type(module).__name__} has no list of layers of that name; give the name "
             "of its nn.ModuleList, or one callable (block, h) -> h per layer"
         )
     return list(found)
 
 
-def _given_layers(module: nn.Module) -> list[InferenceLayer]:
-    ask = getattr(module, "inference_layers", None)
-    if ask is None:
+def _inference_layers(module: nn.Module) -> list[InferenceLayer]:
+    inference_layers = getattr(module, "inference_layers", None)
+    if inference_layers is None:
         raise ConfigError(
-            f"{type(module).__name__} does not tell its layers; give it a method inference_layers() that "
+            f"{type(module).__name__} does not define its layers; give it a method inference_layers() that "
             "returns one callable (block, h) -> h per layer (see dglx_dist.training.models), or name its "
             "list of them with layers=, or pass num_layers= to evaluate(), which computes each batch's whole "
             "neighbourhood"
         )
-    return list(ask())
+    return list(inference_layers())
 
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Keys of dictionaries and places in tuples, outermost first; () for what is not nested."""
+"""Keys of dictionaries and positions in tuples, outermost first; () for a bare tensor."""
 T = TypeVar("T")
 
 
 def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
-    """Return what ``value`` holds by its path; dictionaries, tuples and lists are opened.
-
-    Raises:
-        ConfigError: a dictionary has a key that is not text.
-    """
+    """Return the leaves of nested dictionaries (with string keys), tuples and lists by path."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(f"a layer gave a dictionary with the key {key!r}; name outputs by text")
+                raise ConfigError(f"a layer returned a dictionary with the key {key!r}; use strings")
         items: list[tuple[str | int, Any]] = list(value.items())
     elif isinstance(value, tuple | list):
         items = list(enumerate(value))
@@ -243,11 +229,7 @@ def flatten(value: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def nest(leaves: Mapping[Path, T]) -> Any:
-    """Undo :func:`flatten`; lists come back as tuples.
-
-    Raises:
-        ConfigError: a tuple lacks a place.
-    """
+    """Undo :func:`flatten`; lists become tuples. Raises ConfigError if a tuple lacks a position."""
     if list(leaves) == [()]:
         return leaves[()]
     inner: dict[str | int, dict[Path, T]] = {}
@@ -256,8 +238,8 @@ def nest(leaves: Mapping[Path, T]) -> Any:
     if inner and all(isinstance(key, int) for key in inner):
         if set(inner) != set(range(len(inner))):
             raise ConfigError(
-                f"of a tuple of outputs only the places {sorted(inner, key=str)} belong to the node types "
-                "that are asked for; name outputs by a dictionary, or ask for all types"
+                f"of a tuple of outputs only the positions {sorted(inner, key=str)} belong to the requested "
+                "node types; return a dictionary, or request all types"
             )
         return tuple(nest(inner[place]) for place in range(len(inner)))
     return {key: nest(below) for key, below in inner.items()}
@@ -267,13 +249,13 @@ Inputs: TypeAlias = DistTensor | Mapping[str, DistTensor]
 """Rows of all nodes: of the only node type, or by node type."""
 
 _NO_EDGE_DATA = (
-    "blocks of an exact evaluation have no columns of edges; evaluate the model yourself, as with "
+    "blocks of an exact evaluation have no edge columns; evaluate the model yourself, as with "
     "FitConfig(evaluate=...)"
 )
 
 _Rows: TypeAlias = dict[Path, DistTensor]
 _Compute: TypeAlias = Callable[[str, Array], dict[Path, Tensor]]
-"""(node type, (K,) ids) to the results that belong to these nodes, (K, ...) each."""
+"""(node type, (K,) ids) to the (K, ...) results of these nodes."""
 
 
 def layerwise_inference(
@@ -287,37 +269,37 @@ def layerwise_inference(
     between: Callable[[Tensor], Tensor] | None = None,
     ntypes: Sequence[str] | None = None,
 ) -> Any:
-    """Compute every layer once for every node, over all neighbours; every rank must call it.
+    """Compute every layer once for every node, over all neighbours. Collective.
 
-    Each rank computes its share of its server's nodes and reads the layer before through the KVStore, so
-    memory holds two layers of activations, not more. Convolutions see the degrees of the whole graph.
+    Each rank computes its share of its server's nodes and reads the previous layer through the KVStore, so
+    memory holds two layers of activations. Convolutions see the degrees of the whole graph.
 
-    A layer may give several results, as a tuple or a dictionary of tensors, each with a row per destination;
-    with several node types, dictionaries by node type, whose rows are those of that type. The next layer is
-    handed the same structure, with the rows of its sources. Batches hold destinations of one type at a time,
-    so a layer that gives rows for a type must do so for every destination of it.
+    A layer may return several results, as a tuple or a dictionary of tensors, each with a row per
+    destination; with several node types, dictionaries by node type. The next layer gets the same structure,
+    with the rows of its sources. Batches hold destinations of one type at a time, so a layer that returns
+    rows for a type must do so for every destination of it.
 
     Args:
-        model: Wrapped or plain, equal on all ranks; put into evaluation mode meanwhile.
+        model: Wrapped or plain, equal on all ranks; in evaluation mode during the call.
         g: The graph.
-        feature: Node data that goes into the first layer; every node type must have it.
-        inputs: What goes in instead: a tensor (features, or ``embedding.weight``) for a graph of one node
-            type, else one per node type. The first layer is handed a dictionary if this is one.
+        feature: Node data of the first layer; every node type must have it.
+        inputs: Replaces ``feature``: a tensor (features, or ``embedding.weight``) for a graph of one node
+            type, else one per node type. The first layer gets a dictionary if this is one.
         batch_size: Destinations computed at once.
-        layers: ``(block, h) -> h`` per layer; the model's ``inference_layers()`` when not given. Take them
-            from ``model.whole()``, and pass that as ``model``, where the model is wrapped; or give the name
-            of the attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``.
-        between: Applied to what each layer but the last gives, like ``F.relu``, where the model does that
+        layers: ``(block, h) -> h`` per layer; by default the model's ``inference_layers()``. For a wrapped
+            model, take them from ``model.whole()`` and pass that as ``model``; or give the name of the
+            attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``.
+        between: Applied to the result of each layer but the last, like ``F.relu``, if the model does that
             outside its layers. Each result must then be a tensor.
-        ntypes: Node types for which the last layer is computed; all when not given.
+        ntypes: Node types for which the last layer is computed; all by default.
 
     Returns:
-        (N, C) in the model's dtype, rows by the ids of ``g``; or the structure that the last layer gives, of
-        such tensors. ``delete()`` them when done.
+        (N, C) in the model's dtype, rows by the ids of ``g``, or such tensors in the structure of the last
+        layer's result. Call ``delete()`` on them when done.
 
     Raises:
-        ConfigError: on all ranks: the model does not tell its layers, a type has no input, or a layer
-            gives no rows for some destinations, or others than there are.
+        ConfigError: on all ranks: the model does not define its layers, a type has no input, or a layer does
+            not return one row for each destination.
     """
     module = whole_of(model)
     steps = layers_of(module, layers, between)
@@ -327,10 +309,12 @@ def layerwise_inference(
     with evaluating(module):
         for depth, layer in enumerate(steps):
             dtype = target.dtype if depth == 0 else None
-            wanted = ntypes if depth == len(steps) - 1 else None
-            computed = _for_all(work, _layer(layer, work, rows, dtype), wanted, f"layer {depth} of all nodes")
+            out_types = ntypes if depth == len(steps) - 1 else None
+            compute = _layer(layer, work, rows, dtype)
+            computed = _for_all(work, compute, out_types, f"layer {depth} of all nodes")
             if depth > 0:
-                _delete(rows)
+                for tensor in rows.values():
+                    tensor.delete()
             rows = computed
     return nest(rows)
 
@@ -345,25 +329,25 @@ def minibatch_inference(
     batch_size: int = 1024,
     ntypes: Sequence[str] | None = None,
 ) -> Any:
-    """Compute every node's results from its whole neighbourhood of ``num_layers`` hops; collective.
+    """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
 
-    Exact for any model that is called as ``model(blocks, h)``, but shared neighbours are computed again in
-    each batch: prefer :func:`layerwise_inference` where the model tells its layers.
+    Exact for any model that is called as ``model(blocks, h)``, but each batch recomputes shared neighbours:
+    prefer :func:`layerwise_inference` if the model defines its layers.
 
     Args:
-        model: Wrapped or plain, equal on all ranks; put into evaluation mode meanwhile.
+        model: Wrapped or plain, equal on all ranks; in evaluation mode during the call.
         g: The graph.
-        num_layers: Blocks the model takes.
-        feature: Node data that goes in; every node type must have it.
-        inputs: What goes in instead, as in :func:`layerwise_inference`.
+        num_layers: Number of blocks that the model takes.
+        feature: Input node data; every node type must have it.
+        inputs: Replaces ``feature``, as in :func:`layerwise_inference`.
         batch_size: Nodes computed at once.
-        ntypes: Node types to compute; all when not given.
+        ntypes: Node types to compute; all by default.
 
     Returns:
         As :func:`layerwise_inference`.
 
     Raises:
-        ConfigError: ``num_layers`` is below 1, a type has no input, or the model gives no rows for some
+        ConfigError: ``num_layers`` is below 1, a type has no input, or the model returns no rows for some
             nodes.
     """
     if num_layers < 1:
@@ -382,15 +366,12 @@ def minibatch_inference(
 
 
 def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
-    """Return all rows of a node tensor in the order of the dataset before partitioning; any rank alone.
+    """Return all rows of a node tensor, (N, ...), by node id before partitioning. Not collective.
 
     Args:
-        rows: With one row per node.
+        rows: One row per node.
         g: The graph.
-        ntype: Needed when there are several node types.
-
-    Returns:
-        (N, ...): row v belongs to the node that was v in the raw graph.
+        ntype: Required with several node types.
     """
     values = rows.to_local()
     ordered = torch.empty_like(values)
@@ -399,17 +380,13 @@ def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) 
 
 
 def local_share(g: DistGraph, ntype: str) -> tuple[int, int]:
-    """Return this rank's first own node and the one after its last; shares of ranks are disjoint."""
+    """Return the range [first, last) of this rank's nodes; the ranges of ranks are disjoint."""
     topology = g.session.topology
     return RowOwners(g.get_node_partition_policy(ntype).bounds, topology).range_of(topology.rank)
 
 
 def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:
-    """Cut ``first <= id < last`` into pieces of at most ``batch_size``.
-
-    Raises:
-        ConfigError: ``batch_size`` is below 1.
-    """
+    """Cut ``first <= id < last`` into pieces of at most ``batch_size``."""
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
     first, last = share
@@ -424,17 +401,12 @@ def float_of(model: nn.Module) -> Tensor:
 
 
 def whole_of(model: nn.Module) -> nn.Module:
-    """Return the user's module with uncut weights, for computing alone; every rank must call it."""
+    """Return the user's module with uncut weights. Collective."""
     return model.whole() if isinstance(model, WrappedModel) else model
 
 
 def first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, DistTensor]:
-    """Return what goes into the first layer by its path.
-
-    Raises:
-        ConfigError: a node type has no ``feature``, or ``inputs`` names a type that does not exist or has
-            another number of rows.
-    """
+    """Return the inputs of the first layer by path; see :func:`layerwise_inference`."""
     if inputs is None and len(g.ntypes) == 1:
         return {(): _feature_of(g, g.ntypes[0], feature)}
     if inputs is None:
@@ -443,7 +415,7 @@ def first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, 
     for path, tensor in found.items():
         ntype = type_of(path, g)
         if path and path[0] != ntype:
-            raise ConfigError(f"inputs has {path[0]!r}, which is no node type (known: {', '.join(g.ntypes)})")
+            raise ConfigError(f"inputs has the unknown node type {path[0]!r} (known: {', '.join(g.ntypes)})")
         if len(tensor) != g.num_nodes(ntype):
             raise ConfigError(
                 f"inputs has {len(tensor)} rows for the {g.num_nodes(ntype)} nodes of type {ntype!r}"
@@ -452,11 +424,7 @@ def first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, 
 
 
 def type_of(path: Path, g: DistGraph) -> str:
-    """Return the node type to which the rows at ``path`` belong.
-
-    Raises:
-        ConfigError: there are several types and the path names none.
-    """
+    """Return the node type of the rows at ``path``; raise ConfigError if it is ambiguous."""
     for key in path:
         if key in g.ntypes:
             return str(key)
@@ -471,7 +439,7 @@ def type_of(path: Path, g: DistGraph) -> str:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside the block; each module's own mode afterwards."""
+    """Set evaluation mode without gradients inside the block; restore each module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -489,7 +457,6 @@ class _Work:
     batch_size: int
 
     def read(self, rows: _Rows, sources: Mapping[str, Array], dtype: torch.dtype | None) -> Any:
-        """Return the rows of a block's sources, nested as they were."""
         device = self.blocks.device
         return nest(
             {
@@ -499,15 +466,13 @@ class _Work:
         )
 
     def of_type(self, ntype: str, output: Any, count: int) -> dict[Path, Tensor]:
-        """Return the leaves of an output that belong to the ``count`` destinations of one type."""
+        """Return the leaves of an output for the ``count`` destinations of one type."""
         leaves = {path: leaf for path, leaf in flatten(output).items() if type_of(path, self.g) == ntype}
         for path, leaf in leaves.items():
             if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
-                given = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                kind = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 where = "".join(f"[{key!r}]" for key in path) or "the output"
-                raise ConfigError(
-                    f"{where} is {given}, not a tensor of one row for each of {count} {ntype!r}"
-                )
+                raise ConfigError(f"{where} is {kind}, not a tensor with a row for each of {count} {ntype!r}")
         return leaves
 
 
@@ -520,13 +485,13 @@ def _layer(layer: InferenceLayer, work: _Work, rows: _Rows, dtype: torch.dtype |
 
 
 def _for_all(work: _Work, compute: _Compute, ntypes: Sequence[str] | None, what: str) -> _Rows:
-    """Compute the results of all nodes of the types, every rank its share. Collective."""
+    """Compute the results of all nodes of the types, each rank its share. Collective."""
     g = work.g
     shares = {
         ntype: list(batches(local_share(g, ntype), work.batch_size))
         for ntype in (g.ntypes if ntypes is None else ntypes)
     }
-    # All ranks must know the shapes of the results before any is kept, also those without nodes.
+    # All ranks, even without nodes, must know the shapes of the results before allocation.
     started = together(
         g.session,
         lambda: {ntype: compute(ntype, np.arange(*share[0])) for ntype, share in shares.items() if share},
@@ -541,7 +506,9 @@ def _for_all(work: _Work, compute: _Compute, ntypes: Sequence[str] | None, what:
                 found = started.pop(ntype) if number == 0 else compute(ntype, np.arange(first, last))
                 _check_complete(expected, found, ntype, (first, last))
                 for path, values in found.items():
-                    _put(out[path], first, values)
+                    # Straight into the memory that the ranks of this server share.
+                    start = first - out[path].local_range[0]
+                    out[path].local_rows()[start : start + len(values)] = values.cpu()
 
     together(g.session, fill, ConfigError)
     barrier(g.session, what)
@@ -549,22 +516,22 @@ def _for_all(work: _Work, compute: _Compute, ntypes: Sequence[str] | None, what:
 
 
 def _new_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
-    mine = [
+    local = [
         [list(path), ntype, list(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")]
         for ntype, leaves in started.items()
         for path, leaf in leaves.items()
     ]
     found: dict[Path, Any] = {}
-    for specs in gather_json(mine, g.session):
+    for specs in gather_json(local, g.session):
         assert isinstance(specs, list)
         for path, *rest in specs:
             if found.setdefault(tuple(path), rest) != rest:
                 raise ConfigError(
-                    f"a layer gives rows of {rest} at {path} on one rank and {found[tuple(path)]} on another"
+                    f"a layer returns {rest} at {path} on one rank and {found[tuple(path)]} on another"
                 )
     if not found:
-        raise ConfigError("a layer gives no rows for any node; it must return those of its destinations")
-    # In one order on all ranks, node types as the graph has them.
+        raise ConfigError("a layer returns no rows for any node; it must return those of its destinations")
+    # In the same order on all ranks.
     ordered = sorted(found.items(), key=lambda item: g.ntypes.index(item[1][0]))
     return {path: _new_tensor(g, *spec) for path, spec in ordered}
 
@@ -580,20 +547,9 @@ def _check_complete(
 ) -> None:
     if set(found) != expected:
         raise ConfigError(
-            f"a layer gave rows for some nodes of type {ntype!r} but not for {ids[0]} to {ids[1] - 1}; it "
-            "must give them for every destination, also for those without in-edges"
+            f"a layer returned rows for some nodes of type {ntype!r} but not for {ids[0]} to {ids[1] - 1}; "
+            "it must return them for every destination, also for those without in-edges"
         )
-
-
-def _put(out: DistTensor, first: int, values: Tensor) -> None:
-    """Write rows of the own server straight into the memory that its ranks share."""
-    start = first - out.local_range[0]
-    out.local_rows()[start : start + len(values)] = values.cpu()
-
-
-def _delete(rows: _Rows) -> None:
-    for tensor in rows.values():
-        tensor.delete()
 
 
 def _feature_of(g: DistGraph, ntype: str, feature: str) -> DistTensor:
@@ -607,7 +563,7 @@ def _feature_of(g: DistGraph, ntype: str, feature: str) -> DistTensor:
     return data[feature]
 
 
-def evaluate(  # noqa: PLR0913 - what a first call needs none of
+def evaluate(  # noqa: PLR0913 - all optional
     model: nn.Module,
     g: DistGraph,
     masks: Sequence[str] | None = None,
@@ -620,28 +576,27 @@ def evaluate(  # noqa: PLR0913 - what a first call needs none of
     inputs: Inputs | None = None,
     output: str | int | None = None,
 ) -> dict[str, float]:
-    """Return the exact accuracy within each mask, equal on every rank; every rank must call it.
+    """Return the exact accuracy within each mask, equal on every rank. Collective.
 
     Args:
         model: Wrapped or plain, equal on all ranks.
         g: The graph.
-        masks: Names of boolean node data; those of train, val and test masks that exist when not given.
-        feature: Node data that goes into the model.
+        masks: Names of boolean node data; by default the existing ones of train, val and test masks.
+        feature: Input node data.
         label: (N,) integer node data; rows below 0 have no label and do not count.
         batch_size: Nodes computed at once.
-        num_layers: For a model without ``inference_layers()``: how many blocks it takes; each batch then
-            computes its whole neighbourhood (:func:`minibatch_inference`).
-        ntype: Whose nodes are classified; not needed when only one type has ``label``.
-        inputs: What goes into the model in place of ``feature``, by node type; see
-            :func:`layerwise_inference`.
-        output: Of a model that gives several: name or place of the one that holds the scores.
+        num_layers: For a model without ``inference_layers()``: the number of blocks that it takes; each batch
+            then computes its whole neighbourhood (:func:`minibatch_inference`).
+        ntype: Type of the classified nodes; optional if only one type has ``label``.
+        inputs: Replaces ``feature``, by node type; see :func:`layerwise_inference`.
+        output: For a model with several outputs: key or position of the scores.
 
     Returns:
-        Mask to accuracy, nan where a mask has no labelled node.
+        Mask to accuracy, nan if a mask has no labelled node.
 
     Raises:
-        ConfigError: the model does not tell its layers and ``num_layers`` is not given; the nodes have no
-            ``label`` or mask of that name; or it is unclear which type or output is meant.
+        ConfigError: the model does not define its layers and ``num_layers`` is not given; the nodes have no
+            such ``label`` or mask; or type or output is ambiguous.
     """
     ntype = labelled_type(g, label) if ntype is None else ntype
     names = _names(g, masks, label, ntype)
@@ -674,9 +629,10 @@ def check_evaluable(
     ntype: str | None = None,
     inputs: Inputs | None = None,
 ) -> None:
-    """Raise what :func:`evaluate` would raise before it computes anything; every rank must call it.
+    """Check the arguments of :func:`evaluate` without computing. Collective.
 
-    Args, raises: as :func:`evaluate`.
+    Raises:
+        ConfigError: see :func:`evaluate`.
     """
     ntype = labelled_type(g, label) if ntype is None else ntype
     _names(g, None, label, ntype)
@@ -690,7 +646,6 @@ def check_evaluable(
 
 
 def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str) -> list[str]:
-    """Return the names of the masks; raise ConfigError unless they and the labels are there."""
     data = g.nodes[ntype].data
     names = list(masks) if masks is not None else [name for name in SPLITS if name in data]
     for name in (label, *names):
@@ -699,23 +654,19 @@ def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str) ->
             raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
     if data[label].ndim != 1 or data[label].dtype.is_floating_point:
         raise ConfigError(
-            f"{label!r} is {data[label].dtype} of shape {data[label].shape}, and accuracy needs one whole "
-            "number for each node; give such a column as label="
+            f"{label!r} is {data[label].dtype} of shape {data[label].shape}, but accuracy needs one whole "
+            "number per node; give such a column as label="
         )
     return names
 
 
 def labelled_type(g: DistGraph, label: str = LABEL) -> str:
-    """Return the only node type, or the only one that has ``label``; the first where none has.
-
-    Raises:
-        ConfigError: several types have it.
-    """
+    """Return the only node type, or the only one that has ``label``, or the first if none has."""
     labelled = [ntype for ntype in g.ntypes if label in g.nodes[ntype].data]
     if len(g.ntypes) == 1 or not labelled:
         return g.ntypes[0]
     if len(labelled) > 1:
-        raise ConfigError(f"nodes of the types {', '.join(labelled)} have {label!r}; say which with ntype=")
+        raise ConfigError(f"nodes of the types {', '.join(labelled)} have {label!r}; choose one with ntype=")
     return labelled[0]
 
 
@@ -723,7 +674,7 @@ def _scores(computed: Sequence[tuple[Any, DistTensor]], output: str | int | None
     chosen = [rows for path, rows in computed if output is None or output in path]
     if len(chosen) != 1:
         paths = ", ".join("".join(f"[{key!r}]" for key in path) for path, _ in computed)
-        raise ConfigError(f"the model gives {paths}; say with output= which one holds the scores")
+        raise ConfigError(f"the model returns {paths}; choose the scores with output=")
     return chosen[0]
 
 

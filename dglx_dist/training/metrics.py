@@ -1,6 +1,6 @@
-"""Exact quality figures over all ranks: counts are summed first and divided once.
+"""Exact metrics over all ranks: counts are summed first and divided once.
 
-Every function is collective: every rank calls it with its own rows, which may be none.
+Functions with a ``session`` are collective: every rank calls them with its own rows, possibly none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PHASE = "metrics"
 
 
 def accuracy(predicted: Tensor, label: Tensor, session: Session) -> float:
-    """Share of rows over all ranks where ``predicted`` equals ``label``; nan when there is no row at all.
+    """Share of rows over all ranks where ``predicted`` equals ``label``; nan without rows.
 
     Args:
         predicted: (B,) integer classes, or (B, C) scores whose largest is taken.
@@ -43,10 +43,10 @@ def f1(
     *,
     average: Literal["macro", "micro"] = "macro",
 ) -> float:
-    """F1 over all ranks; nan when there is no row at all.
+    """F1 over all ranks; nan without rows.
 
     ``micro`` counts all classes together (with one class per row it equals the accuracy). ``macro`` is the
-    plain mean over the classes that occur as label or as prediction.
+    mean over the classes that occur as label or as prediction.
 
     Args:
         predicted: (B,) integer classes or (B, C) scores.
@@ -56,7 +56,7 @@ def f1(
         average: ``macro`` or ``micro``.
 
     Raises:
-        ConfigError: on all ranks: ``average`` is neither, or shapes do not fit.
+        ConfigError: on all ranks: ``average`` is invalid, or shapes do not match.
     """
 
     def checked() -> Tensor:
@@ -66,27 +66,21 @@ def f1(
 
     classes = together(session, checked, ConfigError)
     hit = torch.bincount(label[classes == label], minlength=num_classes)
-    counts = torch.stack(
-        [
-            hit,
-            torch.bincount(classes, minlength=num_classes),
-            torch.bincount(label, minlength=num_classes),
-        ]
-    )
-    hit, said, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
+    counts = torch.stack([hit, *(torch.bincount(one, minlength=num_classes) for one in (classes, label))])
+    hit, positive, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
     if average == "micro":
-        hit, said, true = hit.sum()[None], said.sum()[None], true.sum()[None]
-    occurs = (said + true) > 0
+        hit, positive, true = hit.sum()[None], positive.sum()[None], true.sum()[None]
+    occurs = (positive + true) > 0
     if not bool(occurs.any()):
         return math.nan
-    return float((2 * hit[occurs] / (said + true)[occurs]).mean())
+    return float((2 * hit[occurs] / (positive + true)[occurs]).mean())
 
 
 def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     """Exact area under the ROC curve over all ranks: P(score of a positive > of a negative), ties count 1/2.
 
-    Every rank counts its own positives among the negatives of all ranks, so only the scores of the negatives
-    travel (W-1 copies), and the result is a quotient of integers. nan when one class has no row.
+    Every rank counts its positives among the negatives of all ranks, so only the scores of the negatives are
+    sent (W-1 copies), and the result is a quotient of integers. nan when one class has no row.
 
     Args:
         score: (B,) floating point, finite.
@@ -99,17 +93,17 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     together(session, lambda: _check_scores(score, label), ConfigError)
     score, positive = score.detach(), label.to(torch.bool)
     ordered = _gather_rows(score[~positive].double().cpu(), session).sort().values
-    mine = score[positive].double().cpu()
-    below = torch.searchsorted(ordered, mine, right=False).sum()
-    below_or_equal = torch.searchsorted(ordered, mine, right=True).sum()
-    counts = torch.stack([below + below_or_equal, torch.tensor(len(mine))])
+    local = score[positive].double().cpu()
+    below = torch.searchsorted(ordered, local, right=False).sum()
+    below_or_equal = torch.searchsorted(ordered, local, right=True).sum()
+    counts = torch.stack([below + below_or_equal, torch.tensor(len(local))])
     twice_wins, num_positive = sum_over_ranks(counts, session, phase=PHASE).tolist()
     pairs = num_positive * len(ordered)
     return twice_wins / (2 * pairs) if pairs else math.nan
 
 
 def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
-    """Root of the mean squared error over all ranks' values; nan when there is none.
+    """Root mean squared error over all ranks' values; nan without values.
 
     Args:
         predicted: (B,) or (B, K) real numbers.
@@ -123,33 +117,36 @@ def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
 
 
 def mae(predicted: Tensor, target: Tensor, session: Session) -> float:
-    """Mean absolute error over all ranks' values; nan when there is none. See :func:`rmse`."""
+    """Mean absolute error over all ranks' values; nan without values. See :func:`rmse`."""
     return _mean_error(predicted, target, 1, session)
 
 
 def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session) -> float:
     together(session, lambda: _check_pair(predicted, target, "targets"), ConfigError)
-    errors = (predicted.detach().double() - target.double()).abs() ** power
-    counted = torch.tensor([float(errors.sum()), float(errors.numel())], dtype=torch.float64)
+    return _mean((predicted.detach().double() - target.double()).abs() ** power, session)
+
+
+def _mean(values: Tensor, session: Session) -> float:
+    counted = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64)
     total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
     return total / count if count else math.nan
 
 
 def _check_pair(predicted: Tensor, target: Tensor, what: str) -> None:
     if predicted.shape != target.shape:
-        # Broadcasting (B, 1) against (B,) would compare every row with every other.
-        raise ConfigError(f"{tuple(predicted.shape)} predictions do not fit {tuple(target.shape)} {what}")
+        # (B, 1) against (B,) would be broadcast to all pairs of rows.
+        raise ConfigError(f"{tuple(predicted.shape)} predictions do not match {tuple(target.shape)} {what}")
 
 
 def _check_scores(score: Tensor, label: Tensor) -> None:
     if bool(torch.isnan(score).any()):
         row = int(torch.isnan(score).nonzero()[0, 0])
-        raise ConfigError(f"score[{row}] is nan, which has no rank among the others; mask it out first")
+        raise ConfigError(f"score[{row}] is nan and cannot be ranked; mask it out first")
     _check_pair(score, label, "labels")
 
 
 def _gather_rows(values: Tensor, session: Session) -> Tensor:
-    """Return the (K,) float64 values of all ranks, one rank's after another's, bit for bit."""
+    """Return the (K,) float64 values of all ranks, bit-equal and in the order of the ranks."""
     lengths = gather_int64([len(values)], session)[:, 0]
     padded = np.zeros(int(lengths.max()), dtype=np.float64)
     padded[: len(values)] = values.numpy()
@@ -162,14 +159,14 @@ def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
     classes = predicted.argmax(1) if predicted.dim() == 2 else predicted
     if classes.shape != label.shape:
         raise ConfigError(
-            f"{tuple(predicted.shape)} predictions do not fit {tuple(label.shape)} labels; pass one row "
-            "of each per node"
+            f"{tuple(predicted.shape)} predictions do not match {tuple(label.shape)} labels; pass one row of "
+            "each per node"
         )
     return classes
 
 
 MAX_SCORES = 2**24
-"""Scores held at once when nothing else is said: 64 MiB in float32."""
+"""Default of the scores held at once: 64 MiB in float32."""
 
 ScoreAll: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(b,) int64 subjects and (b,) int64 relations to the (b, C) scores of all candidate answers."""
@@ -177,7 +174,7 @@ ScoreAll: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @final
 class KnownEdges:
-    """The true answers of every (subject, relation): what filtered ranking leaves out of the candidates.
+    """The true answers of every (subject, relation), which filtered ranking removes from the candidates.
 
     Args:
         subject: (E,) integers, at least 0; for tails of triples their heads, for heads their tails.
@@ -193,14 +190,12 @@ class KnownEdges:
         answers = _ids(answer, "answer")
         if len({len(columns[0]), len(columns[1]), len(answers)}) != 1:
             raise ConfigError(
-                f"{len(columns[0])} subjects, {len(columns[1])} relations and {len(answers)} answers are not "
-                "the columns of one list of edges"
+                f"{len(columns[0])} subjects, {len(columns[1])} relations and {len(answers)} answers do not "
+                "form one list of edges; give columns of one length"
             )
         self._num_subjects = 1 + int(columns[0].max(initial=-1))
         if self._num_subjects * (1 + int(columns[1].max(initial=-1))) >= 2**63:
-            raise ConfigError(
-                "subjects and relations are too large to be paired in 63 bits; number them anew"
-            )
+            raise ConfigError("pairs of subject and relation exceed 63 bits; renumber them from 0")
         keys = columns[1] * self._num_subjects + columns[0]
         order = np.lexsort((answers, keys))
         keys, answers = keys[order], answers[order]
@@ -209,41 +204,36 @@ class KnownEdges:
         self._keys, self._answers = keys[fresh], answers[fresh]
 
     def __len__(self) -> int:
-        """Distinct edges."""
+        """Number of distinct edges."""
         return len(self._keys)
 
     def answers(self, subject: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (row, answer), (M,) int64 each: every known answer of every asked pair, row by row.
-
-        Args:
-            subject: (b,) integers.
-            relation: (b,) integers.
-        """
+        """Return (row, answer), (M,) int64 each: all known answers of (b,) ``subject`` and ``relation``."""
         subjects, relations = _ids(subject, "subject"), _ids(relation, "relation")
-        asked = relations * self._num_subjects + subjects
-        # A subject beyond those known would be taken for one of the next relation.
-        asked[subjects >= self._num_subjects] = -1
-        first = np.searchsorted(self._keys, asked, side="left")
-        counts = np.searchsorted(self._keys, asked, side="right") - first
-        rows = np.repeat(np.arange(len(asked)), counts)
-        places = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        return torch.from_numpy(rows), torch.from_numpy(self._answers[places])
+        keys = relations * self._num_subjects + subjects
+        # The key of an unknown larger subject would be that of a subject of the next relation.
+        keys[subjects >= self._num_subjects] = -1
+        first = np.searchsorted(self._keys, keys, side="left")
+        counts = np.searchsorted(self._keys, keys, side="right") - first
+        rows = np.repeat(np.arange(len(keys)), counts)
+        positions = np.arange(len(rows)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        return torch.from_numpy(rows), torch.from_numpy(self._answers[positions])
 
 
 def rank_of_positive(positive: Tensor, others: Tensor) -> Tensor:
-    """Return the (B,) float64 ranks of positives among their negatives, ties counted half.
+    """Return the (B,) float64 ranks of positives among their negatives; ties count half.
 
     Args:
         positive: (B,) scores.
         others: (B, K) scores of the negatives of each; K may be 0.
 
     Raises:
-        ConfigError: shapes do not fit, or a score is nan.
+        ConfigError: shapes do not match, or a score is nan.
     """
     if positive.dim() != 1 or others.dim() != 2 or len(positive) != len(others):
         raise ConfigError(
-            f"{tuple(positive.shape)} positives do not go with {tuple(others.shape)} negatives; pass (B,) "
-            "and (B, K)"
+            f"{tuple(positive.shape)} positives do not match {tuple(others.shape)} negatives; pass (B,) and "
+            "(B, K)"
         )
     _refuse_nan(positive, others)
     return _ranks(positive, others)
@@ -258,28 +248,25 @@ def rank_of_answer(
     known: KnownEdges | None = None,
     max_scores: int = MAX_SCORES,
 ) -> Tensor:
-    """Return the (Q,) float64 ranks of this rank's answers among all candidates; any rank alone.
-
-    Scores are computed for as many queries at once as ``max_scores`` allows, at least one.
+    """Return the (Q,) float64 ranks of this rank's answers among all candidates. Not collective.
 
     Args:
-        score_all: Gives the scores of all candidates; answer ``a`` is column ``a``; overwritten.
+        score_all: Returns the scores of all candidates, which are overwritten; answer ``a`` is column ``a``.
         subject: (Q,) int64; Q may be 0.
         relation: (Q,) int64.
         answer: (Q,) int64 columns.
-        known: Other true answers that are no candidates (filtered ranking); None: all are (raw).
-        max_scores: Scores held at once.
+        known: True answers to remove from the candidates (filtered ranking); None: remove none (raw).
+        max_scores: Scores held at once; at least one query is scored at a time.
 
     Raises:
-        ConfigError: ``max_scores`` is below 1, lengths differ, a score is nan, or an answer, asked or known,
-            has no column.
+        ConfigError: ``max_scores`` is below 1, lengths differ, a score is nan, or an answer has no column.
     """
     if max_scores < 1:
         raise ConfigError(f"max_scores={max_scores} must be at least 1")
     if not len(subject) == len(relation) == len(answer):
         raise ConfigError(
-            f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers are not the "
-            "columns of one list of queries"
+            f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers do not form one "
+            "list of queries; give columns of one length"
         )
     if len(answer) and int(answer.min()) < 0:
         raise ConfigError(f"answer {int(answer.min())} is negative; answers are columns of the scores")
@@ -290,18 +277,18 @@ def rank_of_answer(
             scores = score_all(subject[rows], relation[rows])
         hidden = None if known is None else known.answers(subject[rows], relation[rows])
         out[rows] = _rank_columns(scores.detach(), answer[rows], hidden).cpu()
-        # How many candidates there are is known once one query was scored.
+        # The number of candidates is known after the first query.
         first, at_once = first + at_once, max(1, max_scores // max(1, scores.shape[1]))
     return out
 
 
 def mrr(ranks: Tensor, session: Session) -> float:
-    """Mean reciprocal rank over all ranks' (Q,) ``ranks``; nan when there is none. Collective."""
+    """Mean reciprocal rank over all ranks' (Q,) ``ranks``; nan without any. Collective."""
     return _mean(1.0 / ranks.to(torch.float64), session)
 
 
 def hits_at(k: int, ranks: Tensor, session: Session) -> float:
-    """Share of all ranks' (Q,) ``ranks`` that are at most ``k``; nan when there is none. Collective.
+    """Share of all ranks' (Q,) ``ranks`` that are at most ``k``; nan without any. Collective.
 
     Raises:
         ConfigError: on all ranks: ``k`` is below 1.
@@ -318,14 +305,16 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
 def _rank_columns(scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] | None) -> Tensor:
     _refuse_nan(scores)
     columns = answer.to(scores.device)
-    furthest = [int(ids.max()) for ids in (answer, *(hidden[1:] if hidden else ())) if len(ids)]
-    if furthest and max(furthest) >= scores.shape[1]:
+    largest = max(
+        (int(ids.max()) for ids in (answer, *(hidden[1:] if hidden else ())) if len(ids)), default=-1
+    )
+    if largest >= scores.shape[1]:
         raise ConfigError(
-            f"answer {max(furthest)} has no column among the {scores.shape[1]} candidates; score all of them"
+            f"answer {largest} has no column among the {scores.shape[1]} candidates; score all of them"
         )
     rows = torch.arange(len(scores), device=scores.device)
     positive = scores[rows, columns]
-    # nan is neither above nor equal to anything, so what is set to it does not count.
+    # nan is neither above nor equal to any score, so these columns do not count.
     if hidden is not None:
         scores[hidden[0].to(scores.device), hidden[1].to(scores.device)] = math.nan
     scores[rows, columns] = math.nan
@@ -340,13 +329,7 @@ def _ranks(positive: Tensor, others: Tensor) -> Tensor:
 
 def _refuse_nan(*scores: Tensor) -> None:
     if any(bool(torch.isnan(one).any()) for one in scores):
-        raise ConfigError("a score is nan, which has no rank among the others; look for it in the model")
-
-
-def _mean(values: Tensor, session: Session) -> float:
-    counted = torch.tensor([float(values.sum()), float(len(values))], dtype=torch.float64)
-    total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
-    return total / count if count else math.nan
+        raise ConfigError("a score is nan and cannot be ranked; check the model for its source")
 
 
 def _ids(ids: Tensor, name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

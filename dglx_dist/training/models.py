@@ -1,10 +1,10 @@
-"""Ready-made models on unchanged ``dgl.nn``, for the command line and as patterns for one's own.
+"""Ready-made models on unchanged ``dgl.nn``, and decoders of edges.
 
-A model of one's own gains exact layer-wise inference by one method: ``inference_layers()`` returns, first
-layer first, one callable per layer that maps ``(block, h)`` to the next ``h``, where ``h`` are (num_src, F)
-rows of the block's sources and the result (num_dst, H) rows of its destinations. Whatever stands between two
-convolutions (activation, norm, dropout) belongs to one of the two callables. ``forward(blocks, h)`` is then
-those callables applied in order, as in :class:`Stack`.
+A custom model gains exact layer-wise inference by one method: ``inference_layers()`` returns, first layer
+first, one callable per layer that maps ``(block, h)`` to the next ``h``, where ``h`` are (num_src, F) rows of
+the block's sources and the result (num_dst, H) rows of its destinations. Activation, norm and dropout between
+two convolutions belong to one of the two callables. ``forward(blocks, h)`` then applies the callables in
+order, as in :class:`Stack`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Decoder(nn.Module, ABC):
-    """Scores (subject, relation, object); relations are numbers, rows are d wide."""
+    """Scores of (subject, relation, object); relations are numbers, rows are d wide."""
 
     @abstractmethod
     def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
@@ -49,18 +49,15 @@ class Decoder(nn.Module, ABC):
 
 @final
 class DotProduct(Decoder):
-    """``sum_i s_i o_i``; takes no notice of the relation."""
+    """``sum_i s_i o_i``, whatever the relation."""
 
     def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
-        """See :meth:`Decoder.forward`."""
         return (subject * objects).sum(-1)
 
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """See :meth:`Decoder.all_objects`."""
         return subject @ candidates.T
 
     def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """See :meth:`Decoder.all_subjects`."""
         return objects @ candidates.T
 
 
@@ -79,15 +76,12 @@ class DistMult(Decoder):
         nn.init.xavier_uniform_(self.relations)
 
     def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
-        """See :meth:`Decoder.forward`."""
         return (subject * self.relations[relation] * objects).sum(-1)
 
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """See :meth:`Decoder.all_objects`."""
         return (subject * self.relations[relation]) @ candidates.T
 
     def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """See :meth:`Decoder.all_subjects`."""
         return (objects * self.relations[relation]) @ candidates.T
 
 
@@ -107,15 +101,12 @@ class Bilinear(Decoder):
             nn.init.xavier_uniform_(matrix)
 
     def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
-        """See :meth:`Decoder.forward`."""
         return (self._times(subject, relation) * objects).sum(-1)
 
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """See :meth:`Decoder.all_objects`."""
         return self._times(subject, relation) @ candidates.T
 
     def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """See :meth:`Decoder.all_subjects`."""
         out = objects.new_empty(len(objects), self.matrices.shape[1])
         for number in _distinct(relation):
             out[relation == number] = objects[relation == number] @ self.matrices[number].T
@@ -143,12 +134,12 @@ def edge_scores(
         decoder: Scores the ends.
         pair_graph: As an edge loader yields it, for positives or for negatives.
         h: (num_nodes, d) rows of its nodes per node type, or a tensor when there is one node type.
-        etypes: Edge types in the order in which the decoder numbers them: ``g.canonical_etypes``.
+        etypes: Edge types in the decoder's order: ``g.canonical_etypes``.
     """
     rows = dict.fromkeys(pair_graph.ntypes, h) if isinstance(h, Tensor) else h
     scores = {}
     for number, etype in enumerate(etypes):
-        # A type without edges is scored too: a rank without any must still take part in backward.
+        # A type without edges is scored too: such a rank must still take part in backward.
         if etype not in pair_graph.canonical_etypes:
             continue
         u, v = (ends.long() for ends in pair_graph.edges(etype=etype))
@@ -159,10 +150,10 @@ def edge_scores(
 
 MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn")
 RELATIONAL_KINDS = ("rgcn", "hgt")
-"""Those for graphs of several node or edge types."""
+"""Models for graphs of several node or edge types."""
 RECOMPUTE = ("none", "exchange", "keep")
-"""What backward has of a layer of a deep model: all that forward computed; the layer's input alone, so that
-the rest is computed, and rows of other ranks are exchanged, once more; or the input and those rows.
+"""What is kept of a layer of a deep model for backward: everything; only the layer's input, so that the rest
+is recomputed and rows of other ranks are exchanged again; or the input and those rows.
 """
 
 
@@ -181,22 +172,21 @@ def check_recompute(recompute: str) -> None:
 
 
 Degrees: TypeAlias = Callable[[DGLBlock], tuple[Tensor, Tensor]]
-"""A block to the degrees in the whole graph: in-degrees of its destinations, out-degrees of its sources."""
+"""A block to degrees in the whole graph: in-degrees of its destinations, out-degrees of its sources."""
 
 _NORM = "symmetric_norm"
 
 
 @final
 class SymmetricConv(SplittableConv):
-    """GraphConv with Kipf's symmetric norm, taken from the degrees of the whole graph.
+    """GraphConv with Kipf's symmetric norm from the degrees of the whole graph.
 
     ``GraphConv(norm="both")`` on a block divides by the degrees inside the block, so its result depends on
-    how seeds are cut into batches. Here a destination v of global in-degree d_v and source u of out-degree
-    o_u get ``sqrt(d_v) / (k_v sqrt(o_u))`` per edge, k_v being the edges that were drawn: the exact norm
-    with the full neighbourhood, and its unbiased estimate with a sample. A degree of 0 counts as 1.
+    the batches. Here an edge from u of out-degree o_u to v of in-degree d_v has the norm
+    ``sqrt(d_v) / (k_v sqrt(o_u))`` with k_v drawn in-edges of v: the exact norm with the full neighbourhood,
+    and its unbiased estimate with a sample. A degree of 0 counts as 1.
 
-    Blocks carry ``dgl.NID`` on both sides. Where the layer is split, their owner computes the norm of each
-    edge, and the parts get it.
+    Blocks need ``dgl.NID`` on both sides. If the layer is split, the owner computes the norms.
     """
 
     edge_arguments = ()
@@ -205,33 +195,30 @@ class SymmetricConv(SplittableConv):
         super().__init__()
         self.conv = dgl.nn.GraphConv(in_dim, out_dim, norm="none", allow_zero_in_degree=True)
         self.cut = {"conv.weight": 0}
-        # A function, which a copy of the layer shares: a copy must not copy the graph.
+        # A function, so that copies of the layer share the graph.
         self._degrees = _degrees_of(graph)
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        """Return (E1,), the norm of each edge."""
+        """Return the (E1,) norms of the edges."""
         d, o = (one.clamp(min=1).to(self.conv.weight.dtype) for one in self._degrees(block))
         k = block.in_degrees().clamp(min=1).to(d)
         source, destination = (ends.long() for ends in block.edges())
         return {_NORM: (d.sqrt() / k)[destination] * o.rsqrt()[source]}
 
     def transform(self, given: StageInput) -> Tensor:
-        """Project the source rows, where that is cheaper than after the sum."""
         first = narrows_first(given.block, *self.conv.weight.shape)
         return given.x @ self.conv.weight if first else given.x
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return one (D1, H): the normalized sum over in-edges, projected."""
         total = sum_in_edges(given.block, transformed, given.edges[_NORM].to(transformed))
         first = narrows_first(given.block, *self.conv.weight.shape)
         return (total if first else total @ self.conv.weight,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        """Add the bias."""
         return gathered[0] + self.conv.bias
 
     def vertex_stage(self) -> DeclaredStage:
-        """Return what strategy ``lambda`` runs on workers in its place."""
+        """Return the stage that strategy ``lambda`` runs on workers."""
         wide, narrow = self.conv.weight.shape
         return DeclaredStage(
             stage="dense",
@@ -253,7 +240,7 @@ def _degrees_of(graph: DistGraph) -> Degrees:
 
 @final
 class ResGCN(nn.Module):
-    """A linear encoder, ``h <- h + conv(dropout(relu(norm(h))))`` per layer, and a linear decoder.
+    """ResGCN+: linear encoder, ``h <- h + conv(dropout(relu(norm(h))))`` per layer, linear decoder.
 
     Args:
         in_dim: Feature columns.
@@ -261,11 +248,10 @@ class ResGCN(nn.Module):
         convs: One module per layer, called as ``conv(block, h)``: (num_src, H) to (num_dst, H).
         hidden: H.
         dropout: Probability, before every convolution and before the decoder.
-        recompute: What backward computes again, one of ``training.kinds.RECOMPUTE``; the gradients are the
-            same.
+        recompute: One of :data:`RECOMPUTE`; the gradients are the same.
 
     Raises:
-        ConfigError: there is no such way to recompute.
+        ConfigError: ``recompute`` is unknown.
     """
 
     def __init__(
@@ -301,7 +287,7 @@ class ResGCN(nn.Module):
         return h
 
     def inference_layers(self) -> list[Callable[[Any, Tensor], Tensor]]:
-        """Return one ``(block, h) -> h`` per layer, first layer first, which encodes; the last decodes."""
+        """Return one ``(block, h) -> h`` per layer; the first one encodes, the last one decodes."""
         return [partial(self._layer, depth) for depth in range(len(self.layers))]
 
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
@@ -324,24 +310,24 @@ class ResGCN(nn.Module):
 
 
 class _Halo:
-    """The halo's rows of one layer in one step, kept for when it is computed again.
+    """The halo rows of one layer in one step, kept for recomputation.
 
     Args:
-        block: Of the layer; those of strategies that exchange rows have a method ``all_rows``.
-        keep: Whether to keep them; else the convolution's own exchange is left alone.
+        block: The layer's block; those of strategies that exchange rows have a method ``all_rows``.
+        keep: Whether to keep the rows; otherwise the convolution exchanges them itself.
     """
 
     def __init__(self, block: Any, *, keep: bool) -> None:
-        self._ask = getattr(block, "all_rows", None) if keep else None
+        self._exchange = getattr(block, "all_rows", None) if keep else None
         self._kept: Tensor | None = None
 
     def all_rows(self, h: Tensor) -> Tensor:
-        """Return the rows of all sources where they are kept, else ``h``."""
-        if self._ask is None:
+        """Return the rows of all sources if they are kept, else ``h``."""
+        if self._exchange is None:
             return h
-        rows: Tensor = self._ask(h, kept=self._kept)
+        rows: Tensor = self._exchange(h, kept=self._kept)
         if rows is not h and self._kept is None:
-            # A view would keep the own rows too.
+            # A view would keep the local rows alive too.
             self._kept = rows[len(h) :].detach().clone()
         return rows
 
@@ -366,11 +352,11 @@ def build_resgcn(
         layers: At least 1; 28, 56 or 112 in the paper.
         dropout: Probability in [0, 1).
         conv: ``sage`` (mean; the paper's) or ``gcn``.
-        graph: For ``gcn``: as in :func:`dglx_dist.training.models.build_model`.
+        graph: For ``gcn``: as in :func:`build_model`.
         recompute: See :class:`ResGCN`.
 
     Raises:
-        ConfigError: a number is out of range, or there is no such convolution or way to recompute.
+        ConfigError: a number is out of range, or ``conv`` or ``recompute`` is unknown.
     """
     if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
         raise ConfigError(
@@ -379,29 +365,21 @@ def build_resgcn(
         )
     if conv not in ("sage", "gcn"):
         raise ConfigError(f"conv={conv!r} of ResGCN+ must be 'sage' or 'gcn'")
-    convs = [_conv_deep(conv, hidden, graph) for _ in range(layers)]
+    convs = [_conv(conv, hidden, hidden, graph=graph) for _ in range(layers)]
     return ResGCN(in_dim, classes, convs, hidden=hidden, dropout=dropout, recompute=recompute)
 
 
-def _conv_deep(kind: str, width: int, graph: DistGraph | None) -> nn.Module:
-    if kind == "sage":
-        return dgl.nn.SAGEConv(width, width, "mean")
-    if graph is not None:
-        return SymmetricConv(width, width, graph)
-    return dgl.nn.GraphConv(width, width, norm="right", allow_zero_in_degree=True)
-
-
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
-"""(block, h) to the next h; tensors, or with several types or outputs dictionaries and tuples of them."""
+"""(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
 
 
 @final
 class Stack(nn.Module):
-    """Convolutions one after another, with activation and dropout between them.
+    """A sequence of convolutions, with activation and dropout between them.
 
     Args:
-        convs: One module per layer, called as ``conv(block, h)``; (num_dst, H) or, for attention,
-            (num_dst, heads, H) comes out.
+        convs: One module per layer, called as ``conv(block, h)``; returns (num_dst, H) or, for attention,
+            (num_dst, heads, H).
         activation: Applied after all layers but the last.
         dropout: Probability, applied after the activation.
     """
@@ -433,7 +411,7 @@ class Stack(nn.Module):
 
 
 class OwnRows(nn.Module):
-    """A linear layer on the destinations' own rows: a convolution that looks at no neighbour."""
+    """A linear layer on the destinations' rows: a convolution without neighbours."""
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
@@ -444,7 +422,7 @@ class OwnRows(nn.Module):
         return self.linear(h[: block.num_dst_nodes()])
 
     def vertex_stage(self) -> DeclaredStage:
-        """Return what strategy ``lambda`` runs on workers in its place."""
+        """Return the stage that strategy ``lambda`` runs on workers."""
         config = {"in": self.linear.in_features, "out": self.linear.out_features}
         return DeclaredStage(
             stage="dense",
@@ -469,21 +447,19 @@ def build_model(
     """Build a model; initial weights come from torch's global generator.
 
     Args:
-        kind: ``sage`` (mean), ``gcn``, ``sgc`` (one linear map to the classes and a mean per layer, nothing
-            between them, so that ``hidden`` is not used), ``gat``, ``mlp`` or ``resgcn`` (many layers with
-            skip connections, :mod:`dglx_dist.training.models`).
+        kind: ``sage`` (mean), ``gcn``, ``sgc`` (one linear map to the classes and a mean per layer, without
+            ``hidden``), ``gat``, ``mlp`` or ``resgcn`` (many layers with skip connections).
         in_dim: Feature columns.
-        hidden: Width between layers; for ``gat`` of all heads together.
+        hidden: Width between layers; for ``gat``, of all heads together.
         classes: Width of the result.
         layers: At least 1.
         dropout: Probability in [0, 1).
         heads: Attention heads of ``gat``; must divide ``hidden``.
-        graph: For ``gcn``: take the symmetric norm from this graph's degrees (:class:`SymmetricConv`).
-            Without it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``), which
-            needs no degrees beyond the block's.
+        graph: For ``gcn``: the graph whose degrees give the symmetric norm (:class:`SymmetricConv`). Without
+            it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``).
 
     Raises:
-        UnknownNameError: no such kind.
+        UnknownNameError: ``kind`` is unknown.
         ConfigError: a number is out of range.
     """
     check_kind(kind)
@@ -500,19 +476,21 @@ def build_model(
         return Stack(_simplified(in_dim, classes, layers), torch.nn.Identity(), dropout)
     widths = [in_dim, *[hidden] * (layers - 1), classes]
     pairs = list(pairwise(widths))
-    convs = [_conv(kind, a, b, heads, depth == layers - 1, graph) for depth, (a, b) in enumerate(pairs)]
+    convs = [_conv(kind, a, b, heads, depth == layers - 1, graph=graph) for depth, (a, b) in enumerate(pairs)]
     return Stack(convs, torch.nn.functional.elu if kind == "gat" else torch.relu, dropout)
 
 
 def _simplified(in_dim: int, classes: int, layers: int) -> list[nn.Module]:
-    """Return the layers of SGC; the linear map comes first, so that all hops aggregate few columns."""
+    """Return the layers of SGC, the linear map first, so that all hops aggregate few columns."""
     mean = {"norm": "right", "allow_zero_in_degree": True}
     hops = [dgl.nn.GraphConv(classes, classes, weight=False, bias=False, **mean) for _ in range(layers - 1)]
     return [dgl.nn.GraphConv(in_dim, classes, **mean), *hops]
 
 
-def _conv(kind: str, in_dim: int, out_dim: int, heads: int, last: bool, graph: DistGraph | None) -> nn.Module:
-    # A node whose in-neighbours are none is a fact of the graph, not a mistake of the user.
+def _conv(
+    kind: str, in_dim: int, out_dim: int, heads: int = 1, last: bool = False, *, graph: DistGraph | None
+) -> nn.Module:
+    # allow_zero_in_degree: nodes without in-neighbours are a property of the graph, not an error.
     if kind == "sage":
         return dgl.nn.SAGEConv(in_dim, out_dim, "mean")
     if kind == "gcn" and graph is not None:

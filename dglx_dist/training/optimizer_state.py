@@ -1,4 +1,4 @@
-"""The state of any torch optimizer, by the uncut names of the parameters instead of their positions."""
+"""State of torch optimizers by parameter name, joined from and cut into the pieces of split parameters."""
 
 from __future__ import annotations
 
@@ -17,19 +17,10 @@ from dglx_dist.strategies.base import WrappedModel
 def join_optimizer(
     model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what :func:`split_state` gave as it is of the uncut model, equal on every rank; collective.
+    """Join the ranks' results of :func:`split_state` to those of the uncut model. Collective.
 
-    A rank that lacks something that others keep, for it has no columns and its piece never had a gradient,
-    counts with zeros; of what is kept once for a parameter, such as steps, the lowest rank's holds.
-
-    Args:
-        model: Wrapped or plain.
-        tensors: By ``<parameter>/<key>``, this rank's.
-        plain: All else.
-        session: The run.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
+    A rank without columns, whose piece never had a gradient, may lack a tensor; zeros take its place. Of
+    values that exist once per parameter, such as steps, those of the lowest rank count.
     """
     if not isinstance(model, WrappedModel) or not model.parts.local:
         return dict(tensors), dict(plain)
@@ -37,17 +28,17 @@ def join_optimizer(
     pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local}
     of_pieces = {path: value for path, value in tensors.items() if _name(path) in pieces}
     scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
-    mine = {
+    local_state = {
         "tensors": {path: _described(value, pieces[_name(path)]) for path, value in of_pieces.items()},
         "scalars": scalars,
     }
     described: dict[str, Any] = {}
-    for one in reversed(gather_json(mine, session)):
-        assert isinstance(one, dict)
-        described |= one["tensors"]
-        scalars |= one["scalars"]
+    for of_rank in reversed(gather_json(local_state, session)):
+        assert isinstance(of_rank, dict)
+        described |= of_rank["tensors"]
+        scalars |= of_rank["scalars"]
     joined = {path: value for path, value in tensors.items() if path not in of_pieces}
-    # In one order on every rank, for each join is collective.
+    # In the same order on every rank, since each join is collective.
     for path in sorted(described):
         dtype, values = getattr(torch, described[path]["dtype"]), described[path]["values"]
         if values is not None:
@@ -61,7 +52,7 @@ def join_optimizer(
 
 
 def cut_optimizer(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's pieces of what :func:`join_optimizer` joined; any rank alone."""
+    """Return this rank's pieces of the result of :func:`join_optimizer`. Not collective."""
     if not isinstance(model, WrappedModel):
         return dict(tensors)
     return {path: model.cut_state(_name(path), value) for path, value in tensors.items()}
@@ -72,12 +63,9 @@ def _name(path: str) -> str:
 
 
 def _described(value: Tensor, parameter: Tensor) -> dict[str, Any]:
-    """Return the dtype, and the values of what is kept once for a parameter, None of what is cut like it."""
-    once = value.shape != parameter.shape
-    return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "values": value.tolist() if once else None,
-    }
+    # The values are only needed if they are not split like the parameter.
+    values = None if value.shape == parameter.shape else value.tolist()
+    return {"dtype": str(value.dtype).removeprefix("torch."), "values": values}
 
 
 _SCALARS = (int, float, bool, str, type(None))
@@ -86,14 +74,12 @@ _SCALARS = (int, float, bool, str, type(None))
 def split_state(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the optimizer's tensors by ``<parameter>/<key>``, and all else as JSON values.
+    """Return the optimizer's tensors by ``<parameter>/<key>``, and the rest of its state as JSON values.
 
-    Args:
-        optimizer: Any of torch's.
-        model: The user's module (not wrapped), which names the parameters.
+    Parameters have their names in ``model``, the user's module (not wrapped).
 
     Raises:
-        CheckpointError: it keeps something that is neither a tensor nor a plain value.
+        CheckpointError: the state has a value that is neither a tensor nor JSON.
     """
     names = _names(optimizer, model)
     state = optimizer.state_dict()
@@ -120,11 +106,7 @@ def restore_state(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
 ) -> None:
-    """Give the optimizer the state that :func:`split_state` took.
-
-    Raises:
-        CheckpointError: it is of another kind or has other parameters.
-    """
+    """Load the result of :func:`split_state` into a matching optimizer; see :func:`check_matches`."""
     check_matches(optimizer, model, plain)
     position_of = {name: position for position, name in _names(optimizer, model).items()}
     state: dict[int, dict[str, Any]] = {position_of[name]: dict(v) for name, v in plain["scalars"].items()}
@@ -134,7 +116,7 @@ def restore_state(
     groups = []
     for group, own in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
         values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
-        # Strategies may list a model's parameters in another order; state goes by name, torch by place.
+        # Strategies may list parameters in another order: saved state goes by name, torch's by position.
         groups.append(values | {"params": own["params"]})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -147,15 +129,15 @@ def check_matches(optimizer: torch.optim.Optimizer, model: nn.Module, plain: Map
             f"the checkpoint's optimizer is {plain['kind']}, not {kind}; use the same, or load without one"
         )
     names = _names(optimizer, model)
-    mine = [
+    current = [
         sorted(names[position] for position in group["params"])
         for group in optimizer.state_dict()["param_groups"]
     ]
     saved = [sorted(group["params"]) for group in plain["groups"]]
-    if mine != saved:
+    if current != saved:
         wrong = next(
-            (number for number, pair in enumerate(zip(mine, saved, strict=False)) if pair[0] != pair[1]),
-            min(len(mine), len(saved)),
+            (number for number, pair in enumerate(zip(current, saved, strict=False)) if pair[0] != pair[1]),
+            min(len(current), len(saved)),
         )
         raise CheckpointError(
             f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
@@ -180,7 +162,7 @@ def _plain(name: str, value: object) -> Any:
     if isinstance(value, _SCALARS):
         return value
     raise CheckpointError(
-        f"the optimizer keeps {name!r} as {type(value).__name__}, which cannot be saved without running "
+        f"the optimizer has {name!r} of type {type(value).__name__}, which cannot be saved without running "
         "code on load; save it yourself through ``extra``"
     )
 

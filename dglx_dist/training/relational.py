@@ -1,7 +1,7 @@
 """R-GCN and HGT on unchanged ``dgl.nn``, for graphs of several node or edge types.
 
 Both map ``{node type: (num_src, width)}`` rows of the input-most block's sources to ``{node type: (num_dst,
-out_dim)}``; for a graph of one node type a tensor may stand for the dictionary, and then comes out too.
+out_dim)}``; for a graph of one node type, input and output may be tensors.
 """
 
 from __future__ import annotations
@@ -29,31 +29,26 @@ if TYPE_CHECKING:
 
 
 class Embedding(Protocol):
-    """What is asked of a ``dglx_dist.DistEmbedding``."""
+    """The interface of ``dglx_dist.DistEmbedding``."""
 
     @property
-    def weight(self) -> DistTensor:
-        """(N, d) rows of all nodes."""
-        ...
-
-    def __call__(self, ids: Tensor, device: torch.device | None = None) -> Tensor:
-        """Return the (K, d) rows of ``ids``, recorded for the sparse optimizer."""
-        ...
+    def weight(self) -> DistTensor: ...
+    def __call__(self, ids: Tensor, device: torch.device | None = None) -> Tensor: ...
 
 
 @final
 class EntityInputs:
-    """Gathers the input rows of every node type of a batch; any rank alone.
+    """The input rows of every node type of a batch. Not collective.
 
     Args:
         g: The graph.
         feature: Node data of the types that have it.
-        embeddings: Node type to its embedding, which goes before features. For a graph of one node type that
-            type's name is ``g.ntypes[0]``.
+        embeddings: Node type to its embedding, which has precedence over features. With one node type, its
+            name is ``g.ntypes[0]``.
 
     Raises:
-        ConfigError: a type has neither, or features that are not (N, F), or an embedding is given for a type
-            that does not exist or has another number of rows than the type has nodes.
+        ConfigError: a type has neither, or features that are not (N, F), or an embedding is of an unknown
+            type or has another number of rows than the type has nodes.
     """
 
     def __init__(
@@ -88,7 +83,7 @@ class EntityInputs:
 
     @property
     def feature_widths(self) -> dict[str, int]:
-        """Columns of the features, for the types that have no embedding."""
+        """Feature columns of the types without an embedding."""
         return {
             ntype: self._g.nodes[ntype].data[self.feature].shape[1]
             for ntype in self._g.ntypes
@@ -106,10 +101,7 @@ class EntityInputs:
         }
 
     def __call__(self, block: Any) -> dict[str, Tensor]:
-        """Return {node type: (num_src, width)} for the sources of the input-most block.
-
-        Features that the loader did not attach are fetched now.
-        """
+        """Return {node type: (num_src, width)} of the input-most block; fetch features not attached."""
         return {ntype: self._rows(block, ntype) for ntype in block.srctypes}
 
     def _rows(self, block: Any, ntype: str) -> Tensor:
@@ -121,24 +113,24 @@ class EntityInputs:
             assert isinstance(rows, Tensor)
             return rows
         rows = self._g.nodes[ntype].data[self.feature][data[dgl.NID]]
-        # As a loader hands them out.
+        # As loaders do.
         return rows.float() if rows.dtype in HALVES else rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedBlock:
-    """One node and one edge type; destinations, type by type, come first among the sources."""
+    """A block merged to one node and one edge type; sources begin with the destinations, type by type."""
 
     block: Any
     node_type: Tensor
-    """(num_src,) int64: position in the node types."""
+    """(num_src,) int64 position in the node types."""
     edge_type: Tensor
-    """(E,) int64: position in the edge types."""
+    """(E,) int64 position in the edge types."""
     num_dst: Mapping[str, int]
-    """Destinations per node type, in the order in which they stand."""
+    """Destinations per node type, in order."""
 
     def join(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Return the (num_src, F) rows of all sources from those of each type."""
+        """Return the (num_src, F) rows of all sources from the rows by type."""
         heads = [rows[ntype][:count] for ntype, count in self.num_dst.items()]
         tails = [rows[ntype][count:] for ntype, count in self.num_dst.items()]
         return torch.cat([*heads, *tails])
@@ -188,18 +180,13 @@ class HasTypes(Protocol):
     """A DistGraph or a DGLGraph."""
 
     @property
-    def ntypes(self) -> Sequence[str]:
-        """Node types."""
-        ...
-
+    def ntypes(self) -> Sequence[str]: ...
     @property
-    def canonical_etypes(self) -> Sequence[EdgeType]:
-        """Edge types as triples."""
-        ...
+    def canonical_etypes(self) -> Sequence[EdgeType]: ...
 
 
 def module_name(kind: str | EdgeType) -> str:
-    """Return a type as the name of a module, which may hold no dot and be no attribute of a ModuleDict."""
+    """Return a module name for a type, without dots and unlike any attribute of ModuleDict."""
     name = str(kind).replace("%", "%25").replace(".", "%2E")
     return f"%{name}" if hasattr(nn.ModuleDict(), name) else name
 
@@ -208,12 +195,12 @@ class RelationalModel(nn.Module, ABC):
     """Input projections, then layers over the blocks.
 
     Args:
-        graph: Whose types it is for.
-        feature_widths: Node type to columns of its features, which a linear layer maps to ``hidden``. Rows of
-            the other types (embeddings) go in as they are and must be ``hidden`` wide.
+        graph: The graph, for its types.
+        feature_widths: Node type to its feature columns, which a linear layer maps to ``hidden``. Rows of
+            other types (embeddings) are used directly and must be ``hidden`` wide.
         hidden: Width between the layers.
         layers: Number of blocks.
-        out_types: Node types whose results are wanted; None: all.
+        out_types: Node types of the result; None: all.
 
     Raises:
         ConfigError: a number is below 1, or a type does not exist.
@@ -233,7 +220,7 @@ class RelationalModel(nn.Module, ABC):
                 f"widths and layers must be at least 1, but are hidden={hidden}, layers={layers}, "
                 f"feature_widths={dict(feature_widths)}"
             )
-        # Sorted, so that weights mean the same for a DGLGraph and a DistGraph, which list types differently.
+        # Sorted, because DGLGraph and DistGraph list types in different orders.
         self.ntypes, self.etypes = tuple(sorted(graph.ntypes)), tuple(sorted(graph.canonical_etypes))
         for ntype in (*feature_widths, *(out_types or ())):
             if ntype not in self.ntypes:
@@ -246,17 +233,17 @@ class RelationalModel(nn.Module, ABC):
 
     @abstractmethod
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
-        """Map (num_src, hidden) rows of every type to rows of the destinations."""
+        """Map (num_src, hidden) rows of every type to (num_dst, ...) rows of the destinations."""
 
     def forward(self, blocks: Sequence[Any], x: Rows | Tensor) -> Any:
-        """Map input rows of the first block's sources to results of the last one's destinations.
+        """Map input rows of the first block's sources to results of the last block's destinations.
 
         Raises:
             ConfigError: embedding rows are not ``hidden`` wide, or there is not one block per layer.
         """
         if len(blocks) != self.num_layers:
             raise ConfigError(
-                f"{self.num_layers} layers take {self.num_layers} blocks, not {len(blocks)}; "
+                f"{self.num_layers} layers need {self.num_layers} blocks, not {len(blocks)}; "
                 "give the sampler one fan-out per layer"
             )
         for inference_layer, block in zip(self.inference_layers(), blocks, strict=True):
@@ -291,20 +278,20 @@ class RelationalModel(nn.Module, ABC):
 
 @final
 class RGCN(RelationalModel):
-    """Relational graph convolution (Schlichtkrull et al. 2018): per relation the mean over its sources.
+    """Relational graph convolution (Schlichtkrull et al. 2018): a mean per relation.
 
-    ``h_v = W_0 h_v + b + sum_r mean over N_r(v) of W_r h_u``, with a W_0 and b per node type. Destinations
-    without in-edges of a relation get nothing from it.
+    ``h_v = W_0 h_v + b + sum_r mean over N_r(v) of W_r h_u``, with a W_0 and b per node type. A relation
+    without in-edges of a destination contributes nothing to it.
 
     Args:
-        graph: Whose types it is for.
+        graph: See :class:`RelationalModel`.
         feature_widths: See :class:`RelationalModel`.
         hidden: Width between the layers.
         out_dim: Width of the result.
         layers: Number of blocks.
-        num_bases: Relations share so many weight matrices and mix them; None: each has its own.
+        num_bases: Number of weight matrices that relations share and mix; None: each has its own.
         dropout: Probability, after the activation between layers.
-        out_types: Node types whose results are wanted; None: all.
+        out_types: Node types of the result; None: all.
 
     Raises:
         ConfigError: a number is out of range, a type does not exist, or ``num_bases`` is given for a graph
@@ -327,8 +314,8 @@ class RGCN(RelationalModel):
         relations = [relation for _, relation, _ in self.etypes]
         if num_bases is not None and (num_bases < 1 or len(set(relations)) != len(relations)):
             raise ConfigError(
-                f"num_bases={num_bases} must be at least 1, and each edge type have a relation name of its "
-                f"own (there are {len(relations)} types of {len(set(relations))} names)"
+                f"num_bases={num_bases} must be at least 1 and needs a distinct relation name per edge type "
+                f"(there are {len(relations)} types of {len(set(relations))} names)"
             )
         widths = [hidden] * layers + [out_dim]
         self.convs = nn.ModuleList()
@@ -345,7 +332,6 @@ class RGCN(RelationalModel):
         self.dropout = nn.Dropout(dropout)
 
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
-        """See :meth:`RelationalModel.layer`."""
         weights = {}
         if len(self.bases):
             mixed = self.bases[depth]()
@@ -368,11 +354,11 @@ class RGCN(RelationalModel):
             for etype in self.etypes
         }
         named = {module_name(etype): conv for etype, conv in convs.items()}
-        together: Any = dgl.nn.HeteroGraphConv(named, aggregate="sum")
-        # What it looks edge types up in; it would name its modules by them as they are.
-        together.mod_dict = convs
-        assert isinstance(together, nn.Module)
-        return together
+        combined: Any = dgl.nn.HeteroGraphConv(named, aggregate="sum")
+        # Its lookup by edge type; as names of modules, edge types may be invalid.
+        combined.mod_dict = convs
+        assert isinstance(combined, nn.Module)
+        return combined
 
 
 @final
@@ -380,14 +366,14 @@ class HGT(RelationalModel):
     """Heterogeneous graph transformer (Hu et al. 2020) of ``dgl.nn.HGTConv``, with a linear layer at the end.
 
     Args:
-        graph: Whose types it is for.
+        graph: See :class:`RelationalModel`.
         feature_widths: See :class:`RelationalModel`.
         hidden: Width between the layers, of all heads together.
         out_dim: Width of the result.
         layers: Number of blocks.
         heads: Attention heads; must divide ``hidden``.
         dropout: Probability inside the convolutions.
-        out_types: Node types whose results are wanted; None: all.
+        out_types: Node types of the result; None: all.
 
     Raises:
         ConfigError: a number is out of range, or a type does not exist.
@@ -417,7 +403,6 @@ class HGT(RelationalModel):
         self.head = nn.Linear(hidden, out_dim)
 
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
-        """See :meth:`RelationalModel.layer`."""
         if depth == 0:
             h = {ntype: torch.nn.functional.gelu(rows) for ntype, rows in h.items()}
         merged = merge_block(block, self.ntypes, self.etypes)

@@ -1,7 +1,7 @@
-"""Storage for ``torch.distributed.checkpoint`` that holds raw bytes and JSON, so that loading runs no code.
+"""Storage for ``torch.distributed.checkpoint`` in raw bytes and JSON, so that loading executes no code.
 
-A folder has ``tensors-<rank>.bin`` (rows of bytes, one tensor after another) and ``tensors.json`` (where each
-piece lies, its dtype, shape and CRC-32).
+A folder has ``tensors-<rank>.bin`` (the bytes of one tensor after another) and ``tensors.json`` (position,
+dtype, shape and CRC-32 of each piece).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INDEX_NAME = "tensors.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Where one tensor, or one shard of it, lies."""
+    """Position of one tensor, or of one shard of it."""
 
     file: str
     first_byte: int
@@ -49,8 +49,8 @@ class RawWriter(StorageWriter):
     """Writes the tensors of this rank into its own file; the coordinator writes the index.
 
     Args:
-        folder: Exists, the same on every rank.
-        rank: Names this rank's file.
+        folder: An existing folder, the same on every rank.
+        rank: This rank.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -58,24 +58,22 @@ class RawWriter(StorageWriter):
         self._file = f"tensors-{rank}.bin"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: one writer writes one checkpoint."""
+        pass  # One writer writes one checkpoint.
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: the folder exists."""
+        pass  # The folder exists.
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return ``plan`` as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return ``plans`` as they are."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors, and wait until they are on the disk.
+        """Write and flush this rank's tensors.
 
         Raises:
-            CheckpointError: something else than a tensor was to be saved.
+            CheckpointError: an item is not a tensor.
         """
         results = []
         with (self._folder / self._file).open("wb") as file:
@@ -97,7 +95,7 @@ class RawWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index of all ranks' tensors; the coordinator calls it."""
+        # Only the coordinator calls it.
         tensors = {
             name: {
                 "dtype": str(tensor.properties.dtype).removeprefix("torch."),
@@ -116,17 +114,12 @@ class RawWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the identifier can name a folder: always."""
         return True
 
 
 @final
 class RawReader(StorageReader):
-    """Reads what :class:`RawWriter` wrote.
-
-    Args:
-        folder: A finished checkpoint.
-    """
+    """Reads the files of :class:`RawWriter` in a finished checkpoint ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -135,14 +128,10 @@ class RawReader(StorageReader):
         self._shapes: dict[MetadataIndex, list[int]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: one reader reads one checkpoint."""
+        pass  # One reader reads one checkpoint.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
-
-        Raises:
-            CheckpointError: it is missing or is not what :class:`RawWriter` writes.
-        """
+        """Read and check the index."""
         path = self._folder / INDEX_NAME
         index = read_json(path)
         with damage_named(path):
@@ -169,33 +158,29 @@ class RawReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Remember where each piece lies."""
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             self._dtypes[name] = tensor.properties.dtype
             for chunk in tensor.chunks:
                 self._shapes[MetadataIndex(name, chunk.offsets)] = list(chunk.sizes)
         for fields in metadata.storage_data:
-            place = MetadataIndex(fields["name"], fields["offset"])
-            self._pieces[place] = Piece(**{key: fields[key] for key in Piece.__dataclass_fields__})
+            key = MetadataIndex(fields["name"], fields["offset"])
+            self._pieces[key] = Piece(**{name: fields[name] for name in Piece.__dataclass_fields__})
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return ``plan`` as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return ``plans`` as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the asked pieces into the tensors of ``planner``.
+        """Copy the requested pieces into the tensors of ``planner``.
 
         Raises:
             CheckpointError: a file is shorter than the index says, or its bytes have changed.
         """
         for item in plan.items:
-            place = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
-            stored = self._read(place)
+            stored = self._read(MetadataIndex(item.storage_index.fqn, item.storage_index.offset))
             for dimension, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 stored = stored.narrow(dimension, first, length)
             target = planner.resolve_tensor(item).detach()
@@ -207,33 +192,27 @@ class RawReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the identifier can name a folder: always."""
         return True
 
-    def _read(self, place: MetadataIndex) -> Tensor:
-        piece = self._pieces[place]
+    def _read(self, key: MetadataIndex) -> Tensor:
+        piece = self._pieces[key]
         path = self._folder / piece.file
         with path.open("rb") as file:
             file.seek(piece.first_byte)
             raw = file.read(piece.num_bytes)
         if len(raw) != piece.num_bytes or zlib.crc32(raw) != piece.crc32:
             raise CheckpointError(
-                f"{path} is damaged where {place.fqn!r} lies (byte {piece.first_byte}); "
-                "load an older checkpoint"
+                f"{path} is damaged in {key.fqn!r} (byte {piece.first_byte}); load an older checkpoint"
             )
         flat = (
             torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         )
-        return flat.view(self._dtypes[place.fqn]).reshape(self._shapes[place])
+        return flat.view(self._dtypes[key.fqn]).reshape(self._shapes[key])
 
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turn what goes wrong inside with a value read from ``path`` into an error that names the file.
-
-    Raises:
-        CheckpointError: in place of a missing key, a wrong type or a value that makes no sense.
-    """
+    """Name the file ``path`` in errors of values read from it, as CheckpointError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as problem:
@@ -243,14 +222,14 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def _check_index(folder: Path, index: Any) -> None:
-    """Look whether the pieces make whole tensors and lie in files of ``folder``.
+    """Check that the pieces form complete tensors within files of ``folder``.
 
-    Nothing is read or made by what the index says before: it may ask for any file and any size.
+    Nothing is read or allocated before, because an untrusted index may have any file name and any size.
 
     Raises:
         CheckpointError: a file is not in the folder, or is too short.
-        ValueError: pieces are missing, overlap or have another size than their tensor says.
-        KeyError, TypeError: it is not what :class:`RawWriter` writes.
+        ValueError: pieces are missing, overlap or have another size than their tensor.
+        KeyError, TypeError: the structure is wrong.
     """
     pieces = {}
     for fields in index["pieces"]:
@@ -265,17 +244,17 @@ def _check_index(folder: Path, index: Any) -> None:
             if len(ends) != len(shape) or any(map(int.__gt__, ends, shape)):
                 raise ValueError(f"{name!r} has the shape {shape} and a piece that ends at {ends}")
             if pieces[name, tuple(offsets)].num_bytes != math.prod(sizes) * item_bytes:
-                raise ValueError(f"a piece of {name!r} has another size than its shape says")
+                raise ValueError(f"a piece of {name!r} has another size than its shape")
         distinct = len({tuple(offsets) for offsets, _ in chunks})
         if distinct < len(chunks) or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape):
-            raise ValueError(f"the pieces of {name!r} do not make a whole")
+            raise ValueError(f"the pieces of {name!r} do not form its shape")
 
 
 def _check_piece(folder: Path, piece: Piece) -> None:
     path = folder / piece.file
     end = whole(piece.first_byte) + whole(piece.num_bytes)
     if path.name != piece.file:
-        raise CheckpointError(f"{folder} names the file {piece.file!r} outside it; load another checkpoint")
+        raise CheckpointError(f"{folder} refers to {piece.file!r} outside of it; load another checkpoint")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; load an older checkpoint")
     if path.stat().st_size < end:
@@ -283,36 +262,28 @@ def _check_piece(folder: Path, piece: Piece) -> None:
 
 
 def whole(value: object) -> int:
-    """Return ``value`` when it is a whole number of at least 0.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return ``value`` if it is a whole number of at least 0, else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is no whole number of at least 0")
     return value
 
 
 def bytes_of(tensor: Any) -> bytes:
-    """Return the rows of a tensor on any device as bytes, C order."""
+    """Return the bytes of a tensor on any device, in C order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy().data)
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype of that name.
-
-    Raises:
-        CheckpointError: torch has none.
-    """
+    """Return torch's dtype ``name``, or raise CheckpointError."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"the checkpoint has a tensor of dtype {name!r}, which torch does not know")
+        raise CheckpointError(f"the checkpoint has the dtype {name!r}, which this torch does not have")
     return found
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write ``value`` and wait until it is on the disk."""
+    """Write ``value`` and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
@@ -320,11 +291,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or not JSON.
-    """
+    """Read a JSON file of a checkpoint; raise CheckpointError if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Recording what the ranks do while they train, as one trace file."""
+"""Recording of a trace file of all ranks during training."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ _OP = "training.trace"
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """What to record, and where it goes."""
+    """Path and length of a trace."""
 
     path: Path
-    """Written by rank 0; an earlier trace there is replaced. When training fails each rank writes what it
-    has, on its own machine: see :func:`path_of_rank`."""
+    """Written by rank 0, replacing an earlier trace. When training fails, each rank writes its own part on
+    its own machine: see :func:`path_of_rank`."""
     num_steps: int
-    """Steps that are recorded, from the first one on."""
+    """Number of steps recorded, from the first one on."""
 
 
 def check_trace(path: Path, session: Session) -> None:
-    """Find out before training whether its trace can be written; every rank must call it.
+    """Check before training that the trace can be written. Collective.
 
     Raises:
-        StorageError: on all ranks: the folder cannot be written, or something other than a trace is there.
+        StorageError: on all ranks: the folder cannot be written, or ``path`` is not a trace.
     """
     together(session, lambda: check_replaceable(path) if session.topology.rank == 0 else None)
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
-    """Return where ``rank`` leaves its own trace when training failed: ``trace.rank-2.json``."""
+    """Return the path of the trace of one ``rank`` after a failure: ``trace.rank-2.json``."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
 @contextmanager
 def recording(config: TraceConfig | None, session: Session) -> Iterator[Callable[[], None]]:
-    """Record what happens inside the block, and write it at the end; every rank must call it.
+    """Record the block, and write the trace at its end. Collective.
 
-    Yields what to call after each step. Nothing is recorded without ``config``, nor while somebody else
-    records already.
+    Yields a function to call after each step. Nothing is recorded without ``config``, or while another
+    recording is active.
 
     Raises:
-        StorageError: the trace cannot be written; before the block where that can be known.
+        StorageError: the trace cannot be written; before the block if possible.
     """
     if config is None or session.timeline.on:
         yield lambda: None
         return
     check_trace(config.path, session)
-    # Of an earlier run that failed; beside the trace of this one it would mislead.
+    # The trace of an earlier run that failed would mislead beside the new one.
     together(session, lambda: remove_trace(path_of_rank(config.path, session.topology.rank)))
     recorder = _Recorder(config, session, measure_clock(session))
     session.timeline.start()
@@ -83,27 +83,26 @@ def recording(config: TraceConfig | None, session: Session) -> Iterator[Callable
         trace = recorder.gather()
     except BaseException:
         session.timeline.on = False
-        recorder.leave_own()
+        recorder.write_own()
         raise
     together(session, lambda: write_trace(config.path, trace) if trace is not None else None)
 
 
 @final
 class _Recorder:
-    """Counts steps, and brings the timelines of all ranks together."""
+    """Counts steps and gathers the timelines of all ranks."""
 
     def __init__(self, config: TraceConfig, session: Session, clock: Clock) -> None:
         self._config, self._session, self._clock = config, session, clock
         self._steps = 0
 
     def step(self) -> None:
-        """Count one step, and stop recording after the last one asked for."""
         self._steps += 1
         if self._steps == self._config.num_steps:
             self._session.timeline.on = False
 
     def gather(self) -> TraceFile | None:
-        """Return the trace of all ranks on rank 0, None on the others; collective."""
+        """Return the trace of all ranks on rank 0, None on the others. Collective."""
         session = self._session
         if session.topology.world_size == 1:
             return self._trace([self._own()])
@@ -112,14 +111,14 @@ class _Recorder:
             session.rpc.register(_OP, lambda _name, _arrays: [packed])
         try:
             barrier(session, "gathering the trace")
-            ranks = [self._own(), *self._asked()] if session.topology.rank == 0 else []
+            ranks = [self._own(), *self._pulled()] if session.topology.rank == 0 else []
             barrier(session, "the trace gathered")
         finally:
             session.rpc.unregister(_OP)
         return self._trace(ranks) if ranks else None
 
-    def leave_own(self) -> None:
-        """Write what this rank has; what goes wrong is logged, because an error is under way."""
+    def write_own(self) -> None:
+        # A failure is only logged, so that it does not hide the error that ended training.
         path = path_of_rank(self._config.path, self._session.topology.rank)
         try:
             check_replaceable(path)
@@ -127,7 +126,7 @@ class _Recorder:
         except StorageError as error:
             log.warning("%s", error)
         else:
-            log.warning("training failed; what this rank recorded is in %s", path)
+            log.warning("training failed; the trace of this rank is in %s", path)
 
     def _own(self) -> RankSpans:
         rank, timeline = self._session.topology.rank, self._session.timeline
@@ -139,7 +138,7 @@ class _Recorder:
             dropped=timeline.dropped,
         )
 
-    def _asked(self) -> list[RankSpans]:
+    def _pulled(self) -> list[RankSpans]:
         others = range(1, self._session.topology.world_size)
         pending = [self._session.rpc.submit(rank, _OP, "", [], phase=CONTROL) for rank in others]
         return [_unpack(one.result()[0]) for one in pending]
@@ -160,10 +159,9 @@ class _Recorder:
 
 
 def without_keys(options: Mapping[str, object]) -> dict[str, object]:
-    """Return options as a trace tells them: of mappings the names, of addresses host and path.
+    """Return options without values that may be credentials: mappings as names, URLs as host and path.
 
-    What is behind may be a key, as in the headers and the address of a functions endpoint, and traces are
-    passed on.
+    Headers and URLs of a functions endpoint may have keys, and traces are shared.
     """
     return {name: _without_keys(value) for name, value in options.items()}
 

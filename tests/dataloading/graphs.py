@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dglx_dist.dataloading.kernels import Ask, RawBatch
+from dglx_dist.dataloading.kernels import RawBatch, SampleRequest
 from dglx_dist.keyed_random import Csc, Rule, stream_key
 
 NO_EDGES = np.empty(0, np.int64)
@@ -27,7 +27,7 @@ def random_csc(num_nodes: int, mean_degree: int, seed: int = 0, dtype: str = "in
     return csc_from([row.tolist() for row in rows], dtype=dtype)
 
 
-def ask_for(
+def request_for(
     seeds: Sequence[int] | NDArray[np.int64],
     fanouts: Sequence[int],
     *,
@@ -36,12 +36,12 @@ def ask_for(
     seed: int = 0,
     epoch: int = 0,
     dtype: str = "int64",
-) -> Ask:
+) -> SampleRequest:
     """``fanouts`` as DGL orders them: input-most layer first."""
     streams = np.array([stream_key(seed, epoch, hop) for hop in range(len(fanouts))], np.uint64)
     rule = Rule(replace, np.array(sorted(exclude), np.int64))
     hops = np.array(list(fanouts)[::-1], np.int64)
-    return Ask(np.asarray(seeds, np.int64), hops, streams, rule, np.empty(0, dtype))
+    return SampleRequest(np.asarray(seeds, np.int64), hops, streams, rule, np.empty(0, dtype))
 
 
 def edges_of_hop(batch: RawBatch, hop: int) -> list[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ from dgl import nn as dgl_nn
 from dglx_dist.dataloading.kernels import Workspace
 from dglx_dist.dataloading.minibatch import BlockBuilder, TypedBlockBuilder
 from dglx_dist.dataloading.sampler import WholeSource, WholeTypedSource
-from tests.dataloading.graphs import ask_for, csc_from, random_csc
+from tests.dataloading.graphs import csc_from, random_csc, request_for
 from tests.dataloading.shop import edges_in, shop_draws, typed_shop
 
 CONVOLUTIONS = {
@@ -20,7 +20,7 @@ CONVOLUTIONS = {
 
 def sampled(seeds, fanouts, dtype="int64", csc=None):
     csc = random_csc(200, 5) if csc is None else csc
-    return WholeSource(csc).sample(ask_for(seeds, fanouts, dtype=dtype), Workspace(len(csc.indptr) - 1))
+    return WholeSource(csc).sample(request_for(seeds, fanouts, dtype=dtype), Workspace(len(csc.indptr) - 1))
 
 
 def test_ids_by_hand() -> None:
@@ -102,8 +102,8 @@ TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 def typed_blocks(seeds, dtype="int64"):
     schema, cscs = typed_shop()
-    ask = shop_draws(schema, [4, 3], idtype=np.dtype(dtype)).ask(seeds, 0, {})
-    batch = WholeTypedSource(schema, cscs).sample(ask, {}, Workspace(80))
+    request = shop_draws(schema, [4, 3], idtype=np.dtype(dtype)).request(seeds, 0, {})
+    batch = WholeTypedSource(schema, cscs).sample(request, {}, Workspace(80))
     return schema, *TypedBlockBuilder(schema).blocks(batch)
 
 

@@ -340,7 +340,7 @@ def test_wrappers_with_code_of_their_own_are_refused(g: DistGraph) -> None:
         def sample(self, g: Any, seed_edges: Any) -> Any:
             return super().sample(g, seed_edges)
 
-    with pytest.raises(ConfigError, match="Own samples edges with code of its own"):
+    with pytest.raises(ConfigError, match="Own samples edges with its own code"):
         loader_of(g, sampler=Own(SAMPLER))
 
 

@@ -14,9 +14,9 @@ DRAWS = Draws(fanouts=(2, 3), replace=False, exclude=np.empty(0, np.int64), seed
 
 
 def test_hops_start_at_the_seeds_and_have_keys_of_their_own() -> None:
-    ask = DRAWS.ask(np.array([4]), 0)
-    assert ask.fanouts.tolist() == [3, 2]
-    keys = {int(key) for epoch in range(3) for key in DRAWS.ask(np.array([4]), epoch).streams}
+    request = DRAWS.request(np.array([4]), 0)
+    assert request.fanouts.tolist() == [3, 2]
+    keys = {int(key) for epoch in range(3) for key in DRAWS.request(np.array([4]), epoch).streams}
     assert len(keys) == 6
 
 
@@ -33,7 +33,7 @@ def test_hops_start_at_the_seeds_and_have_keys_of_their_own() -> None:
 def test_local_columns_of_any_dtype_and_shape(rows: np.ndarray, dtype: torch.dtype) -> None:
     slicer = LocalSlicer(WholeSource(CSC), LocalColumn(name="x", rows=rows, dtype=dtype), num_batches=2)
     for seed in (0, 5, 9):
-        batch, ready = slicer.sample(DRAWS.ask(np.array([seed]), 0), Workspace(100))
+        batch, ready = slicer.sample(DRAWS.request(np.array([seed]), 0), Workspace(100))
         expected = torch.from_numpy(rows[batch.nodes])
         assert ready["x"].dtype == dtype
         assert torch.equal(ready["x"].view(expected.dtype), expected)
@@ -41,10 +41,10 @@ def test_local_columns_of_any_dtype_and_shape(rows: np.ndarray, dtype: torch.dty
 
 def test_what_a_batch_leaves_out_is_told_apart_from_what_is_always_left_out() -> None:
     draws = dataclasses.replace(DRAWS, exclude=np.array([3, 9]))
-    ask = draws.ask(np.array([4]), 0, np.array([5, 9]))
-    assert ask.rule.exclude.tolist() == [3, 5, 9]
-    assert ask.once.tolist() == [5, 9]
-    assert draws.ask(np.array([4]), 0).rule.exclude.tolist() == [3, 9]
+    request = draws.request(np.array([4]), 0, np.array([5, 9]))
+    assert request.rule.exclude.tolist() == [3, 5, 9]
+    assert request.batch_exclude.tolist() == [5, 9]
+    assert draws.request(np.array([4]), 0).rule.exclude.tolist() == [3, 9]
 
 
 def test_workspaces_are_lent_to_one_borrower_at_a_time_and_used_again() -> None:

@@ -33,7 +33,7 @@ def test_kernels_where_the_sampler_is_dgls_and_its_own_code_where_not(graph: Dis
 
 def test_exclusion_needs_our_kernels(graph: DistGraph) -> None:
     with pytest.raises(
-        ConfigError, match=r"exclude= cannot be passed into .*Own's own code; use NeighborSampler"
+        ConfigError, match=r"exclude= is not supported by .*Own's own code; use NeighborSampler"
     ):
         opened(graph, Own([2]), exclude=torch.tensor([1]))
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dglx_dist.dataloading.kernels import Table, enlarged, insert, number, with_room
+from dglx_dist.dataloading.kernels import Table, enlarged, grown_table, insert, number
 
 DIRECT = Table(np.zeros(100, np.uint32), np.empty(0, np.int64), 1)
 
@@ -23,7 +23,7 @@ def test_growing_keeps_the_numbers() -> None:
     small = hashed(8)
     nodes, local = np.empty(40, np.int64), np.empty(3, np.int64)
     count = number(small, np.array([10**12, 5, 77]), nodes, 0, local)
-    large = with_room(small, nodes, count, 30)
+    large = grown_table(small, nodes, count, 30)
     assert len(large.keys) >= 2 * 33
     more = np.empty(32, np.int64)
     count = number(large, np.arange(70, 102), nodes, count, more)
@@ -35,7 +35,7 @@ def test_growing_keeps_the_numbers() -> None:
 
 def test_enough_room_is_left_as_it_is() -> None:
     table = hashed(16)
-    assert len(with_room(table, np.empty(0, np.int64), 0, 8).keys) == 16
+    assert len(grown_table(table, np.empty(0, np.int64), 0, 8).keys) == 16
 
 
 def test_an_enlarged_table_is_empty_until_nodes_are_inserted() -> None:

@@ -6,7 +6,7 @@ import torch
 from dglx_dist.dataloading.kernels import Schema, Workspace, relations_of, sample_batch, sample_relations
 from dglx_dist.dataloading.minibatch import TypedBlockBuilder
 from dglx_dist.dataloading.sampler import WholeTypedSource
-from tests.dataloading.graphs import ask_for, random_csc
+from tests.dataloading.graphs import random_csc, request_for
 from tests.dataloading.shop import (
     BUYS,
     KNOWS,
@@ -23,9 +23,9 @@ SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 
 def blocks_of(schema, cscs, fanouts, seeds=SEEDS, exclude=None, direct_limit=1000, **draws):
-    ask = shop_draws(schema, fanouts, **draws).ask(seeds, 0, exclude or {})
+    request = shop_draws(schema, fanouts, **draws).request(seeds, 0, exclude or {})
     workspace = Workspace(sum(schema.num_nodes), direct_limit=direct_limit)
-    batch = WholeTypedSource(schema, cscs).sample(ask, exclude or {}, workspace)
+    batch = WholeTypedSource(schema, cscs).sample(request, exclude or {}, workspace)
     return TypedBlockBuilder(schema).blocks(batch)
 
 
@@ -51,9 +51,11 @@ def test_one_type_draws_what_its_own_kernel_draws(direct_limit, weighted, option
     replace = options.get("replace", False)
     draws = shop_draws(schema, [3, 5, -1], replace=replace, exclude=exclude, seed=7)
     workspace = Workspace(300, direct_limit=direct_limit)
-    batch, _ = sample_relations(relations_of(schema, [csc]), draws.ask({"_N": seeds}, 2, {}), workspace.table)
-    ask = ask_for(seeds, [3, 5, -1], seed=7, epoch=2, **options)
-    expected, _ = sample_batch(csc, ask, Workspace(300).table)
+    batch, _ = sample_relations(
+        relations_of(schema, [csc]), draws.request({"_N": seeds}, 2, {}), workspace.table
+    )
+    request = request_for(seeds, [3, 5, -1], seed=7, epoch=2, **options)
+    expected, _ = sample_batch(csc, request, Workspace(300).table)
     assert batch.node_starts.tolist() == [0, len(expected.nodes)]
     assert batch.node_ends[:, 0].tolist() == expected.node_ends.tolist()
     for name in ("nodes", "indptr", "sources", "edge_ids", "edge_ends"):

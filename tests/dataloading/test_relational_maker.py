@@ -66,7 +66,7 @@ def test_fanouts_by_relation_or_triple_and_all_types_named(shop_graph: DistGraph
         assert blocks[0].num_edges(KNOWS) == 0
         assert int(blocks[0].in_degrees(etype=BUYS).max()) == 1
     with pytest.raises(
-        ConfigError, match=r"fanouts\[0\] names 1 of 6 edge types; missing: .*sold_to.*0 draws"
+        ConfigError, match=r"fanouts\[0\] names 1 of 6 edge types; missing: .*sold_to.*0 to draw none"
     ):
         loader_of(shop_graph, NeighborSampler([{"knows": 1}]))
     with pytest.raises(ConfigError, match="'sells'"):

@@ -106,11 +106,11 @@ def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: in
     schema, cscs = typed_shop()
     draws = shop_draws(schema, [3, 2, -1], idtype=np.dtype(dtype))
     once = {KNOWS: np.arange(0, len(cscs[0].indices), 3)}
-    ask = draws.ask(SEEDS, 0, once)
+    request = draws.request(SEEDS, 0, once)
     workspace = Workspace(80, direct_limit=direct_limit)
     source = cut_source([], schema, cscs)
-    batch, again = source.sample(ask, once, workspace), source.sample(ask, once, workspace)
-    expected = WholeTypedSource(schema, cscs).sample(ask, once, Workspace(80))
+    batch, again = source.sample(request, once, workspace), source.sample(request, once, workspace)
+    expected = WholeTypedSource(schema, cscs).sample(request, once, Workspace(80))
     for one, two, other in zip(batch, again, expected, strict=True):
         assert one.tolist() == two.tolist() == other.tolist()
     assert batch.sources.dtype == dtype
@@ -120,7 +120,7 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn() -> None:
     schema, cscs = typed_shop()
     events: list[tuple[str, int, tuple[str, str, str]]] = []
     draws = shop_draws(schema, [2, 2])
-    cut_source(events, schema, cscs).sample(draws.ask(SEEDS, 0, {}), {}, Workspace(80))
+    cut_source(events, schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
     for layer in (2, 1):
         kinds = [kind for kind, at, _ in events if at == layer]
         assert kinds == ["ask"] * 6 + ["draw"] * 6
@@ -132,7 +132,7 @@ def test_nothing_is_asked_where_nothing_is_drawn() -> None:
     events: list[tuple[str, int, tuple[str, str, str]]] = []
     only = {etype: 2 if etype == KNOWS else 0 for etype in schema.etypes}
     source = cut_source(events, schema, cscs)
-    source.sample(shop_draws(schema, [only]).ask(SEEDS, 0, {}), {}, Workspace(80))
+    source.sample(shop_draws(schema, [only]).request(SEEDS, 0, {}), {}, Workspace(80))
     assert {name for _, _, name in events} == {KNOWS}
 
 
@@ -141,7 +141,7 @@ def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
     draws, workspace = shop_draws(schema, [2]), Workspace(80)
     source = cut_source([], schema, cscs)
     with pytest.raises(ConfigError, match="node 3 more than once"):
-        source.sample(draws.ask({"item": np.array([3, 5, 3])}, 0, {}), {}, workspace)
-    batch = source.sample(draws.ask(SEEDS, 0, {}), {}, workspace)
-    expected = WholeTypedSource(schema, cscs).sample(draws.ask(SEEDS, 0, {}), {}, Workspace(80))
+        source.sample(draws.request({"item": np.array([3, 5, 3])}, 0, {}), {}, workspace)
+    batch = source.sample(draws.request(SEEDS, 0, {}), {}, workspace)
+    expected = WholeTypedSource(schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
     assert batch.nodes.tolist() == expected.nodes.tolist()

@@ -7,7 +7,7 @@ from dglx_dist.dataloading.kernels import Workspace, sample_batch
 from dglx_dist.dataloading.sampler import RemoteSource, csc_of, keyed_draw
 from dglx_dist.graph.structure import CSCShard
 from dglx_dist.keyed_random import Rule
-from tests.dataloading.graphs import ask_for, random_csc
+from tests.dataloading.graphs import random_csc, request_for
 from tests.dataloading.rings import NUM_NODES, draws_in_rank
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
@@ -132,13 +132,15 @@ def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: in
     csc = random_csc(300, 6)
     # Edges 0, 7, ... are left out of every batch, and 0, 5, ... of this one.
     always, once = np.arange(0, len(csc.indices), 7), np.arange(0, len(csc.indices), 5)
-    ask = ask_for([4, 0, 150, 299], [3, 5, -1], dtype=dtype, exclude={*always.tolist(), *once.tolist()})
-    ask = ask._replace(once=once)
+    request = request_for(
+        [4, 0, 150, 299], [3, 5, -1], dtype=dtype, exclude={*always.tolist(), *once.tolist()}
+    )
+    request = request._replace(batch_exclude=once)
     pieces = TwoPieces(csc, 120, keyed_draw(Rule(False, always), {}))
     workspace = Workspace(300, direct_limit=direct_limit)
-    batch = RemoteSource(pieces, "draw").sample(ask, workspace)
-    again = RemoteSource(pieces, "draw").sample(ask, workspace)
-    expected, _ = sample_batch(csc, ask, Workspace(300).table)
+    batch = RemoteSource(pieces, "draw").sample(request, workspace)
+    again = RemoteSource(pieces, "draw").sample(request, workspace)
+    expected, _ = sample_batch(csc, request, Workspace(300).table)
     for one, two, other in zip(batch, again, expected, strict=True):
         assert one.tolist() == two.tolist() == other.tolist()
     assert batch.sources.dtype == dtype

@@ -11,7 +11,7 @@ from dgl.nn import GATConv, GATv2Conv, SAGEConv
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import StageInput, Sync, add_up, part_of, stages_of
+from dglx_dist.layers.base import StageInput, Sync, part_of, stages_of
 from dglx_dist.layers.dropout import (
     Columns,
     DropDraws,
@@ -21,7 +21,7 @@ from dglx_dist.layers.dropout import (
     drop_entries,
     kept_entries,
 )
-from tests.layers.test_staged import block_and_rows, close
+from tests.layers.test_splittable_conv import add_up, block_and_rows, close
 
 NODES = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))[:400]
 

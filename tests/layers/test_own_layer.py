@@ -8,7 +8,7 @@ import torch
 
 from dglx_dist.layers.base import part_of
 from dglx_dist.layers.dropout import deal_out_columns
-from tests.layers.test_staged import block_and_rows, close, run_parts, summed_gradient
+from tests.layers.test_splittable_conv import block_and_rows, close, run_parts, summed_gradient
 
 PAGE = Path(__file__).parents[2] / "docs/extending.md"
 

@@ -6,7 +6,7 @@ from matplotlib.image import imread
 
 from dglx_dist.comm.trace import Span
 from dglx_dist.errors import ConfigError
-from dglx_dist.report.pictures import COLORS_SCHEDULE, draw_schedule, overlap_text
+from dglx_dist.report.pictures import BATCH_COLORS, draw_schedule, overlap_text
 from tests.report.traces import span, trace_of
 
 
@@ -24,7 +24,7 @@ def colors_of(path: Path) -> set[int]:
     pixels = imread(path)[..., :3]
     return {
         number
-        for number, color in enumerate(COLORS_SCHEDULE)
+        for number, color in enumerate(BATCH_COLORS)
         if (abs(pixels - to_rgb(color)).max(axis=2) < 0.01).sum() > 50
     }
 

@@ -158,7 +158,7 @@ def test_mismatches_name_the_first_difference(saved: Path) -> None:
             checkpoint.load(saved, model=nn.Sequential(net()[0]))
         with pytest.raises(CheckpointError, match=r"this model has '4\.weight'"):
             checkpoint.load(saved, model=nn.Sequential(*net(), nn.Linear(2, 2)))
-        with pytest.raises(CheckpointError, match=r"nodes=5, this one has 6"):
+        with pytest.raises(CheckpointError, match=r"nodes=5, but this one has 6"):
             checkpoint.load(saved, model=net(), dataset={"nodes": 6})
         model = net()
         with pytest.raises(CheckpointError, match="has no optimizer"):
@@ -184,19 +184,25 @@ def test_damage_is_found_and_changes_nothing(saved: Path) -> None:
 
 
 HOSTILE: dict[str, tuple[str, Any]] = {
-    "another file": ("names the file", lambda t: t["pieces"][0].update(file="../other.bin")),
-    "the root's file": ("names the file", lambda t: t["pieces"][0].update(file="/dev/zero")),
+    "another file": ("outside of it", lambda t: t["pieces"][0].update(file="../other.bin")),
+    "the root's file": ("outside of it", lambda t: t["pieces"][0].update(file="/dev/zero")),
     "a missing file": ("is missing", lambda t: t["pieces"][0].update(file="other.bin")),
     "a huge piece": ("shorter than", lambda t: t["pieces"][0].update(num_bytes=1 << 60)),
-    "a huge shape": ("ends at|make a whole", lambda t: t["tensors"]["random/0/cpu"].update(shape=[1 << 60])),
+    "a huge shape": (
+        "ends at|form its shape",
+        lambda t: t["tensors"]["random/0/cpu"].update(shape=[1 << 60]),
+    ),
     "a negative size": ("no whole number", lambda t: t["tensors"]["random/0/cpu"].update(shape=[-1])),
-    "no chunks": ("make a whole", lambda t: t["tensors"]["model/0.weight"].update(chunks=[])),
+    "no chunks": ("form its shape", lambda t: t["tensors"]["model/0.weight"].update(chunks=[])),
     "a chunk outside": (
         "ends at",
         lambda t: t["tensors"]["model/0.weight"].update(chunks=[[[0, 0], [4, 99]]]),
     ),
     "no pieces": ("KeyError: 'pieces'", lambda t: t.pop("pieces")),
-    "a dtype that is none": ("torch does not know", lambda t: t["tensors"]["random/0/cpu"].update(dtype=5)),
+    "a dtype that is none": (
+        "torch does not have",
+        lambda t: t["tensors"]["random/0/cpu"].update(dtype=5),
+    ),
     "another random state": (
         "another size|random state",
         lambda t: t["tensors"]["random/0/cpu"].update(dtype="int8"),

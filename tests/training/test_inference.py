@@ -105,7 +105,7 @@ def _results(folder: str) -> dict[str, Any]:
     results["accuracy"] = evaluate(model_of("rgcn"), g, inputs=inputs)
     kept = len(g.kvstore.names())
     assert kept == tensors + 3 + 6  # minibatch's three types, and three results of two types
-    with pytest.raises(ConfigError, match=r"gives \['hidden'\]\['paper'\].*say with output="):
+    with pytest.raises(ConfigError, match=r"returns \['hidden'\]\['paper'\].*choose the scores with output="):
         evaluate(model_of("both"), g, inputs=inputs, batch_size=7)
     results["accuracy both"] = evaluate(model_of("both"), g, inputs=inputs, output=0, batch_size=7)
     assert len(g.kvstore.names()) == kept
@@ -206,5 +206,5 @@ def test_one_type_and_a_pair_of_results(tmp_path: Path) -> None:
             conv, g, inputs=out["input"], layers=[lambda block, h: 2 * h[: block.num_dst_nodes()]]
         )
         assert torch.equal(in_original_order(other, g), 2 * graph.ndata["feat"])
-        with pytest.raises(ConfigError, match="'user', which is no node type"):
+        with pytest.raises(ConfigError, match="unknown node type 'user'"):
             first_rows(g, "feat", {"user": other})

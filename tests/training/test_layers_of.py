@@ -56,8 +56,8 @@ def test_layers_follow_each_other(layers: Any, between: Any, expected: float) ->
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("layers", "layers='layers', but Model has no list of layers by that name"),
-        ("training", "no list of layers by that name"),
+        ("layers", "layers='layers', but Model has no list of layers of that name"),
+        ("training", "no list of layers of that name"),
         ("norms", "no layers to compute"),
         ([], "no layers to compute"),
         (None, r"give it a method inference_layers\(\)"),

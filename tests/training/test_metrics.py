@@ -85,9 +85,9 @@ def test_bad_arguments() -> None:
     with start_session() as session:
         with pytest.raises(ConfigError, match=r"score\[1\] is nan"):
             metrics.roc_auc(torch.tensor([0.0, math.nan]), torch.tensor([0, 1]), session)
-        with pytest.raises(ConfigError, match=r"\(2, 3\) predictions do not fit \(3,\) labels"):
+        with pytest.raises(ConfigError, match=r"\(2, 3\) predictions do not match \(3,\) labels"):
             metrics.accuracy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), session)
-        with pytest.raises(ConfigError, match=r"\(2, 1\) predictions do not fit \(2,\) targets"):
+        with pytest.raises(ConfigError, match=r"\(2, 1\) predictions do not match \(2,\) targets"):
             metrics.rmse(torch.zeros(2, 1), torch.zeros(2), session)
         with pytest.raises(ConfigError, match="'weighted'"):
             metrics.f1(torch.zeros(1).long(), torch.zeros(1).long(), 1, session, average="weighted")  # type: ignore[arg-type]

@@ -35,5 +35,5 @@ def test_keys_are_text() -> None:
 
 
 def test_a_tuple_that_lacks_a_place_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"only the places \[1\] belong"):
+    with pytest.raises(ConfigError, match=r"only the positions \[1\] belong"):
         nest({(1, "author"): 1})

@@ -126,7 +126,7 @@ def test_bad_arguments() -> None:
         rank_of_answer(lambda s, r: torch.zeros(len(s), 3), one, one, one - 1)
     with pytest.raises(ConfigError, match="2 subjects, 1 relations and 1 answers"):
         rank_of_answer(lambda s, r: torch.zeros(len(s), 3), torch.zeros(2), one, one)
-    with pytest.raises(ConfigError, match=r"\(2,\) positives do not go with \(3, 1\)"):
+    with pytest.raises(ConfigError, match=r"\(2,\) positives do not match \(3, 1\)"):
         rank_of_positive(torch.zeros(2), torch.zeros(3, 1))
     with pytest.raises(ConfigError, match="nan"):
         rank_of_positive(torch.tensor([math.nan]), torch.zeros(1, 1))

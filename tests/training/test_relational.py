@@ -190,5 +190,5 @@ def test_bad_arguments() -> None:
     block = hetero.whole_block()
     with pytest.raises(ConfigError, match=r"rows of 'author' are 7 wide.*8 wide"):
         model_of("rgcn")([block, block], inputs(7))
-    with pytest.raises(ConfigError, match="2 layers take 2 blocks, not 1"):
+    with pytest.raises(ConfigError, match="2 layers need 2 blocks, not 1"):
         model_of("rgcn")([block], inputs())

@@ -87,7 +87,7 @@ def test_a_resumed_run_is_equal_to_the_last_bit(tmp_path: Path, per_server: int)
     again = run_ranks(resume, 2, args=arguments, ranks_per_server=3 - per_server)
     for mine, (resumed, without, wrong) in zip(whole, again, strict=True):
         assert resumed == mine
-        assert "give sparse=" in without
+        assert "pass sparse=" in without
         assert "'SparseAdam', this run has 'SparseAdagrad'" in wrong
 
 
@@ -107,9 +107,9 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
             embedding.weight[[3, 4]] = torch.zeros(2, embedding.embedding_dim)
             optimizer.lr = 9.0
         for wrong, message in (
-            (both[:1], "has 2 optimisers of embeddings, sparse= has 1"),
+            (both[:1], "has 2 optimisers of embeddings, but sparse= has 1"),
             (both[::-1], "'SparseAdam', this run has 'SparseSGD'"),
-            ([], "give sparse="),
+            ([], "pass sparse="),
         ):
             with pytest.raises(CheckpointError, match=message):
                 checkpoint.load(path, model=model, sparse=wrong)

@@ -127,8 +127,8 @@ def kernel_rates(g: DistGraph, seeds: torch.Tensor, fanouts: list[int], direct_l
         idtype=np.dtype(np.int64),
     )
     for batch in seeds.numpy().reshape(-1, BATCH):
-        ask = draws.ask(batch, 0)
-        took, (sampled, table) = seconds(lambda: sample_batch(csc, ask, workspace.table))  # noqa: B023
+        request = draws.request(batch, 0)
+        took, (sampled, table) = seconds(lambda: sample_batch(csc, request, workspace.table))  # noqa: B023
         workspace.keep(table)
         yield int(sampled.edge_ends[-1]) / took / 1e6
 

@@ -94,7 +94,7 @@ LOADERS: Mapping[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no such feature": (no_feature, {}, r"prefetch_node_feats names 'fat', and g\.ndata has \['feat', 'lab"),
     "exclude": (runs.sampler, {"exclude": torch.arange(3)}, "exclude=.*partition a graph without"),
     "unknown option": (runs.sampler, {"dept": 2}, "no option 'dept'; did you mean 'depth'"),
-    "edges": (lambda: as_edge_prediction_sampler(runs.sampler()), {}, "samples around edges"),
+    "edges": (lambda: as_edge_prediction_sampler(runs.sampler()), {}, "is for edge loaders"),
     "a seed twice": (runs.sampler, {"seeds": torch.tensor([3, 3])}, "node 3 more than once"),
     "no seed anywhere": (runs.sampler, {"seeds": torch.empty(0, dtype=torch.int64)}, "at least one"),
 }

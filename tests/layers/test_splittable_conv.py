@@ -22,7 +22,7 @@ from dgl.nn import (
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import SplittableConv, StageInput, add_up, part_of, stages_of
+from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, part_of, stages_of
 from dglx_dist.layers.convolutions import (
     EdgeConvStages,
     GatRowStages,
@@ -103,6 +103,10 @@ def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
         relation = torch.arange(len(weight)) % 3
         return [{"etypes": relation}, {"etypes": relation, "norm": weight.view(-1, 1)}]
     return [{}] if name.startswith(NO_WEIGHTS) else [{}, {"edge_weight": weight}]
+
+
+def add_up(parts: list[PartialSums]) -> PartialSums:
+    return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
 
 
 def run_parts(layers: list[SplittableConv], block: dgl.DGLGraph, x: Tensor, **edges: Tensor) -> Tensor:
@@ -188,13 +192,13 @@ def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:
         (GATConv(3, 3, 1, residual=True), "residual=True"),
         (GATConv((3, 4), 3, 1), "separate widths"),
         (RelGraphConv(4, 4, 2, "bdd", 2), "bdd"),
-        (SGConv(4, 3, k=2), "2 hops, and a block is one"),
+        (SGConv(4, 3, k=2), "2 hops, but a block has one"),
         (SGConv(4, 3, norm=nn.LayerNorm(4)), "normalizes whole rows"),
-        (SGConv(4, 3, cached=True), "keeps the first batch's result"),
+        (SGConv(4, 3, cached=True), "caches the first batch's result"),
         (EdgeConv(4, 3), "EdgeConv cannot be cut .* largest"),
         (PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut .* largest"),
         (DotGatConv(4, 3, 1), "DotGatConv cannot be cut .* whole rows"),
-        (nn.Linear(3, 3), "Linear cannot be cut .* nothing says"),
+        (nn.Linear(3, 3), "Linear cannot be cut .* its stages are not defined"),
     ],
 )
 def test_what_cannot_be_split_is_refused_with_the_reason(module: nn.Module, message: str) -> None:
