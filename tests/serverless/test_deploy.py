@@ -17,7 +17,7 @@ from dglx_dist.serverless.aws import clients as bounds
 from dglx_dist.serverless.aws import deploy as function_module
 from dglx_dist.serverless.aws import deploy as role
 from dglx_dist.serverless.aws.clients import HANDLER, Deployment, Place
-from dglx_dist.serverless.aws.deploy import Function, deploy, look_function, plan, plan_removal, remove
+from dglx_dist.serverless.aws.deploy import Function, deploy, find_function, plan, plan_removal, remove
 
 from ..helpers.zips import zipped
 
@@ -205,7 +205,7 @@ def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
     """The first deploy may have been ended before it was usable: then AWS takes no change either."""
     do(wanted)
     now, states = (
-        look_function(client("lambda"), NAME),
+        find_function(client("lambda"), NAME),
         [{"State": "Pending"}, {"LastUpdateStatus": "InProgress"}],
     )
     assert now is not None

@@ -9,14 +9,14 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.executors.base import Latency
 from dglx_dist.serverless.json_fields import Fields
 from dglx_dist.serverless.tasks import Direction, TaskKey
-from dglx_dist.serverless.worker import Place
+from dglx_dist.serverless.worker import TaskPhase
 
 KEYS = [TaskKey(epoch=n, step=1, interval=3, direction=Direction.FORWARD) for n in range(2000)]
 
 
 def seconds(latency: Latency, attempt: int = 0) -> list[float]:
     faults = [latency.draw(key, attempt) for key in KEYS]
-    assert {one.place for one in faults} == {Place.COMPUTED}
+    assert {one.place for one in faults} == {TaskPhase.COMPUTED}
     return [one.seconds or 0.0 for one in faults]
 
 

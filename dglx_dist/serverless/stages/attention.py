@@ -1,4 +1,4 @@
-"""ApplyVertex of graph attention, first part: rows projected, and their shares of the attention logits."""
+"""Vertex and edge stages of graph attention: projection, edge softmax and the end of the layer."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ MAX_HEADS = 1024
 
 
 class HeadsGradient(NamedTuple):
-    """Gradients of what :class:`Heads` was given."""
+    """Gradients of the inputs and the bias of :class:`Heads`."""
 
     inputs: tuple[Array, ...]
-    """Of the sums and, where there is one, of the residual: (n, heads x width) each, maybe one array."""
+    """Of the sums and of the residual if there is one, (n, heads x width); may be the same array."""
     bias: tuple[Array, ...]
-    """Of the bias, (heads x width,); empty without one."""
+    """(heads x width,); empty without a bias."""
 
 
 @final
 class Heads:
-    """h = after(merge(activation(sums + residual + bias))), heads side by side in a row of the sums.
+    """h = after(merge(activation(sums + residual + bias))); a row of the sums holds all heads.
 
     Args:
         fields: ``heads``, ``width``: columns of one head; ``bias``, ``residual``: flags; ``merge``:
-            ``flatten`` or ``mean``; ``activation``; ``after``: the activation behind the merge.
+            ``flatten`` or ``mean``; ``activation``; ``after``: the activation after the merge.
 
     Raises:
         ConfigError: a field is missing or wrong.
@@ -67,20 +67,18 @@ class Heads:
 
     @property
     def input_widths(self) -> tuple[int, ...]:
-        """Of the sums, then of the residual where there is one."""
+        """Columns of the sums, and of the residual if there is one."""
         return (self.columns,) * (1 + self.residual)
 
     def forward(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        """Return h (n, merged columns) from one bias or none, and the sums with or without a residual."""
         return self._after.apply(self._merged(self._activation.apply(self._before(bias, inputs))))
 
     def backward(self, bias: Sequence[Array], inputs: Sequence[Array], gradient: Array) -> HeadsGradient:
-        """Return the gradients, from that of h (n, merged columns)."""
         before = self._before(bias, inputs)
         merged = self._merged(self._activation.apply(before))
         spread = self._spread(self._after.pull_back(merged, gradient))
-        slope = self._activation.pull_back(before, spread)
-        return HeadsGradient((slope,) * (1 + self.residual), (column_sums(slope),) if self.bias else ())
+        d_sums = self._activation.pull_back(before, spread)
+        return HeadsGradient((d_sums,) * (1 + self.residual), (column_sums(d_sums),) if self.bias else ())
 
     def _before(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
         out = inputs[0]
@@ -101,7 +99,7 @@ class Heads:
 
 @final
 class AttentionEdges(EdgeStage):
-    """a = softmax over in-edges of leaky_relu(el of the source + er of the target), by head.
+    """a = softmax over in-edges of leaky_relu(el of the source + er of the target), per head: (E, K).
 
     Args:
         config: ``heads`` K; ``slope`` of the leaky ReLU.
@@ -118,11 +116,9 @@ class AttentionEdges(EdgeStage):
 
     @property
     def width(self) -> int:
-        """K."""
         return self._heads
 
     def forward(self, sources: Array, targets: Array, indptr: Array) -> Array:
-        """Return the attention, (E, K): it sums to 1 over each target's in-edges."""
         degrees = np.diff(indptr)
         out = self._leaky.apply(_logits(sources, targets, degrees))
         starts, lengths = _segments(indptr, degrees)
@@ -136,7 +132,6 @@ class AttentionEdges(EdgeStage):
     def backward(
         self, sources: Array, targets: Array, indptr: Array, values: Array, gradients: Array
     ) -> Array:
-        """Return the gradient of (el + er) of every edge, (E, K)."""
         degrees = np.diff(indptr)
         out = values * gradients
         starts, lengths = _segments(indptr, degrees)
@@ -154,17 +149,17 @@ def _logits(sources: Array, targets: Array, degrees: Array) -> Array:
 
 
 def _segments(indptr: Array, degrees: Array) -> tuple[Array, Array]:
-    """First edge and number of edges of each target that has some: reduceat knows no empty segments."""
-    some = degrees > 0
-    return indptr[:-1][some], degrees[some]
+    # First edge and number of edges of each target with in-edges: reduceat does not support empty segments.
+    has_edges = degrees > 0
+    return indptr[:-1][has_edges], degrees[has_edges]
 
 
 @final
 class AttentionFinish(VertexStage):
-    """h = after(merge(activation(sums + residual + bias))), as ``dgl.nn.GATConv`` ends; see Heads.
+    """The end of ``dgl.nn.GATConv``; see :class:`Heads`.
 
-    Weights: ``bias`` (K x H,) where there is one. Inputs: sums (n, K x H), residual (n, K x H) where
-    there is one. Outputs: h (n, K x H), or (n, H) where heads are averaged. Saved: nothing.
+    Weights: ``bias`` (K x H,) if configured. Inputs: sums (n, K x H), residual (n, K x H) if configured.
+    Outputs: h (n, K x H), or (n, H) if heads are averaged. Saved: nothing.
 
     Args:
         config: The fields of Heads.
@@ -180,26 +175,21 @@ class AttentionFinish(VertexStage):
 
     @property
     def weight_shapes(self) -> Shapes:
-        """``bias``."""
         return {"bias": (self._heads.columns,)} if self._heads.bias else {}
 
     @property
     def input_widths(self) -> tuple[int, ...]:
-        """K x H, once or twice."""
         return self._heads.input_widths
 
     @property
     def output_widths(self) -> tuple[int, ...]:
-        """(K x H,) or (H,)."""
         return (self._heads.merged_columns,)
 
     @property
     def saved_widths(self) -> tuple[int, ...]:
-        """Nothing: additions are not worth their bytes."""
-        return ()
+        return ()  # recomputing additions is cheaper than moving their results
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        """Return (h,) and nothing."""
         return Forward((self._heads.forward(weights, inputs),), ())
 
     def backward(
@@ -211,10 +201,8 @@ class AttentionFinish(VertexStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        """Return the gradients of the inputs and of the bias."""
         found = self._heads.backward(weights, inputs, gradients[0])
-        kept = (slope if is_wanted(wanted, index) else None for index, slope in enumerate(found.inputs))
-        return Backward(tuple(kept), found.bias)
+        return Backward(_wanted_only(found.inputs, wanted), found.bias)
 
 
 _RESIDUALS = ("none", "identity", "linear")
@@ -222,15 +210,15 @@ _RESIDUALS = ("none", "identity", "linear")
 
 @final
 class AttentionProject(VertexStage):
-    """z = h W^T, el = <z, attn_l>, er = <z, attn_r> by head, as ``dgl.nn.GATConv`` begins.
+    """The start of ``dgl.nn.GATConv``: z = h W^T, el = <z, attn_l>, er = <z, attn_r> per head.
 
-    Where ``before`` is given, the stage finishes the attention layer before (see Heads) to get h; else its
-    input is h. Where this layer has a residual, the projected or unchanged h leaves as the output r.
+    With ``before``, the stage first finishes the previous attention layer (see :class:`Heads`) to get h;
+    otherwise its input is h. If this layer has a residual, the output r is the projected or unchanged h.
 
-    Weights: ``before.bias`` (columns before,) where there is one, ``fc.weight`` (K x H, in), ``attn_l``
-    and ``attn_r`` (1, K, H), ``res_fc.weight`` (K x H, in) and ``res_fc.bias`` (K x H,) where there are some.
-    Inputs: h (n, in), or the sums, and residual, of the layer before. Outputs: z (n, K x H), el (n, K),
-    er (n, K), r (n, K x H) where there is a residual. Saved: z.
+    Weights: ``before.bias`` (previous columns,), ``fc.weight`` (K x H, in), ``attn_l`` and ``attn_r``
+    (1, K, H), ``res_fc.weight`` (K x H, in), ``res_fc.bias`` (K x H,); biases and residuals as configured.
+    Inputs: h (n, in), or the sums, and residual, of the previous layer. Outputs: z (n, K x H), el (n, K),
+    er (n, K), and r (n, K x H) with a residual. Saved: z.
 
     Args:
         config: ``in``, ``heads`` K, ``width`` H; ``before``: the fields of Heads, or null; ``residual``: none
@@ -254,7 +242,6 @@ class AttentionProject(VertexStage):
 
     @property
     def weight_shapes(self) -> Shapes:
-        """``before.bias``, ``fc.weight``, ``attn_l``, ``attn_r``, ``res_fc.weight``, ``res_fc.bias``."""
         matrix, vector = (self._columns, self._in), (1, self._heads, self._width)
         shapes: Shapes = {}
         if self._before is not None and self._before.bias:
@@ -268,22 +255,18 @@ class AttentionProject(VertexStage):
 
     @property
     def input_widths(self) -> tuple[int, ...]:
-        """(in,), or what the layer before left."""
         return (self._in,) if self._before is None else self._before.input_widths
 
     @property
     def output_widths(self) -> tuple[int, ...]:
-        """(K x H, K, K), and K x H with a residual."""
         widths = (self._columns, self._heads, self._heads)
         return (*widths, self._columns) if self._has_residual else widths
 
     @property
     def saved_widths(self) -> tuple[int, ...]:
-        """(K x H,)."""
         return (self._columns,)
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        """Return (z, el, er[, r]) and (z,)."""
         bias, (matrix, left, right), residual = self._split(weights)
         h = self._finished(bias, inputs)
         z = h @ matrix.T
@@ -305,36 +288,34 @@ class AttentionProject(VertexStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        """Return the gradients of the inputs and of the weights."""
         bias, (matrix, left, right), residual = self._split(weights)
         h = self._finished(bias, inputs)
         z = h @ matrix.T if saved is None else saved[0]
         d_logits = np.concatenate(gradients[1:3], axis=1)
         dz = d_logits @ self._both(left, right).T
         dz += gradients[0]
-        of_weights: list[Array] = [dz.T @ h, *self._vector_gradients(z, d_logits)]
+        d_weights: list[Array] = [dz.T @ h, *self._vector_gradients(z, d_logits)]
         if self._projects_residual:
-            of_weights.append(gradients[3].T @ h)
+            d_weights.append(gradients[3].T @ h)
         if self._residual_bias:
-            of_weights.append(column_sums(gradients[3]))
+            d_weights.append(column_sums(gradients[3]))
         if self._before is None:
             dh = self._back_to_h(dz, gradients, matrix, residual) if is_wanted(wanted, 0) else None
-            return Backward((dh,), tuple(of_weights))
+            return Backward((dh,), tuple(d_weights))
         dh = self._back_to_h(dz, gradients, matrix, residual)
         first = self._before.backward(bias, inputs, dh)
-        kept = (slope if is_wanted(wanted, index) else None for index, slope in enumerate(first.inputs))
-        return Backward(tuple(kept), (*first.bias, *of_weights))
+        return Backward(_wanted_only(first.inputs, wanted), (*first.bias, *d_weights))
 
     def _check(self, fields: Fields) -> None:
         if self._before is not None and self._before.merged_columns != self._in:
-            fields.refuse("in", f"{self._before.merged_columns}, the columns that the layer before leaves")
+            fields.refuse("in", f"{self._before.merged_columns}, the columns of the previous layer")
         if self._has_residual and not self._projects_residual and self._in != self._columns:
             fields.refuse("residual", f"'linear': the input has {self._in} columns, not {self._columns}")
         if self._residual_bias and not self._projects_residual:
             fields.refuse("residual_bias", "false: only a linear residual has a bias")
 
     def _split(self, weights: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
-        """Return the weights of the layer before, of the projection, and of the residual."""
+        # Weights of the previous layer, of the projection, and of the residual.
         first = 1 if self._before is not None and self._before.bias else 0
         return weights[:first], weights[first : first + 3], weights[first + 3 :]
 
@@ -350,7 +331,7 @@ class AttentionProject(VertexStage):
         return dh
 
     def _both(self, left: Array, right: Array) -> Array:
-        """(K x H, 2K): z times it gives el and er side by side, in one product."""
+        # (K x H, 2K): z times this matrix gives el and er side by side, in one product.
         both = np.zeros((self._heads, self._width, 2, self._heads), dtype=left.dtype)
         head = np.arange(self._heads)
         both[head, :, 0, head] = left[0]
@@ -361,6 +342,10 @@ class AttentionProject(VertexStage):
         gradients = (z.T @ d_logits).reshape(self._heads, self._width, 2, self._heads)
         head = np.arange(self._heads)
         return gradients[head, :, 0, head][None], gradients[head, :, 1, head][None]
+
+
+def _wanted_only(gradients: Arrays, wanted: Sequence[bool] | None) -> tuple[Array | None, ...]:
+    return tuple(one if is_wanted(wanted, index) else None for index, one in enumerate(gradients))
 
 
 def _read_heads(fields: Fields, name: str) -> Heads:
