@@ -26,7 +26,7 @@ def wanted(tmp_path: Path) -> Deployment:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"name": "my worker"}, "no function can be called"),
+        ({"name": "my worker"}, "not a valid function name"),
         ({"memory_mb": 64}, "128 to 10240"),
         ({"timeout_s": 901}, "1 to 900"),
         ({"subnets": ("subnet-1",)}, "needs both"),

@@ -208,7 +208,7 @@ def test_unknown_options_and_late_events_are_refused() -> None:
     [
         ({}, "lacks the field 'url'"),
         ({"url": "ftp://x/"}, "https://HOST/PATH"),
-        ({"url": "http://example.org/f"}, "for everybody to read; use https://, or insecure=true"),
+        ({"url": "http://example.org/f"}, "unencrypted; use https://, or insecure=true"),
         *(
             ({"url": url}, "https://HOST/PATH")
             for url in (

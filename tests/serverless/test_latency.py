@@ -43,7 +43,7 @@ def test_options() -> None:
     assert read() is None
     assert read(latency_s=0.1) == Latency(median_s=0.1, sigma=0.5)
     assert read(latency_s=1, latency_sigma=0) == Latency(median_s=1.0, sigma=0.0)
-    with pytest.raises(ConfigError, match=r"latency_sigma' = 0.5; give left out, or the spread around"):
+    with pytest.raises(ConfigError, match=r"latency_sigma' = 0.5; give latency_s as well"):
         read(latency_sigma=0.5)
     with pytest.raises(ConfigError, match="latency_s' = -1; give a number from 0"):
         read(latency_s=-1)

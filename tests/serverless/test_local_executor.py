@@ -80,7 +80,7 @@ def children(of: int) -> list[int]:
 def workers() -> list[int]:
     """Worker processes of this one."""
     return [
-        pid for pid in children(os.getpid()) if b"worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in children(os.getpid()) if b"worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 
@@ -261,7 +261,7 @@ def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_stage_that_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="move its class to a module of its own"):
+    with pytest.raises(ConfigError, match="move its class to a module"):
         LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "__main__:Mine"}), {})
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="move its class to the top of 'mine'"):
