@@ -371,9 +371,7 @@ class ParameterClient:
         while True:
             wait_s = min(_POLL_S, max(deadline - time.monotonic(), 0.0))
             with self._changed:
-                late = not self._changed.wait_for(
-                    lambda: self._failure or min(self._updates) >= updates, wait_s
-                )
+                ended = self._changed.wait_for(lambda: self._failure or min(self._updates) >= updates, wait_s)
                 behind = [server for server, made in enumerate(self._updates) if made < updates]
             self.raise_if_stopped()
             if not behind:
