@@ -82,11 +82,7 @@ class Autotuner:
         self._direction, self._num_same = 0, 0
 
     def observe(self, queue: float) -> int:
-        """Take the length of the queue, at regular intervals; return the number of workers.
-
-        Raises:
-            ConfigError: the length is negative.
-        """
+        """Take the length of the queue >= 0, at regular intervals; return the number of workers."""
         if not queue >= 0:
             raise ConfigError(f"a queue has {queue} tasks; give at least 0")
         before, self._last = self._last, queue
@@ -429,7 +425,7 @@ class Controller:
             return self._pending.num_running
 
     def watch(self, queue: Callable[[], float]) -> None:
-        """Tune the number of workers by ``queue()``, the length of the graph server's task queue."""
+        """Tune the number of workers by ``queue()``, the length of the graph server's queue."""
         self._queue = queue
 
     def launch(self, task: Task, *, ready: bool = False) -> None:
@@ -450,10 +446,7 @@ class Controller:
     def ready(self, key: TaskKey) -> None:
         """Note that the rows of ``key`` are ready, which starts its time-out.
 
-        Does nothing for a task that is done, unknown or already ready.
-
-        Raises:
-            ConfigError, PeerError: as :meth:`launch`.
+        Does nothing for a task that is done, unknown or already ready. Raises like :meth:`launch`.
         """
         with self._lock:
             work = self._pending.get(key)
@@ -467,9 +460,6 @@ class Controller:
 
         Returns:
             Whether they are the first; False for duplicates and tasks that were never launched.
-
-        Raises:
-            ConfigError, PeerError: as :meth:`launch`.
         """
         now = self._clock()
         with self._lock:

@@ -75,7 +75,6 @@ class Fields:
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Return one of ``choices``."""
         value = self.any(name)
         if not isinstance(value, str) or value not in choices:
             hint = did_you_mean(value, choices) if isinstance(value, str) else ""
@@ -112,11 +111,7 @@ class Fields:
 
 
 def read_json(text: bytes | str, longest: int, where: str) -> object:
-    """Parse ``text`` of at most ``longest`` bytes.
-
-    Raises:
-        ConfigError: it is longer, not UTF-8, not JSON, or nested too deeply.
-    """
+    """Parse ``text``; ConfigError if it has more than ``longest`` bytes or is not valid JSON."""
     if len(text) > longest:
         raise ConfigError(f"{where} has {len(text)} bytes, more than {longest}; send it in smaller parts")
     try:
@@ -128,8 +123,7 @@ def read_json(text: bytes | str, longest: int, where: str) -> object:
 def write_json(value: Json) -> bytes:
     """Return ``value`` as canonical JSON (sorted keys, no blanks): equal values give equal bytes.
 
-    Raises:
-        ConfigError: JSON cannot represent it, for example NaN.
+    ConfigError for values that JSON cannot represent, such as NaN.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -292,14 +292,10 @@ class Versions:
         return self._weights[self.latest]
 
     def epoch_of(self, interval: int) -> int:
-        """Return the epoch of the stash of ``interval``; -1 for none."""
         return self._stash_of.get(interval, (-1, -1))[0]
 
     def stashed(self, interval: int, epoch: int) -> tuple[Array, ...]:
-        """Return the weights of ``interval`` in ``epoch``: the latest ones at the first call, then the same.
-
-        Releases the stash of an earlier epoch, which must not be requested again.
-        """
+        # The first call in an epoch stashes the latest version, and releases that of an earlier epoch.
         if self.epoch_of(interval) != epoch:
             self._release(interval)
             self._stash_of[interval] = (epoch, self.latest)
@@ -368,13 +364,11 @@ class ParameterServer:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Numbers of the stored versions, ascending."""
         with self._lock:
             return self._versions.alive
 
     @property
     def stashes(self) -> dict[int, tuple[int, int]]:
-        """(epoch, version) by interval of this server."""
         with self._lock:
             return self._versions.stashes
 
@@ -384,7 +378,7 @@ class ParameterServer:
         return self._update.state
 
     def latest(self) -> tuple[Array, ...]:
-        """Return the latest weights, read-only, in the plan's order."""
+        """Return the latest weights, in the plan's order."""
         with self._lock:
             return self._versions.newest()
 
@@ -512,11 +506,7 @@ class ParameterServer:
         )
 
     def drain(self) -> None:
-        """Release all stashes; every interval must have finished the same epoch.
-
-        Raises:
-            ConfigError: gradients of a later epoch have arrived.
-        """
+        """Release all stashes; ConfigError unless every interval has finished the same epoch."""
         with self._lock:
             begun = [epoch for epoch, sums in self._sums.items() if not sums.is_empty]
             if begun or self._received:

@@ -389,22 +389,12 @@ class ParameterClient:
         return self._places.parameter_servers[int(self._plan.server_of_interval[interval])]
 
     def weights(self, key: TaskKey) -> list[Array]:
-        """Fetch the weights of a task that this rank runs itself.
-
-        Raises:
-            PeerError: the server is dead or silent.
-            RemoteError: the server rejected the call.
-        """
+        """Fetch the weights of a task that this rank runs itself; PeerError or RemoteError on failure."""
         rank = self.rank_of(key.interval)
         return self._rpc.call(rank, WEIGHTS_FOR_RANK, str(key), [], phase=DOWN, layer=key.step)
 
     def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> None:
-        """Send the gradients of a task that this rank ran itself; the arrays must not change afterwards.
-
-        Raises:
-            PeerError: the server is dead or silent.
-            RemoteError: the server rejected the call.
-        """
+        """Send the gradients of a task that this rank ran itself; the arrays must not change afterwards."""
         rank = self.rank_of(key.interval)
         self._rpc.call(rank, GRADIENTS_OF_RANK, str(key), arrays, phase=UP, layer=key.step)
 

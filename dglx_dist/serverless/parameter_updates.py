@@ -216,13 +216,7 @@ class Update(ABC):
 
 @final
 class SgdUpdate(Update):
-    """``torch.optim.SGD``.
-
-    Args:
-        names: See :class:`Update`.
-        settings: One per name; None: the weight stays unchanged.
-        state: See :class:`Update`.
-    """
+    """``torch.optim.SGD``; ``settings`` has one entry per name, None for weights that stay unchanged."""
 
     state_keys = ("momentum_buffer",)
 
@@ -256,14 +250,7 @@ class SgdUpdate(Update):
 
 @final
 class AdamUpdate(Update):
-    """``torch.optim.Adam`` and ``AdamW``.
-
-    Args:
-        names: See :class:`Update`.
-        settings: One per name; None: the weight stays unchanged.
-        state: See :class:`Update`.
-        root: The square root; torch's gives torch's bits.
-    """
+    """``torch.optim.Adam`` and ``AdamW``; ``settings`` as in SgdUpdate, ``root`` is the square root."""
 
     state_keys = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

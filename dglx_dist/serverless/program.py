@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import NoReturn, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.json_fields import Fields, Json, read_json, write_json
+from dglx_dist.serverless.json_fields import Fields, read_json, write_json
 from dglx_dist.serverless.stages.base import (
     MAX_WIDTH,
     Config,
@@ -245,32 +245,7 @@ _LONGEST = 512
 """Characters of a name; :func:`check_steps` is stricter."""
 
 
-def _step_as_json(step: Step) -> Json:
-    if isinstance(step, Gather):
-        output = _slot_as_json(step.output)
-        return {
-            "kind": "gather", "name": step.name, "source": step.source, "output": output, "edges": step.edges
-        }  # fmt: skip
-    if isinstance(step, Scatter):
-        return {"kind": "scatter", "name": step.name, "slots": list(step.slots)}
-    shared: dict[str, Json] = {"name": step.name, "stage": step.stage, "config": step.config}
-    if isinstance(step, Vertex):
-        outputs: list[Json] = [_slot_as_json(slot) for slot in step.outputs]
-        own: dict[str, Json] = {
-            "kind": "vertex", "inputs": list(step.inputs), "outputs": outputs, "weights": list(step.weights)
-        }  # fmt: skip
-    else:
-        output = _slot_as_json(step.output)
-        own = {"kind": "edge", "sources": step.sources, "targets": step.targets, "output": output}
-    return shared | own
-
-
-def _slot_as_json(slot: Slot) -> dict[str, Json]:
-    return {"name": slot.name, "width": slot.width}
-
-
 def _read_step(given: object, index: int) -> Step:
-    """Read the result of :func:`_step_as_json`; ConfigError if a field is missing, unknown or wrong."""
     fields = Fields(given, f"step {index} of a program")
     kind = fields.choice("kind", tuple(_READERS))
     step = _READERS[kind](fields, fields.text("name", _LONGEST))
@@ -381,7 +356,7 @@ class Program:
         scalars = {
             name: getattr(self, name) for name in ("features", "classes", "num_train", "dtype", "loss")
         }
-        steps: list[Json] = [_step_as_json(step) for step in self.steps]
+        steps = [{"kind": type(step).__name__.lower(), **asdict(step)} for step in self.steps]
         return write_json({"version": _VERSION, "steps": steps, **scalars})
 
     @classmethod

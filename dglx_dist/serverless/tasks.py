@@ -12,7 +12,7 @@ import functools
 import importlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, final
 
@@ -33,7 +33,6 @@ _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _KEY = re.compile(rf"r{_NUMBER}\.e{_NUMBER}\.s(0|[1-9][0-9]{{0,3}})\.i{_NUMBER}\.(fb|f|b)")
 _ATTEMPT = re.compile(r"0|[1-9][0-9]{0,5}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_RECORDS = ("graph_server", "parameter_server", "secrets", "options")
 
 
 class Direction(str, Enum):
@@ -191,13 +190,8 @@ class Task:
         return replace(self, attempt=self.attempt + 1)
 
     def to_event(self) -> bytes:
-        """Return the task as JSON.
-
-        Raises:
-            ConfigError: it is larger than 256 KB, or a field is out of bounds.
-        """
-        parts = {name: dict(vars(value)) for name, value in vars(self).items() if name in _RECORDS}
-        event = write_json({**vars(self), **parts, "version": _VERSION, "key": str(self.key)})
+        """Return the task as JSON; ConfigError if it is larger than 256 KB or a field is out of bounds."""
+        event = write_json({**asdict(self), "version": _VERSION, "key": str(self.key)})
         Task.from_event(event)
         return event
 
@@ -314,11 +308,7 @@ class Item:
 
 
 def pulled_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
-    """Return the arrays that a task of ``step`` pulls from its graph server per half.
-
-    Raises:
-        ConfigError: workers do not run such a step in this direction.
-    """
+    """Return the arrays that a task of ``step`` pulls from its graph server per half."""
     found = program.steps[step]
     indptr = Item(Role.INDPTR, Per.BOUND, "int64")
     if isinstance(found, Edge):
@@ -340,9 +330,6 @@ def given_items(program: Program, step: int, direction: Direction, rematerialise
     """Return the arrays that a task of ``step`` sends to its graph server per half.
 
     Input gradients are sent only for slots in ``program.trained``, in the order of the step's inputs.
-
-    Raises:
-        ConfigError: workers do not run such a step in this direction.
     """
     found = program.steps[step]
     if isinstance(found, Edge):
@@ -367,7 +354,7 @@ def half_rows(rows: int, half: int) -> slice:
 
 
 def take_half(items: Sequence[Item], arrays: Sequence[Array], rows: int, half: int) -> list[Array]:
-    """Return half 0 or 1 of the arrays of a task of ``rows`` rows; views, except for indptr."""
+    """Return half 0 or 1 of a task's arrays; views, except for indptr."""
     nodes = half_rows(rows, half)
     bounds = [array for item, array in zip(items, arrays, strict=True) if item.role is Role.INDPTR]
     edges = slice(int(bounds[0][nodes.start]), int(bounds[0][nodes.stop])) if bounds else slice(0, 0)
@@ -601,7 +588,6 @@ class Work:
 
 
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
-    """Return the sums of the weights' gradients of both halves, in this order."""
     return tuple(one + other for one, other in zip(first, second, strict=True))
 
 

@@ -254,11 +254,7 @@ class Exchange:
         self._halves: list[Answer | None] = [None, None]
 
     def program(self) -> bytes:
-        """Fetch the program's JSON, and report this worker's numerical kernels.
-
-        Raises:
-            ConfigError: the answer is something else.
-        """
+        """Fetch the program's JSON, and report this worker's numerical kernels."""
         arrays = self._from_graph_server(PROGRAM, kernels()).wait(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
             raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
@@ -276,11 +272,7 @@ class Exchange:
         self._halves[half] = self._from_graph_server(PULL, half_name(self._task.key, half))
 
     def half(self, half: int) -> list[Array]:
-        """Return the requested rows as soon as the graph server has them.
-
-        Raises:
-            PeerError: it does not have them within the time limit.
-        """
+        """Wait for the requested rows; PeerError if the graph server does not have them in time."""
         task, asked = self._task, self._halves[half]
         assert asked is not None
         asked_at = time.monotonic()
@@ -486,11 +478,7 @@ _MAX_BYTES, _MAX_PATH = 64 * 1024, 1024
 
 
 def register_packaged_stages() -> None:
-    """Register the stages of ``STAGES_FILE``, if there is one.
-
-    Raises:
-        ConfigError: the file is invalid, or a stage does not exist.
-    """
+    """Register the stages of ``STAGES_FILE``, if it exists; ConfigError if it is invalid."""
     file = Path(dglx_dist.__file__).parent.parent / STAGES_FILE
     if not file.is_file():
         return

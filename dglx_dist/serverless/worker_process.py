@@ -191,18 +191,12 @@ class Setup:
     bytes_per_s: float | None = None
     """Network rate in each direction; None: no limit."""
 
-    def as_json(self) -> dict[str, Json]:
-        return dict(vars(self))
-
     @classmethod
-    def read(cls, given: object) -> Setup:
-        """Read :meth:`as_json`; ConfigError if a field is unknown or out of bounds."""
-        fields = Fields(given, "a worker's setup")
+    def read(cls, fields: Fields) -> Setup:
         share = fields.maybe("cpu_share", lambda name: fields.number(name, MIN_SHARE, 1), None)
         rate = fields.maybe(
             "bytes_per_s", lambda name: fields.number(name, MIN_BYTES_PER_S, MAX_BYTES_PER_S), None
         )
-        fields.end()
         return cls(cpu_share=share, bytes_per_s=rate)
 
 
@@ -213,7 +207,9 @@ def main() -> None:
     # Output that a user's stage prints must not mix with the answers.
     os.dup2(2, 1)
     threading.Thread(target=_read, args=(sys.stdin.buffer, lines), name="dglx-input", daemon=True).start()
-    process = _Process(Setup.read(read_json(lines.get(), _LONGEST_LINE, "a worker's setup")))
+    fields = Fields(read_json(lines.get(), _LONGEST_LINE, "a worker's setup"), "a worker's setup")
+    process = _Process(Setup.read(fields))
+    fields.end()
     register_packaged_stages()
     while True:
         answers.write(write_json(process.answer(lines.get())) + b"\n")

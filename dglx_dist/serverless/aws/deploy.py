@@ -71,12 +71,7 @@ class Step:
 
 
 def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
-    """Run ``steps`` in order; announce each one with ``say``.
-
-    Raises:
-        ConfigError, PeerError: AWS rejects a step or is unreachable; later steps are not run. The next
-            deployment starts with what is missing.
-    """
+    # After an error, the next deployment resumes with what is missing.
     for step in steps:
         say(step.text)
         with explained(f"could not {step.text}"):
@@ -106,28 +101,24 @@ class Role:
 
     def __init__(self, deployment: Deployment) -> None:
         given = deployment.role
-        self._arn = given if given is not None and given.startswith("arn:") else None
+        self.arn = given if given is not None and given.startswith("arn:") else None
+        """None until the role is created."""
         self._name = given or own_role(deployment.name)
         self._function = deployment.name
         self.steps: list[Step] = []
         """Steps that create it and attach its policy."""
-        if self._arn is not None:
+        if self.arn is not None:
             return
         self._iam = deployment.place.client("iam")
         found = find_role(self._iam, self._name)
         if found is not None:
-            self._arn = str(found["Arn"])
+            self.arn = str(found["Arn"])
         elif given is not None:
             raise ConfigError(f"there is no role {given!r}; name an existing one, or none to create one")
         else:
             self.steps.append(Step(f"create the role {self._name}", self._create))
         if given is None:
             self._own_policy(VPC_POLICY if deployment.subnets else LOG_POLICY, found)
-
-    @property
-    def arn(self) -> str | None:
-        """None until the role is created."""
-        return self._arn
 
     def _own_policy(self, policy: str, found: dict[str, object] | None) -> None:
         if found is not None:
@@ -143,7 +134,7 @@ class Role:
             Description=f"Workers of dglx_dist: function {self._function}",
             Tags=[{"Key": TAG, "Value": self._function}],
         )
-        self._arn = str(made["Role"]["Arn"])
+        self.arn = str(made["Role"]["Arn"])
 
     def _attach(self, policy: str) -> None:
         self._iam.attach_role_policy(RoleName=self._name, PolicyArn=policy)
@@ -154,11 +145,7 @@ def own_role(function: str) -> str:
 
 
 def steps_to_remove(iam: Client, function: str) -> list[Step]:
-    """Return the steps that remove the role created for ``function``; [] if there is none.
-
-    Raises:
-        ConfigError, PeerError: AWS rejects the query or is unreachable.
-    """
+    """Return the steps that remove the role created for ``function``; [] if there is none."""
     name = own_role(function)
     found = find_role(iam, name)
     if found is None or _owner(found) != function:
@@ -222,11 +209,7 @@ class Compiled:
 
 
 def compiled_of(package: Path) -> Compiled:
-    """Read the requirements of the zip ``package``.
-
-    Raises:
-        ConfigError: it is not a zip, or contains files for several Python versions or processors.
-    """
+    """Read the requirements of the zip ``package``; ConfigError if they are contradictory."""
     pythons, machines, needed = set[int](), set[str](), set[int]()
     aws_name = {machine: name for name, machine in ARCHITECTURES.items()}
     try:
@@ -282,11 +265,7 @@ def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
 
 
 def what_aws_lacks(package: Path) -> str:
-    """Return why AWS cannot load the libraries of ``package`` and the remedy; "" if it can.
-
-    Raises:
-        ConfigError: as :func:`compiled_of`.
-    """
+    """Return why AWS cannot load the libraries of ``package`` and the remedy; "" if it can."""
     compiled = compiled_of(package)
     has = _GLIBC_OF_AMAZON[(compiled.python or _AMAZON_2023) >= _AMAZON_2023]
     if compiled.glibc is None or compiled.glibc <= has:
@@ -490,11 +469,7 @@ class Function:
 
 
 def find_function(client: Client, name: str) -> Found | None:
-    """Return AWS's description of the function ``name``; None if it does not exist.
-
-    Raises:
-        ConfigError, PeerError: AWS rejects the query or is unreachable.
-    """
+    """Return AWS's description of the function ``name``; None if it does not exist."""
     with explained(f"could not look for the function {name}"):
         try:
             found: Found = client.get_function(FunctionName=name)
@@ -740,21 +715,14 @@ def deploy(deployment: Deployment, say: Callable[[str], None]) -> tuple[str, ...
 
 
 def plan_removal(name: str, place: Place) -> tuple[str, ...]:
-    """Return what :func:`remove` would do; () if there is no such function.
-
-    Raises:
-        ConfigError, PeerError: as :func:`plan`.
-    """
+    """Return the changes that :func:`remove` would make; errors as :func:`plan`."""
     return tuple(step.text for step in _removal(name, place))
 
 
 def remove(name: str, place: Place, say: Callable[[str], None]) -> tuple[str, ...]:
     """Delete the function ``name``, the role created for it, and its log; return the changes.
 
-    A role given by the user, and packages in S3, stay.
-
-    Raises:
-        ConfigError, PeerError: as :func:`deploy`.
+    A role given by the user, and packages in S3, stay. Errors as :func:`deploy`.
     """
     steps = _removal(name, place)
     carry_out(steps, say)

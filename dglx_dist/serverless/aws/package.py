@@ -28,11 +28,7 @@ _MAX_OUTPUT = 2000
 
 
 def library_folder(name: str) -> Path:
-    """Return the folder of an installed package.
-
-    Raises:
-        ConfigError: it is not installed as a folder.
-    """
+    """Return the folder of an installed library; ConfigError if it is not installed as a folder."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{name} is not installed as a package folder; pip install {LIBRARIES[name]}")
@@ -40,11 +36,7 @@ def library_folder(name: str) -> Path:
 
 
 def installed_files() -> Iterator[tuple[str, Path]]:
-    """Yield (name in the package, file) of the libraries installed here, licences included.
-
-    Raises:
-        ConfigError: a library is not installed as a folder.
-    """
+    """Yield (name in the package, file) of the libraries installed here, licences included."""
     for name, project in LIBRARIES.items():
         library = library_folder(name)
         site = library.parent
@@ -56,11 +48,7 @@ def installed_files() -> Iterator[tuple[str, Path]]:
 
 
 def wheel_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (name in the package, content) of the wheels in ``folder``, licences included.
-
-    Raises:
-        ConfigError: there is not exactly one wheel of each library.
-    """
+    """Yield (name in the package, content) of the wheels in ``folder``, one per library, with licences."""
     for project in LIBRARIES.values():
         wheels = sorted(folder.glob(f"{project}-*.whl"))
         if len(wheels) != 1:
@@ -200,11 +188,7 @@ def package_root() -> Path:
 
 
 def worker_files(root: Path) -> tuple[str, ...]:
-    """Return the sorted paths below ``root``, the folder of ``dglx_dist``, of all modules of a worker.
-
-    Raises:
-        ConfigError: an entry module is missing.
-    """
+    """Return the sorted paths below ``root``, the folder of ``dglx_dist``, of all modules of a worker."""
     stages = [f"{_STAGES}/{path.name}" for path in (root / _STAGES).glob("*.py")]
     pending = [*stages, *(_file_of(root, name) or _missing(root, name) for name in ENTRIES)]
     found: set[str] = set()

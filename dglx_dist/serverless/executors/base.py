@@ -125,6 +125,12 @@ class Executor(ABC):
 
 
 _ANY = "any"
+DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
+
+
+def read_memory_mb(fields: Fields) -> int:
+    """Read the option ``memory_mb``, for the bill; 192 by default, as in the paper."""
+    return fields.maybe("memory_mb", lambda name: fields.whole(name, 1, MAX_MEMORY_MB), DEFAULT_MEMORY_MB)
 
 
 @final
@@ -145,11 +151,7 @@ class Faults:
 
     @classmethod
     def read(cls, given: object) -> Faults:
-        """Read the option ``faults``, an object with these fields.
-
-        Raises:
-            ConfigError: a field is unknown or out of bounds, or the shares add up to more than 1.
-        """
+        """Read the option ``faults``, an object with these fields; ConfigError if it is invalid."""
         fields = Fields(given, "option 'faults'")
         shares = [
             fields.maybe(name, lambda name: fields.number(name, 0, 1), 0.0)
@@ -170,7 +172,7 @@ class Faults:
         return faults
 
     def draw(self, key: TaskKey, attempt: int) -> tuple[Fault | None, int]:
-        """Return the fault of an attempt, and how often it is invoked, 1 or 2."""
+        """Return the fault of an attempt, and the number of its invocations, 1 or 2."""
         digest = hashlib.sha256(f"{self.seed}/{key}/{attempt}".encode()).digest()
         draw = int.from_bytes(digest[:6], "little") / (1 << 48)
         places = list(TaskPhase) if self.place == _ANY else [TaskPhase(self.place)]
@@ -198,11 +200,7 @@ class Latency:
 
     @classmethod
     def read(cls, fields: Fields) -> Latency | None:
-        """Read the options ``latency_s``, the median, and ``latency_sigma``; None without latency_s.
-
-        Raises:
-            ConfigError: one is out of bounds, or ``latency_sigma`` is given without ``latency_s``.
-        """
+        """Read the options ``latency_s``, the median, and ``latency_sigma``; None without latency_s."""
         median_s = fields.maybe("latency_s", lambda name: fields.number(name, 0, MAX_SECONDS), None)
         sigma = fields.maybe("latency_sigma", lambda name: fields.number(name, 0, _MAX_SIGMA), None)
         if median_s is None:

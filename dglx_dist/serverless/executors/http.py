@@ -21,12 +21,12 @@ from dglx_dist.serverless.executors.base import (
     PoolExecutor,
     PoolPlan,
     WorkerHandle,
+    read_memory_mb,
 )
 from dglx_dist.serverless.json_fields import Fields, printable
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault
 
-DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
 _TIMEOUT_S, _MAX_TIMEOUT_S = 60.0, 3600.0
 _SHOWN = 500
 _MAX_HEADERS, _LONGEST = 32, 4096
@@ -55,9 +55,7 @@ class HttpExecutor(PoolExecutor):
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'http'", hidden=True)
-        memory_mb = fields.maybe(
-            "memory_mb", lambda name: fields.whole(name, 1, MAX_MEMORY_MB), DEFAULT_MEMORY_MB
-        )
+        memory_mb = read_memory_mb(fields)
         target = _read_target(fields)
         fields.end()
         self._pool = Pool(

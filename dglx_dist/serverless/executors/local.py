@@ -26,11 +26,12 @@ from dglx_dist.serverless.executors.base import (
     PoolExecutor,
     PoolPlan,
     WorkerHandle,
+    read_memory_mb,
 )
 from dglx_dist.serverless.json_fields import Fields, write_json
 from dglx_dist.serverless.tasks import Task
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, STAGES_FILE, WorkerAnswer
-from dglx_dist.serverless.worker_process import MAX_BYTES_PER_S, MIN_BYTES_PER_S, MIN_SHARE, Fault, Setup
+from dglx_dist.serverless.worker_process import Fault, Setup
 
 _PREFIX = "dglx-worker"
 
@@ -88,7 +89,6 @@ def make_tree(folder: Path, stages: Mapping[str, str]) -> None:
     (folder / STAGES_FILE).write_bytes(write_json(dict(stages)))
 
 
-DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
 _BOOT = """
 import sys
 sys.path.insert(0, sys.argv.pop())
@@ -138,15 +138,8 @@ class LocalExecutor(PoolExecutor):
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'local'")
-        memory_mb = fields.maybe(
-            "memory_mb", lambda name: fields.whole(name, 1, MAX_MEMORY_MB), DEFAULT_MEMORY_MB
-        )
-        setup = Setup(
-            cpu_share=fields.maybe("cpu_share", lambda name: fields.number(name, MIN_SHARE, 1), None),
-            bytes_per_s=fields.maybe(
-                "bytes_per_s", lambda name: fields.number(name, MIN_BYTES_PER_S, MAX_BYTES_PER_S), None
-            ),
-        )
+        memory_mb = read_memory_mb(fields)
+        setup = Setup.read(fields)
         faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)
         latency = Latency.read(fields)
         fields.end()
@@ -222,7 +215,7 @@ class _Process(WorkerHandle):
                 env={**arithmetic_variables(), **_ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C is for the graph server; workers end with it
             )
-        _write(self._process, write_json(self._limited(self._process).as_json()) + b"\n")
+        _write(self._process, write_json(vars(self._limited(self._process))) + b"\n")
         return self._process
 
     def _limited(self, process: subprocess.Popen[bytes]) -> Setup:

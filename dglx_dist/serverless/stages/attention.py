@@ -16,8 +16,9 @@ from dglx_dist.serverless.stages.base import (
     EdgeStage,
     Forward,
     LeakyRelu,
+    ShapedStage,
     Shapes,
-    VertexStage,
+    StageShapes,
     column_sums,
     is_wanted,
     read_activation,
@@ -43,9 +44,6 @@ class Heads:
     Args:
         fields: ``heads``, ``width``: columns of one head; ``bias``, ``residual``: flags; ``merge``:
             ``flatten`` or ``mean``; ``activation``; ``after``: the activation after the merge.
-
-    Raises:
-        ConfigError: a field is missing or wrong.
     """
 
     def __init__(self, fields: Fields) -> None:
@@ -103,9 +101,6 @@ class AttentionEdges(EdgeStage):
 
     Args:
         config: ``heads`` K; ``slope`` of the leaky ReLU.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
@@ -155,7 +150,7 @@ def _segments(indptr: Array, degrees: Array) -> tuple[Array, Array]:
 
 
 @final
-class AttentionFinish(VertexStage):
+class AttentionFinish(ShapedStage):
     """The end of ``dgl.nn.GATConv``; see :class:`Heads`.
 
     Weights: ``bias`` (K x H,) if configured. Inputs: sums (n, K x H), residual (n, K x H) if configured.
@@ -163,31 +158,15 @@ class AttentionFinish(VertexStage):
 
     Args:
         config: The fields of Heads.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage attention_finish")
-        self._heads = Heads(fields)
+        self._heads = heads = Heads(fields)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        return {"bias": (self._heads.columns,)} if self._heads.bias else {}
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return self._heads.input_widths
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return (self._heads.merged_columns,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return ()  # recomputing additions is cheaper than moving their results
+        weights: Shapes = {"bias": (heads.columns,)} if heads.bias else {}
+        # Nothing is saved: recomputing additions is cheaper than moving their results.
+        self._shapes = StageShapes(weights, heads.input_widths, (heads.merged_columns,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         return Forward((self._heads.forward(weights, inputs),), ())
@@ -209,7 +188,7 @@ _RESIDUALS = ("none", "identity", "linear")
 
 
 @final
-class AttentionProject(VertexStage):
+class AttentionProject(ShapedStage):
     """The start of ``dgl.nn.GATConv``: z = h W^T, el = <z, attn_l>, er = <z, attn_r> per head.
 
     With ``before``, the stage first finishes the previous attention layer (see :class:`Heads`) to get h;
@@ -223,9 +202,6 @@ class AttentionProject(VertexStage):
     Args:
         config: ``in``, ``heads`` K, ``width`` H; ``before``: the fields of Heads, or null; ``residual``: none
             (default), identity or linear; ``residual_bias``: flag, false by default.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
@@ -239,32 +215,7 @@ class AttentionProject(VertexStage):
         self._residual_bias = fields.maybe("residual_bias", fields.flag, False)
         fields.end()
         self._check(fields)
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        matrix, vector = (self._columns, self._in), (1, self._heads, self._width)
-        shapes: Shapes = {}
-        if self._before is not None and self._before.bias:
-            shapes["before.bias"] = (self._before.columns,)
-        shapes |= {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
-        if self._projects_residual:
-            shapes["res_fc.weight"] = matrix
-        if self._residual_bias:
-            shapes["res_fc.bias"] = (self._columns,)
-        return shapes
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return (self._in,) if self._before is None else self._before.input_widths
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        widths = (self._columns, self._heads, self._heads)
-        return (*widths, self._columns) if self._has_residual else widths
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return (self._columns,)
+        self._shapes = self._make_shapes()
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         bias, (matrix, left, right), residual = self._split(weights)
@@ -305,6 +256,21 @@ class AttentionProject(VertexStage):
         dh = self._back_to_h(dz, gradients, matrix, residual)
         first = self._before.backward(bias, inputs, dh)
         return Backward(_wanted_only(first.inputs, wanted), (*first.bias, *d_weights))
+
+    def _make_shapes(self) -> StageShapes:
+        matrix, vector = (self._columns, self._in), (1, self._heads, self._width)
+        weights: Shapes = {}
+        if self._before is not None and self._before.bias:
+            weights["before.bias"] = (self._before.columns,)
+        weights |= {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
+        if self._projects_residual:
+            weights["res_fc.weight"] = matrix
+        if self._residual_bias:
+            weights["res_fc.bias"] = (self._columns,)
+        inputs = (self._in,) if self._before is None else self._before.input_widths
+        residual = (self._columns,) if self._has_residual else ()
+        outputs = (self._columns, self._heads, self._heads, *residual)
+        return StageShapes(weights, inputs, outputs, saved=(self._columns,))
 
     def _check(self, fields: Fields) -> None:
         if self._before is not None and self._before.merged_columns != self._in:

@@ -370,6 +370,37 @@ class VertexStage(Stage):
         """
 
 
+class StageShapes(NamedTuple):
+    """Shapes of a vertex stage; see the properties of :class:`VertexStage`."""
+
+    weights: Shapes
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    saved: tuple[int, ...] = ()
+
+
+class ShapedStage(VertexStage):
+    """Vertex stage whose constructor sets ``_shapes``."""
+
+    _shapes: StageShapes
+
+    @property
+    def weight_shapes(self) -> Shapes:
+        return self._shapes.weights
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        return self._shapes.inputs
+
+    @property
+    def output_widths(self) -> tuple[int, ...]:
+        return self._shapes.outputs
+
+    @property
+    def saved_widths(self) -> tuple[int, ...]:
+        return self._shapes.saved
+
+
 class EdgeStage(Stage):
     """ApplyEdge and its gradient, for the in-edges of n targets in CSC order.
 
@@ -522,12 +553,7 @@ def register_stage(name: str, stage: type[Stage] | str) -> None:
 
 
 def vertex_stage(name: str, config: Config) -> VertexStage:
-    """Create the vertex stage ``name``.
-
-    Raises:
-        UnknownNameError: it is not registered.
-        ConfigError: it is not a vertex stage, or ``config`` is invalid.
-    """
+    """Create the vertex stage ``name``; UnknownNameError or ConfigError if that is impossible."""
     stage = STAGES.get(name)(config)
     if not isinstance(stage, VertexStage):
         raise ConfigError(f"stage {name!r} is an edge stage; use a vertex stage such as 'dense' in this step")
@@ -535,12 +561,7 @@ def vertex_stage(name: str, config: Config) -> VertexStage:
 
 
 def edge_stage(name: str, config: Config) -> EdgeStage:
-    """Create the edge stage ``name``.
-
-    Raises:
-        UnknownNameError: it is not registered.
-        ConfigError: it is not an edge stage, or ``config`` is invalid.
-    """
+    """Create the edge stage ``name``; UnknownNameError or ConfigError if that is impossible."""
     stage = STAGES.get(name)(config)
     if not isinstance(stage, EdgeStage):
         raise ConfigError(f"stage {name!r} is a vertex stage; use an edge stage such as 'attention_edges'")

@@ -11,8 +11,9 @@ from dglx_dist.serverless.stages.base import (
     Backward,
     Config,
     Forward,
+    ShapedStage,
     Shapes,
-    VertexStage,
+    StageShapes,
     column_sums,
     is_wanted,
     read_activation,
@@ -21,7 +22,7 @@ from dglx_dist.serverless.stages.base import (
 
 
 @final
-class Dense(VertexStage):
+class Dense(ShapedStage):
     """h = activation(x W + b), as in ``dgl.nn.GraphConv``.
 
     Weights: ``weight`` (in, out), or (out, in) if transposed; ``bias`` (out,) if configured.
@@ -30,36 +31,18 @@ class Dense(VertexStage):
     Args:
         config: ``in``, ``out``: columns; ``bias``: flag; ``transposed``: flag, false by default;
             ``activation``: see read_activation.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage dense")
-        self._in, self._out = read_width(fields, "in"), read_width(fields, "out")
+        num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
         self._bias = fields.flag("bias")
         self._transposed = fields.maybe("transposed", fields.flag, False)
         self._activation = read_activation(fields)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        shape = (self._out, self._in) if self._transposed else (self._in, self._out)
-        bias: Shapes = {"bias": (self._out,)} if self._bias else {}
-        return {"weight": shape} | bias
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return (self._in,)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return (self._out,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return (self._out,)
+        shape = (num_out, num_in) if self._transposed else (num_in, num_out)
+        bias: Shapes = {"bias": (num_out,)} if self._bias else {}
+        self._shapes = StageShapes({"weight": shape} | bias, (num_in,), (num_out,), saved=(num_out,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         z = self._product(weights, inputs)
@@ -91,39 +74,22 @@ class Dense(VertexStage):
 
 
 @final
-class Rows(VertexStage):
+class Rows(ShapedStage):
     """h = activation(x + b), as in ``dgl.nn.GraphConv(weight=False)``.
 
     Weights: ``bias`` (width,) if configured. Inputs: x (n, width). Outputs: h (n, width). Saved: none.
 
     Args:
         config: ``width``: columns; ``bias``: flag; ``activation``: see read_activation.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage rows")
-        self._width, self._bias = read_width(fields, "width"), fields.flag("bias")
+        width, self._bias = read_width(fields, "width"), fields.flag("bias")
         self._activation = read_activation(fields)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        return {"bias": (self._width,)} if self._bias else {}
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return (self._width,)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return (self._width,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return ()  # recomputing an addition is cheaper than moving its result
+        # Nothing is saved: recomputing an addition is cheaper than moving its result.
+        self._shapes = StageShapes({"bias": (width,)} if self._bias else {}, (width,), (width,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         return Forward((self._activation.apply(self._sum(weights, inputs)),), ())
@@ -146,7 +112,7 @@ class Rows(VertexStage):
 
 
 @final
-class Sage(VertexStage):
+class Sage(ShapedStage):
     """h = activation(own W_self^T + b + around W_neigh^T), as in ``dgl.nn.SAGEConv`` with its mean.
 
     Weights: ``fc_self.weight`` (out, in), ``fc_neigh.weight`` (out, in), ``bias`` (out,) if configured.
@@ -155,35 +121,17 @@ class Sage(VertexStage):
 
     Args:
         config: ``in``, ``out``: columns; ``bias``: flag; ``activation``: see read_activation.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage sage")
-        self._in, self._out = read_width(fields, "in"), read_width(fields, "out")
+        num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
         self._bias = fields.flag("bias")
         self._activation = read_activation(fields)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        shape = (self._out, self._in)
-        bias: Shapes = {"bias": (self._out,)} if self._bias else {}
-        return {"fc_self.weight": shape, "fc_neigh.weight": shape} | bias
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return (self._in, self._in)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return (self._out,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return (self._out,)
+        weights: Shapes = {"fc_self.weight": (num_out, num_in), "fc_neigh.weight": (num_out, num_in)}
+        bias: Shapes = {"bias": (num_out,)} if self._bias else {}
+        self._shapes = StageShapes(weights | bias, (num_in, num_in), (num_out,), saved=(num_out,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         z = self._sum(weights, inputs)
