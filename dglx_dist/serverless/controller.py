@@ -25,6 +25,9 @@ MOST_WORKERS = 100
 WORKER_BYTES_PER_S = 25e6
 """200 Mbit/s: the share of a server's network per function, with 100 functions."""
 _LEAST_POWER = 1 / 16
+MAX_BACKOFF = 8.0
+_LEAST_PAUSE_S = 0.001
+_JOIN_TIMEOUT_S = 5.0
 
 
 @final
@@ -111,9 +114,6 @@ class Autotuner:
         self._direction = direction
 
 
-MAX_BACKOFF = 8.0
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class RelaunchRule:
@@ -164,9 +164,6 @@ class Durations:
         average, rule = self._average.get(kind), self._rule
         usual = rule.first_s if average is None else max(rule.least_s, rule.factor * average)
         return usual * min(2.0**attempt, MAX_BACKOFF)
-
-
-_LEAST_PAUSE_S = 0.001
 
 
 @final
@@ -370,9 +367,6 @@ class PendingTasks:
         elif work.running:
             self.num_early_running -= 1
         work.running = False
-
-
-_JOIN_TIMEOUT_S = 5.0
 
 
 @final

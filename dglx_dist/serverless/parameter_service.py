@@ -43,6 +43,9 @@ DOWN, UP, BETWEEN, CONTROL, READ = "weights_down", "weights_up", "parameter_sums
 _PAIR = re.compile(r"(0|[1-9][0-9]{0,8})/(0|[1-9][0-9]{0,5})")
 _STATE_DTYPES = ("float32", "float64")
 _MAX_TABLE_BYTES = 1 << 24
+log = logging.getLogger(__name__)
+_POLL_S, _PROBE_S, _NOTIFY_S, _JOIN_TIMEOUT_S = 1.0, 5.0, 2.0, 5.0
+_MAX_REASON = 1000
 
 
 def pair_name(number: int, server: int) -> str:
@@ -104,12 +107,6 @@ def _entries(table: bytes) -> list[tuple[str, str, list[int]]]:
             case _:
                 raise ConfigError(f"{where} has an invalid entry; run the same version everywhere")
     return entries
-
-
-log = logging.getLogger(__name__)
-
-_POLL_S, _PROBE_S, _NOTIFY_S, _JOIN_TIMEOUT_S = 1.0, 5.0, 2.0, 5.0
-_MAX_REASON = 1000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,9 @@ from dglx_dist.registry import did_you_mean
 _BLOCK = 1 << 13
 """Elements per block: about forty intermediate vectors of this length fit the cache."""
 _SPLITTER = float((1 << 27) + 1)
+S = TypeVar("S", "SgdSettings", "AdamSettings")
+_IGNORED_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+"""Choices of torch's kernels, and what learning-rate schedulers add to a group; they change no formula."""
 
 
 def fused_multiply_add(a: Array | float, b: Array, c: Array) -> Array:
@@ -86,12 +89,6 @@ def _odd_sum(a: Array, b: Array) -> Array:
     is_even = (total.view(np.int64) & 1) == 0
     toward = np.nextafter(total, np.copysign(np.inf, rest))
     return np.where((rest != 0) & is_even & np.isfinite(total), toward, total)
-
-
-S = TypeVar("S", "SgdSettings", "AdamSettings")
-
-_IGNORED_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Choices of torch's kernels, and what learning-rate schedulers add to a group; they change no formula."""
 
 
 @dataclass(frozen=True, kw_only=True)

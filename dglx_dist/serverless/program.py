@@ -26,6 +26,16 @@ FEATURES = "x"
 """Slot of the features; their ghost rows are fetched once, before the first epoch."""
 FIXED = "fixed:"
 """Prefix of names of constant edge values."""
+MAX_STEPS, MAX_SLOTS, MAX_WEIGHTS = 512, 16, 32
+"""Limits of a program's steps, and of the slots and weights of one step."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FIXED = re.compile(FIXED + r"(0|[1-9][0-9]{0,3})")
+_LONGEST = 512
+"""Characters of a name; :func:`check_steps` is stricter."""
+DTYPES, LOSSES = ("float32", "float64"), ("cross_entropy",)
+MAX_TRAIN = 1 << 40
+MAX_PROGRAM_BYTES = 1 << 20
+_VERSION = 1
 
 
 @final
@@ -111,12 +121,6 @@ def outputs_of(step: Step) -> tuple[Slot, ...]:
     if isinstance(step, Vertex):
         return step.outputs
     return () if isinstance(step, Scatter) else (step.output,)
-
-
-MAX_STEPS, MAX_SLOTS, MAX_WEIGHTS = 512, 16, 32
-"""Limits of a program's steps, and of the slots and weights of one step."""
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_FIXED = re.compile(FIXED + r"(0|[1-9][0-9]{0,3})")
 
 
 def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
@@ -241,10 +245,6 @@ def _bounds(what: str, value: int, high: int) -> None:
         raise ConfigError(f"the {what} of a program is {value!r}; give a whole number from 1 to {high}")
 
 
-_LONGEST = 512
-"""Characters of a name; :func:`check_steps` is stricter."""
-
-
 def _read_step(given: object, index: int) -> Step:
     fields = Fields(given, f"step {index} of a program")
     kind = fields.choice("kind", tuple(_READERS))
@@ -313,12 +313,6 @@ def _read_slot(given: object, where: str) -> Slot:
     slot = Slot(fields.text("name", _LONGEST), fields.whole("width", 1, MAX_WIDTH))
     fields.end()
     return slot
-
-
-DTYPES, LOSSES = ("float32", "float64"), ("cross_entropy",)
-MAX_TRAIN = 1 << 40
-MAX_PROGRAM_BYTES = 1 << 20
-_VERSION = 1
 
 
 @final

@@ -40,6 +40,17 @@ from dglx_dist.serverless.tasks import (
 
 MAX_ANSWER_BYTES = 64 * 1024
 _LONGEST_ERROR = 4000
+_IDLE_S = 5.0
+"""Connections idle for longer are reopened: a function's container is frozen between invocations, and its
+peers have dropped a silent connection by then."""
+PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
+"""Operations of graph servers; see :class:`Exchange`."""
+WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
+"""Operations of parameter servers."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
+STAGES_FILE = "dglx_stages.json"
+"""File beside the package ``dglx_dist``: name of each user's stage to its ``module:Class``."""
+_MAX_BYTES, _MAX_PATH = 64 * 1024, 1024
 
 
 @final
@@ -77,11 +88,6 @@ class WorkerAnswer:
         )
         fields.end()
         return answer
-
-
-_IDLE_S = 5.0
-"""Connections idle for longer are reopened: a function's container is frozen between invocations, and its
-peers have dropped a silent connection by then."""
 
 
 class Answer(Protocol):
@@ -229,14 +235,6 @@ class _Connections:
 
 def _bytes(text: str | None) -> bytes | None:
     return None if text is None else text.encode()
-
-
-PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
-"""Operations of graph servers; see :class:`Exchange`."""
-WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
-"""Operations of parameter servers."""
-
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
 
 
 @final
@@ -470,11 +468,6 @@ def _request_first(work: Work, exchange: Exchange) -> None:
 
 def _sends_early(task: Task, half: int) -> bool:
     return half == 0 and task.options.streaming and task.key.direction is Direction.FORWARD
-
-
-STAGES_FILE = "dglx_stages.json"
-"""File beside the package ``dglx_dist``: name of each user's stage to its ``module:Class``."""
-_MAX_BYTES, _MAX_PATH = 64 * 1024, 1024
 
 
 def register_packaged_stages() -> None:

@@ -32,6 +32,13 @@ from dglx_dist.serverless.worker import (
     register_packaged_stages,
 )
 
+MAX_SECONDS = 3600.0
+_PIECE_S, _BURST_S, _CONNECT_S = 0.002, 0.002, 10.0
+_LEAST_PIECE, _MOST_PIECE = 1024, 64 * 1024
+_LONGEST_LINE = MAX_EVENT_BYTES + 4096
+_POLL_MS = 500
+MIN_SHARE, MIN_BYTES_PER_S, MAX_BYTES_PER_S = 0.001, 1e3, 1e12
+
 
 @final
 class CpuThrottle:
@@ -53,9 +60,6 @@ class CpuThrottle:
         used_s = time.process_time()
         time.sleep((used_s - self._used_s) * self._rest_per_s)
         self._used_s = used_s
-
-
-MAX_SECONDS = 3600.0
 
 
 @final
@@ -101,10 +105,6 @@ class FaultInjector:
         if fault.seconds is None:
             self._die()
         time.sleep(fault.seconds)
-
-
-_PIECE_S, _BURST_S, _CONNECT_S = 0.002, 0.002, 10.0
-_LEAST_PIECE, _MOST_PIECE = 1024, 64 * 1024
 
 
 @final
@@ -174,11 +174,6 @@ def _forward(source: socket.socket, target: socket.socket, limiter: _RateLimiter
 
 def _start(target: object, *args: object) -> None:
     threading.Thread(target=target, args=args, name="dglx-relay", daemon=True).start()  # type: ignore[arg-type]
-
-
-_LONGEST_LINE = MAX_EVENT_BYTES + 4096
-_POLL_MS = 500
-MIN_SHARE, MIN_BYTES_PER_S, MAX_BYTES_PER_S = 0.001, 1e3, 1e12
 
 
 @final

@@ -24,6 +24,18 @@ _FORBIDDEN = (
     *("AccessDeniedException", "AccessDenied", "UnrecognizedClientException", "InvalidClientTokenId"),
     *("SignatureDoesNotMatch", "InvalidSignatureException", "ExpiredTokenException", "ExpiredToken"),
 )
+HANDLER = "dglx_dist.serverless.aws.function.handler"
+TAG = "dglx_dist"
+"""Marks resources created by dglx; others are never changed or removed."""
+MAX_DIRECT_BYTES = 50 * 1024 * 1024
+"""A larger package is uploaded by S3."""
+MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
+EVENT_AGE_S = 60
+"""An event that waits longer is dropped: by then the controller has sent another attempt."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_RUNTIME = re.compile(r"python3\.[0-9]{1,2}")
+ARCHITECTURES = {"x86_64": "x86_64", "arm64": "aarch64"}
+"""AWS's name of a processor to the name in compiled files."""
 
 
 @final
@@ -113,21 +125,6 @@ def explained(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}") from error
     except (boto.BotoCoreError, ValueError) as error:
         raise ConfigError(f"{what}: {error}") from error
-
-
-HANDLER = "dglx_dist.serverless.aws.function.handler"
-TAG = "dglx_dist"
-"""Marks resources created by dglx; others are never changed or removed."""
-MAX_DIRECT_BYTES = 50 * 1024 * 1024
-"""A larger package is uploaded by S3."""
-MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
-EVENT_AGE_S = 60
-"""An event that waits longer is dropped: by then the controller has sent another attempt."""
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_RUNTIME = re.compile(r"python3\.[0-9]{1,2}")
-ARCHITECTURES = {"x86_64": "x86_64", "arm64": "aarch64"}
-"""AWS's name of a processor to the name in compiled files."""
 
 
 @final

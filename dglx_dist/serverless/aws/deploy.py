@@ -59,6 +59,29 @@ from dglx_dist.serverless.tasks import (
 )
 from dglx_dist.serverless.worker import WorkerAnswer
 
+_MANAGED = "arn:aws:iam::aws:policy/service-role/"
+LOG_POLICY = f"{_MANAGED}AWSLambdaBasicExecutionRole"
+VPC_POLICY = f"{_MANAGED}AWSLambdaVPCAccessExecutionRole"
+"""LOG_POLICY plus the network interfaces of a function in a VPC."""
+_TRUST = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    ],
+}
+_COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.so$")
+_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
+_AMAZON_2023 = 12
+"""First minor version of Python whose runtime is Amazon Linux 2023; older ones run on Amazon Linux 2."""
+_GLIBC_OF_AMAZON = {False: 26, True: 34}
+ACTIVE_WITHIN_S = 300.0
+"""Creating network interfaces in a VPC takes a minute or two the first time."""
+ROLE_KNOWN_WITHIN_S = 60.0
+_PAUSE_S = 1.0
+ROWS, FEATURES_IN, CLASSES = 101, 16, 4
+TASK_TIMEOUT_S = 20.0
+_MAX_LOG = 1500
+
 
 @final
 @dataclass(frozen=True)
@@ -76,18 +99,6 @@ def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
         say(step.text)
         with explained(f"could not {step.text}"):
             step.act()
-
-
-_MANAGED = "arn:aws:iam::aws:policy/service-role/"
-LOG_POLICY = f"{_MANAGED}AWSLambdaBasicExecutionRole"
-VPC_POLICY = f"{_MANAGED}AWSLambdaVPCAccessExecutionRole"
-"""LOG_POLICY plus the network interfaces of a function in a VPC."""
-_TRUST = {
-    "Version": "2012-10-17",
-    "Statement": [
-        {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
-    ],
-}
 
 
 @final
@@ -188,13 +199,6 @@ def _owner(found: dict[str, object]) -> object:
     return next((tag["Value"] for tag in listed if tag["Key"] == TAG), None)
 
 
-_COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.so$")
-_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
-_AMAZON_2023 = 12
-"""First minor version of Python whose runtime is Amazon Linux 2023; older ones run on Amazon Linux 2."""
-_GLIBC_OF_AMAZON = {False: 26, True: 34}
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
@@ -278,11 +282,6 @@ def what_aws_lacks(package: Path) -> str:
 
 Found: TypeAlias = Mapping[str, Any]
 """AWS's description of a function, as boto3 returns it."""
-
-ACTIVE_WITHIN_S = 300.0
-"""Creating network interfaces in a VPC takes a minute or two the first time."""
-ROLE_KNOWN_WITHIN_S = 60.0
-_PAUSE_S = 1.0
 
 
 @final
@@ -493,11 +492,6 @@ def _now(configuration: Found, name: str) -> object:
         return value
     vpc = value or {}
     return {key: sorted(vpc.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
-
-
-ROWS, FEATURES_IN, CLASSES = 101, 16, 4
-TASK_TIMEOUT_S = 20.0
-_MAX_LOG = 1500
 
 
 @final

@@ -34,6 +34,10 @@ _INIT = re.compile(r"Init Duration: [0-9.]+ ms")
 _END_S = 5.0
 _LOOK_BACK_MS = 60_000
 """Containers write their logs with any delay, and their timestamps are by AWS's clock."""
+MAX_REQUESTS = 32
+"""Concurrent requests; each returns as soon as AWS has accepted the event."""
+_LONGEST = 1024
+_READ_LOG_EVERY_S = 5.0
 
 
 @final
@@ -134,12 +138,6 @@ class ReportReader:
             if report is not None and report.request in self._waited:
                 self._waited.remove(report.request)
                 self._found.append(report.invocation)
-
-
-MAX_REQUESTS = 32
-"""Concurrent requests; each returns as soon as AWS has accepted the event."""
-_LONGEST = 1024
-_READ_LOG_EVERY_S = 5.0
 
 
 @final

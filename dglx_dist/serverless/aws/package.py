@@ -25,6 +25,12 @@ LIBRARIES = {"numpy": "numpy", "zmq": "pyzmq"}
 _UNUSED_FOLDERS = {"tests", "__pycache__", "include", "f2py", "_examples", "distutils"}
 _UNUSED_ENDINGS = (".pyi", ".pyc", ".pxd", ".pyx", ".h", ".c", ".a", ".lib")
 _MAX_OUTPUT = 2000
+ENTRIES = ("dglx_dist.serverless.aws.function", "dglx_dist.serverless.worker_process")
+_STAGES = "dglx_dist/serverless/stages"
+"""The registry names these modules in strings, so no import leads to them."""
+_DATE = (1980, 1, 1, 0, 0, 0)
+_MODE = 0o100644 << 16
+_LEVEL = 6
 
 
 def library_folder(name: str) -> Path:
@@ -177,11 +183,6 @@ def _path_of(name: str, path: str) -> Path:
     return Path(str(spec.origin))
 
 
-ENTRIES = ("dglx_dist.serverless.aws.function", "dglx_dist.serverless.worker_process")
-_STAGES = "dglx_dist/serverless/stages"
-"""The registry names these modules in strings, so no import leads to them."""
-
-
 def package_root() -> Path:
     """Return the folder that contains ``dglx_dist``."""
     return Path(dglx_dist.__file__).parent.parent
@@ -227,11 +228,6 @@ def _file_of(root: Path, name: str) -> str | None:
 
 def _missing(root: Path, name: str) -> str:
     raise ConfigError(f"{root} has no module {name}; install dglx_dist completely")
-
-
-_DATE = (1980, 1, 1, 0, 0, 0)
-_MODE = 0o100644 << 16
-_LEVEL = 6
 
 
 @final

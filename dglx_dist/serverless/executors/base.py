@@ -25,6 +25,14 @@ from dglx_dist.serverless.tasks import Task, TaskKey
 from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
 from dglx_dist.serverless.worker_process import MAX_SECONDS, Fault
 
+_ANY = "any"
+DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
+DEFAULT_SIGMA = 0.5
+"""Standard deviation of the logarithm that is typical of functions."""
+_MAX_SIGMA = 3.0
+log = logging.getLogger(__name__)
+_END_S = 10.0
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +132,6 @@ class Executor(ABC):
         self.close()
 
 
-_ANY = "any"
-DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
-
-
 def read_memory_mb(fields: Fields) -> int:
     """Read the option ``memory_mb``, for the bill; 192 by default, as in the paper."""
     return fields.maybe("memory_mb", lambda name: fields.whole(name, 1, MAX_MEMORY_MB), DEFAULT_MEMORY_MB)
@@ -184,11 +188,6 @@ class Faults:
         return None, 2 if draw < self.kill + self.delay + self.duplicate else 1
 
 
-DEFAULT_SIGMA = 0.5
-"""Standard deviation of the logarithm that is typical of functions."""
-_MAX_SIGMA = 3.0
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Latency:
@@ -216,11 +215,6 @@ class Latency:
         share = (int.from_bytes(digest[:6], "little") + 0.5) / (1 << 48)
         factor = NormalDist(0.0, self.sigma).inv_cdf(share) if self.sigma else 0.0
         return Fault(place=TaskPhase.COMPUTED, seconds=min(self.median_s * math.exp(factor), MAX_SECONDS))
-
-
-log = logging.getLogger(__name__)
-
-_END_S = 10.0
 
 
 class WorkerHandle(ABC):

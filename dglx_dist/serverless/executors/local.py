@@ -34,6 +34,27 @@ from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, STAGES_FILE, WorkerAns
 from dglx_dist.serverless.worker_process import Fault, Setup
 
 _PREFIX = "dglx-worker"
+_BOOT = """
+import sys
+sys.path.insert(0, sys.argv.pop())
+from dglx_dist.serverless.worker_process import main
+main()
+"""
+# A function has less than one core, so BLAS threads would only compete.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "LANG": "C.UTF-8",
+}
+_DECIDES_BITS = (
+    *("OPENBLAS_CORETYPE", "OPENBLAS_BLOCK_FACTOR", "OPENBLAS_L2_SIZE", "GOTO_BLOCK_FACTOR"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
+    *("BLIS_ARCH_TYPE", "BLIS_MODEL_TYPE", "AOCL_ENABLE_INSTRUCTIONS", "NVPL_BLAS_DEBUG_CPU_TYPE"),
+    *("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
+)
+"""Variables by which BLAS, NumPy and the C library choose kernels. Others may be secrets: never pass them."""
+_MAX_OUTPUT, _EXIT_WAIT_S = 2000, 0.5
 
 
 def limit_cpu(pid: int, share: float) -> Path | None:
@@ -87,29 +108,6 @@ def make_tree(folder: Path, stages: Mapping[str, str]) -> None:
     for path in code_of(stages):
         (folder / path.name).symlink_to(path)
     (folder / STAGES_FILE).write_bytes(write_json(dict(stages)))
-
-
-_BOOT = """
-import sys
-sys.path.insert(0, sys.argv.pop())
-from dglx_dist.serverless.worker_process import main
-main()
-"""
-# A function has less than one core, so BLAS threads would only compete.
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "LANG": "C.UTF-8",
-}
-_DECIDES_BITS = (
-    *("OPENBLAS_CORETYPE", "OPENBLAS_BLOCK_FACTOR", "OPENBLAS_L2_SIZE", "GOTO_BLOCK_FACTOR"),
-    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE"),
-    *("BLIS_ARCH_TYPE", "BLIS_MODEL_TYPE", "AOCL_ENABLE_INSTRUCTIONS", "NVPL_BLAS_DEBUG_CPU_TYPE"),
-    *("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
-)
-"""Variables by which BLAS, NumPy and the C library choose kernels. Others may be secrets: never pass them."""
-_MAX_OUTPUT, _EXIT_WAIT_S = 2000, 0.5
 
 
 def arithmetic_variables() -> dict[str, str]:

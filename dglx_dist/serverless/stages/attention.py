@@ -26,6 +26,7 @@ from dglx_dist.serverless.stages.base import (
 )
 
 MAX_HEADS = 1024
+_RESIDUALS = ("none", "identity", "linear")
 
 
 class HeadsGradient(NamedTuple):
@@ -182,9 +183,6 @@ class AttentionFinish(ShapedStage):
     ) -> Backward:
         found = self._heads.backward(weights, inputs, gradients[0])
         return Backward(_wanted_only(found.inputs, wanted), found.bias)
-
-
-_RESIDUALS = ("none", "identity", "linear")
 
 
 @final

@@ -26,6 +26,12 @@ _BLOCK = 1 << 14
 """Elements per block, so that intermediate results stay in the cache."""
 _PER_UNIT, _LIMIT, _TERMS = 16, 6, 9
 """Table points per unit; |x| beyond which erf is 1 in float64; terms of the series after the first."""
+_INNER, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715
+"""GELU's tanh form: z/2 (1 + tanh(_INNER (z + _CUBIC z^3)))."""
+_LARGE = 1e6
+MAX_WIDTH = 1 << 20
+"""Most columns of a row."""
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def erf(x: Array) -> Array:
@@ -75,10 +81,6 @@ def _erf_table() -> Array:
 
 
 _ERF_TABLE = _erf_table()
-
-
-_INNER, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715
-"""GELU's tanh form: z/2 (1 + tanh(_INNER (z + _CUBIC z^3)))."""
 
 
 class Activation(ABC):
@@ -246,7 +248,6 @@ class Gelu(Activation):
         return out
 
 
-_LARGE = 1e6
 _MAKERS: Mapping[str, Callable[[Fields], Activation]] = {
     "identity": lambda fields: Identity(),
     "relu": lambda fields: Relu(),
@@ -437,10 +438,6 @@ class EdgeStage(Stage):
         """
 
 
-MAX_WIDTH = 1 << 20
-"""Most columns of a row."""
-
-
 def read_width(fields: Fields, name: str) -> int:
     return fields.whole(name, 1, MAX_WIDTH)
 
@@ -529,8 +526,6 @@ STAGES: Registry[Stage] = Registry(
     },
     group="dglx_dist.stages",
 )
-
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def register_stage(name: str, stage: type[Stage] | str) -> None:
