@@ -1,7 +1,7 @@
-"""Sends a graph server's tasks to workers, and sends them again when a worker dies, hangs or is lost.
+"""The controller: sends a graph server's tasks to workers, resends lost and late ones, tunes their number.
 
-Which rows are taken is the graph server's to decide, half by half. Here a task is over by the first word of
-all its rows, once; further ones are duplicates.
+The graph server decides which rows it accepts, half by half. For the controller a task is done when all rows
+of one attempt have arrived; later attempts are duplicates.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ from dglx_dist.serverless.tasks import Task, TaskKey
 
 MOST_WORKERS = 100
 WORKER_BYTES_PER_S = 25e6
-"""200 Mbit/s: what one of 100 functions has left of a server's network."""
+"""200 Mbit/s: the share of a server's network per function, with 100 functions."""
 _LEAST_POWER = 1 / 16
+MAX_BACKOFF = 8.0
+_LEAST_PAUSE_S = 0.001
+_JOIN_TIMEOUT_S = 5.0
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TunerLimits:
-    """What bounds the number of workers of one graph server.
+    """Bounds of the number of workers of one graph server.
 
     Raises:
         ConfigError: a number is not above 0.
     """
 
     intervals: int
-    """Intervals of the graph server: more workers than work help nobody. 0 counts as 1."""
+    """Intervals of the graph server, the largest useful number of workers; 0 counts as 1."""
     link_bytes_per_s: float | None = None
-    """What the server's network carries; None: it is no bound."""
+    """Rate of the server's network; None: no bound."""
     worker_bytes_per_s: float = WORKER_BYTES_PER_S
-    """What one worker should have of it."""
+    """Network rate that one worker needs."""
 
     def __post_init__(self) -> None:
         if self.intervals < 0:
@@ -53,7 +56,7 @@ class TunerLimits:
 
     @property
     def most(self) -> int:
-        """Most workers that can be of use, in [1, 100]."""
+        """Largest useful number of workers, in [1, 100]."""
         network = math.inf
         if self.link_bytes_per_s is not None:
             network = self.link_bytes_per_s / self.worker_bytes_per_s
@@ -62,12 +65,12 @@ class TunerLimits:
 
 @final
 class Autotuner:
-    """Moves the number of workers by the trend of the graph server's queue of tasks.
+    """Adapts the number of workers to the trend of the graph server's task queue.
 
-    A queue that grows says that workers give more than the server's cores take: fewer. One that is empty or
-    shrinks fast says that the cores wait: more. Else the number stays. It is halved or doubled at first; each
-    turn takes the root of the factor and three moves one way square it, so the number settles where both
-    keep up, and still follows a change.
+    A growing queue means that workers produce more than the server's cores process: fewer workers. An empty
+    or quickly shrinking queue means that cores wait: more workers. The number is halved or doubled at first.
+    Each change of direction takes the root of the factor and three steps in one direction square it, so the
+    number settles where both sides keep up, and still follows a change.
 
     Args:
         limits: Bounds; the number starts at the upper one, min(intervals, 100).
@@ -76,57 +79,48 @@ class Autotuner:
     def __init__(self, limits: TunerLimits) -> None:
         self._most = limits.most
         self.workers = self._most
-        """How many there should be now."""
+        """Current number of workers."""
         self._power = 1.0
         self._last: float | None = None
-        self._way, self._same = 0, 0
+        self._direction, self._num_same = 0, 0
 
     def observe(self, queue: float) -> int:
-        """Take the length of the queue, at equal intervals of time; return the number of workers.
-
-        Raises:
-            ConfigError: the length is negative.
-        """
+        """Take the length of the queue >= 0, at regular intervals; return the number of workers."""
         if not queue >= 0:
-            raise ConfigError(f"a queue of {queue} tasks; give at least 0")
+            raise ConfigError(f"a queue has {queue} tasks; give at least 0")
         before, self._last = self._last, queue
-        # One length is no trend.
-        way = 0 if before is None else self._judge(before, queue)
-        if way:
-            self._turn(way)
-            target = round(self.workers * 2.0 ** (way * self._power))
-            moved = max(target, self.workers + 1) if way > 0 else min(target, self.workers - 1)
+        direction = 0 if before is None else self._trend(before, queue)
+        if direction:
+            self._adapt_step(direction)
+            target = round(self.workers * 2.0 ** (direction * self._power))
+            moved = max(target, self.workers + 1) if direction > 0 else min(target, self.workers - 1)
             self.workers = min(max(moved, 1), self._most)
         return self.workers
 
-    def _judge(self, before: float, queue: float) -> int:
-        """Return -1 for fewer, 1 for more, 0 to stay."""
-        # A tenth of the workers' tasks more or less is how a full pipeline breathes.
+    def _trend(self, before: float, queue: float) -> int:
+        # -1 for fewer workers, 1 for more. In a full pipeline the queue varies by a tenth of the workers.
         noise = max(1.0, self.workers / 10)
         if queue - before > noise:
             return -1
         shrinks_fast = before - queue > max(noise, queue)
         return 1 if queue == 0 or shrinks_fast else 0
 
-    def _turn(self, way: int) -> None:
-        if self._way and way != self._way:
-            self._power, self._same = max(_LEAST_POWER, self._power / 2), 0
-        self._same += 1
-        if self._same > 3:
-            self._power, self._same = min(2 * self._power, 1.0), 1
-        self._way = way
-
-
-MAX_BACKOFF = 8.0
+    def _adapt_step(self, direction: int) -> None:
+        if self._direction and direction != self._direction:
+            self._power, self._num_same = max(_LEAST_POWER, self._power / 2), 0
+        self._num_same += 1
+        if self._num_same > 3:
+            self._power, self._num_same = min(2 * self._power, 1.0), 1
+        self._direction = direction
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RelaunchRule:
-    """Time-out = max(``least_s``, ``factor`` x moving average), more for further attempts.
+    """Time-out of an attempt: max(``least_s``, ``factor`` x moving average), longer for further attempts.
 
     Raises:
-        ConfigError: a number is out of its bounds.
+        ConfigError: a number is out of bounds.
     """
 
     least_s: float = 0.5
@@ -134,15 +128,15 @@ class RelaunchRule:
     keep: float = 0.95
     """Weight of the past in the moving average."""
     first_s: float = 10.0
-    """Time-out while no worker of the kind has finished: it may have to start, and import."""
+    """Time-out before the first task of a kind has finished: workers may have to start and import."""
     retries: int = 8
-    """How often one piece of work is launched again before the run gives up."""
+    """Further attempts at one task before the run fails."""
 
     def __post_init__(self) -> None:
         if not (self.least_s > 0 and self.first_s > 0 and self.factor >= 1 and 0 <= self.keep < 1):
             raise ConfigError(
-                f"{self} makes no time-out; give least_s and first_s above 0, a factor of at least 1 and "
-                "keep in [0, 1)"
+                f"{self} is invalid; give least_s and first_s above 0, a factor of at least 1 and keep in "
+                "[0, 1)"
             )
         if self.retries < 0:
             raise ConfigError(f"retries is {self.retries}; give at least 0")
@@ -150,62 +144,55 @@ class RelaunchRule:
 
 @final
 class Durations:
-    """Moving averages of how long each kind of work takes, and the time-outs that follow. Not thread-safe."""
+    """Moving averages of the durations of each kind of task, and time-outs. Not thread-safe."""
 
     def __init__(self, rule: RelaunchRule) -> None:
         self._rule = rule
         self._average: dict[tuple[int, str], float] = {}
 
     def add(self, kind: tuple[int, str], seconds: float) -> None:
-        """Count one piece of work of ``kind`` (step, direction) that took ``seconds``."""
+        """Record a task of ``kind`` (step, direction) that took ``seconds``."""
         before, keep = self._average.get(kind), self._rule.keep
         self._average[kind] = seconds if before is None else keep * before + (1 - keep) * seconds
 
-    def average(self, kind: tuple[int, str]) -> float | None:
-        """Return the moving average in seconds; None before the first."""
-        return self._average.get(kind)
-
     def timeout_s(self, kind: tuple[int, str], attempt: int = 0) -> float:
-        """Return how long attempt 0, 1, ... at ``kind`` may take, in seconds.
+        """Return the time limit in seconds of attempt 0, 1, ... at ``kind``.
 
-        Each further attempt has twice the time, up to 8 times: where the machine is slow, and not the
-        worker dead, launching again makes it slower still.
+        Each further attempt has twice the time, up to 8 times: if the machine is slow and the worker alive,
+        relaunching slows it down further.
         """
         average, rule = self._average.get(kind), self._rule
         usual = rule.first_s if average is None else max(rule.least_s, rule.factor * average)
         return usual * min(2.0**attempt, MAX_BACKOFF)
 
 
-_LEAST_PAUSE_S = 0.001
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class ControllerOptions:
-    """How tasks are sent.
+    """Configuration of a controller.
 
     Raises:
-        ConfigError: a number is out of its bounds.
+        ConfigError: a number is out of bounds.
     """
 
     limits: TunerLimits
-    """Bounds of the number of workers when it is tuned."""
+    """Bounds of a tuned number of workers."""
     workers: int | None = None
-    """Tasks under way at most; None: tuned by the queue of the graph server, from min(intervals, 100)."""
+    """Maximum number of running tasks; None: tuned, starting at min(intervals, 100)."""
     batch: int = 1
-    """Tasks that are sent together, while others are under way; fewer when one waits ``batch_wait_s``."""
+    """Tasks to send together while others run; fewer once one has waited ``batch_wait_s``."""
     batch_wait_s: float = 0.005
     tick_s: float = 0.05
-    """How often deaths and time-outs are looked for."""
+    """Interval of the check for deaths and time-outs."""
     tune_s: float = 1.0
-    """How often the queue is looked at."""
+    """Interval of tuning."""
     relaunch: RelaunchRule = field(default_factory=RelaunchRule)
     prices: PriceTable = field(default_factory=prices)
-    """Says how durations are rounded when they are billed."""
+    """Defines how billed durations are rounded."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"there are {self.workers} workers; give at least 1, or none to have it tuned")
+            raise ConfigError(f"there are {self.workers} workers; give at least 1, or none to tune it")
         if self.batch < 1:
             raise ConfigError(f"batches of {self.batch} tasks; give at least 1")
         if not (self.batch_wait_s >= 0 and self.tick_s > 0 and self.tune_s > 0):
@@ -213,201 +200,187 @@ class ControllerOptions:
 
     @property
     def pause_s(self) -> float:
-        """How often a controller is to tick: also often enough for a batch that does not get full."""
+        # Ticks must also be frequent enough to send an incomplete batch in time.
         return self.tick_s if self.batch == 1 else min(self.tick_s, max(self.batch_wait_s, _LEAST_PAUSE_S))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What has happened so far."""
+    """Counters of a controller."""
 
     invocations: int = 0
-    """Tasks sent, each attempt once."""
+    """Attempts sent."""
     cold: int = 0
-    """Invocations known to have ended for which a worker had to start first."""
+    """Finished invocations for which a worker had to start."""
     warm: int = 0
-    """Those that found one."""
+    """Finished invocations on a running worker."""
     relaunched: int = 0
     lost: int = 0
-    """Of those launched again: workers known dead, not late."""
+    """Relaunches because of a dead worker, not a late one."""
     refused: int = 0
-    """Results that were duplicates."""
+    """Duplicate results."""
     billed_s: float = 0.0
-    """Seconds of the invocations known to have ended, not rounded."""
+    """Seconds of the finished invocations, not rounded."""
     gb_s: float = 0.0
-    """Their GB-seconds, each rounded up as the price table says."""
+    """Their GB-seconds, each rounded up by the price table."""
 
     @property
     def usage(self) -> Usage:
-        """What is to be paid for."""
         return Usage(invocations=self.invocations, gb_seconds=self.gb_s, unknown=self.unbilled)
 
     @property
     def unbilled(self) -> int:
-        """Invocations of which no duration is known: under way, killed, or not told by the provider."""
+        """Invocations of unknown duration: still running, killed, or not reported by the provider."""
         return self.invocations - self.cold - self.warm
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """One task that was done, for traces; times are those of the controller's clock, in seconds."""
+    """One finished task, for traces; times in seconds of the controller's clock."""
 
     key: TaskKey
     attempt: int
     sent: float
     ready: float
-    """When its rows could be pulled; before that the worker waited."""
+    """When its rows became ready; until then the worker waited."""
     done: float
 
 
 _Heap: TypeAlias = list[tuple[int, int, TaskKey]]
-"""Epoch, turn, key."""
+"""Epoch, order of launch, key."""
 
 
 @dataclass
 class Work:
-    """A task that is not done."""
+    """An unfinished task."""
 
     task: Task
-    """Its newest attempt."""
-    turn: int
+    """Newest attempt."""
+    order: int
     queued: float
     ready: float | None = None
-    """When its rows could be pulled."""
+    """When its rows became ready."""
     sent: dict[int, float] = field(default_factory=dict)
-    """When each attempt was sent."""
-    out: bool = False
-    """Whether the newest attempt is under way."""
+    """Time at which each attempt was sent."""
+    running: bool = False
+    """Whether the newest attempt is sent."""
 
 
 @final
 class PendingTasks:
-    """Oldest epoch first, then in the order of launch; those that are ready before those that are not.
+    """Queue of tasks: ready ones first, then the oldest epoch, then the order of launch.
 
-    At most ``workers`` are under way, of which at most ``workers`` - 1 are not ready: one worker is always
-    left to those that the others may wait for, so nothing can lock up. Not thread-safe.
+    At most ``workers`` tasks run, and at most ``workers`` - 1 of them are not ready. One worker is always
+    free for tasks that others wait for, which excludes deadlock. Not thread-safe.
     """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._work: dict[TaskKey, Work] = {}
-        self._turns = itertools.count()
-        # Entries of work that is done, sent or in the other heap by now are skipped when they come up.
+        self._order = itertools.count()
+        # Entries of work that is now done, sent or in the other heap are skipped when they are popped.
         self._ready: _Heap = []
         self._early: _Heap = []
-        self._num_ready_out = 0
-        self.num_early_out = 0
-        """Tasks under way whose rows cannot be pulled yet."""
+        self._num_ready_running = 0
+        self.num_early_running = 0
+        """Running tasks whose rows are not ready."""
 
     @property
-    def num_out(self) -> int:
-        """Tasks under way."""
-        return self._num_ready_out + self.num_early_out
+    def num_running(self) -> int:
+        return self._num_ready_running + self.num_early_running
 
     @property
     def num_waiting(self) -> int:
-        """Tasks that wait to be sent."""
-        return len(self._work) - self.num_out
+        return len(self._work) - self.num_running
 
     def get(self, key: TaskKey) -> Work | None:
-        """Return the work with ``key``; None where it is done or was never launched."""
+        """Return the work with ``key``; None if it is done or was never launched."""
         return self._work.get(key)
 
     def late_candidates(self) -> list[Work]:
-        """Return the work that is ready and under way."""
-        return [work for work in self._work.values() if work.out and work.ready is not None]
+        return [work for work in self._work.values() if work.running and work.ready is not None]
 
     def longest_wait_s(self, now: float) -> float:
-        """Return for how long something has waited to be sent; 0 where nothing does."""
-        return max((now - work.queued for work in self._work.values() if not work.out), default=0.0)
+        """Return the longest time that unsent work has waited; 0 without any."""
+        return max((now - work.queued for work in self._work.values() if not work.running), default=0.0)
 
     def add(self, task: Task, now: float, *, ready: bool) -> None:
-        """Take a new task.
-
-        Raises:
-            ConfigError: its key is here already.
-        """
+        """Add a task; ConfigError if its key is already present."""
         if task.key in self._work:
-            raise ConfigError(f"task {task.key} is launched already; each task is launched once")
-        work = Work(task=task, turn=next(self._turns), queued=now, ready=now if ready else None)
+            raise ConfigError(f"task {task.key} was already launched; launch each task once")
+        work = Work(task=task, order=next(self._order), queued=now, ready=now if ready else None)
         self._work[task.key] = work
         self._enqueue(work)
 
     def mark_ready(self, work: Work, now: float) -> None:
-        """Note that the rows of ``work`` can be pulled from now on."""
         work.ready = now
-        if work.out:
-            self.num_early_out -= 1
-            self._num_ready_out += 1
+        if work.running:
+            self.num_early_running -= 1
+            self._num_ready_running += 1
         else:
             self._enqueue(work)
 
     def take(self, now: float) -> Iterator[Task]:
-        """Move what may be sent now to "under way", and yield it."""
+        """Yield the tasks that may be sent now, and mark them as running."""
         while (work := self._next()) is not None:
-            work.out = True
+            work.running = True
             work.sent[work.task.attempt] = now
             if work.ready is not None:
-                self._num_ready_out += 1
+                self._num_ready_running += 1
             else:
-                self.num_early_out += 1
+                self.num_early_running += 1
             yield work.task
 
     def again(self, work: Work, now: float) -> None:
-        """Have ``work``, which is under way, sent once more."""
+        """Queue the next attempt at ``work``, which is running."""
         self._free(work)
         work.task, work.queued = work.task.again(), now
         self._enqueue(work)
 
     def remove(self, key: TaskKey) -> None:
-        """Forget what is done."""
         self._free(self._work.pop(key))
 
     def _next(self) -> Work | None:
-        if self.num_out >= self.workers:
+        if self.num_running >= self.workers:
             return None
         found = self._pop(self._ready, ready=True)
-        if found is None and self.num_early_out < self.workers - 1:
+        if found is None and self.num_early_running < self.workers - 1:
             found = self._pop(self._early, ready=False)
         return found
 
     def _pop(self, heap: _Heap, *, ready: bool) -> Work | None:
         while heap:
             work = self._work.get(heapq.heappop(heap)[2])
-            if work is not None and not work.out and (work.ready is not None) is ready:
+            if work is not None and not work.running and (work.ready is not None) is ready:
                 return work
         return None
 
     def _enqueue(self, work: Work) -> None:
         heap = self._early if work.ready is None else self._ready
-        heapq.heappush(heap, (work.task.key.epoch, work.turn, work.task.key))
+        heapq.heappush(heap, (work.task.key.epoch, work.order, work.task.key))
 
     def _free(self, work: Work) -> None:
-        if work.out and work.ready is not None:
-            self._num_ready_out -= 1
-        elif work.out:
-            self.num_early_out -= 1
-        work.out = False
-
-
-_ENDS_WITHIN_S = 5.0
+        if work.running and work.ready is not None:
+            self._num_ready_running -= 1
+        elif work.running:
+            self.num_early_running -= 1
+        work.running = False
 
 
 @final
 class Controller:
     """Sends tasks to an executor, at most ``workers`` at a time, oldest epoch first. Thread-safe.
 
-    Call :meth:`launch` when the task before *starts*, so that a worker is up when the rows are, and
-    :meth:`ready` when they are. The executor is made and closed by its owner, who may have its context's
-    ``notice`` call :meth:`wake`.
+    Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready, and
+    :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
 
     Args:
         executor: Where tasks run.
-        options: How.
-        clock: Seconds, never going back.
-        observer: Told of each task done, on the thread that calls :meth:`finished`.
+        options: Configuration.
+        clock: Monotonic time in seconds.
+        observer: Called with each finished task, on the thread that calls :meth:`finished`.
     """
 
     def __init__(
@@ -431,54 +404,43 @@ class Controller:
 
     @property
     def counts(self) -> Counts:
-        """What has happened so far."""
         with self._lock:
             return self._counts
 
     @property
     def workers(self) -> int:
-        """Tasks under way at most, now."""
+        """Current maximum number of running tasks."""
         with self._lock:
             return self._pending.workers
 
     @property
-    def waiting(self) -> int:
-        """Tasks launched here and not sent."""
-        with self._lock:
-            return self._pending.num_waiting
-
-    @property
     def under_way(self) -> int:
-        """Tasks sent and not done."""
         with self._lock:
-            return self._pending.num_out
+            return self._pending.num_running
 
     def watch(self, queue: Callable[[], float]) -> None:
-        """Tune the number of workers by ``queue()``, the length of the graph server's own queue of tasks."""
+        """Tune the number of workers by ``queue()``, the length of the graph server's queue."""
         self._queue = queue
 
     def launch(self, task: Task, *, ready: bool = False) -> None:
         """Send ``task`` as soon as a worker is free.
 
         Args:
-            task: Its key must not be under way.
-            ready: Whether its rows can be pulled already.
+            task: A task with a new key.
+            ready: Whether its rows are ready.
 
         Raises:
-            ConfigError: its key is here already, or the executor cannot work.
-            PeerError: the executor cannot work any more.
+            ConfigError: its key was already launched, or the executor rejects the task.
+            PeerError: the executor has failed.
         """
         with self._lock:
             self._pending.add(task, self._clock(), ready=ready)
         self._send()
 
     def ready(self, key: TaskKey) -> None:
-        """Say that the rows of ``key`` can be pulled: from now on its worker may take the usual time only.
+        """Note that the rows of ``key`` are ready, which starts its time-out.
 
-        A task that is done, unknown or ready already is ignored.
-
-        Raises:
-            ConfigError, PeerError: as :meth:`launch`.
+        Does nothing for a task that is done, unknown or already ready. Raises like :meth:`launch`.
         """
         with self._lock:
             work = self._pending.get(key)
@@ -488,13 +450,10 @@ class Controller:
         self._send()
 
     def finished(self, key: TaskKey, attempt: int) -> bool:
-        """Say that all rows of one attempt at ``key`` are there.
+        """Note that all rows of one attempt at ``key`` have arrived.
 
         Returns:
-            Whether they are the first; else they are a duplicate, or of a task that was never launched.
-
-        Raises:
-            ConfigError, PeerError: as :meth:`launch`.
+            Whether they are the first; False for duplicates and tasks that were never launched.
         """
         now = self._clock()
         with self._lock:
@@ -503,8 +462,8 @@ class Controller:
                 self._count(refused=1)
                 return False
             self._pending.remove(key)
-            # By an attempt that was never sent, too: the rows are there, and a wrong number must not have the
-            # task done again, which is over.
+            # Also for an attempt number that was never sent: the rows have arrived, so the task must not run
+            # again because of a wrong number.
             sent = work.sent.get(attempt, now)
             ready = sent if work.ready is None else work.ready
             if attempt in work.sent:
@@ -515,13 +474,13 @@ class Controller:
         return True
 
     def tick(self) -> None:
-        """Launch again what is lost or late, count what ended, tune the number of workers, send what waits.
+        """Relaunch lost and late tasks, count finished invocations, tune the number of workers, send tasks.
 
         Raises:
-            PeerError: a task was launched again as often as allowed; or the executor cannot work any more.
-            ConfigError: the executor cannot work.
+            PeerError: a task has used up its retries, or the executor has failed.
+            ConfigError: the executor rejects a task.
         """
-        # One at a time: what the executor tells, it tells once.
+        # One thread at a time: the executor reports each event once.
         with self._ticking:
             self._count_ended()
             self._relaunch_lost()
@@ -531,32 +490,28 @@ class Controller:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Tick in a thread of its own until left; what it raises, :meth:`raise_if_failed` raises."""
+        """Tick in a thread inside the context; :meth:`raise_if_failed` raises the thread's error."""
         self._stopped.clear()
-        thread = threading.Thread(target=self._beat, name="lambda-controller", daemon=True)
+        thread = threading.Thread(target=self._tick_until_stopped, name="lambda-controller", daemon=True)
         thread.start()
         try:
             yield
         finally:
             self._stopped.set()
             self._awake.set()
-            thread.join(_ENDS_WITHIN_S)
+            thread.join(_JOIN_TIMEOUT_S)
             self._count_ended()
 
     def wake(self) -> None:
-        """Have the thread of :meth:`run` tick now; any thread, returns at once."""
+        """Make the thread of :meth:`run` tick now; returns at once."""
         self._awake.set()
 
     def raise_if_failed(self) -> None:
-        """Raise what ended the thread of :meth:`run`, if something did.
-
-        Raises:
-            PeerError, ConfigError: as :meth:`tick`.
-        """
+        """Raise the error that ended the thread of :meth:`run`, if any; see :meth:`tick`."""
         if self._failure is not None:
             raise self._failure
 
-    def _beat(self) -> None:
+    def _tick_until_stopped(self) -> None:
         while True:
             self._awake.wait(self._options.pause_s)
             self._awake.clear()
@@ -567,10 +522,10 @@ class Controller:
             except DglxError as error:
                 self._failure = error
                 return
-            except Exception as error:  # noqa: BLE001 - nothing would be launched again, and nobody know why
+            except Exception as error:  # noqa: BLE001 - raise_if_failed reports it
                 self._failure = PeerError(
                     f"the controller of the workers stopped: {type(error).__name__}: {error}; this is a "
-                    "mistake in dglx_dist: go on from the last checkpoint, and report it"
+                    "bug in dglx_dist: report it, and resume from the last checkpoint"
                 )
                 self._failure.__cause__ = error
                 return
@@ -579,14 +534,14 @@ class Controller:
         with self._lock:
             taken = [] if self._holds_back() else list(self._pending.take(self._clock()))
             self._count(invocations=len(taken))
-        # Outside the lock: an executor may run a task here and now, and that calls back.
+        # Outside the lock: an executor may run the task synchronously, which calls back.
         for task in taken:
             self._executor.invoke(task.to_event())
 
     def _holds_back(self) -> bool:
-        """Whether a batch is not full yet, nothing has waited long, and there is other work under way."""
+        # True while a batch is incomplete, no task has waited long, and others are running.
         pending, options = self._pending, self._options
-        if options.batch == 1 or pending.num_out == 0 or pending.num_waiting >= options.batch:
+        if options.batch == 1 or pending.num_running == 0 or pending.num_waiting >= options.batch:
             return False
         return pending.longest_wait_s(self._clock()) < options.batch_wait_s
 
@@ -594,7 +549,7 @@ class Controller:
         for one in self._executor.lost():
             with self._lock:
                 work = self._pending.get(one.key)
-                if work is not None and work.out and one.attempt == work.task.attempt:
+                if work is not None and work.running and one.attempt == work.task.attempt:
                     self._count(lost=1)
                     self._again(work, one.reason)
 
@@ -605,14 +560,14 @@ class Controller:
                 took = now - max(work.sent[work.task.attempt], work.ready or 0.0)
                 allowed = self._durations.timeout_s(_kind(work.task.key), len(work.sent) - 1)
                 if took > allowed:
-                    self._again(work, f"it gave no rows for {took:.3g} s, where {allowed:.3g} s are allowed")
+                    self._again(work, f"it gave no rows for {took:.3g} s; the limit is {allowed:.3g} s")
 
     def _again(self, work: Work, reason: str) -> None:
         key, rule = work.task.key, self._options.relaunch
         if len(work.sent) > rule.retries:
             raise PeerError(
-                f"no worker did task {key} in {len(work.sent)} attempts; the last: {reason}. See what the "
-                "workers say, or allow more attempts with the option retries"
+                f"no worker did task {key} in {len(work.sent)} attempts; the last: {reason}. Check the "
+                "workers' output, or allow more attempts with the option retries"
             )
         self._pending.again(work, self._clock())
         self._count(relaunched=1)
@@ -630,15 +585,15 @@ class Controller:
         self._tuned = now
         number = self._tuner.observe(self._queue())
         with self._lock:
-            # Who waits for rows keeps a place. Were all places theirs, what they wait for would get none.
-            number = max(number, self._pending.num_early_out + 1)
+            # Tasks that wait for rows keep their workers; one more must remain for what they wait for.
+            number = max(number, self._pending.num_early_running + 1)
             changed, self._pending.workers = number != self._pending.workers, number
         if changed:
             self._executor.size(number)
 
-    def _count(self, **more: float) -> None:
-        now = self._counts
-        self._counts = replace(now, **{name: getattr(now, name) + one for name, one in more.items()})
+    def _count(self, **increments: float) -> None:
+        sums = {name: getattr(self._counts, name) + one for name, one in increments.items()}
+        self._counts = replace(self._counts, **sums)
 
 
 def _kind(key: TaskKey) -> tuple[int, str]:

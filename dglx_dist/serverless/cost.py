@@ -1,4 +1,4 @@
-"""Dollars of a run, and what they bought: value = 1 / (time x cost) (Dorylus, section 7)."""
+"""Price tables and the cost of a run in dollars."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ class PriceTable:
     """Dollars for functions and servers at one date.
 
     Raises:
-        ConfigError: a price is negative or no number, the date is none, or there is no server.
+        ConfigError: a price is negative or not a number, the date is invalid, or there is no server.
     """
 
     name: str
     source: str
-    """Where the prices stand."""
+    """Where the prices come from."""
     date: str
-    """From when they are, YYYY-MM-DD."""
+    """YYYY-MM-DD."""
     per_request: float
-    """Dollars of one invocation."""
     per_gb_second: float
-    """Dollars of a function with 1 GB (1024 MB) of memory in one second."""
+    """Dollars per second of a function with 1 GB (1024 MB) of memory."""
     step_s: float
-    """Durations are rounded up to whole steps of it."""
+    """Durations are rounded up to multiples of this."""
     per_server_hour: Mapping[str, float]
-    """Dollars of one server in one hour, by kind."""
+    """Dollars per hour of one server, by instance type."""
 
     def __post_init__(self) -> None:
         fields = Fields(vars(self), f"the price table {self.name!r}")
@@ -61,11 +60,7 @@ class PriceTable:
         object.__setattr__(self, "per_server_hour", MappingProxyType(dict(self.per_server_hour)))
 
     def server(self, kind: str) -> float:
-        """Return the dollars of one hour of ``kind``.
-
-        Raises:
-            ConfigError: it is not in the table.
-        """
+        """Return the dollars per hour of ``kind``; ConfigError if the table lacks it."""
         if kind not in self.per_server_hour:
             known = ", ".join(sorted(self.per_server_hour))
             hint = did_you_mean(kind, self.per_server_hour)
@@ -73,15 +68,15 @@ class PriceTable:
         return self.per_server_hour[kind]
 
     def to_json(self) -> str:
-        """Return the table as the text of a file that :func:`prices` reads."""
+        """Return the text of a file that :func:`prices` reads."""
         return json.dumps({**vars(self), "per_server_hour": dict(self.per_server_hour)}, indent=2) + "\n"
 
 
 def prices(name: str = DEFAULT_PRICES) -> PriceTable:
-    """Return the table ``name``: one of :func:`price_names`, or the path of a JSON file with the same fields.
+    """Return the table ``name``: "aws", "dorylus" (the paper's), or a JSON file with the same fields.
 
     Raises:
-        ConfigError: there is no such table or file, or it is damaged.
+        ConfigError: there is no such table or file, or it is invalid.
     """
     known = {table.name: table for table in _tables()}
     if name in known:
@@ -90,14 +85,9 @@ def prices(name: str = DEFAULT_PRICES) -> PriceTable:
     if not path.is_file():
         raise ConfigError(
             f"there is no price table {name!r}{did_you_mean(name, known)} (known: {', '.join(known)}); "
-            "a JSON file with the fields of one is taken as well, see `dglx lambda prices`"
+            "or give the path of a JSON file like the output of `dglx lambda prices`"
         )
     return _read(path)
-
-
-def price_names() -> tuple[str, ...]:
-    """Return the names of the tables that need no file."""
-    return tuple(table.name for table in _tables())
 
 
 def _read(path: Path) -> PriceTable:
@@ -145,27 +135,23 @@ def _tables() -> tuple[PriceTable, ...]:
 
 
 def _servers() -> dict[str, float]:
-    """Return dollars per hour; within a family they go with the number of cores."""
+    # Within a family the price is proportional to the number of cores.
     sizes = {"large": 1, "xlarge": 2, "2xlarge": 4, "4xlarge": 8, "9xlarge": 18}
     families = {"c5": 0.085, "c5n": 0.108}
     found = {f"{name}.{size}": dollars * n for name, dollars in families.items() for size, n in sizes.items()}
     return {**found, "p3.2xlarge": 3.06}
 
 
-SIMULATED = "simulated"
-MB_PER_GB = 1024
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What functions used; the parts of several ranks or executors add up."""
+    """Resources that functions used; usages of several ranks or executors can be added."""
 
     invocations: int = 0
     gb_seconds: float = 0.0
-    """Memory x duration, each duration rounded up as the price table says."""
+    """Memory x duration, each duration rounded up to a step of the price table."""
     unknown: int = 0
-    """Of the invocations, those whose duration is not known, and not in ``gb_seconds``."""
+    """Invocations of unknown duration, which ``gb_seconds`` does not include."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -178,7 +164,7 @@ class Usage:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """Servers of one kind that ran for the whole of a run."""
+    """Servers of one instance type, and how long they ran."""
 
     kind: str
     number: int
@@ -194,20 +180,18 @@ class Bill:
     compute: float
     servers: float
     simulated: bool
-    """Whether no function was paid for: the run was here, the dollars are what it would have cost."""
+    """Whether the functions ran elsewhere than at the provider, so that their dollars are an estimate."""
     prices: str
     """Name and date of the price table."""
     unknown: int = 0
-    """Invocations whose duration is not known: the compute is at least what stands here."""
+    """Invocations of unknown duration: ``compute`` is then a lower bound."""
 
     @property
     def functions(self) -> float:
-        """Requests and compute of functions."""
         return self.requests + self.compute
 
     @property
     def total(self) -> float:
-        """Functions and servers."""
         return self.functions + self.servers
 
     def __str__(self) -> str:
@@ -216,63 +200,39 @@ class Bill:
 
     @property
     def label(self) -> str:
-        """How to read the figures, for wherever they are shown."""
-        kind = f"{SIMULATED}: no function was paid for" if self.simulated else "functions on AWS"
+        """Caption for the figures wherever they are shown."""
+        kind = "simulated: no function was paid for" if self.simulated else "functions on AWS"
         missing = f"; at least, for {self.unknown} durations are not known" if self.unknown else ""
         return f"{kind}; prices {self.prices}{missing}"
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A run beside the same engine with all work on servers; above 1 is in favour of the functions."""
-
-    speed: float
-    """Time of the servers over that of the functions."""
-    saving: float
-    """Cost of the servers over that of the functions."""
-    value: float
-    """Value of the functions over that of the servers: speed x saving."""
-    simulated: bool
-
-    def __str__(self) -> str:
-        text = f"{self.speed:.2f}x as fast, {1 / self.saving:.2f}x the cost, {self.value:.2f}x the value"
-        return f"{text} of servers alone" + (f" ({SIMULATED} cost)" if self.simulated else "")
-
-
 def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> float:
-    """Return GB-seconds of one invocation, its duration rounded up to whole steps of ``prices``.
+    """Return the GB-seconds of one invocation, its duration rounded up to whole steps of ``prices``.
 
     Raises:
-        ConfigError: the duration is negative or no number, or there is no memory.
+        ConfigError: the duration is negative or not finite, or the memory is below 1 MB.
     """
     if not duration_s >= 0 or math.isinf(duration_s):
         raise ConfigError(f"an invocation took {duration_s} s; give seconds of at least 0")
     if memory_mb < 1:
         raise ConfigError(f"a function has {memory_mb} MB; give at least 1")
     step = Fraction(str(prices.step_s))
-    # 0.1 s is not a whole number of binary steps; a nanosecond more than a step is noise of the clock.
+    # Exact fractions, because 0.1 s has no exact binary form; below a nanosecond the clock is noise.
     steps = math.ceil(Fraction(round(duration_s * 1e9), 10**9) / step)
-    return float(steps * step) * memory_mb / MB_PER_GB
-
-
-def usage(invocations: Iterable[tuple[float, int]], prices: PriceTable) -> Usage:
-    """Return what ``invocations``, each (seconds, MB), used together."""
-    spent = [billed_gb_seconds(seconds, memory_mb, prices) for seconds, memory_mb in invocations]
-    return Usage(invocations=len(spent), gb_seconds=math.fsum(spent))
+    return float(steps * step) * memory_mb / 1024
 
 
 def bill(functions: Usage, servers: Iterable[Servers], prices: PriceTable, *, simulated: bool) -> Bill:
     """Return the dollars of a run.
 
     Args:
-        functions: What the workers used; nothing for servers alone.
+        functions: What the workers used; ``Usage()`` without functions.
         servers: Graph and parameter servers.
-        prices: What each costs.
-        simulated: Whether the functions ran anywhere but at the provider.
+        prices: The price table.
+        simulated: Whether the functions ran elsewhere than at the provider.
 
     Raises:
-        ConfigError: a server's kind is not in the table.
+        ConfigError: the table lacks a server's instance type.
     """
     return Bill(
         requests=functions.invocations * prices.per_request,
@@ -284,32 +244,6 @@ def bill(functions: Usage, servers: Iterable[Servers], prices: PriceTable, *, si
     )
 
 
-def value(seconds: float, dollars_spent: float) -> float:
-    """Return 1 / (time x cost): work per second and dollar; only ratios of it say something.
-
-    Raises:
-        ConfigError: one of them is not above 0.
-    """
-    if not (seconds > 0 and dollars_spent > 0):
-        raise ConfigError(f"a value needs time and cost above 0, not {seconds} s and {dollars_spent} $")
-    return 1 / (seconds * dollars_spent)
-
-
-def compare(seconds: float, ours: Bill, servers_seconds: float, servers_alone: Bill) -> Comparison:
-    """Return how a run with functions stands beside servers alone at the same work.
-
-    Raises:
-        ConfigError: a time or a cost is not above 0.
-    """
-    mine, theirs = value(seconds, ours.total), value(servers_seconds, servers_alone.total)
-    return Comparison(
-        speed=servers_seconds / seconds,
-        saving=servers_alone.total / ours.total,
-        value=mine / theirs,
-        simulated=ours.simulated or servers_alone.simulated,
-    )
-
-
 def dollars(amount: float) -> str:
-    """Return ``amount`` with as many digits as say something: 12.3 -> "$12.30", 0.000123 -> "$0.000123"."""
+    """Format dollars: 12.3 -> "$12.30", 0.000123 -> "$0.000123"."""
     return f"${amount:.2f}" if amount >= 1 or amount == 0 else f"${amount:.3g}"

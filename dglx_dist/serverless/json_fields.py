@@ -1,4 +1,4 @@
-"""Reads mappings that came from outside (JSON): each field is checked once, unknown ones are refused."""
+"""Strict reading of untrusted JSON: every field is checked, unknown fields are rejected."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 @final
 class Fields:
-    """The fields of one mapping; call :meth:`end` when all have been read.
+    """The fields of one mapping; call :meth:`end` after reading all of them.
 
     Args:
-        given: What came; anything but a mapping with text keys is refused.
+        given: The mapping.
         where: What it describes, for messages.
-        hidden: Whether messages keep the values to themselves.
+        hidden: Whether messages omit the values.
 
     Raises:
-        ConfigError: ``given`` is no such mapping. Every reader raises it for a field that is missing, of
-            another kind, or out of its bounds.
+        ConfigError: ``given`` is not a mapping with text keys. Every method that reads a field raises it if
+            the field is missing, has the wrong type or is out of bounds.
     """
 
     def __init__(self, given: object, where: str, *, hidden: bool = False) -> None:
@@ -35,14 +35,14 @@ class Fields:
         self._read: list[str] = []
 
     def any(self, name: str) -> object:
-        """Return the field as it is."""
+        """Return the field unchecked."""
         self._read.append(name)
         if name not in self._given:
             raise ConfigError(f"{self.where} lacks the field {name!r}")
         return self._given[name]
 
     def maybe(self, name: str, read: Callable[[str], T], default: T) -> T:
-        """Return ``read(name)`` where the field is given and not null, else ``default``."""
+        """Return ``read(name)``, or ``default`` if the field is missing or null."""
         self._read.append(name)
         return default if self._given.get(name) is None else read(name)
 
@@ -56,13 +56,12 @@ class Fields:
     def number(self, name: str, low: float, high: float) -> float:
         """Return a number in [``low``, ``high``], both finite."""
         value = self.any(name)
-        # Bounds first: NaN is within none, and a whole number of hundreds of digits is no float.
+        # Bounds before float(): NaN is within none, and a huge integer does not fit a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self._wrong(name, value, f"a number from {low} to {high}")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """Return a truth value."""
         value = self.any(name)
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
@@ -76,7 +75,6 @@ class Fields:
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Return one of ``choices``."""
         value = self.any(name)
         if not isinstance(value, str) or value not in choices:
             hint = did_you_mean(value, choices) if isinstance(value, str) else ""
@@ -97,14 +95,14 @@ class Fields:
         return tuple(numbered.text(str(index), longest) for index in range(len(values)))
 
     def end(self) -> None:
-        """Raise ConfigError if the mapping has a field that nobody has read."""
+        """Raise ConfigError if the mapping has a field that was not read."""
         for name in self._given:
             if name not in self._read:
                 hint = did_you_mean(name, self._read)
                 raise ConfigError(f"{self.where} has the unknown field {name[:80]!r}{hint}; leave it out")
 
     def refuse(self, name: str, wanted: str) -> NoReturn:
-        """Raise ConfigError for the field ``name``, which does not fit the others; give ``wanted``."""
+        """Raise ConfigError that asks for ``wanted`` in place of the field's value."""
         raise self._wrong(name, self._given.get(name), wanted)
 
     def _wrong(self, name: str, value: object, wanted: str) -> ConfigError:
@@ -113,24 +111,19 @@ class Fields:
 
 
 def read_json(text: bytes | str, longest: int, where: str) -> object:
-    """Parse ``text`` of at most ``longest`` bytes.
-
-    Raises:
-        ConfigError: it is longer, no UTF-8, no JSON, or nested too deeply.
-    """
+    """Parse ``text``; ConfigError if it has more than ``longest`` bytes or is not valid JSON."""
     if len(text) > longest:
         raise ConfigError(f"{where} has {len(text)} bytes, more than {longest}; send it in smaller parts")
     try:
         return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
+        raise ConfigError(f"{where} is not valid JSON: {error}") from None
 
 
 def write_json(value: Json) -> bytes:
-    """Return the one JSON text of ``value``: keys sorted, no blanks, so that equal values have equal bytes.
+    """Return ``value`` as canonical JSON (sorted keys, no blanks): equal values give equal bytes.
 
-    Raises:
-        ConfigError: it holds something that JSON has no place for, such as NaN.
+    ConfigError for values that JSON cannot represent, such as NaN.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -139,14 +132,11 @@ def write_json(value: Json) -> bytes:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def printable(text: str, longest: int) -> str:
-    """Return at most ``longest`` characters of ``text`` that came from outside, fit for a terminal or a log.
-
-    What could steer a terminal is replaced; line ends stay.
-    """
+    """Return at most ``longest`` characters of ``text``; replace control characters but newline."""
     return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in text[:longest])
 
 

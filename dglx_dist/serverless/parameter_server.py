@@ -1,4 +1,4 @@
-"""One parameter server: stashes, sums and updates; who carries the messages is not its affair."""
+"""Parameter servers without communication: plans, initial weights, stashes, sums and updates."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dglx_dist.serverless.program import Program
 
 
 def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
-    """Give each interval to the server with the lightest load, largest intervals first (section 5.1).
+    """Assign each interval to the least loaded server, largest intervals first (section 5.1).
 
-    The answer depends on nothing but the arguments, so the order in which gradients are summed never
-    depends on who was quick. No server goes without an interval.
+    The result depends only on the arguments, so the order of the sum of gradients never depends on timing.
+    Every server gets an interval.
 
     Args:
         sizes: (K,) rows of each interval; 0 is allowed.
@@ -32,7 +32,7 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
         (K,) int64 server of each interval.
 
     Raises:
-        ConfigError: there is no server, or there are more than intervals.
+        ConfigError: there is no server, or there are more servers than intervals.
     """
     if not 1 <= num_servers <= len(sizes):
         raise ConfigError(
@@ -42,7 +42,7 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
     loads, server_of = [0] * num_servers, np.zeros(len(sizes), dtype=np.int64)
     for interval in sorted(range(len(sizes)), key=lambda one: (-int(sizes[one]), one)):
         server = loads.index(min(loads))
-        # A task has a cost of its own besides its rows: this also spreads empty intervals.
+        # + 1 for the fixed cost of a task; it also spreads empty intervals.
         loads[server] += int(sizes[interval]) + 1
         server_of[interval] = server
     return server_of
@@ -52,7 +52,7 @@ Scheme: TypeAlias = Literal["xavier_uniform", "xavier_normal", "he_uniform", "he
 
 
 def check_scheme(name: str) -> None:
-    """Raise ConfigError unless ``name`` is a scheme."""
+    """Raise ConfigError unless ``name`` is a :data:`Scheme`."""
     known = get_args(Scheme)
     if name not in known:
         raise ConfigError(
@@ -68,20 +68,20 @@ def initialise(
     *,
     inputs_first: Collection[str] = (),
 ) -> dict[str, Array]:
-    """Draw weights; each depends on its own name, its shape and the seed alone.
+    """Draw initial weights; each depends only on its name, its shape and the seed.
 
-    Xavier keeps the variance over both directions (Glorot and Bengio, 2010), He that of the forward pass
-    under rectifiers (He et al., 2015), with gain sqrt(2). Vectors and numbers, which are biases, are zero.
+    Xavier preserves the variance in both directions (Glorot and Bengio, 2010), He in the forward pass under
+    rectifiers (He et al., 2015), with gain sqrt(2). Scalars and vectors are biases and start at zero.
 
     Args:
-        shapes: By name; (outputs, inputs, ...) as torch counts them.
-        scheme: Which.
+        shapes: By name; (outputs, inputs, ...) as in torch.
+        scheme: Name of the scheme.
         seed: Equal on all ranks.
         dtype: float32 or float64; float32 is float64 rounded.
-        inputs_first: Names of weights of shape (inputs, outputs), as those of DGL's GraphConv.
+        inputs_first: Names of weights of shape (inputs, outputs), as in DGL's GraphConv.
 
     Raises:
-        ConfigError: there is no such scheme.
+        ConfigError: the scheme is unknown.
     """
     check_scheme(scheme)
     return {
@@ -107,21 +107,21 @@ def _draw(name: str, shape: tuple[int, ...], scheme: Scheme, seed: int, inputs_f
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPlan:
-    """Weights, who uses them, and which server answers for which interval; equal on all ranks."""
+    """Weights, the steps that use them, and the server of each interval; equal on all ranks."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """By name, in the order in which weights are kept, summed and sent."""
+    """By name, in the order in which weights are stored, summed and sent."""
     dtype: np.dtype[np.floating]
-    """float32 or float64, of all of them."""
+    """float32 or float64, of all weights."""
     steps: Mapping[int, tuple[str, ...]]
-    """Index in the program of each Vertex step -> the names of its weights; those without any are ignored."""
+    """Index in the program of each Vertex step -> names of its weights, possibly none."""
     server_of_interval: Array
     """(K,) int64; see :func:`~dglx_dist.serverless.parameter_server.assign`."""
     num_servers: int = 1
     staleness: int = 0
-    """S: an interval may begin epoch e once e - S updates were made."""
+    """S: an interval may begin epoch e after e - S updates."""
     first_epoch: int = 0
-    """The epoch that comes next; above 0 when training goes on from a checkpoint."""
+    """Next epoch; above 0 when training resumes from a checkpoint."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
@@ -152,7 +152,7 @@ class ParameterPlan:
         staleness: int = 0,
         first_epoch: int = 0,
     ) -> ParameterPlan:
-        """Return the plan for the weights of ``program``; see the fields."""
+        """Return the plan for the weights of ``program``."""
         return cls(
             shapes=program.weight_shapes,
             dtype=np.dtype(program.dtype),
@@ -170,20 +170,14 @@ class ParameterPlan:
 
     @property
     def size(self) -> int:
-        """Numbers in all weights together, |theta|."""
+        """Number of elements of all weights, |theta|."""
         return sum(int(np.prod(shape)) for shape in self.shapes.values())
 
-    @property
-    def reporting(self) -> dict[int, tuple[str, ...]]:
-        """The steps whose gradients are waited for: those with weights."""
-        return {step: names for step, names in self.steps.items() if names}
-
     def intervals_of(self, server: int) -> list[int]:
-        """Return the intervals of ``server``, ascending."""
         return [int(interval) for interval in np.flatnonzero(self.server_of_interval == server)]
 
     def unflatten(self, vector: Array) -> list[Array]:
-        """Cut (|theta|,) into one array per weight; views."""
+        """Split (|theta|,) into one view per weight."""
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()])[:-1]
         return [
             part.reshape(shape)
@@ -191,7 +185,7 @@ class ParameterPlan:
         ]
 
     def check_weights(self, names: Sequence[str], arrays: Sequence[Array], what: str) -> None:
-        """Raise ConfigError unless ``arrays`` have shape and dtype of the weights ``names``."""
+        """Raise ConfigError unless ``arrays`` have the shapes and dtype of the weights ``names``."""
         if len(arrays) != len(names):
             raise ConfigError(f"{what}: {len(arrays)} arrays for {len(names)} weights ({', '.join(names)})")
         for name, array in zip(names, arrays, strict=True):
@@ -204,14 +198,13 @@ class ParameterPlan:
 
 @final
 class EpochSums:
-    """Sums of one epoch: of each step over its intervals in ascending order.
+    """Sums of gradients of one epoch: for each step over its intervals in ascending order.
 
-    A gradient is added as soon as those of all intervals before it have come, and only waits until then,
-    so that few are kept. Not thread-safe.
+    A gradient is added as soon as those of all earlier intervals are, so few are stored. Not thread-safe.
 
     Args:
         steps: Names of the weights of each step that has any, by the step's index.
-        intervals: Those that report here, ascending.
+        intervals: Intervals of this server, ascending.
     """
 
     def __init__(self, steps: Mapping[int, Sequence[str]], intervals: Sequence[int]) -> None:
@@ -222,24 +215,22 @@ class EpochSums:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every interval reported every step."""
         return all(added == len(self._intervals) for added in self._added.values())
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody reported yet."""
         return not any(self._added.values()) and not any(self._early.values())
 
     def missing(self) -> dict[int, list[int]]:
-        """Return the intervals that have not reported, by step; steps that lack none are left out."""
-        lacking = {
+        """Return the intervals without gradients by step; complete steps are omitted."""
+        missing = {
             step: [one for one in self._intervals[added:] if one not in self._early[step]]
             for step, added in self._added.items()
         }
-        return {step: intervals for step, intervals in lacking.items() if intervals}
+        return {step: intervals for step, intervals in missing.items() if intervals}
 
     def add(self, step: int, interval: int, gradients: Sequence[Array]) -> None:
-        """Take the gradients of ``step``'s weights that ``interval`` computed; they are kept, not copied."""
+        """Add ``interval``'s gradients of the weights of ``step``; the arrays are kept, not copied."""
         early = self._early[step]
         early[interval] = gradients
         while (at := self._added[step]) < len(self._intervals) and self._intervals[at] in early:
@@ -247,9 +238,9 @@ class EpochSums:
             self._added[step] += 1
 
     def total(self, names: Iterable[str]) -> Array:
-        """Return all weights' sums as one vector in the order of ``names``; every step must be complete.
+        """Return the sums as one vector in the order of ``names``; every step must be complete.
 
-        A weight of several steps gets the sum over these, lowest first.
+        The gradients of a weight of several steps are added in the order of the steps.
         """
         totals: dict[str, Array] = {}
         for step in sorted(self._steps):
@@ -267,17 +258,17 @@ class EpochSums:
 
 @final
 class Versions:
-    """The latest weights, and the older ones that intervals stashed; intervals share equal versions.
+    """The latest weights and the older versions that intervals stashed; equal versions are shared.
 
-    Version v is what v updates made. An interval keeps the version with which its newest epoch began until
-    it begins the next one: a worker that died after its last gradient is replaced by one that asks for
-    these weights once more. Not thread-safe.
+    Version v is the result of v updates. An interval keeps the version of its newest epoch until it begins
+    the next one, because the replacement of a worker that died after its last gradient asks for these
+    weights again. Not thread-safe.
 
     Args:
         weights: The first version; must not be changed afterwards.
         number: Its number.
-        staleness: S: an interval begins epoch e with version e - S or later, and no update is made before
-            all intervals have begun its epoch, so that at most S + 2 versions are alive.
+        staleness: S: an interval begins epoch e with version e - S or later, and an update needs all
+            intervals to have begun its epoch, so at most S + 2 versions are alive.
     """
 
     def __init__(self, weights: Sequence[Array], number: int, staleness: int) -> None:
@@ -289,27 +280,22 @@ class Versions:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Numbers of the versions that are kept, ascending; the last is the latest."""
+        """Numbers of the stored versions, ascending; the last is the latest."""
         return tuple(sorted(self._weights))
 
     @property
     def stashes(self) -> dict[int, tuple[int, int]]:
-        """(epoch, version) of each interval that keeps one."""
+        """(epoch, version) by interval."""
         return dict(self._stash_of)
 
     def newest(self) -> tuple[Array, ...]:
-        """Return the latest weights."""
         return self._weights[self.latest]
 
     def epoch_of(self, interval: int) -> int:
-        """Return the epoch for which ``interval`` keeps a version, -1 for none."""
         return self._stash_of.get(interval, (-1, -1))[0]
 
     def stashed(self, interval: int, epoch: int) -> tuple[Array, ...]:
-        """Return the weights of ``interval`` in ``epoch``: the latest the first time, then the same.
-
-        What it kept for an earlier epoch is let go; the caller never goes back to one.
-        """
+        # The first call in an epoch stashes the latest version, and releases that of an earlier epoch.
         if self.epoch_of(interval) != epoch:
             self._release(interval)
             self._stash_of[interval] = (epoch, self.latest)
@@ -317,7 +303,6 @@ class Versions:
         return self._weights[self._stash_of[interval][1]]
 
     def add(self, weights: Sequence[Array]) -> None:
-        """Make ``weights`` the latest."""
         before, self.latest = self.latest, self.latest + 1
         self._weights[self.latest] = tuple(weights)
         self._holders[self.latest] = 0
@@ -325,7 +310,6 @@ class Versions:
         assert len(self._weights) <= self._limit, f"versions {self.alive} are more than {self._limit}"
 
     def release_all(self) -> None:
-        """Forget all stashes: nothing is in flight."""
         for interval in list(self._stash_of):
             self._release(interval)
 
@@ -342,19 +326,19 @@ class Versions:
 
 @final
 class ParameterServer:
-    """Keeps the latest weights, and what intervals that report here stashed (section 5.1). Thread-safe.
+    """Stores the latest weights and the stashes of its intervals (section 5.1). Thread-safe.
 
-    Every server has all weights and makes every update; an epoch's update is made from the sums of all
-    servers, added in the servers' order, so that the weights stay equal to the last bit on all of them.
+    Every server has all weights and makes every update. An update uses the sums of all servers, added in the
+    servers' order, so the weights are bit-identical on all of them.
 
     Args:
-        plan: What all servers agree on.
-        index: Which of them this is.
-        weights: One per name of the plan, as its first epoch begins; must not be changed afterwards.
-        update: How weights change; this server's own.
+        plan: The plan of all servers.
+        index: Index of this server.
+        weights: One per name of the plan, at the start of its first epoch; must not be changed afterwards.
+        update: The update rule, for this server alone.
 
     Raises:
-        ConfigError: the weights are not the plan's.
+        ConfigError: the weights or the update do not fit the plan.
     """
 
     def __init__(self, plan: ParameterPlan, index: int, weights: Sequence[Array], update: Update) -> None:
@@ -367,52 +351,51 @@ class ParameterServer:
         self._update, self._lock = update, threading.Lock()
         self._versions = Versions(weights, plan.first_epoch, plan.staleness)
         self._intervals = plan.intervals_of(index)
-        self._reporting = plan.reporting
+        self._weighted_steps = {step: names for step, names in plan.steps.items() if names}
         self._sums: dict[int, EpochSums] = {}
         self._received: dict[int, dict[int, Array]] = {}
         self._digests: dict[int, dict[tuple[int, int], bytes]] = {}
 
     @property
     def updates(self) -> int:
-        """Updates made, those before the first epoch included; also the number of the latest version."""
+        """Number of updates, including those before the first epoch; the number of the latest version."""
         with self._lock:
             return self._versions.latest
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Versions that are kept, ascending."""
         with self._lock:
             return self._versions.alive
 
     @property
     def stashes(self) -> dict[int, tuple[int, int]]:
-        """(epoch, version) that each interval of this server stashed last."""
         with self._lock:
             return self._versions.stashes
 
     @property
     def state(self) -> dict[str, Array]:
-        """What the update keeps, by "<weight>/<key>"; read while nothing is in flight."""
+        """State of the update by "<weight>/<key>"; read it only while nothing is in flight."""
         return self._update.state
 
     def latest(self) -> tuple[Array, ...]:
-        """Return the latest weights, read-only, in the plan's order."""
+        """Return the latest weights, in the plan's order."""
         with self._lock:
             return self._versions.newest()
 
     def weights(self, interval: int, epoch: int, step: int) -> list[Array]:
-        """Return the weights of ``step`` as ``interval`` sees them during all of ``epoch``.
+        """Return the weights of ``step`` for ``interval`` in ``epoch``.
 
-        The first call of an epoch stashes the latest version.
+        The first call in an epoch stashes the latest version.
 
         Raises:
-            ConfigError: interval or step are not of this server, or the epoch has not begun or is over.
+            ConfigError: the interval or step does not belong to this server, or the epoch has not begun or is
+                over.
         """
         self._check_key(interval, epoch, step)
         with self._lock:
             self._check_begun(interval, epoch)
-            held = self._versions.epoch_of(interval)
-            if epoch < held or (epoch < self._versions.latest and epoch != held):
+            stashed = self._versions.epoch_of(interval)
+            if epoch < stashed or (epoch < self._versions.latest and epoch != stashed):
                 raise ConfigError(
                     f"weights of epoch {epoch} for interval {interval} are gone after "
                     f"{self._versions.latest} updates; the call comes from a worker that was given up"
@@ -422,36 +405,36 @@ class ParameterServer:
         return [weights[position[name]] for name in self.plan.steps[step]]
 
     def gradients(self, interval: int, epoch: int, step: int, arrays: Sequence[Array]) -> bool:
-        """Take the gradients of ``step``'s weights; return False if they came before and are dropped.
+        """Add the gradients of ``step``'s weights; return False for duplicates, which are dropped.
 
         The arrays are kept and must not be changed afterwards.
 
         Raises:
-            ConfigError: the key is not of this server, the epoch has not begun, the arrays are not like the
-                weights, or the key came before with other bits.
+            ConfigError: the key does not belong to this server, the epoch has not begun, the arrays do not
+                fit the weights, or a duplicate has different bits.
         """
         what = f"gradients of interval {interval}, epoch {epoch}, step {step}"
         self._check_key(interval, epoch, step)
         self.plan.check_weights(self.plan.steps[step], arrays, what)
-        if step not in self._reporting:
+        if step not in self._weighted_steps:
             return True
         digest = _digest(arrays)
         with self._lock:
             self._check_begun(interval, epoch)
-            came = self._digests.setdefault(epoch, {}) if self._is_recent(epoch) else {}
-            if (interval, step) in came or epoch < self._versions.latest:
-                if came.get((interval, step), digest) != digest:
+            arrived = self._digests.setdefault(epoch, {}) if self._is_recent(epoch) else {}
+            if (interval, step) in arrived or epoch < self._versions.latest:
+                if arrived.get((interval, step), digest) != digest:
                     raise ConfigError(
-                        f"{what} came twice with different bits; a stage must compute the same from the "
-                        "same: does one draw at random, or differ between workers?"
+                        f"{what} came twice with different bits; make stages deterministic and equal on "
+                        "all workers"
                     )
                 return False
-            came[interval, step] = digest
+            arrived[interval, step] = digest
             self._sums_of(epoch).add(step, interval, arrays)
         return True
 
     def own_sums(self) -> tuple[int, Array] | None:
-        """Return (epoch, (|theta|,) sums) of the epoch that is updated next, None while gradients miss.
+        """Return (epoch, (|theta|,) sums) of the next update; None while gradients are missing.
 
         The vector must not be changed.
         """
@@ -459,16 +442,16 @@ class ParameterServer:
             epoch = self._versions.latest
             if epoch not in self._sums or not self._sums[epoch].is_complete:
                 return None
-            came = self._received.setdefault(epoch, {})
-            if self.index not in came:
-                came[self.index] = self._sums[epoch].total(self.plan.shapes)
-            return epoch, came[self.index]
+            arrived = self._received.setdefault(epoch, {})
+            if self.index not in arrived:
+                arrived[self.index] = self._sums[epoch].total(self.plan.shapes)
+            return epoch, arrived[self.index]
 
     def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
-        """Take the sums of another server. Once more the same epoch is no harm.
+        """Store the sums of another server; ignores repeated ones.
 
         Raises:
-            ConfigError: there is no such server, the epoch cannot be complete, or they are not the plan's.
+            ConfigError: the server does not exist, the epoch cannot be complete, or the sums do not fit.
         """
         if not 0 <= server < self.plan.num_servers or server == self.index:
             raise ConfigError(f"sums of server {server} came to {self.index} of {self.plan.num_servers}")
@@ -486,48 +469,44 @@ class ParameterServer:
                 self._received.setdefault(epoch, {}).setdefault(server, vector)
 
     def servers_missing(self) -> list[int]:
-        """Return the servers whose sums of the next update have not come, this one included."""
+        """Return the servers, possibly this one, whose sums for the next update are missing."""
         with self._lock:
-            came = self._received.get(self._versions.latest, {})
-            return [server for server in range(self.plan.num_servers) if server not in came]
+            arrived = self._received.get(self._versions.latest, {})
+            return [server for server in range(self.plan.num_servers) if server not in arrived]
 
     def advance(self) -> int | None:
-        """Make the next update if all sums are there; return the number of updates, or None.
+        """Make the next update if all sums have arrived; return the number of updates, or None.
 
-        Called by one thread; the others may pull and push meanwhile.
+        Only one thread may call this; other threads may pull and push meanwhile.
         """
         with self._lock:
             epoch = self._versions.latest
-            came = self._received.get(epoch, {})
-            if len(came) < self.plan.num_servers:
+            arrived = self._received.get(epoch, {})
+            if len(arrived) < self.plan.num_servers:
                 return None
             weights = self._versions.newest()
-        total = came[0].copy()
+        total = arrived[0].copy()
         for server in range(1, self.plan.num_servers):
-            total += came[server]
+            total += arrived[server]
         after = self._update.apply(weights, self.plan.unflatten(total))
         with self._lock:
             self._versions.add(after)
             del self._received[epoch], self._sums[epoch]
-            self._digests = {one: came for one, came in self._digests.items() if self._is_recent(one)}
+            self._digests = {one: arrived for one, arrived in self._digests.items() if self._is_recent(one)}
             return self._versions.latest
 
     def missing(self) -> str:
-        """Say what the next update waits for; "" when for nothing of this server."""
+        """Describe the missing gradients of this server for the next update; "" for none."""
         with self._lock:
             epoch = self._versions.latest
-            lacking = self._sums_of(epoch).missing()
+            missing = self._sums_of(epoch).missing()
         return "; ".join(
             f"epoch {epoch}, step {step}: gradients of intervals {_some(intervals)}"
-            for step, intervals in sorted(lacking.items())
+            for step, intervals in sorted(missing.items())
         )
 
     def drain(self) -> None:
-        """Forget all stashes; every interval must have ended the same epoch.
-
-        Raises:
-            ConfigError: gradients of an epoch that is not updated yet have come.
-        """
+        """Release all stashes; ConfigError unless every interval has finished the same epoch."""
         with self._lock:
             begun = [epoch for epoch, sums in self._sums.items() if not sums.is_empty]
             if begun or self._received:
@@ -537,17 +516,17 @@ class ParameterServer:
             self._versions.release_all()
 
     def _is_recent(self, epoch: int) -> bool:
-        """Whether bits of duplicates are still compared: in open epochs and the last one that was updated."""
+        # Duplicates are compared in open epochs and in the last updated one.
         return epoch >= self._versions.latest - 1
 
     def _sums_of(self, epoch: int) -> EpochSums:
         if epoch not in self._sums:
-            self._sums[epoch] = EpochSums(self._reporting, self._intervals)
+            self._sums[epoch] = EpochSums(self._weighted_steps, self._intervals)
         return self._sums[epoch]
 
     def _check_key(self, interval: int, epoch: int, step: int) -> None:
         if step not in self.plan.steps:
-            raise ConfigError(f"step {step} has no weights; steps that have: {sorted(self.plan.steps)}")
+            raise ConfigError(f"step {step} has no weights; steps with weights: {sorted(self.plan.steps)}")
         if not 0 <= interval < self.plan.num_intervals or epoch < 0:
             raise ConfigError(f"there is no interval {interval} of {self.plan.num_intervals}, epoch {epoch}")
         server = int(self.plan.server_of_interval[interval])
@@ -563,10 +542,10 @@ class ParameterServer:
 
 
 def exchange(servers: Sequence[ParameterServer]) -> int | None:
-    """Let the servers of one process exchange sums and update once; None while gradients miss.
+    """Exchange sums between the servers of one process and update once; None while gradients are missing.
 
     Args:
-        servers: All of the plan, in order.
+        servers: All servers of the plan, in order.
     """
     ready = [server.own_sums() for server in servers]
     found = [one for one in ready if one is not None]

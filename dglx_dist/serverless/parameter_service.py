@@ -1,4 +1,4 @@
-"""A parameter server on a rank: answers workers, exchanges sums with the other servers, tells of updates."""
+"""RPC service and client of parameter servers: weights, gradients, sums between servers, update notices."""
 
 from __future__ import annotations
 
@@ -27,58 +27,51 @@ from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer
 from dglx_dist.serverless.tasks import Direction, TaskKey
 
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
-"""By workers, name: the task's key. The server counts the bytes, for a worker has no ledger."""
-FOR_WORKERS = frozenset({WEIGHTS, GRADIENTS})
-"""What whoever holds no more than a worker's secret may ask."""
+"""Called by workers; name: the task's key. The server counts the bytes, because a worker has no ledger."""
 WEIGHTS_FOR_RANK, GRADIENTS_OF_RANK = "lambda.weights_for_rank", "lambda.gradients_of_rank"
-"""The same by ranks that do a task themselves; as ever the caller counts."""
+"""The same, called by ranks that run a task themselves; the caller counts the bytes."""
 SUMS = "lambda.sums"
-"""Server to server, name: "epoch/server"; one vector (|theta|,)."""
+"""Called by other servers; name: "epoch/server"; one vector (|theta|,)."""
 UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
-"""Server to graph servers, name: "updates/server", or the reason."""
+"""Sent to graph servers; name: "updates/server", or the reason."""
 MISSING, LATEST, STATE = "lambda.missing", "lambda.latest", "lambda.state"
-"""By ranks: what the next update waits for, the latest weights, what the update keeps."""
+"""Called by ranks: missing inputs of the next update, the latest weights, the state of the update."""
 
 DOWN, UP, BETWEEN, CONTROL, READ = "weights_down", "weights_up", "parameter_sums", "control", "weights_read"
-"""Phases of the ledger."""
+"""Ledger phases."""
 
 _PAIR = re.compile(r"(0|[1-9][0-9]{0,8})/(0|[1-9][0-9]{0,5})")
 _STATE_DTYPES = ("float32", "float64")
 _MAX_TABLE_BYTES = 1 << 24
+log = logging.getLogger(__name__)
+_POLL_S, _PROBE_S, _NOTIFY_S, _JOIN_TIMEOUT_S = 1.0, 5.0, 2.0, 5.0
+_MAX_REASON = 1000
 
 
 def pair_name(number: int, server: int) -> str:
-    """Name an epoch, or a number of updates, and a server."""
+    """Return the name of an epoch, or of a number of updates, and a server."""
     return f"{number}/{server}"
 
 
 def parse_pair(name: str) -> tuple[int, int]:
-    """Read :func:`pair_name`.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Read :func:`pair_name`; ConfigError if it is invalid."""
     found = _PAIR.fullmatch(name)
     if found is None:
-        raise ConfigError(f"{name[:80]!r} names no epoch and server; one looks like 3/1")
+        raise ConfigError(f"{name[:80]!r} names no epoch and server; write it like 3/1")
     return int(found[1]), int(found[2])
 
 
 def pack_state(state: Mapping[str, Array]) -> list[Array]:
-    """Return a table of contents as JSON, and all numbers in one buffer, both as uint8."""
+    """Return a JSON table of contents, and all values in one buffer, both as uint8."""
     table = [[path, value.dtype.name, list(value.shape)] for path, value in state.items()]
     numbers = b"".join(np.ascontiguousarray(value).tobytes() for value in state.values())
     return [np.frombuffer(json.dumps(table).encode(), np.uint8), np.frombuffer(numbers, np.uint8)]
 
 
 def unpack_state(plan: ParameterPlan, packed: list[Array]) -> dict[str, Array]:
-    """Read :func:`pack_state`, as one of ``plan``'s weights; the arrays are new.
-
-    Raises:
-        ConfigError: it is not of these weights.
-    """
+    """Read :func:`pack_state` into new arrays; ConfigError if it does not fit the weights of ``plan``."""
     if len(packed) != 2:
-        raise ConfigError(f"the optimizer's state came as {len(packed)} arrays, not as table and numbers")
+        raise ConfigError(f"the optimizer's state has {len(packed)} arrays instead of a table and numbers")
     table, numbers = packed[0].tobytes(), packed[1].tobytes()
     state: dict[str, Array] = {}
     begin = 0
@@ -90,7 +83,7 @@ def unpack_state(plan: ParameterPlan, packed: list[Array]) -> dict[str, Array]:
             or tuple(shape) not in ((), plan.shapes[name])
         ):
             raise ConfigError(
-                f"the optimizer's state {path[:80]!r}, {dtype} of shape {shape}, is of no weight here"
+                f"the optimizer's state {path[:80]!r}, {dtype} of shape {shape}, belongs to no weight here"
             )
         end = begin + math.prod(shape) * np.dtype(dtype).itemsize
         if end > len(numbers):
@@ -101,55 +94,48 @@ def unpack_state(plan: ParameterPlan, packed: list[Array]) -> dict[str, Array]:
 
 
 def _entries(table: bytes) -> list[tuple[str, str, list[int]]]:
-    """Read the table: path, dtype and shape of each entry."""
+    # Path, dtype and shape of each entry.
     where = "the table of an optimizer's state"
     found = read_json(table, _MAX_TABLE_BYTES, where)
     if not isinstance(found, list):
-        raise ConfigError(f"{where} is a {type(found).__name__}, not a list; is it of another version?")
+        raise ConfigError(f"{where} is a {type(found).__name__}, not a list; run the same version everywhere")
     entries = []
     for entry in found:
         match entry:
             case [str(path), str(dtype), [*shape]] if all(type(one) is int for one in shape):
                 entries.append((path, dtype, shape))
             case _:
-                raise ConfigError(f"{where} has an entry that is none; is it of another version?")
+                raise ConfigError(f"{where} has an invalid entry; run the same version everywhere")
     return entries
-
-
-log = logging.getLogger(__name__)
-
-_POLL_S, _PROBE_S, _LAST_WORDS_S, _ENDS_WITHIN_S = 1.0, 5.0, 2.0, 5.0
-_MAX_REASON = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Which ranks play which part; equal on all ranks."""
+    """Ranks of the servers; equal on all ranks."""
 
     parameter_servers: tuple[int, ...]
     """(P,) rank of each parameter server."""
     graph_servers: tuple[int, ...]
-    """Ranks that are told of updates."""
+    """Ranks that are notified of updates."""
 
     def describe(self, server: int) -> str:
-        """Name a parameter server."""
         return f"parameter server {server} on rank {self.parameter_servers[server]}"
 
 
 @final
 class ParameterService:
-    """Serves ``server`` from now until :meth:`close`. A thread of its own makes the updates.
+    """Serves ``server`` until :meth:`close`; a thread makes the updates.
 
-    Every rank makes its service and client before any of them calls, and closes them when none calls any
-    more: put a barrier after the first and before the second.
+    Put a barrier between the creation of all services and clients and the first call, and between the last
+    call and :meth:`close`.
 
     Args:
-        rpc: This rank's calls.
-        server: What is served.
-        places: The others.
-        timeout_s: How long the sums of another server may take after those of this one; None: the session's.
-        timeline: Where updates are noted.
-        run: Number of the run in its session; no task of another one is answered.
+        rpc: This rank's RPC.
+        server: The server to serve.
+        places: Ranks of all servers.
+        timeout_s: Limit for the sums of another server after those of this one; None: the session's.
+        timeline: Trace of the updates.
+        run: Number of the run in its session; tasks of other runs are rejected.
     """
 
     def __init__(
@@ -172,26 +158,26 @@ class ParameterService:
             GRADIENTS: self._take_from_worker,
             GRADIENTS_OF_RANK: self._take,
             SUMS: self._take_sums,
-            MISSING: self._tell_missing,
+            MISSING: self._give_missing,
             LATEST: self._give_latest,
             STATE: self._give_state,
         }
         for op, handler in self._handlers.items():
-            rpc.register(op, handler, for_clients=op in FOR_WORKERS)
+            rpc.register(op, handler, for_clients=op in (WEIGHTS, GRADIENTS))
         self._thread = threading.Thread(target=self._run, name="dglx-parameters", daemon=True)
         self._thread.start()
 
     def raise_if_stopped(self) -> None:
-        """Raise PeerError if an update went wrong: no other will be made."""
+        """Raise PeerError if an update failed: no further update will be made."""
         if self._failure:
             raise PeerError(self._failure)
 
     def close(self) -> None:
-        """Stop serving; may be called twice. Waits some seconds at most, for an update under way."""
+        """Stop serving; may be called twice. Waits up to 5 s for a running update."""
         self._closing.set()
         self._changed.set()
-        # It may wait for a rank that is dead; its calls end with the session.
-        self._thread.join(_ENDS_WITHIN_S)
+        # The thread may wait for a dead rank; then its calls end with the session.
+        self._thread.join(_JOIN_TIMEOUT_S)
         for op in self._handlers:
             self._rpc.unregister(op)
 
@@ -207,8 +193,8 @@ class ParameterService:
                         else nullcontext()
                     ):
                         self._update(*ready)
-        except Exception as error:  # noqa: BLE001 - whoever waits for an update must hear of it
-            # Also while closing: this rank may end because of the same, and the others must hear the cause.
+        except Exception as error:  # noqa: BLE001 - reported to all who wait for an update
+            # Also while closing: this rank may be ending for the same reason, and others need the cause.
             self._stop(error)
 
     def _update(self, epoch: int, sums: Array) -> None:
@@ -225,24 +211,22 @@ class ParameterService:
         if updates is None:  # closing
             return
         name = pair_name(updates, self.server.index)
-        told = [
+        notices = [
             self._rpc.submit(rank, UPDATED, name, [], phase=CONTROL) for rank in self._places.graph_servers
         ]
-        for pending in told:
+        for pending in notices:
             pending.result(self._timeout_s)
 
     def _wait_for_sums(self, epoch: int) -> None:
         deadline = time.monotonic() + self._timeout_s
         while (missing := self.server.servers_missing()) and not self._closing.is_set():
             if not self._changed.wait(min(_POLL_S, self._timeout_s)):
-                raise_for_silent(
-                    self._rpc, self._places, missing, f"its sums of epoch {epoch} are waited for"
-                )
+                raise_for_silent(self._rpc, self._places, missing, f"waiting for its sums of epoch {epoch}")
             self._changed.clear()
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"{self._places.describe(missing[0])} sent no sums of epoch {epoch} within "
-                    f"{self._timeout_s:g} s; {what_misses(self._rpc, self._places, missing)}; look at the "
+                    f"{self._timeout_s:g} s; {what_misses(self._rpc, self._places, missing)}; check the "
                     "workers, or raise timeout_s (DGLX_TIMEOUT)"
                 )
 
@@ -252,14 +236,14 @@ class ParameterService:
             :_MAX_REASON
         ]
         log.error("%s", self._failure)
-        told = []
+        notices = []
         for rank in self._places.graph_servers:
             with contextlib.suppress(DglxError):
-                told.append(self._rpc.submit(rank, STOPPED, self._failure, [], phase=CONTROL))
-        # The time counts from when they were asked, so for all of them together.
-        for pending in told:
+                notices.append(self._rpc.submit(rank, STOPPED, self._failure, [], phase=CONTROL))
+        # The time limit counts from the call, so it holds for all of them together.
+        for pending in notices:
             with contextlib.suppress(DglxError):
-                pending.result(_LAST_WORDS_S)
+                pending.result(_NOTIFY_S)
 
     def _key_of(self, name: str) -> TaskKey:
         self.raise_if_stopped()
@@ -292,12 +276,12 @@ class ParameterService:
     def _take_sums(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         epoch, server = parse_pair(name)
         if len(arrays) != 1:
-            raise ConfigError(f"sums {name} came as {len(arrays)} arrays, not as one")
+            raise ConfigError(f"sums {name} have {len(arrays)} arrays instead of one")
         self.server.receive_sums(server, epoch, arrays[0])
         self._changed.set()
         return []
 
-    def _tell_missing(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
+    def _give_missing(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
         text = self._failure or self.server.missing()
         return [np.frombuffer(text[:_MAX_REASON].encode(), np.uint8)]
 
@@ -309,43 +293,40 @@ class ParameterService:
 
 
 def raise_for_silent(rpc: Rpc, places: Places, servers: Sequence[int], why: str) -> None:
-    """Raise PeerError if ranks of ``servers`` do not answer, naming all; asks them at once, for seconds."""
+    """Raise PeerError that names all ranks of ``servers`` that do not answer a probe within seconds."""
     others = {places.parameter_servers[server]: server for server in servers}
     silent = rpc.silent([rank for rank in others if rank != rpc.rank], _PROBE_S)
     if silent:
-        # Who ended because of another's death is silent as well: the first cause is among them.
+        # Ranks that ended because of another's death are silent as well; the first cause is among them.
         names = ", ".join(places.describe(others[rank]) for rank in silent)
-        raise PeerError(f"no answer of {names} while {why}: probably dead; look at the output there")
+        raise PeerError(f"no answer of {names} while {why}: probably dead; check its output")
 
 
 def what_misses(rpc: Rpc, places: Places, servers: Sequence[int]) -> str:
-    """Ask ``servers`` what their next updates wait for."""
+    """Return a text that says what the next update of each of ``servers`` waits for."""
     answers = []
     for server in servers:
         try:
             asked = rpc.submit(places.parameter_servers[server], MISSING, "", [], phase=CONTROL)
-            (told,) = asked.result(_PROBE_S)
-            lacks = f"waits for {told.tobytes().decode()}" if told.size else "waits for nothing of its own"
+            (text,) = asked.result(_PROBE_S)
+            state = f"waits for {text.tobytes().decode()}" if text.size else "waits for nothing of its own"
         except DglxError as error:
-            lacks = f"says nothing ({error})"
-        answers.append(f"{places.describe(server)} {lacks}")
+            state = f"does not answer ({error})"
+        answers.append(f"{places.describe(server)} {state}")
     return "; ".join(answers)
-
-
-_POLL_S_CLIENT = 1.0
 
 
 @final
 class ParameterClient:
-    """Hears of updates from now until :meth:`close`; one per rank. Thread-safe.
+    """A rank's connection to all parameter servers; receives notices until :meth:`close`. Thread-safe.
 
     Args:
-        rpc: This rank's calls.
-        plan: What the servers agree on.
-        places: Where they are.
-        timeout_s: How long an update may be waited for; None: the session's.
-        on_update: Called with the new :attr:`updates` when every server made another update, and once more
-            when one stopped; from any thread, and must be quick.
+        rpc: This rank's RPC.
+        plan: The plan of the servers.
+        places: Ranks of the servers.
+        timeout_s: Time limit of :meth:`wait_for`; None: the session's.
+        on_update: Called with the new :attr:`updates` when every server has made another update, and once
+            when a server stops; on any thread; must return quickly.
     """
 
     def __init__(
@@ -360,90 +341,78 @@ class ParameterClient:
         self._rpc, self._plan, self._places = rpc, plan, places
         self._timeout_s = rpc.timeout_s if timeout_s is None else timeout_s
         self._on_update = on_update
-        self._told = [plan.first_epoch] * plan.num_servers
+        self._updates = [plan.first_epoch] * plan.num_servers
         self._failure = ""
-        self._heard = threading.Condition()
-        rpc.register(UPDATED, self._hear_update)
-        rpc.register(STOPPED, self._hear_stop)
+        self._changed = threading.Condition()
+        rpc.register(UPDATED, self._take_update)
+        rpc.register(STOPPED, self._take_stop)
 
     @property
     def updates(self) -> int:
-        """Updates that every server has made: the least epoch that may be worked on."""
-        with self._heard:
-            return min(self._told)
+        """Number of updates that every server has made; the lowest epoch that may run."""
+        with self._changed:
+            return min(self._updates)
 
     def raise_if_stopped(self) -> None:
-        """Raise PeerError if a parameter server said that it stopped."""
+        """Raise PeerError if a parameter server has reported that it stopped."""
         if self._failure:
             raise PeerError(self._failure)
 
     def wait_for(self, updates: int) -> None:
-        """Wait until every server made ``updates`` updates.
+        """Wait until every server has made ``updates`` updates.
 
         Raises:
-            PeerError: a server stopped, is dead, or time is up; it is named, and what it waits for.
+            PeerError: a server stopped, is dead or late; the message names it and what it waits for.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
-            wait_s = min(_POLL_S_CLIENT, max(deadline - time.monotonic(), 0.0))
-            with self._heard:
-                late = not self._heard.wait_for(lambda: self._failure or min(self._told) >= updates, wait_s)
-                behind = [server for server, made in enumerate(self._told) if made < updates]
+            wait_s = min(_POLL_S, max(deadline - time.monotonic(), 0.0))
+            with self._changed:
+                ended = self._changed.wait_for(lambda: self._failure or min(self._updates) >= updates, wait_s)
+                behind = [server for server, made in enumerate(self._updates) if made < updates]
             self.raise_if_stopped()
             if not behind:
                 return
-            if late:
-                raise_for_silent(self._rpc, self._places, behind, f"update {updates} is waited for")
+            if not ended:
+                raise_for_silent(self._rpc, self._places, behind, f"waiting for update {updates}")
             if time.monotonic() >= deadline:
                 raise PeerError(
                     f"update {updates} was not made within {self._timeout_s:g} s: "
-                    f"{what_misses(self._rpc, self._places, behind)}; look at the workers, or raise "
+                    f"{what_misses(self._rpc, self._places, behind)}; check the workers, or raise "
                     "timeout_s (DGLX_TIMEOUT)"
                 )
 
     def rank_of(self, interval: int) -> int:
-        """Return the rank whose parameter server answers for ``interval``."""
         return self._places.parameter_servers[int(self._plan.server_of_interval[interval])]
 
     def weights(self, key: TaskKey) -> list[Array]:
-        """Return the weights of a task that this rank does itself; |W_l| numbers come in.
-
-        Raises:
-            PeerError: the server is dead or silent.
-            RemoteError: it refused; the text says why.
-        """
+        """Fetch the weights of a task that this rank runs itself; PeerError or RemoteError on failure."""
         rank = self.rank_of(key.interval)
         return self._rpc.call(rank, WEIGHTS_FOR_RANK, str(key), [], phase=DOWN, layer=key.step)
 
     def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> None:
-        """Hand in the gradients of a task that this rank did itself; the arrays must not change afterwards.
-
-        Raises:
-            PeerError: the server is dead or silent.
-            RemoteError: it refused; the text says why.
-        """
+        """Send the gradients of a task that this rank ran itself; the arrays must not change afterwards."""
         rank = self.rank_of(key.interval)
         self._rpc.call(rank, GRADIENTS_OF_RANK, str(key), arrays, phase=UP, layer=key.step)
 
     def latest(self) -> dict[str, Array]:
-        """Return the latest weights by name, of the server that is nearest; |theta| numbers come in.
+        """Fetch the latest weights by name from this rank's server or another one.
 
-        All servers have the same once :meth:`wait_for` returned and nothing is in flight.
+        All servers have the same weights once :meth:`wait_for` has returned and nothing is in flight.
         """
         (vector,) = self._rpc.call(self._nearest(), LATEST, "", [], phase=READ)
         if vector.shape != (self._plan.size,) or vector.dtype != self._plan.dtype:
             raise ConfigError(
-                f"the latest weights, {vector.dtype} of shape {vector.shape}, are of another model"
+                f"the latest weights, {vector.dtype} of shape {vector.shape}, belong to another model"
             )
         return dict(zip(self._plan.shapes, self._plan.unflatten(vector), strict=True))
 
     def state(self) -> dict[str, Array]:
-        """Return what the update keeps, by "<weight>/<key>"; see :meth:`latest`."""
+        """Fetch the state of the update by "<weight>/<key>"; see :meth:`latest`."""
         packed = self._rpc.call(self._nearest(), STATE, "", [], phase=READ)
         return unpack_state(self._plan, packed)
 
     def close(self) -> None:
-        """Hear no more."""
         self._rpc.unregister(UPDATED)
         self._rpc.unregister(STOPPED)
 
@@ -451,23 +420,23 @@ class ParameterClient:
         ranks = self._places.parameter_servers
         return self._rpc.rank if self._rpc.rank in ranks else ranks[self._rpc.rank % len(ranks)]
 
-    def _hear_update(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
+    def _take_update(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
         updates, server = parse_pair(name)
-        if server >= len(self._told):
-            raise ConfigError(f"there is no parameter server {server} of {len(self._told)}")
-        with self._heard:
-            before = min(self._told)
-            self._told[server] = max(self._told[server], updates)
-            after = min(self._told)
-            self._heard.notify_all()
+        if server >= len(self._updates):
+            raise ConfigError(f"there is no parameter server {server} of {len(self._updates)}")
+        with self._changed:
+            before = min(self._updates)
+            self._updates[server] = max(self._updates[server], updates)
+            after = min(self._updates)
+            self._changed.notify_all()
         if after > before and self._on_update is not None:
             self._on_update(after)
         return []
 
-    def _hear_stop(self, reason: str, _arrays: Sequence[Array]) -> list[Array]:
-        with self._heard:
+    def _take_stop(self, reason: str, _arrays: Sequence[Array]) -> list[Array]:
+        with self._changed:
             self._failure = self._failure or reason
-            self._heard.notify_all()
+            self._changed.notify_all()
         if self._on_update is not None:
             self._on_update(self.updates)
         return []

@@ -1,8 +1,8 @@
-"""How weights change by their gradients: torch's optimizers in NumPy, operation by operation.
+"""Optimizers of parameter servers: torch's SGD, Adam and AdamW in NumPy, bit for bit.
 
-Order and rounding of every operation are those of torch's CPU kernels (one tensor at a time, the default
-there), in float32 and float64. One operation is beyond NumPy: torch's square root is its maths library's
-and may be wrong in the last bit, so Adam equals torch to the last bit only when it is given torch's.
+Order and rounding of every operation are those of torch's CPU kernels for single tensors, the default there,
+in float32 and float64. NumPy cannot reproduce one operation: torch's square root comes from its maths library
+and may be wrong in the last bit, so Adam is bit-identical only if it is given torch's square root.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from dglx_dist.records import Array
 from dglx_dist.registry import did_you_mean
 
 _BLOCK = 1 << 13
-"""Elements at a time: some forty intermediate vectors of this length stay in the cache."""
+"""Elements per block: about forty intermediate vectors of this length fit the cache."""
 _SPLITTER = float((1 << 27) + 1)
+S = TypeVar("S", "SgdSettings", "AdamSettings")
+_IGNORED_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+"""Choices of torch's kernels, and what learning-rate schedulers add to a group; they change no formula."""
 
 
 def fused_multiply_add(a: Array | float, b: Array, c: Array) -> Array:
     """Return ``a * b + c`` with one rounding; a new array.
 
     Args:
-        a: A number, which takes the dtype of ``c`` first, or an array like ``c``.
+        a: A number, converted to the dtype of ``c`` first, or an array like ``c``.
         b: Like ``c``.
         c: Any shape, float32 or float64.
     """
@@ -44,7 +47,7 @@ def fused_multiply_add(a: Array | float, b: Array, c: Array) -> Array:
 
 
 def _narrow(a: Array, b: Array, c: Array) -> Array:
-    # A product of two float32 is exact in float64.
+    # The product of two float32 is exact in float64.
     product = a.astype(np.float64) * b.astype(np.float64)
     return _odd_sum(product, c.astype(np.float64)).astype(np.float32)
 
@@ -54,19 +57,19 @@ def _wide(a: Array, b: Array, c: Array) -> Array:
     low, lower = _two_sum(c, rest)
     high, middle = _two_sum(product, low)
     fused = high + _odd_sum(lower, middle)
-    # Halves overflow where the number itself does not yet, and they lose the sign of a zero.
+    # Splitting overflows earlier than the number itself, and loses the sign of a zero.
     return np.where(np.isfinite(fused) & (fused != 0), fused, product + c)
 
 
 def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the rounded sum and what rounding took away."""
+    # The rounded sum and its rounding error.
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
 
 
 def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the rounded product and what rounding took away."""
+    # The rounded product and its rounding error.
     product = a * b
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     rest = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
@@ -80,27 +83,17 @@ def _halves(a: Array) -> tuple[Array, Array]:
 
 
 def _odd_sum(a: Array, b: Array) -> Array:
-    """Return ``a + b``, where inexact rounded to the neighbour whose last bit is 1.
-
-    Such a sum may be rounded once more to fewer bits as if it were exact.
-    """
+    # a + b rounded to odd: an inexact sum becomes the neighbour whose last bit is 1. A second rounding to
+    # fewer bits then gives the same result as a single rounding of the exact sum.
     total, rest = _two_sum(a, b)
     is_even = (total.view(np.int64) & 1) == 0
     toward = np.nextafter(total, np.copysign(np.inf, rest))
     return np.where((rest != 0) & is_even & np.isfinite(total), toward, total)
 
 
-S = TypeVar("S", "SgdSettings", "AdamSettings")
-
-_WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Which of its own kernels torch shall take: not a matter of the formula."""
-_SCHEDULERS = frozenset({"initial_lr"})
-"""What learning-rate schedulers leave in a group."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SgdSettings:
-    """Of ``torch.optim.SGD``."""
+    """Settings of ``torch.optim.SGD``."""
 
     lr: float
     momentum: float = 0.0
@@ -119,7 +112,7 @@ class SgdSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
-    """Of ``torch.optim.Adam``; with ``decoupled_weight_decay`` of ``torch.optim.AdamW``."""
+    """Settings of ``torch.optim.Adam``, or with ``decoupled_weight_decay`` of ``torch.optim.AdamW``."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -137,21 +130,17 @@ class AdamSettings:
 
 
 def settings_of(kind: type[S], group: Mapping[str, Any]) -> S:
-    """Read one of torch's parameter groups (without its parameters).
-
-    Raises:
-        ConfigError: a setting is unknown or makes no sense.
-    """
+    """Read one of torch's parameter groups without its parameters; ConfigError if a setting is invalid."""
     known = {field.name for field in fields(kind)}
-    given = {name: value for name, value in group.items() if name not in _WAYS | _SCHEDULERS}
+    given = {name: value for name, value in group.items() if name not in _IGNORED_SETTINGS}
     for name in given:
         if name not in known:
             raise ConfigError(
-                f"the parameter servers know no setting {name!r}{did_you_mean(name, known)} "
+                f"the parameter servers do not support the setting {name!r}{did_you_mean(name, known)} "
                 f"(there are: {', '.join(sorted(known))})"
             )
     if group.get("differentiable"):
-        raise ConfigError("differentiable=True asks for steps that autograd can follow; leave it out")
+        raise ConfigError("differentiable=True is not supported; leave it out")
     return kind(**given)
 
 
@@ -163,16 +152,16 @@ def _check_numbers(settings: object, *names: str) -> None:
 
 
 State: TypeAlias = dict[str, Array]
-"""What is kept of one weight beside it: torch's keys to arrays of its shape; "step" is () float32."""
+"""State of one weight: torch's keys to arrays of its shape; "step" is () float32."""
 Root: TypeAlias = Callable[[Array], Array]
 
 
 class Update(ABC):
-    """One rule for all weights of a model.
+    """Update rule of all weights of a model.
 
     Args:
-        names: Of the weights, in the order in which they are given to :meth:`apply`.
-        state: What :attr:`state` of an earlier one was; None: nothing yet.
+        names: Names of the weights, in the order of the arguments of :meth:`apply`.
+        state: :attr:`state` of an earlier instance; None: a fresh state.
     """
 
     state_keys: ClassVar[tuple[str, ...]]
@@ -183,7 +172,7 @@ class Update(ABC):
 
     @property
     def state(self) -> dict[str, Array]:
-        """What is kept beside the weights, by "<weight>/<torch's key>"."""
+        """State of all weights, by "<weight>/<torch's key>"."""
         return {
             f"{name}/{key}": value
             for name, one in zip(self.names, self._states, strict=True)
@@ -191,11 +180,11 @@ class Update(ABC):
         }
 
     def apply(self, weights: Sequence[Array], gradients: Sequence[Array]) -> tuple[Array, ...]:
-        """Return the weights after one more step; new arrays, read-only.
+        """Return the weights after one step, as new read-only arrays.
 
         Args:
             weights: One per name; float32 or float64.
-            gradients: Of the same shapes and dtypes.
+            gradients: Like ``weights``.
         """
         results = []
         for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
@@ -207,7 +196,7 @@ class Update(ABC):
 
     @abstractmethod
     def _apply_one(self, index: int, weight: Array, gradient: Array, state: State) -> tuple[Array, State]:
-        """Return the weight of position ``index`` and its state after one step; both new."""
+        """Return weight number ``index`` and its state after one step, without changing the arguments."""
 
     def _split(self, state: Mapping[str, Array]) -> list[State]:
         states: dict[str, State] = {name: {} for name in self.names}
@@ -216,7 +205,7 @@ class Update(ABC):
             if name not in states or key not in self.state_keys:
                 raise CheckpointError(
                     f"the optimizer's state has {path!r}; weights are {', '.join(self.names)}, keys "
-                    f"{', '.join(self.state_keys)}: is it of another model or optimizer?"
+                    f"{', '.join(self.state_keys)}; give the state of this model and optimizer"
                 )
             states[name][key] = np.array(value)
         return [states[name] for name in self.names]
@@ -224,13 +213,7 @@ class Update(ABC):
 
 @final
 class SgdUpdate(Update):
-    """``torch.optim.SGD``.
-
-    Args:
-        names: See :class:`Update`.
-        settings: One per name; None: that weight stays as it is.
-        state: See :class:`Update`.
-    """
+    """``torch.optim.SGD``; ``settings`` has one entry per name, None for weights that stay unchanged."""
 
     state_keys = ("momentum_buffer",)
 
@@ -264,14 +247,7 @@ class SgdUpdate(Update):
 
 @final
 class AdamUpdate(Update):
-    """``torch.optim.Adam`` and ``AdamW``.
-
-    Args:
-        names: See :class:`Update`.
-        settings: One per name; None: that weight stays as it is.
-        state: See :class:`Update`.
-        root: The square root; torch's makes the last bits torch's.
-    """
+    """``torch.optim.Adam`` and ``AdamW``; ``settings`` as in SgdUpdate, ``root`` is the square root."""
 
     state_keys = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -317,18 +293,18 @@ def make_update(
     *,
     root: Root = np.sqrt,
 ) -> Update:
-    """Return the update that does what one of torch's optimizers does.
+    """Return the update that is equivalent to one of torch's optimizers.
 
     Args:
-        kind: Name of its class: "SGD", "Adam" or "AdamW".
-        groups: Its parameter groups, "params" being names of weights; others than these stay as they are.
-        names: All weights, in the order in which they will be given.
-        state: What it kept, by "<weight>/<torch's key>"; None: nothing yet.
-        root: For Adam: the square root.
+        kind: Name of the class: "SGD", "Adam" or "AdamW".
+        groups: Parameter groups with names of weights as "params"; weights in none stay unchanged.
+        names: Names of all weights.
+        state: See :class:`Update`.
+        root: Adam's square root.
 
     Raises:
-        ConfigError: the kind or a setting is unknown, a weight is in two groups or not in ``names``.
-        CheckpointError: ``state`` is of another model or optimizer.
+        ConfigError: the kind or a setting is unknown, or a weight is in two groups or not in ``names``.
+        CheckpointError: ``state`` belongs to another model or optimizer.
     """
     if kind == "SGD":
         return SgdUpdate(names, _by_name(SgdSettings, groups, names), state)
@@ -336,8 +312,8 @@ def make_update(
         groups = [{"decoupled_weight_decay": kind == "AdamW", **group} for group in groups]
         return AdamUpdate(names, _by_name(AdamSettings, groups, names), state, root)
     raise ConfigError(
-        f"the parameter servers know no optimizer {kind!r}; take torch.optim.SGD, Adam or AdamW, or another "
-        "strategy"
+        f"the parameter servers do not support the optimizer {kind!r}; use torch.optim.SGD, Adam or AdamW, "
+        "or another strategy"
     )
 
 
@@ -359,9 +335,9 @@ def _or_zeros(state: State, key: str, like: Array) -> Array:
 
 
 def _interpolate(start: Array, end: Array, fraction: float) -> Array:
-    """torch.lerp, which counts from the nearer end."""
-    way = end - start
+    # torch.lerp, which counts from the nearer end.
+    difference = end - start
     if abs(fraction) < 0.5:
-        return fused_multiply_add(fraction, way, start)
-    rest = float(way.dtype.type(1) - way.dtype.type(fraction))
-    return fused_multiply_add(-rest, way, end)
+        return fused_multiply_add(fraction, difference, start)
+    rest = float(difference.dtype.type(1) - difference.dtype.type(fraction))
+    return fused_multiply_add(-rest, difference, end)

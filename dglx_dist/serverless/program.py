@@ -1,17 +1,17 @@
-"""A model as steps that graph servers and workers take in turn, without anything of torch."""
+"""Programs: a model as a sequence of steps for graph servers and workers, independent of torch."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import NoReturn, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.json_fields import Fields, Json, read_json, write_json
+from dglx_dist.serverless.json_fields import Fields, read_json, write_json
 from dglx_dist.serverless.stages.base import (
     MAX_WIDTH,
     Config,
@@ -23,15 +23,25 @@ from dglx_dist.serverless.stages.base import (
 )
 
 FEATURES = "x"
-"""The slot that holds the features; its ghost rows are fetched once, before the first epoch."""
+"""Slot of the features; their ghost rows are fetched once, before the first epoch."""
 FIXED = "fixed:"
-"""What names of edge values that no step computes begin with."""
+"""Prefix of names of constant edge values."""
+MAX_STEPS, MAX_SLOTS, MAX_WEIGHTS = 512, 16, 32
+"""Limits of a program's steps, and of the slots and weights of one step."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FIXED = re.compile(FIXED + r"(0|[1-9][0-9]{0,3})")
+_LONGEST = 512
+"""Characters of a name; :func:`check_steps` is stricter."""
+DTYPES, LOSSES = ("float32", "float64"), ("cross_entropy",)
+MAX_TRAIN = 1 << 40
+MAX_PROGRAM_BYTES = 1 << 20
+_VERSION = 1
 
 
 @final
 @dataclass(frozen=True)
 class Slot:
-    """Rows that steps hand on: (n, width) of nodes, or (E, width) of in-edges where an Edge step makes it."""
+    """Rows passed between steps: (n, width) of nodes, or (E, width) of in-edges if an Edge step makes it."""
 
     name: str
     width: int
@@ -47,7 +57,7 @@ class Gather:
     """Slot of nodes; own rows and ghosts are read."""
     output: Slot
     edges: str | None = None
-    """What edges weigh: ``fixed:<n>``, or the slot of an Edge step, by head; None: 1."""
+    """Edge weights: ``fixed:<n>``, or the slot of an Edge step, per head; None: 1."""
 
 
 @final
@@ -63,7 +73,7 @@ class Vertex:
     """Slots of nodes; own rows are read."""
     outputs: tuple[Slot, ...]
     weights: tuple[str, ...] = ()
-    """The user's names (state_dict), in the order in which the stage declares its own."""
+    """The user's names (state_dict), in the order of the stage's own names."""
 
 
 @final
@@ -84,7 +94,7 @@ class Edge:
     stage: str
     config: Config = field(hash=False)
     sources: str
-    """Slot of nodes, whose rows are read at each edge's source: own rows and ghosts."""
+    """Slot of nodes; own rows and ghosts are read, at each edge's source."""
     targets: str
     """Slot of nodes; own rows are read."""
     output: Slot
@@ -94,7 +104,7 @@ Step: TypeAlias = Gather | Vertex | Scatter | Edge
 
 
 def inputs_of(step: Step) -> Iterator[str]:
-    """Yield the slots that ``step`` reads; the names of fixed edge values are none."""
+    """Yield the slots that ``step`` reads; fixed edge values are not slots."""
     if isinstance(step, Gather):
         yield step.source
         if step.edges is not None and not step.edges.startswith(FIXED):
@@ -108,44 +118,34 @@ def inputs_of(step: Step) -> Iterator[str]:
 
 
 def outputs_of(step: Step) -> tuple[Slot, ...]:
-    """Return the slots that ``step`` makes."""
     if isinstance(step, Vertex):
         return step.outputs
     return () if isinstance(step, Scatter) else (step.output,)
 
 
-MAX_STEPS, MAX_SLOTS, MAX_WEIGHTS = 512, 16, 32
-"""Most steps of a program; slots and weights of one step."""
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_FIXED = re.compile(FIXED + r"(0|[1-9][0-9]{0,3})")
-
-
 def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
-    """Check that every step can be taken after those before it, and that the last ends in the loss.
+    """Raise ConfigError, naming the step, unless ``steps`` can run in order and end with the classes.
 
     Args:
-        steps: What to check.
+        steps: The steps.
         features: Columns of the slot ``x``.
-        classes: Columns that the last step must leave.
-
-    Raises:
-        ConfigError: they cannot; the message names the step.
+        classes: Columns of the last step's output.
     """
     _bounds("number of steps", len(steps), MAX_STEPS)
     checker = _Checker(features)
     for step in steps:
-        checker.take(step)
+        checker.check(step)
     last = steps[-1]
     if not isinstance(last, Vertex) or [slot.width for slot in last.outputs] != [classes]:
         raise ConfigError(
             f"the last step {last.name!r} must be a Vertex with one output of {classes} columns, "
-            "the classes; let the program end there"
+            "the classes; end the program there"
         )
 
 
 @final
 class _Checker:
-    """Takes steps in order and remembers what is there."""
+    """Checks steps in order and records the slots, names and weights so far."""
 
     def __init__(self, features: int) -> None:
         self._nodes = {FEATURES: features}
@@ -154,12 +154,11 @@ class _Checker:
         self._names: set[str] = set()
         self._weights: set[str] = set()
 
-    def take(self, step: Step) -> None:
-        """Check one step."""
+    def check(self, step: Step) -> None:
         if not isinstance(step, Gather | Vertex | Scatter | Edge):
-            raise ConfigError(f"{step!r} is no step; give Gather, Vertex, Scatter or Edge")
+            raise ConfigError(f"{step!r} is not a step; give Gather, Vertex, Scatter or Edge")
         if not isinstance(step.name, str) or not _NAME.fullmatch(step.name) or step.name in self._names:
-            raise ConfigError(f"the step name {step.name!r} is taken or not 1 to 64 of A-Z a-z 0-9 _ . -")
+            raise ConfigError(f"the step name {step.name!r} is taken or is not 1 to 64 of A-Z a-z 0-9 _ . -")
         self._names.add(step.name)
         if isinstance(step, Gather):
             self._gather(step)
@@ -174,11 +173,11 @@ class _Checker:
         width = self._width(step, step.source, self._nodes)
         self._has_ghosts(step, step.source)
         if step.output.width != width:
-            _refuse(step, f"makes {step.output.width} columns of {width}; a sum keeps the columns")
+            _refuse(step, f"makes {step.output.width} columns from {width}; a sum keeps the columns")
         if step.edges is not None and not _FIXED.fullmatch(step.edges):
             heads = self._width(step, step.edges, self._edges)
             if width % heads:
-                _refuse(step, f"weighs {width} columns by {heads} heads; give a multiple of the heads")
+                _refuse(step, f"weights {width} columns by {heads} heads; give a multiple of the heads")
         self._make(step, (step.output,), self._nodes)
 
     def _vertex(self, step: Vertex) -> None:
@@ -187,10 +186,10 @@ class _Checker:
         _equal(step, "outputs", stage.output_widths, [slot.width for slot in step.outputs])
         shapes = stage.weight_shapes
         if not len(step.weights) == len(shapes) <= MAX_WEIGHTS:
-            _refuse(step, f"has weights {list(step.weights)}, its stage wants {list(shapes)}")
+            _refuse(step, f"has weights {list(step.weights)}, but its stage needs {list(shapes)}")
         for name in step.weights:
             if not isinstance(name, str) or not 0 < len(name) <= 512 or name in self._weights:
-                _refuse(step, f"has the weight {name!r}, which is no name or belongs to a step already")
+                _refuse(step, f"has the weight {name!r}, which is not a name or belongs to another step")
             self._weights.add(name)
         self._make(step, step.outputs, self._nodes)
 
@@ -212,10 +211,8 @@ class _Checker:
 
     def _width(self, step: Step, name: str, among: dict[str, int]) -> int:
         if not isinstance(name, str) or name not in among:
-            kind = "nodes" if among is self._nodes else "edges"
-            _refuse(
-                step, f"reads {name!r}, which no step before makes of {kind}{did_you_mean(str(name), among)}"
-            )
+            kind, hint = "nodes" if among is self._nodes else "edges", did_you_mean(str(name), among)
+            _refuse(step, f"reads {name!r}, which no earlier step makes for {kind}{hint}")
         return among[name]
 
     def _has_ghosts(self, step: Step, name: str) -> None:
@@ -229,14 +226,14 @@ class _Checker:
             if not isinstance(slot.name, str) or not _NAME.fullmatch(slot.name):
                 _refuse(step, f"makes {slot.name!r}; slots are named by 1 to 64 of A-Z a-z 0-9 _ . -")
             if slot.name in self._nodes or slot.name in self._edges:
-                _refuse(step, f"makes {slot.name!r}, which is there already; give it a name of its own")
+                _refuse(step, f"makes {slot.name!r}, which already exists; choose another name")
             _bounds(f"width of {slot.name!r}", slot.width, MAX_WIDTH)
             among[slot.name] = slot.width
 
 
 def _equal(step: Step, what: str, wanted: Iterable[int], found: Iterable[int]) -> None:
     if list(wanted) != list(found):
-        _refuse(step, f"has {what} of {list(found)} columns, its stage wants {list(wanted)}")
+        _refuse(step, f"has {what} of {list(found)} columns, but its stage needs {list(wanted)}")
 
 
 def _refuse(step: Step, reason: str) -> NoReturn:
@@ -248,41 +245,7 @@ def _bounds(what: str, value: int, high: int) -> None:
         raise ConfigError(f"the {what} of a program is {value!r}; give a whole number from 1 to {high}")
 
 
-_LONGEST = 512
-"""Characters of a name; the check of whole programs is stricter where it must be."""
-
-
-def step_as_json(step: Step) -> Json:
-    """Return ``step`` as JSON values."""
-    if isinstance(step, Gather):
-        output = _slot_as_json(step.output)
-        return {
-            "kind": "gather", "name": step.name, "source": step.source, "output": output, "edges": step.edges
-        }  # fmt: skip
-    if isinstance(step, Scatter):
-        return {"kind": "scatter", "name": step.name, "slots": list(step.slots)}
-    shared: dict[str, Json] = {"name": step.name, "stage": step.stage, "config": step.config}
-    if isinstance(step, Vertex):
-        outputs: list[Json] = [_slot_as_json(slot) for slot in step.outputs]
-        own: dict[str, Json] = {
-            "kind": "vertex", "inputs": list(step.inputs), "outputs": outputs, "weights": list(step.weights)
-        }  # fmt: skip
-    else:
-        output = _slot_as_json(step.output)
-        own = {"kind": "edge", "sources": step.sources, "targets": step.targets, "output": output}
-    return shared | own
-
-
-def _slot_as_json(slot: Slot) -> dict[str, Json]:
-    return {"name": slot.name, "width": slot.width}
-
-
-def read_step(given: object, index: int) -> Step:
-    """Read what :func:`step_as_json` gave, as step ``index``.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
-    """
+def _read_step(given: object, index: int) -> Step:
     fields = Fields(given, f"step {index} of a program")
     kind = fields.choice("kind", tuple(_READERS))
     step = _READERS[kind](fields, fields.text("name", _LONGEST))
@@ -341,7 +304,7 @@ def _name(fields: Fields, field: str) -> str:
 def _config(fields: Fields) -> Config:
     given = fields.any("config")
     if not isinstance(given, dict):
-        raise ConfigError(f"{fields.where} has a config that is no object; give the fields of its stage")
+        raise ConfigError(f"{fields.where} has a config that is not an object; give the fields of its stage")
     return given
 
 
@@ -352,28 +315,22 @@ def _read_slot(given: object, where: str) -> Slot:
     return slot
 
 
-DTYPES, LOSSES = ("float32", "float64"), ("cross_entropy",)
-MAX_TRAIN = 1 << 40
-MAX_PROGRAM_BYTES = 1 << 20
-_VERSION = 1
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Steps of one epoch forward; backward takes them in reverse. Checked when it is made.
+    """Steps of the forward pass of one epoch; the backward pass runs them in reverse.
 
     Raises:
-        ConfigError: a step does not fit those before it or its stage; the message names the step.
+        ConfigError: a step does not fit its stage or the steps before it; the message names the step.
     """
 
     steps: tuple[Step, ...]
-    """The last one is a Vertex, whose one output (n, classes) goes into the loss."""
+    """The last step is a Vertex whose only output, (n, classes), goes into the loss."""
     features: int
     """Columns of the slot ``x``."""
     classes: int
     num_train: int
-    """M: training nodes on all graph servers, by which the sum of losses is divided."""
+    """M: training nodes on all graph servers; divides the sum of losses."""
     dtype: str = "float32"
     """Of all rows and weights: float32 or float64."""
     loss: str = "cross_entropy"
@@ -385,31 +342,28 @@ class Program:
 
     @cached_property
     def digest(self) -> str:
-        """64 hexadecimal characters: equal where programs are equal, in any process and on any machine."""
+        """64 hexadecimal characters; equal programs have equal digests on all machines."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def to_json(self) -> bytes:
         """Return the program as JSON; equal programs give equal bytes."""
-        sizes: dict[str, Json] = {
-            "features": self.features,
-            "classes": self.classes,
-            "num_train": self.num_train,
+        scalars = {
+            name: getattr(self, name) for name in ("features", "classes", "num_train", "dtype", "loss")
         }
-        kinds: dict[str, Json] = {"dtype": self.dtype, "loss": self.loss}
-        steps: list[Json] = [step_as_json(step) for step in self.steps]
-        return write_json({"version": _VERSION, "steps": steps, **sizes, **kinds})
+        steps = [{"kind": type(step).__name__.lower(), **asdict(step)} for step in self.steps]
+        return write_json({"version": _VERSION, "steps": steps, **scalars})
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Program:
-        """Read what :meth:`to_json` wrote. Nothing is imported by a name in it.
+        """Read the result of :meth:`to_json`; never imports anything that it names.
 
         Raises:
-            ConfigError: it is no JSON, above 1 MiB, of another version, or no program that makes sense.
+            ConfigError: it is not JSON, larger than 1 MiB, of another version, or not a valid program.
             UnknownNameError: a stage is not registered in this process.
         """
         fields = Fields(read_json(text, MAX_PROGRAM_BYTES, "a program"), "a program")
         fields.whole("version", _VERSION, _VERSION)
-        steps = [read_step(step, index) for index, step in enumerate(fields.items("steps", MAX_STEPS))]
+        steps = [_read_step(step, index) for index, step in enumerate(fields.items("steps", MAX_STEPS))]
         features, classes, num_train, dtype, loss = cls._check_sizes(fields)
         fields.end()
         return cls(
@@ -423,53 +377,40 @@ class Program:
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
-        """All slots by name, ``x`` first, in the order in which steps make them."""
+        """All slots by name: ``x`` first, then in the order of the steps."""
         made = {slot.name: slot for step in self.steps for slot in outputs_of(step)}
         return {FEATURES: Slot(FEATURES, self.features)} | made
 
-    @cached_property
-    def producers(self) -> dict[str, int]:
-        """Slot to the index of the step that makes it; ``x`` is not in it."""
-        return {slot.name: index for index, step in enumerate(self.steps) for slot in outputs_of(step)}
-
     @property
     def last(self) -> int:
-        """Index of the step whose output goes into the loss, and which may run fused with its backward."""
+        """Index of the last step, which may run fused with its backward pass."""
         return len(self.steps) - 1
 
     @cached_property
     def vertex_steps(self) -> tuple[int, ...]:
-        """Indices of the Vertex steps: those that have weights are among them."""
+        """Indices of the Vertex steps, with or without weights."""
         return tuple(index for index, step in enumerate(self.steps) if isinstance(step, Vertex))
 
     @cached_property
     def weight_shapes(self) -> Shapes:
-        """The user's names of all weights to their shapes, in the order of the steps."""
+        """Shape of each weight by the user's name, in the order of the steps."""
         shapes: Shapes = {}
         for index in self.vertex_steps:
             shapes |= self.weights_of(index)
         return shapes
 
     def weights_of(self, index: int) -> Shapes:
-        """Return the user's names of the weights of Vertex step ``index``, with their shapes."""
+        """Return the shape of each weight of Vertex step ``index`` by the user's name."""
         step = self._vertex(index)
         return dict(zip(step.weights, self.vertex_stage(index).weight_shapes.values(), strict=True))
 
     def vertex_stage(self, index: int) -> VertexStage:
-        """Make the stage of Vertex step ``index``; it keeps no state, so keep it.
-
-        Raises:
-            ConfigError: there is no such Vertex step.
-        """
+        """Create the stage of Vertex step ``index``; ConfigError if there is no such step."""
         step = self._vertex(index)
         return vertex_stage(step.stage, step.config)
 
     def edge_stage(self, index: int) -> EdgeStage:
-        """Make the stage of Edge step ``index``.
-
-        Raises:
-            ConfigError: there is no such Edge step.
-        """
+        """Create the stage of Edge step ``index``; ConfigError if there is no such step."""
         step = self._step(index)
         if not isinstance(step, Edge):
             raise ConfigError(f"step {index} ({step.name}) applies no edge stage")
@@ -477,7 +418,7 @@ class Program:
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Slots that depend on a weight, so that gradients flow into them. ``x`` never does."""
+        """Slots that depend on a weight and therefore have gradients; ``x`` never does."""
         found: set[str] = set()
         for step in self.steps:
             if (isinstance(step, Vertex) and step.weights) or found.intersection(inputs_of(step)):

@@ -1,7 +1,8 @@
-"""What a worker is asked to do: one step of one interval in one epoch and direction, and whom to ask for it.
+"""Tasks of workers: keys, events, payloads and the computation itself.
 
-A task names the program by its digest; rows, weights and the program itself are pulled. So an event is small
-(AWS invokes asynchronously with at most 256 KB), and holds nothing that is run.
+A task is one step of one interval in one epoch and direction. Its event names the program by digest; the
+worker pulls rows, weights and the program itself. Events are therefore small (AWS limits asynchronous ones to
+256 KB) and contain no code.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import importlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, final
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields, Json, read_json, write_json
+from dglx_dist.serverless.json_fields import Fields, read_json, write_json
 from dglx_dist.serverless.program import Edge, Program, Vertex
 from dglx_dist.serverless.stages.base import Arrays, cross_entropy, first_of_second_half
 
@@ -35,21 +36,21 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Direction(str, Enum):
-    """Which way a task goes; the value is its text in a key."""
+    """Direction of a task; the value is its text in a key."""
 
     FORWARD = "f"
     BACKWARD = "b"
     FUSED = "fb"
-    """The last step forward, the loss, and backward, in one task."""
+    """The last step forward, the loss and the last step backward in one task."""
 
 
 @final
 @dataclass(frozen=True, order=True)
 class TaskKey:
-    """Names one piece of work; order is by epoch, step, interval, text of the direction, and run.
+    """Identifies a task; ordered by epoch, step, interval, text of the direction, and run.
 
     Raises:
-        ConfigError: a number is outside its bounds.
+        ConfigError: a number is out of bounds.
     """
 
     epoch: int
@@ -59,8 +60,7 @@ class TaskKey:
     """Global number of the interval."""
     direction: Direction
     run: int = 0
-    """Number of the run in its session: a worker of an earlier one, which began at the same epoch too, may
-    still be at work."""
+    """Number of the run in its session: workers of an earlier run may still be active in the same epochs."""
 
     def __post_init__(self) -> None:
         fields = Fields(vars(self), "a task's key")
@@ -72,19 +72,14 @@ class TaskKey:
             fields.refuse("direction", "a Direction")
 
     def __str__(self) -> str:
-        """Return the text form, such as ``r1.e3.s2.i7.f``."""
         return f"r{self.run}.e{self.epoch}.s{self.step}.i{self.interval}.{self.direction.value}"
 
     @classmethod
     def parse(cls, text: str) -> TaskKey:
-        """Read the text form; there is one for each key.
-
-        Raises:
-            ConfigError: it is no key.
-        """
+        """Read the text form, such as ``r1.e3.s2.i7.f``; ConfigError if it is invalid."""
         found = _KEY.fullmatch(text)
         if found is None:
-            raise ConfigError(f"{text[:80]!r} is no key of a task; one looks like r1.e3.s2.i7.f")
+            raise ConfigError(f"{text[:80]!r} is no key of a task; write it like r1.e3.s2.i7.f")
         run, epoch, step, interval, direction = found.groups()
         return cls(int(epoch), int(step), int(interval), Direction(direction), int(run))
 
@@ -97,7 +92,7 @@ class TaskKey:
             )
 
     def check(self, program: Program, num_intervals: int) -> None:
-        """Raise ConfigError unless ``program`` has such a task for a worker, and the run such an interval."""
+        """Raise ConfigError unless ``program`` has such a task for a worker and the interval exists."""
         if self.interval >= num_intervals:
             raise ConfigError(f"task {self} names interval {self.interval} of {num_intervals}")
         if self.step >= len(program.steps):
@@ -106,61 +101,55 @@ class TaskKey:
         if not isinstance(step, Vertex | Edge):
             raise ConfigError(f"task {self} is step {step.name!r}, which graph servers do themselves")
         if self.direction is Direction.FUSED and self.step != program.last:
-            raise ConfigError(f"task {self} fuses step {step.name!r}; only the last, {program.last}, can be")
+            raise ConfigError(
+                f"task {self} fuses step {step.name!r}; only the last, {program.last}, can be fused"
+            )
 
 
 def half_name(key: TaskKey, half: int) -> str:
-    """Name under which a worker pulls half 0 or 1 of a task's rows."""
+    """Return the name under which a worker pulls half 0 or 1 of a task's rows."""
     return f"{key}/{half}"
 
 
 def parse_half(name: str) -> tuple[TaskKey, int]:
-    """Read :func:`half_name`.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Read :func:`half_name`; ConfigError if it is invalid."""
     key, slash, half = name.partition("/")
     if not slash or half not in ("0", "1"):
-        raise ConfigError(f"{name[:80]!r} names no half of a task; one looks like r1.e3.s2.i7.f/0")
+        raise ConfigError(f"{name[:80]!r} names no half of a task; write it like r1.e3.s2.i7.f/0")
     return TaskKey.parse(key), int(half)
 
 
 def attempt_name(key: TaskKey, half: int, attempt: int) -> str:
-    """Name under which a worker gives half 0 or 1 of what a task computed."""
+    """Return the name under which a worker sends half 0 or 1 of a task's results."""
     return f"{half_name(key, half)}/{attempt}"
 
 
 def parse_attempt(name: str) -> tuple[TaskKey, int, int]:
-    """Read :func:`attempt_name`.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Read :func:`attempt_name`; ConfigError if it is invalid."""
     front, slash, attempt = name.rpartition("/")
     if not slash or not _ATTEMPT.fullmatch(attempt):
-        raise ConfigError(f"{name[:80]!r} names no attempt; one looks like r1.e3.s2.i7.f/0/1")
+        raise ConfigError(f"{name[:80]!r} names no attempt at a task; write it like r1.e3.s2.i7.f/0/1")
     return (*parse_half(front), int(attempt))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a graph server or parameter server answers."""
+    """Address of a graph server or parameter server."""
 
     rank: int
     host: str
-    """Name of its machine, for messages."""
+    """Host name, for messages."""
     endpoint: str
     """``tcp://HOST:PORT``."""
     public_key: str | None = None
-    """Its key where connections are encrypted (Z85)."""
+    """Key (Z85) if connections are encrypted."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Secrets:
-    """What a worker shows to be let in by the door of workers: its secret, or a key pair (Z85)."""
+    """Credentials of a worker: its secret, and a key pair (Z85) if connections are encrypted."""
 
     secret: str = field(repr=False)
     public_key: str | None = None
@@ -170,52 +159,48 @@ class Secrets:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """How a task runs; any choice gives the same bits."""
+    """Options of a task; every choice gives the same bits."""
 
     streaming: bool = True
     """Compute the first half while the second arrives."""
     rematerialise: bool = True
-    """Compute again in the backward pass what the forward pass would else send up, and down again."""
+    """Recompute intermediate results in the backward pass instead of transferring them."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One task description; a worker needs nothing else."""
+    """Complete description of a task for a worker."""
 
     key: TaskKey
     rows: int
-    """Nodes of the interval; for an Edge step the targets."""
+    """Nodes of the interval; the targets of an Edge step."""
     program: str
     """Digest of the program."""
     graph_server: Address
     parameter_server: Address
     secrets: Secrets
     timeout_s: float
-    """How long each pull, push or gift may take."""
+    """Time limit of each call."""
     attempt: int = 0
     options: TaskOptions = TaskOptions()
 
     def again(self) -> Task:
-        """Return the next attempt at the same work."""
+        """Return the next attempt."""
         return replace(self, attempt=self.attempt + 1)
 
     def to_event(self) -> bytes:
-        """Return the task as JSON.
-
-        Raises:
-            ConfigError: it is larger than 256 KB, or a field is outside its bounds.
-        """
-        event = write_json(self._as_json())
+        """Return the task as JSON; ConfigError if it is larger than 256 KB or a field is out of bounds."""
+        event = write_json({**asdict(self), "version": _VERSION, "key": str(self.key)})
         Task.from_event(event)
         return event
 
     @classmethod
     def from_event(cls, event: object) -> Task:
-        """Read what :meth:`to_event` wrote, or the object that a functions service made of its JSON.
+        """Read the result of :meth:`to_event`, as text or parsed JSON.
 
         Raises:
-            ConfigError: it is larger than 256 KB, no JSON, or a field is missing, unknown or out of bounds.
+            ConfigError: it is larger than 256 KB or no JSON, or a field is missing, unknown or out of bounds.
         """
         given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
         fields = Fields(given, "a task")
@@ -236,20 +221,6 @@ class Task:
         )
         fields.end()
         return task
-
-    def _as_json(self) -> dict[str, Json]:
-        return {
-            "version": _VERSION,
-            "key": str(self.key),
-            "rows": self.rows,
-            "program": self.program,
-            "graph_server": dict(vars(self.graph_server)),
-            "parameter_server": dict(vars(self.parameter_server)),
-            "secrets": dict(vars(self.secrets)),
-            "timeout_s": self.timeout_s,
-            "attempt": self.attempt,
-            "options": dict(vars(self.options)),
-        }
 
 
 def _read_address(fields: Fields, name: str) -> Address:
@@ -291,20 +262,20 @@ def _read_options(fields: Fields) -> TaskOptions:
 
 
 class Role(Enum):
-    """What an array is to its task."""
+    """Role of an array in its task."""
 
     INPUT = "input"
     """Own rows of ``slot``, (n, width)."""
     GRADIENT = "gradient"
-    """Gradient of ``slot``, pulled for outputs and given for inputs; (n, width), or (E, width) of edges."""
+    """Gradient of ``slot``, pulled for outputs and sent for inputs; (n, width), or (E, width) of edges."""
     OUTPUT = "output"
-    """Rows of ``slot`` just computed, (n, width), or (E, width) of edges; pulled back by an Edge step."""
+    """Computed rows of ``slot``, (n, width), or (E, width) of edges; an Edge step pulls them backward."""
     SAVED = "saved"
-    """What a stage saved, (n, width): given forward and pulled backward unless rematerialised."""
+    """Saved by a stage, (n, width): sent forward and pulled backward unless rematerialised."""
     LABELS = "labels"
-    """(n,) int32, -1 without one; to a fused task."""
+    """(n,) int32, -1 without a label; pulled by a fused task."""
     STATISTICS = "statistics"
-    """(2,) float64: sum of losses, number of correct rows; of a fused task."""
+    """(2,) float64: sum of losses, number of correct rows; sent by a fused task."""
     SOURCES = "sources"
     """Rows of ``slot`` at each edge's source, (E, width)."""
     INDPTR = "indptr"
@@ -312,14 +283,14 @@ class Role(Enum):
 
 
 class Per(Enum):
-    """What an array has one row for."""
+    """What the rows of an array stand for."""
 
     NODE = "node"
     EDGE = "edge"
     BOUND = "bound"
-    """A node, and one more."""
+    """Node boundaries: one row more than nodes."""
     HALF = "half"
-    """Nothing: one array for the half."""
+    """The half as a whole: its length is fixed."""
 
 
 @final
@@ -331,17 +302,13 @@ class Item:
     per: Per
     dtype: str
     slot: str = ""
-    """Of the program, where the role has one."""
+    """Slot of the program, for roles that have one."""
     width: int = 0
-    """Columns; 0: the array has one dimension."""
+    """Columns; 0: a one-dimensional array."""
 
 
 def pulled_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
-    """Return what a task of ``step`` pulls from its graph server for a half.
-
-    Raises:
-        ConfigError: no worker does such a step in this direction.
-    """
+    """Return the arrays that a task of ``step`` pulls from its graph server per half."""
     found = program.steps[step]
     indptr = Item(Role.INDPTR, Per.BOUND, "int64")
     if isinstance(found, Edge):
@@ -360,12 +327,9 @@ def pulled_items(program: Program, step: int, direction: Direction, rematerialis
 
 
 def given_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
-    """Return what a task of ``step`` gives its graph server for a half.
+    """Return the arrays that a task of ``step`` sends to its graph server per half.
 
-    Input gradients come only for slots in ``program.trained``, in the order of the step's inputs.
-
-    Raises:
-        ConfigError: no worker does such a step in this direction.
+    Input gradients are sent only for slots in ``program.trained``, in the order of the step's inputs.
     """
     found = program.steps[step]
     if isinstance(found, Edge):
@@ -384,13 +348,13 @@ def given_items(program: Program, step: int, direction: Direction, rematerialise
 
 
 def half_rows(rows: int, half: int) -> slice:
-    """Return which of ``rows`` rows half 0 or 1 has."""
+    """Return the part of ``rows`` rows in half 0 or 1."""
     middle = first_of_second_half(rows)
     return slice(middle, rows) if half else slice(0, middle)
 
 
 def take_half(items: Sequence[Item], arrays: Sequence[Array], rows: int, half: int) -> list[Array]:
-    """Cut half 0 or 1 out of the arrays of a whole task of ``rows`` rows; views, but for indptr."""
+    """Return half 0 or 1 of a task's arrays; views, except for indptr."""
     nodes = half_rows(rows, half)
     bounds = [array for item, array in zip(items, arrays, strict=True) if item.role is Role.INDPTR]
     edges = slice(int(bounds[0][nodes.start]), int(bounds[0][nodes.stop])) if bounds else slice(0, 0)
@@ -407,7 +371,7 @@ def take_half(items: Sequence[Item], arrays: Sequence[Array], rows: int, half: i
 
 
 def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
-    """Return the arrays of a whole task from what both halves gave; statistics are added."""
+    """Return the arrays of a task from those of its halves; statistics are added."""
     return [
         one + other if item.per is Per.HALF else np.concatenate([one, other])
         for item, one, other in zip(items, first, second, strict=True)
@@ -417,14 +381,14 @@ def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[
 def check_payload(
     items: Sequence[Item], arrays: Sequence[Array], rows: int, where: str, *, num_edges: int | None = None
 ) -> None:
-    """Raise ConfigError unless ``arrays`` are exactly what ``items`` say for a half of ``rows`` rows.
+    """Raise ConfigError unless ``arrays`` match ``items`` for a half of ``rows`` rows.
 
     Args:
-        items: What is expected.
-        arrays: What came.
+        items: The expected arrays.
+        arrays: The arrays to check.
         rows: Rows n of the half.
-        where: What came, for the message.
-        num_edges: Edges E of the half where indptr is not among ``arrays``.
+        where: Origin of the arrays, for the message.
+        num_edges: Edges E of the half if ``arrays`` do not contain indptr.
     """
     if len(arrays) != len(items):
         raise ConfigError(f"{where} has {len(arrays)} arrays, not {len(items)}")
@@ -441,7 +405,7 @@ def check_payload(
 
 
 def _form(array: object) -> str:
-    # What a user's own stage returns may be anything.
+    # A user's own stage may return anything.
     if isinstance(array, np.ndarray):
         return f"shape {array.shape} and {array.dtype}"
     return f"type {type(array).__name__}"
@@ -449,7 +413,7 @@ def _form(array: object) -> str:
 
 def _edges_of(indptr: Array, rows: int, where: str) -> int:
     good = indptr.dtype == np.int64 and indptr.shape == (rows + 1,)
-    # Compared and not subtracted: the difference of two int64 may be none.
+    # Compared, not subtracted: the difference of two int64 may overflow.
     if not good or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
         raise ConfigError(f"{where} has an indptr that is not {rows + 1} ascending int64 from 0")
     return int(indptr[-1])
@@ -467,30 +431,30 @@ def _saved(program: Program, step: int) -> tuple[Item, ...]:
 def _vertex(program: Program, step: int) -> Vertex:
     found = program.steps[step]
     if not isinstance(found, Vertex):
-        raise ConfigError(f"step {step} ({found.name}) is done by graph servers; no worker takes it")
+        raise ConfigError(f"step {step} ({found.name}) is done by graph servers, not by workers")
     return found
 
 
 def _edge_direction(direction: Direction) -> Direction:
     if direction is Direction.FUSED:
-        raise ConfigError("an Edge step has no loss to be fused with; take it forward and backward")
+        raise ConfigError("an Edge step has no loss to be fused with; run it forward and backward")
     return direction
 
 
 _OPENBLAS = [f"{prefix}openblas_get_config{end}" for prefix in ("scipy_", "") for end in ("64_", "")]
-"""What OpenBLAS calls the function that describes it, as the wheels of NumPy and others build it."""
+"""Names of OpenBLAS's function that describes its build, as the wheels of NumPy and others export it."""
 
 
 @functools.cache
 def kernels() -> str:
-    """Return what the arithmetic of this process runs on: NumPy, its BLAS with the kernels, its SIMD loops.
+    """Describe the arithmetic of this process: NumPy, its BLAS with kernels, its SIMD loops.
 
-    Processes that return different texts may compute different bits. Kernels are known of an OpenBLAS; of
-    another BLAS its name and version are told.
+    Processes with different descriptions may compute different bits. Kernels are known for OpenBLAS only;
+    another BLAS is described by name and version.
     """
     built: Any = np.show_config(mode="dicts")
-    # A look-up by the handle of a library searches that library and what it depends on: so this is the BLAS
-    # of NumPy, and none that torch or SciPy have in the same process.
+    # A lookup by library handle searches that library and its dependencies, so this finds NumPy's BLAS and
+    # not one that torch or SciPy loaded into the same process.
     library = ctypes.CDLL(importlib.import_module("numpy.linalg._umath_linalg").__file__)
     described = next((getattr(library, name) for name in _OPENBLAS if hasattr(library, name)), None)
     if described is None:
@@ -502,39 +466,39 @@ def kernels() -> str:
 
 
 class Computed(NamedTuple):
-    """What one half, or a whole task, gives."""
+    """Results of a half or of a whole task."""
 
     rows: Arrays
-    """For the graph server: see ``payload.given_items``."""
+    """For the graph server: see :func:`given_items`."""
     gradients: Arrays
     """For the parameter server: one per weight of the step, summed over the rows; () forward."""
 
 
 @final
 class Work:
-    """One kind of task, ready for any interval and epoch; keeps nothing between calls, any thread may call.
+    """The computation of one kind of task, for any interval and epoch. Stateless and thread-safe.
 
     Args:
-        program: What is trained.
+        program: The program.
         step: Index of a Vertex or Edge step.
-        direction: Which way.
-        rematerialise: See TaskOptions.
+        direction: The direction.
+        rematerialise: See :class:`TaskOptions`.
 
     Raises:
-        ConfigError: no worker does such a step in this direction.
+        ConfigError: workers do not run such a step in this direction.
     """
 
     def __init__(self, program: Program, step: int, direction: Direction, rematerialise: bool) -> None:
         self.pulled = pulled_items(program, step, direction, rematerialise)
-        """What each half pulls."""
+        """Arrays pulled per half."""
         self.given = given_items(program, step, direction, rematerialise)
-        """What each half gives."""
+        """Arrays sent per half."""
         found = program.steps[step]
         self._is_vertex = isinstance(found, Vertex)
         self.weights = program.weights_of(step) if isinstance(found, Vertex) else {}
-        """The user's names of the weights to their shapes, in order."""
+        """Shape of each weight by the user's name, in order."""
         self.pushes = self._is_vertex and direction is not Direction.FORWARD
-        """Whether gradients of weights, be it none, go to the parameter server."""
+        """Whether gradients of the weights, possibly none, go to the parameter server."""
         self._name, self._dtype = found.name, program.dtype
         self._direction, self._scale = direction, 1 / program.num_train
         if isinstance(found, Vertex):
@@ -551,12 +515,11 @@ class Work:
 
         Args:
             weights: One per name of :attr:`weights`.
-            arrays: As :attr:`pulled` says, for this half.
+            arrays: One per item of :attr:`pulled`.
             rows: Rows of this half; may be 0.
 
         Raises:
-            ConfigError: an array, or a label, is not what the program says, or a user's own stage returned
-                something else.
+            ConfigError: an argument, a label, or the result of a user's own stage does not fit the program.
         """
         check_payload(self.pulled, arrays, rows, f"what step {self._name!r} pulled")
         self._check_weights(weights, "got weights")
@@ -567,7 +530,7 @@ class Work:
         return found
 
     def whole(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
-        """Compute a whole task of ``rows`` rows, in its two halves; to the bit what a worker gives."""
+        """Compute a whole task of ``rows`` rows in two halves, bit-identical to a worker."""
         halves = [
             self.half(weights, take_half(self.pulled, arrays, rows, half), _length(rows, half))
             for half in (0, 1)
@@ -600,7 +563,7 @@ class Work:
     def _fused_half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         inputs, labels = arrays[:-1], arrays[-1]
         outputs, saved = self._vertex.forward(weights, inputs)
-        # They are given to nobody, who would look at them.
+        # Nothing else checks them: they are not sent.
         check_payload(self._outputs, outputs, rows, self._returned)
         loss = cross_entropy(outputs[0], labels, self._scale)
         found = self._backward(weights, inputs, (loss.gradient,), saved)
@@ -625,12 +588,11 @@ class Work:
 
 
 def add_gradients(first: Sequence[Array], second: Sequence[Array]) -> Arrays:
-    """Return the gradients of a task's weights from those of its halves, in this order."""
     return tuple(one + other for one, other in zip(first, second, strict=True))
 
 
 def _read_only(arrays: Sequence[Array]) -> list[Array]:
-    """Views that a user's stage cannot write to: inside a graph server they are its own rows."""
+    # A user's stage must not write: inside a graph server these are the server's own rows.
     views = [array.view() for array in arrays]
     for view in views:
         view.flags.writeable = False

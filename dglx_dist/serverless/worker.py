@@ -1,4 +1,4 @@
-"""How a worker asks graph servers and parameter servers: by sockets, or directly where it runs inside one."""
+"""The worker: runs tasks, and exchanges rows, weights and gradients with the servers of a job."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TypeAlias, final
+from typing import Protocol, TypeAlias, final
 
 import numpy as np
 import zmq
 
 import dglx_dist
 from dglx_dist.comm.auth import Credentials
-from dglx_dist.comm.rpc import Call, Client, Handler, PeerAddress, ServeConfig, run_handler
+from dglx_dist.comm.rpc import Client, Handler, PeerAddress, ServeConfig, run_handler
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields, Json, printable, read_json
@@ -40,39 +40,44 @@ from dglx_dist.serverless.tasks import (
 
 MAX_ANSWER_BYTES = 64 * 1024
 _LONGEST_ERROR = 4000
+_IDLE_S = 5.0
+"""Connections idle for longer are reopened: a function's container is frozen between invocations, and its
+peers have dropped a silent connection by then."""
+PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
+"""Operations of graph servers; see :class:`Exchange`."""
+WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
+"""Operations of parameter servers."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
+STAGES_FILE = "dglx_stages.json"
+"""File beside the package ``dglx_dist``: name of each user's stage to its ``module:Class``."""
+_MAX_BYTES, _MAX_PATH = 64 * 1024, 1024
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class WorkerAnswer:
-    """How a task ended in a worker that is still alive."""
+    """Outcome of a task, reported by its worker."""
 
     key: TaskKey
     attempt: int
     accepted: bool
-    """Whether the graph server took the rows; False: it had them already."""
+    """Whether the graph server accepted the rows; False: it had them already."""
     seconds: float
-    """From the event to the end."""
     cold: bool
     """Whether it was the first task of its worker."""
     error: str = ""
-    """Why it failed; "" where it did not."""
+    """Why the task failed; "" on success."""
 
     def as_json(self) -> dict[str, Json]:
-        """Return what JSON has room for."""
         return {**vars(self), "key": str(self.key), "error": printable(self.error, _LONGEST_ERROR)}
 
     @classmethod
     def from_json(cls, text: bytes | str) -> WorkerAnswer:
-        """Read the JSON text of :meth:`as_json`.
-
-        Raises:
-            ConfigError: it is none.
-        """
+        """Read the JSON text of :meth:`as_json`; ConfigError if it is invalid."""
         fields = Fields(read_json(text, MAX_ANSWER_BYTES, "a worker's answer"), "a worker's answer")
         error = fields.any("error")
         if not isinstance(error, str):
-            raise ConfigError("a worker's answer has an 'error' that is no text")
+            raise ConfigError("a worker's answer has an 'error' that is not a text")
         answer = cls(
             key=TaskKey.parse(fields.text("key", 64)),
             attempt=fields.whole("attempt", 0, MAX_ATTEMPT),
@@ -85,87 +90,78 @@ class WorkerAnswer:
         return answer
 
 
-_IDLE_S = 5.0
-"""Connections unused for longer are opened anew: a function's container is frozen between invocations, and
-the other side has given up a silent one by then."""
+class Answer(Protocol):
+    """The pending answer to a call."""
 
-
-class Answer(ABC):
-    """What was asked for, or will be."""
-
-    @abstractmethod
     def wait(self, timeout_s: float) -> list[Array]:
-        """Return the arrays, on the thread that asked; ``timeout_s`` counts from then.
+        """Return the arrays, on the calling thread; ``timeout_s`` counts from :meth:`Caller.send`.
 
         Raises:
-            PeerError: whom was asked is dead, silent, or refuses this worker.
-            RemoteError: the handler there raised.
+            PeerError: the server is dead, silent, or rejects this worker.
+            RemoteError: the handler raised.
         """
 
 
 class Caller(ABC):
-    """Asks the servers of a job."""
+    """Calls the servers of a job."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Make ready for a task: nothing is under way, and connections may have died since the last one."""
+        """Prepare for a task: no call is pending, and connections may have died since the last one."""
 
     @abstractmethod
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
-        """Ask ``to`` for ``op``; ``arrays`` must not change until the answer is there.
+        """Call ``op`` of ``to``; ``arrays`` must not change until the answer has arrived.
 
         Raises:
-            PeerError: it cannot be asked at all.
+            PeerError: the call cannot be sent.
             ConfigError: ``secrets`` do not fit ``to``.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End all connections; calls under way end with a PeerError."""
+        """Close all connections; pending calls end with a PeerError."""
 
 
 @final
 class RemoteCaller(Caller):
-    """Asks by sockets; connections stay open for the next task of the same job.
+    """Calls over sockets; connections stay open for the next task of the same job.
 
     Args:
-        through: Endpoint to the endpoint that stands for it, such as ``Relay.endpoint``; None: itself.
+        through: Maps an endpoint to its proxy, such as ``Relay.endpoint``; None: no proxy.
     """
 
     def __init__(self, through: Callable[[str], str] | None = None) -> None:
         self._through = through
-        self._job: _Job | None = None
+        self._connections: _Connections | None = None
 
     def begin(self) -> None:
-        """See Caller."""
-        if self._job is not None and self._job.idle_s > _IDLE_S:
+        if self._connections is not None and self._connections.idle_s > _IDLE_S:
             self.close()
 
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
-        """See Caller."""
         if secrets.secret_key is not None and to.public_key is None:
             raise ConfigError(
-                f"rank {to.rank} on {to.host} comes without a public key, and this job's connections are "
-                "encrypted; set DGLX_CURVE alike on all ranks"
+                f"rank {to.rank} on {to.host} has no public key, but this job's connections are "
+                "encrypted; set DGLX_CURVE to the same value on all ranks"
             )
-        if self._job is None or self._job.secrets != secrets:
+        if self._connections is None or self._connections.secrets != secrets:
             self.close()
-            self._job = _Job(secrets, self._through)
-        return self._job.send(to, op, name, arrays)
+            self._connections = _Connections(secrets, self._through)
+        return self._connections.send(to, op, name, arrays)
 
     def close(self) -> None:
-        """See Caller."""
-        if self._job is not None:
-            self._job.close()
-            self._job = None
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
 
 
 @final
 class DirectCaller(Caller):
-    """Asks functions of this process, with no socket and no copy.
+    """Calls handlers of this process, without sockets and copies; secrets are ignored.
 
     Args:
-        handlers: Operation to what answers it, whoever is asked.
+        handlers: Handler of each operation, for all servers.
     """
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
@@ -173,25 +169,23 @@ class DirectCaller(Caller):
         self._closed = False
 
     def begin(self) -> None:
-        """See Caller."""
+        pass
 
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
-        """See Caller. ``secrets`` are not looked at: nobody comes from outside."""
         if self._closed:
-            raise PeerError("the executor was closed while a task was under way")
+            raise PeerError("the executor was closed while a task was running")
         try:
-            return _Given(run_handler(self._handlers, op, name, arrays))
+            return _LocalAnswer(run_handler(self._handlers, op, name, arrays))
         except Exception as error:
             text = f"rank {to.rank} on {to.host} failed at {op} {name!r}: {type(error).__name__}: {error}"
             raise RemoteError(text) from error
 
     def close(self) -> None:
-        """See Caller."""
         self._closed = True
 
 
 @final
-class _Given(Answer):
+class _LocalAnswer:
     def __init__(self, arrays: list[Array]) -> None:
         self._arrays = arrays
 
@@ -200,22 +194,13 @@ class _Given(Answer):
 
 
 @final
-class _Asked(Answer):
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def wait(self, timeout_s: float) -> list[Array]:
-        return self._call.wait(timeout_s)
-
-
-@final
-class _Job:
+class _Connections:
     """The connections of one job."""
 
     def __init__(self, secrets: Secrets, through: Callable[[str], str] | None) -> None:
         self.secrets, self._through = secrets, through
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # By a number of their own: a rank may come back at another address after a restart.
+        # Numbered here: after a restart a rank may come back at another address.
         self._peers: dict[int, PeerAddress] = {}
         self._numbers: dict[Address, int] = {}
         self._next = itertools.count()
@@ -229,7 +214,7 @@ class _Job:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last call, by the wall clock: others may stand still in a frozen container."""
+        # By the wall clock: a monotonic clock may stop in a frozen container.
         return time.time() - self._used_at
 
     def send(self, to: Address, op: str, name: str, arrays: Sequence[Array]) -> Answer:
@@ -241,7 +226,7 @@ class _Job:
             self._peers[number] = PeerAddress(
                 rank=to.rank, host=to.host, endpoint=endpoint, public_key=_bytes(to.public_key)
             )
-        return _Asked(self._client.send(number, op, name, arrays))
+        return self._client.send(number, op, name, arrays)
 
     def close(self) -> None:
         self._client.close()
@@ -252,20 +237,12 @@ def _bytes(text: str | None) -> bytes | None:
     return None if text is None else text.encode()
 
 
-PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
-"""Of graph servers; see :class:`Exchange`."""
-WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
-"""Of parameter servers."""
-
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
-
-
 @final
 class Exchange:
     """The calls of one task.
 
-    ``lambda.pull`` answered without arrays means "not yet": a worker may be started before its rows are
-    there, and asks again rather than hold a thread of the server.
+    ``lambda.pull`` answered without arrays means "not yet". A worker may start before its rows are ready, and
+    polls so that it does not block a thread of the server.
     """
 
     def __init__(self, caller: Caller, task: Task) -> None:
@@ -275,35 +252,25 @@ class Exchange:
         self._halves: list[Answer | None] = [None, None]
 
     def program(self) -> bytes:
-        """Fetch the program's JSON, and say which kernels this worker computes with.
-
-        Raises:
-            ConfigError: something else came.
-        """
+        """Fetch the program's JSON, and report this worker's numerical kernels."""
         arrays = self._from_graph_server(PROGRAM, kernels()).wait(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
             raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
         return arrays[0].tobytes()
 
     def ask_weights(self) -> None:
-        """Ask for the weights of the task's step."""
         task = self._task
         self._weights = self._caller.send(task.parameter_server, task.secrets, WEIGHTS, str(task.key))
 
     def weights(self) -> list[Array]:
-        """Return the weights asked for; none where none were."""
+        """Return the requested weights; [] if none were requested."""
         return [] if self._weights is None else self._weights.wait(self._task.timeout_s)
 
     def ask_half(self, half: int) -> None:
-        """Ask for the rows of half 0 or 1."""
         self._halves[half] = self._from_graph_server(PULL, half_name(self._task.key, half))
 
     def half(self, half: int) -> list[Array]:
-        """Return the rows asked for, once the graph server has them.
-
-        Raises:
-            PeerError: it had none in time.
-        """
+        """Wait for the requested rows; PeerError if the graph server does not have them in time."""
         task, asked = self._task, self._halves[half]
         assert asked is not None
         asked_at = time.monotonic()
@@ -313,102 +280,97 @@ class Exchange:
                 server, name = task.graph_server, half_name(task.key, half)
                 raise PeerError(
                     f"rank {server.rank} on {server.host} had no rows for {PULL} {name!r} "
-                    f"within {task.timeout_s:g} s; what comes before this task is late, or raise timeout_s"
+                    f"within {task.timeout_s:g} s; check the tasks before this one, or raise timeout_s"
                 )
-            # In proportion to what it waited, so that few calls are made and rows do not lie there for long:
-            # a worker that comes late to each task costs more than the pipeline gains.
+            # Proportional to the waiting time: few calls, and ready rows are fetched soon. Workers that
+            # fetch late would cost more than the pipeline gains.
             time.sleep(min(max(waited_s / 2, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
             asked = self._from_graph_server(PULL, half_name(task.key, half))
         self._halves[half] = None
         return arrays
 
     def push(self, gradients: Sequence[Array]) -> None:
-        """Push the gradients and wait until the parameter server has them."""
+        """Push the gradients and wait for the acknowledgement."""
         task = self._task
         asked = self._caller.send(task.parameter_server, task.secrets, GRADIENTS, str(task.key), gradients)
         asked.wait(task.timeout_s)
 
     def give(self, half: int, rows: Sequence[Array]) -> None:
-        """Send the rows of half 0 or 1 and return at once."""
+        """Send the rows of half 0 or 1 without waiting."""
         name = attempt_name(self._task.key, half, self._task.attempt)
         self._given.append(self._from_graph_server(GIVE, name, rows))
 
     def accepted(self) -> bool:
-        """Wait for the answers to what was given; return whether all of it was taken."""
+        """Wait for the acknowledgements of :meth:`give`; return whether all rows were accepted."""
         found = [asked.wait(self._task.timeout_s) for asked in self._given]
         for arrays in found:
             if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
-                raise self._wrong_answer(GIVE, "yes or no")
+                raise self._wrong_answer(GIVE, "one int64")
         return all(arrays[0][0] == 1 for arrays in found)
 
     def _wrong_answer(self, op: str, wanted: str) -> ConfigError:
         server = self._task.graph_server
         return ConfigError(
-            f"rank {server.rank} on {server.host} answered {op} without {wanted}: does it run another "
-            "version of dglx_dist?"
+            f"rank {server.rank} on {server.host} answered {op} without {wanted}; run the same "
+            "version of dglx_dist everywhere"
         )
 
     def _from_graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         return self._caller.send(self._task.graph_server, self._task.secrets, op, name, arrays)
 
 
-class Place(str, Enum):
-    """How far a worker has come with its task."""
+class TaskPhase(str, Enum):
+    """Point that a worker has reached in its task."""
 
     BEFORE_PULL = "before_pull"
-    """Nothing was asked for."""
     HALF = "half"
     """One half is computed."""
     COMPUTED = "computed"
-    """Both are; nothing was pushed, and of a backward task nothing given."""
+    """Both halves are computed; nothing is pushed, and of a backward task nothing is sent."""
     PUSHED = "pushed"
-    """The parameter server has the gradients, the graph server lacks rows."""
+    """The parameter server has the gradients; the graph server lacks rows."""
     END = "end"
-    """Everything is given."""
+    """All rows are sent."""
 
 
-At: TypeAlias = Callable[[Place], None]
-"""Called at each place; what it raises ends the task."""
-
-
-def go_on(_place: Place) -> None:
-    """Do nothing."""
+PhaseHook: TypeAlias = Callable[[TaskPhase], None]
+"""Called at each phase; an exception from it ends the task."""
 
 
 @final
 class Worker:
-    """Does tasks one after another, and keeps only what saves time: connections and the last program.
+    """Runs tasks one after another; keeps only connections and the last program in between.
 
-    Gradients are pushed, and acknowledged, before the last rows are given. The graph server takes a task as
-    done by its rows alone, so a worker that dies anywhere loses nothing: the next attempt pushes the same
-    bits under the same key, which count once.
+    Gradients are pushed and acknowledged before the last rows are sent. For the graph server a task is done
+    when its rows have arrived, so a worker may die at any point without loss: the next attempt pushes the
+    same bits under the same key, and they count once.
 
     Args:
-        caller: How servers are asked.
-        at: Called at each place of a task's course.
+        caller: Calls the servers.
+        hook: Called at each phase of a task.
     """
 
-    def __init__(self, caller: Caller, at: At = go_on) -> None:
-        self._caller, self._at = caller, at
-        self._kept: _Kept | None = None
+    def __init__(self, caller: Caller, hook: PhaseHook = lambda phase: None) -> None:
+        self._caller, self._hook = caller, hook
+        self._cached: _CachedProgram | None = None
         self._cold = True
 
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
-        """Do the task that ``event`` describes; return ``WorkerAnswer.as_json``.
+        """Run the task that ``event`` describes; return ``WorkerAnswer.as_json``.
 
         Args:
-            event: What ``Task.to_event`` wrote, as text or as the object a functions service made of it.
-            context: What such a service adds; not looked at.
+            event: The output of ``Task.to_event``, as text or as parsed JSON.
+            context: Added by a functions service; ignored.
 
         Raises:
-            ConfigError: the event is no task, or names what this worker does not know.
-            DglxError: it went wrong; the message names the task, the attempt, and what was asked of whom.
+            ConfigError: the event is not a task, or names something unknown to this worker.
+            DglxError: the task failed; the message names the task, the attempt, and the failed call.
         """
         started = time.perf_counter()
         task = Task.from_event(event)
         cold, self._cold = self._cold, False
         try:
-            accepted = self._do(task)
+            accepted = self._run(task)
         except DglxError as error:
             raise type(error)(f"task {task.key}, attempt {task.attempt}: {error}") from error
         except Exception as error:
@@ -420,40 +382,40 @@ class Worker:
         )
         return answer.as_json()
 
-    def _do(self, task: Task) -> bool:
+    def _run(self, task: Task) -> bool:
         self._caller.begin()
         exchange = Exchange(self._caller, task)
         work = self._work(task, exchange)
-        self._at(Place.BEFORE_PULL)
+        self._hook(TaskPhase.BEFORE_PULL)
         if task.options.streaming:
             computed = self._streamed(task, work, exchange)
         else:
             computed = self._at_once(task, work, exchange)
-        self._at(Place.COMPUTED)
+        self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
             exchange.push(add_gradients(computed[0].gradients, computed[1].gradients))
-        self._at(Place.PUSHED)
+        self._hook(TaskPhase.PUSHED)
         for half, one in enumerate(computed):
-            if not _given_early(task, half):
+            if not _sends_early(task, half):
                 exchange.give(half, one.rows)
         accepted = exchange.accepted()
-        self._at(Place.END)
+        self._hook(TaskPhase.END)
         return accepted
 
     def _streamed(self, task: Task, work: Work, exchange: Exchange) -> list[Computed]:
-        """Compute the first half while the second comes, and where nothing is pushed while the first goes."""
-        _ask_first(work, exchange)
+        # The first half is computed while the second arrives; forward, it is also sent meanwhile.
+        _request_first(work, exchange)
         first = exchange.half(0)
         exchange.ask_half(1)
         weights = exchange.weights()
         computed = [self._half(task, work, 0, weights, first)]
-        if _given_early(task, 0):
+        if _sends_early(task, 0):
             exchange.give(0, computed[0].rows)
         computed.append(self._half(task, work, 1, weights, exchange.half(1)))
         return computed
 
     def _at_once(self, task: Task, work: Work, exchange: Exchange) -> list[Computed]:
-        _ask_first(work, exchange)
+        _request_first(work, exchange)
         first = exchange.half(0)
         exchange.ask_half(1)
         halves, weights = [first, exchange.half(1)], exchange.weights()
@@ -462,27 +424,27 @@ class Worker:
     def _half(self, task: Task, work: Work, half: int, weights: list[Array], arrays: list[Array]) -> Computed:
         nodes = half_rows(task.rows, half)
         computed = work.half(weights, arrays, nodes.stop - nodes.start)
-        self._at(Place.HALF)
+        self._hook(TaskPhase.HALF)
         return computed
 
     def _work(self, task: Task, exchange: Exchange) -> Work:
-        kept, run = self._kept, (task.secrets, task.key.run)
-        # Anew for each run, though programs may be equal: with this call a worker introduces itself.
-        if kept is None or kept.program.digest != task.program or kept.run != run:
+        cached, run = self._cached, (task.secrets, task.key.run)
+        # Fetched again for each run even if programs are equal: the call also reports the worker's kernels.
+        if cached is None or cached.program.digest != task.program or cached.run != run:
             program = Program.from_json(exchange.program())
             if program.digest != task.program:
                 raise ConfigError(
                     f"rank {task.graph_server.rank} on {task.graph_server.host} gave program "
-                    f"{program.digest[:12]}, not {task.program[:12]}: it is of another run"
+                    f"{program.digest[:12]} instead of {task.program[:12]}: it belongs to another run"
                 )
-            kept = self._kept = _Kept(program, run)
-        return kept.work(task)
+            cached = self._cached = _CachedProgram(program, run)
+        return cached.work(task)
 
 
 @final
 @dataclass(frozen=True)
-class _Kept:
-    """A program, and the kinds of task that were asked for so far."""
+class _CachedProgram:
+    """A program, and the kinds of task requested so far."""
 
     program: Program
     run: tuple[Secrets, int]
@@ -492,34 +454,24 @@ class _Kept:
         key = task.key
         kind = (key.step, key.direction, task.options.rematerialise)
         if kind not in self._works:
-            # How many intervals there are is the graph server's to know and check.
+            # The graph server checks the number of intervals, which a worker does not know.
             key.check(self.program, key.interval + 1)
             self._works[kind] = Work(self.program, *kind)
         return self._works[kind]
 
 
-def _ask_first(work: Work, exchange: Exchange) -> None:
+def _request_first(work: Work, exchange: Exchange) -> None:
     if work.weights:
         exchange.ask_weights()
     exchange.ask_half(0)
 
 
-def _given_early(task: Task, half: int) -> bool:
-    """Whether rows of ``half`` leave before the other half is computed."""
+def _sends_early(task: Task, half: int) -> bool:
     return half == 0 and task.options.streaming and task.key.direction is Direction.FORWARD
 
 
-STAGES_FILE = "dglx_stages.json"
-"""Beside the package ``dglx_dist``: name of a stage to its ``module:Class``."""
-_MAX_BYTES, _MAX_PATH = 64 * 1024, 1024
-
-
 def register_packaged_stages() -> None:
-    """Make the stages of the list known in this process; none where there is no list.
-
-    Raises:
-        ConfigError: the list is no such mapping, or there is no such stage.
-    """
+    """Register the stages of ``STAGES_FILE``, if it exists; ConfigError if it is invalid."""
     file = Path(dglx_dist.__file__).parent.parent / STAGES_FILE
     if not file.is_file():
         return

@@ -1,7 +1,8 @@
-"""A worker as a process: takes tasks from its standard input, answers on its standard output, line by line.
+"""Main program of a worker process: reads tasks from standard input, answers on standard output.
 
-The first line says how to run, each later one is ``{"event": ..., "fault": ...}``. Secrets come by the pipe
-alone. The process ends with its input, whatever it is doing: so none outlives its graph server.
+The first line is the :class:`Setup`; each later one is ``{"event": ..., "fault": ...}``. Secrets arrive over
+the pipe only. The process ends when its input ends, even in the middle of a task, so it never outlives its
+graph server.
 """
 
 from __future__ import annotations
@@ -23,15 +24,28 @@ from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.json_fields import Fields, Json, read_json, write_json
 from dglx_dist.serverless.tasks import MAX_EVENT_BYTES, Task
-from dglx_dist.serverless.worker import Place, RemoteCaller, Worker, WorkerAnswer, register_packaged_stages
+from dglx_dist.serverless.worker import (
+    RemoteCaller,
+    TaskPhase,
+    Worker,
+    WorkerAnswer,
+    register_packaged_stages,
+)
+
+MAX_SECONDS = 3600.0
+_PIECE_S, _BURST_S, _CONNECT_S = 0.002, 0.002, 10.0
+_LEAST_PIECE, _MOST_PIECE = 1024, 64 * 1024
+_LONGEST_LINE = MAX_EVENT_BYTES + 4096
+_POLL_MS = 500
+MIN_SHARE, MIN_BYTES_PER_S, MAX_BYTES_PER_S = 0.001, 1e3, 1e12
 
 
 @final
-class Duty:
-    """Rests so that processor time is at most ``share`` of the time that passed.
+class CpuThrottle:
+    """Sleeps so that processor time is at most ``share`` of the elapsed time.
 
-    It rests at the places of a task's course, not within a half: sums over a task are right, pauses are
-    longer than the kernel's. The first rest is for the start of the process, too.
+    It sleeps between the phases of a task, not within a half: totals per task are right, but pauses are
+    longer than those of a kernel's quota. The first pause also accounts for the start of the process.
 
     Args:
         share: Of one core, in (0, 1].
@@ -42,45 +56,37 @@ class Duty:
         self._used_s = 0.0
 
     def rest(self) -> None:
-        """Sleep for what was used since the last call."""
+        """Sleep in proportion to the processor time since the last call."""
         used_s = time.process_time()
         time.sleep((used_s - self._used_s) * self._rest_per_s)
         self._used_s = used_s
 
 
-MAX_SECONDS = 3600.0
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong, once."""
+    """One fault of a worker."""
 
-    place: Place
+    place: TaskPhase
     seconds: float | None = None
-    """How long to stand still there; None: die."""
+    """Length of a pause; None: the worker dies."""
 
     def as_json(self) -> dict[str, Json]:
-        """Return what :meth:`read` reads."""
         return {"place": self.place.value, "seconds": self.seconds}
 
     @classmethod
     def read(cls, given: object) -> Fault:
-        """Read :meth:`as_json`.
-
-        Raises:
-            ConfigError: it is none.
-        """
+        """Read :meth:`as_json`; ConfigError if it is invalid."""
         fields = Fields(given, "a fault")
-        place = Place(fields.choice("place", [place.value for place in Place]))
+        place = TaskPhase(fields.choice("place", [place.value for place in TaskPhase]))
         seconds = fields.maybe("seconds", lambda name: fields.number(name, 0, MAX_SECONDS), None)
         fields.end()
         return cls(place=place, seconds=seconds)
 
 
 @final
-class FaultyPlace:
-    """Lets the next fault happen, at its place; give it to a Worker as ``at``.
+class FaultInjector:
+    """Phase hook of a Worker that triggers the next fault.
 
     Args:
         die: Ends the worker.
@@ -89,12 +95,11 @@ class FaultyPlace:
     def __init__(self, die: Callable[[], NoReturn]) -> None:
         self._die = die
         self.next: Fault | None = None
-        """Of the task that runs, or is about to; forgotten once it happened."""
+        """Fault of the current or next task; reset once it has happened."""
 
-    def __call__(self, place: Place) -> None:
-        """Do what the fault says if this is its place."""
+    def __call__(self, phase: TaskPhase) -> None:
         fault = self.next
-        if fault is None or fault.place is not place:
+        if fault is None or fault.place is not phase:
             return
         self.next = None
         if fault.seconds is None:
@@ -102,59 +107,53 @@ class FaultyPlace:
         time.sleep(fault.seconds)
 
 
-_PIECE_S, _BURST_S, _CONNECT_S = 0.002, 0.002, 10.0
-_LEAST_PIECE, _MOST_PIECE = 1024, 64 * 1024
-
-
 @final
 class Relay:
-    """Passes connections on. Its threads end with the process, or with their connections.
+    """Proxy that limits the rate of connections. Threads end with the process or with their connections.
 
     Args:
-        bytes_per_s: Most that all connections together carry, in each direction.
+        bytes_per_s: Rate of all connections together, in each direction.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._up, self._down = _Pace(bytes_per_s), _Pace(bytes_per_s)
+        self._up, self._down = _RateLimiter(bytes_per_s), _RateLimiter(bytes_per_s)
         self._endpoints: dict[str, str] = {}
 
     def endpoint(self, remote: str) -> str:
-        """Return the endpoint of this machine that stands for ``remote`` (``tcp://HOST:PORT``)."""
+        """Return the local endpoint that forwards to ``remote`` (``tcp://HOST:PORT``)."""
         if remote not in self._endpoints:
-            authenticator = socket.create_server(("127.0.0.1", 0))
-            self._endpoints[remote] = endpoint_of("127.0.0.1", authenticator.getsockname()[1])
-            _start(self._accept, authenticator, remote)
+            listener = socket.create_server(("127.0.0.1", 0))
+            self._endpoints[remote] = endpoint_of("127.0.0.1", listener.getsockname()[1])
+            _start(self._accept, listener, remote)
         return self._endpoints[remote]
 
-    def _accept(self, authenticator: socket.socket, remote: str) -> None:
+    def _accept(self, listener: socket.socket, remote: str) -> None:
         host, _, port = remote.removeprefix("tcp://").rpartition(":")
         while True:
-            near, _ = authenticator.accept()
+            near, _ = listener.accept()
             try:
                 far = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
             except OSError:
-                near.close()  # the worker sees it as it would see a server that is gone
+                near.close()  # to the worker this looks like a dead server
                 continue
             far.settimeout(None)
             for one in (near, far):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _start(_pass_on, near, far, self._up)
-            _start(_pass_on, far, near, self._down)
+            _start(_forward, near, far, self._up)
+            _start(_forward, far, near, self._down)
 
 
 @final
-class _Pace:
-    """When the next bytes are due."""
-
+class _RateLimiter:
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self.piece_bytes = int(min(max(bytes_per_s * _PIECE_S, _LEAST_PIECE), _MOST_PIECE))
-        """Passed on at a time: as few as go without jerks, for each costs the processor that others need."""
+        """Bytes per transfer: small enough for a smooth rate, large enough to use little processor time."""
         self._lock = threading.Lock()
         self._free_at = 0.0
 
     def wait(self, num_bytes: int) -> None:
-        """Wait as long as ``num_bytes`` take after those before; only a short pause before is made up for."""
+        # An idle period earns credit of _BURST_S at most.
         with self._lock:
             start = max(self._free_at, time.monotonic() - _BURST_S)
             self._free_at = start + num_bytes / self._bytes_per_s
@@ -162,10 +161,10 @@ class _Pace:
         time.sleep(max(due - time.monotonic(), 0.0))
 
 
-def _pass_on(source: socket.socket, target: socket.socket, pace: _Pace) -> None:
+def _forward(source: socket.socket, target: socket.socket, limiter: _RateLimiter) -> None:
     with contextlib.suppress(OSError):
-        while piece := source.recv(pace.piece_bytes):
-            pace.wait(len(piece))
+        while piece := source.recv(limiter.piece_bytes):
+            limiter.wait(len(piece))
             target.sendall(piece)
     for one in (source, target):
         with contextlib.suppress(OSError):
@@ -177,49 +176,35 @@ def _start(target: object, *args: object) -> None:
     threading.Thread(target=target, args=args, name="dglx-relay", daemon=True).start()  # type: ignore[arg-type]
 
 
-_LONGEST_LINE = MAX_EVENT_BYTES + 4096
-_LOOK_MS = 500
-MIN_SHARE, MIN_BYTES_PER_S, MAX_BYTES_PER_S = 0.001, 1e3, 1e12
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a worker process runs."""
+    """Limits that a worker process enforces itself."""
 
     cpu_share: float | None = None
-    """Of one core, which it keeps to by resting; None: it need not."""
+    """Share of one core, kept by sleeping; None: no limit."""
     bytes_per_s: float | None = None
-    """Each way; None: as fast as it goes."""
-
-    def as_json(self) -> dict[str, Json]:
-        """Return what :meth:`read` reads."""
-        return dict(vars(self))
+    """Network rate in each direction; None: no limit."""
 
     @classmethod
-    def read(cls, given: object) -> Setup:
-        """Read :meth:`as_json`.
-
-        Raises:
-            ConfigError: a field is unknown or out of bounds.
-        """
-        fields = Fields(given, "a worker's setup")
+    def read(cls, fields: Fields) -> Setup:
         share = fields.maybe("cpu_share", lambda name: fields.number(name, MIN_SHARE, 1), None)
-        pace = fields.maybe(
+        rate = fields.maybe(
             "bytes_per_s", lambda name: fields.number(name, MIN_BYTES_PER_S, MAX_BYTES_PER_S), None
         )
-        fields.end()
-        return cls(cpu_share=share, bytes_per_s=pace)
+        return cls(cpu_share=share, bytes_per_s=rate)
 
 
 def main() -> None:
-    """Work until the input ends."""
+    """Run tasks until the input ends."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    # What a user's stage prints must not get between the answers.
+    # Output that a user's stage prints must not mix with the answers.
     os.dup2(2, 1)
     threading.Thread(target=_read, args=(sys.stdin.buffer, lines), name="dglx-input", daemon=True).start()
-    process = _Process(Setup.read(read_json(lines.get(), _LONGEST_LINE, "a worker's setup")))
+    fields = Fields(read_json(lines.get(), _LONGEST_LINE, "a worker's setup"), "a worker's setup")
+    process = _Process(Setup.read(fields))
+    fields.end()
     register_packaged_stages()
     while True:
         answers.write(write_json(process.answer(lines.get())) + b"\n")
@@ -229,10 +214,10 @@ def main() -> None:
 class _Process:
     def __init__(self, setup: Setup) -> None:
         self._cold = True
-        self._faults = FaultyPlace(_die)
-        self._duty = None if setup.cpu_share is None else Duty(setup.cpu_share)
+        self._faults = FaultInjector(_die)
+        self._throttle = None if setup.cpu_share is None else CpuThrottle(setup.cpu_share)
         relay = None if setup.bytes_per_s is None else Relay(setup.bytes_per_s)
-        self._worker = Worker(RemoteCaller(None if relay is None else relay.endpoint), self._at)
+        self._worker = Worker(RemoteCaller(None if relay is None else relay.endpoint), self._at_phase)
 
     def answer(self, line: bytes) -> Mapping[str, Json]:
         fields = Fields(read_json(line, _LONGEST_LINE, "a line of input"), "a line of input")
@@ -245,7 +230,7 @@ class _Process:
         cold, self._cold = self._cold, False
         try:
             return self._worker.handle(event)
-        except Exception as error:  # noqa: BLE001 - the pool's to know, and the next task may go well
+        except Exception as error:  # noqa: BLE001 - reported to the pool; the next task may succeed
             task = Task.from_event(event)
             return WorkerAnswer(
                 key=task.key,
@@ -256,20 +241,20 @@ class _Process:
                 error=str(error) or type(error).__name__,
             ).as_json()
 
-    def _at(self, place: Place) -> None:
-        self._faults(place)
-        if self._duty is not None:
-            self._duty.rest()
+    def _at_phase(self, phase: TaskPhase) -> None:
+        self._faults(phase)
+        if self._throttle is not None:
+            self._throttle.rest()
 
 
 def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> NoReturn:
-    """Hand lines on; end the process with the input, or with its parent."""
+    # Ends the process when the input or the parent ends.
     parent, buffered = os.getppid(), b""
     waiting = select.poll()
     waiting.register(source.fileno(), select.POLLIN | select.POLLHUP)
-    # A process forked by the parent may hold the other end of the pipe open: so the parent is looked at.
+    # A process forked by the parent may keep the pipe open, so end of input alone is not enough.
     while os.getppid() == parent:
-        if not waiting.poll(_LOOK_MS):
+        if not waiting.poll(_POLL_MS):
             continue
         piece = os.read(source.fileno(), 1 << 16)
         if not piece or len(buffered) > _LONGEST_LINE:
@@ -282,5 +267,5 @@ def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> NoReturn:
 
 def _die() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
-    while True:  # until the signal comes
+    while True:  # until the signal arrives
         time.sleep(1)

@@ -220,7 +220,7 @@ def test_the_trial_shows_why_a_function_fails(service: FunctionsService, tmp_pat
     )
     with pytest.raises(RemoteError, match="no memory"):
         try_function("other", Place(endpoint_url=service.url), lambda _: None)
-    with pytest.raises(ConfigError, match=r"nothing can listen at '192.0.2.1'"):
+    with pytest.raises(ConfigError, match=r"cannot listen at '192.0.2.1'"):
         try_function("other", Place(endpoint_url=service.url), lambda _: None, address="192.0.2.1")
 
 

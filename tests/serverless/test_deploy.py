@@ -17,7 +17,7 @@ from dglx_dist.serverless.aws import clients as bounds
 from dglx_dist.serverless.aws import deploy as function_module
 from dglx_dist.serverless.aws import deploy as role
 from dglx_dist.serverless.aws.clients import HANDLER, Deployment, Place
-from dglx_dist.serverless.aws.deploy import Function, deploy, look_function, plan, plan_removal, remove
+from dglx_dist.serverless.aws.deploy import Function, deploy, find_function, plan, plan_removal, remove
 
 from ..helpers.zips import zipped
 
@@ -205,13 +205,13 @@ def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
     """The first deploy may have been ended before it was usable: then AWS takes no change either."""
     do(wanted)
     now, states = (
-        look_function(client("lambda"), NAME),
+        find_function(client("lambda"), NAME),
         [{"State": "Pending"}, {"LastUpdateStatus": "InProgress"}],
     )
     assert now is not None
     for state, waits in zip(states, ("active", "updated"), strict=True):
         there = {**now, "Configuration": {**now["Configuration"], **state}}
-        monkeypatch.setattr(function_module, "look", lambda _client, _name, there=there: there)
+        monkeypatch.setattr(function_module, "find_role", lambda _client, _name, there=there: there)
         assert list(plan(wanted)) == [f"wait until dglx-worker is {waits}"]
         assert plan(replace(wanted, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
 

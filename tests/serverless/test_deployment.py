@@ -26,7 +26,7 @@ def wanted(tmp_path: Path) -> Deployment:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"name": "my worker"}, "no function can be called"),
+        ({"name": "my worker"}, "not a valid function name"),
         ({"memory_mb": 64}, "128 to 10240"),
         ({"timeout_s": 901}, "1 to 900"),
         ({"subnets": ("subnet-1",)}, "needs both"),
@@ -62,7 +62,7 @@ def test_a_package_must_fit_its_runtime(wanted: Deployment, tmp_path: Path) -> N
         runtime_for(wanted, on_aws=True)
     assert runtime_for(replace(wanted, architecture="arm64", runtime=None), on_aws=True) == "python3.12"
     old.write_text("no zip")
-    with pytest.raises(ConfigError, match="is no package"):
+    with pytest.raises(ConfigError, match="is not a package"):
         runtime_for(wanted, on_aws=True)
 
 

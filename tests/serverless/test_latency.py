@@ -9,14 +9,14 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.executors.base import Latency
 from dglx_dist.serverless.json_fields import Fields
 from dglx_dist.serverless.tasks import Direction, TaskKey
-from dglx_dist.serverless.worker import Place
+from dglx_dist.serverless.worker import TaskPhase
 
 KEYS = [TaskKey(epoch=n, step=1, interval=3, direction=Direction.FORWARD) for n in range(2000)]
 
 
 def seconds(latency: Latency, attempt: int = 0) -> list[float]:
     faults = [latency.draw(key, attempt) for key in KEYS]
-    assert {one.place for one in faults} == {Place.COMPUTED}
+    assert {one.place for one in faults} == {TaskPhase.COMPUTED}
     return [one.seconds or 0.0 for one in faults]
 
 
@@ -43,7 +43,7 @@ def test_options() -> None:
     assert read() is None
     assert read(latency_s=0.1) == Latency(median_s=0.1, sigma=0.5)
     assert read(latency_s=1, latency_sigma=0) == Latency(median_s=1.0, sigma=0.0)
-    with pytest.raises(ConfigError, match=r"latency_sigma' = 0.5; give left out, or the spread around"):
+    with pytest.raises(ConfigError, match=r"latency_sigma' = 0.5; give latency_s as well"):
         read(latency_sigma=0.5)
     with pytest.raises(ConfigError, match="latency_s' = -1; give a number from 0"):
         read(latency_s=-1)

@@ -8,33 +8,20 @@ from pathlib import Path
 from .programs import gat
 
 ROOT = Path(__file__).parents[2]
-OWN = ("fields", "steps", "steps_check", "steps_json", "program", "tasks", "payload", "work")
+OWN = ("json_fields", "program", "tasks", "worker", "worker_process", "aws.function")
 HEAVY = (
-    *(
-        "torch",
-        "numba",
-        "dgl",
-        "pyarrow",
-        "rich",
-        "llvmlite",
-        "scipy",
-        "pandas",
-        "matplotlib",
-        "boto3",
-        "typer",
-    ),
+    *("torch", "numba", "dgl", "pyarrow", "rich", "llvmlite", "scipy", "pandas"),
+    *("matplotlib", "boto3", "typer"),
     # Quick to write, slow to import: each takes as long as half of NumPy.
     *("asyncio", "importlib.metadata"),
 )
 
 
 def worker_modules() -> list[str]:
-    """The worker's own rooms, and how it calls others."""
-    folder = ROOT / "dglx_dist" / "offload"
-    found = [path for room in ("stages", "worker") for path in (folder / room).glob("*.py")]
-    dotted = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(found)]
-    names = [name.removesuffix(".__init__") for name in dotted]
-    return [*(f"dglx_dist.serverless.{name}" for name in OWN), *names, "dglx_dist.comm.rpc"]
+    """The worker's own modules, all stages, and how it calls others."""
+    stages = sorted((ROOT / "dglx_dist" / "serverless" / "stages").glob("*.py"))
+    names = [*OWN, *(f"stages.{path.stem}" for path in stages if path.stem != "__init__")]
+    return [*(f"dglx_dist.serverless.{name}" for name in names), "dglx_dist.comm.rpc"]
 
 
 PROGRAM = """
@@ -99,4 +86,4 @@ def test_the_check_sees_what_it_looks_for() -> None:
 
 def test_the_worker_side_is_what_is_looked_at() -> None:
     modules = worker_modules()
-    assert {"dglx_dist.serverless.stages.conv", "dglx_dist.serverless"} <= set(modules)
+    assert {"dglx_dist.serverless.stages.conv", "dglx_dist.serverless.worker"} <= set(modules)

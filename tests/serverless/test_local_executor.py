@@ -16,7 +16,6 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.aws.package import code_of, stages_of
 from dglx_dist.serverless.executors import local
-from dglx_dist.serverless.executors import local as cpu_group
 from dglx_dist.serverless.executors.base import ExecutorContext
 from dglx_dist.serverless.executors.local import LocalExecutor
 from dglx_dist.serverless.program import Gather, Program, Vertex
@@ -81,7 +80,7 @@ def children(of: int) -> list[int]:
 def workers() -> list[int]:
     """Worker processes of this one."""
     return [
-        pid for pid in children(os.getpid()) if b"worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in children(os.getpid()) if b"worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 
@@ -262,7 +261,7 @@ def test_a_users_own_stage_goes_along(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_stage_that_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="move its class to a module of its own"):
+    with pytest.raises(ConfigError, match="move its class to a module"):
         LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "__main__:Mine"}), {})
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="move its class to the top of 'mine'"):
@@ -315,15 +314,12 @@ def test_a_control_group_is_used_where_one_can_be_made(
 ) -> None:
     groups: list[tuple[int, float]] = []
 
-    class Group:
-        def close(self) -> None:
-            groups.clear()
-
-    def hold(pid: int, share: float) -> Group:
+    def limit_cpu(pid: int, share: float) -> Path:
         groups.append((pid, share))
-        return Group()
+        return tmp_path
 
-    monkeypatch.setattr(local, "hold", hold)
+    monkeypatch.setattr(local, "limit_cpu", limit_cpu)
+    monkeypatch.setattr(local.cgroups, "remove", lambda folder: groups.clear())
     bench = Bench(gcn(), [4])
     with served(bench), LocalExecutor(ExecutorContext(), {"cpu_share": 0.11}) as executor:
         executor.invoke(bench.task(FORWARD).to_event())
@@ -335,21 +331,21 @@ def test_a_control_group_is_used_where_one_can_be_made(
 def test_groups_hold_their_process_and_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's files as plain ones; a group that took no process is left to nobody."""
     made = tmp_path / "group"
-    monkeypatch.setattr(cpu_group.cgroups, "make", lambda name, share: made.mkdir() or made)
-    group = cpu_group.hold(123, 0.5)
+    monkeypatch.setattr(local.cgroups, "make", lambda name, share: made.mkdir() or made)
+    group = local.limit_cpu(123, 0.5)
     assert group is not None
     assert (made / "cgroup.procs").read_text() == "123"
     (made / "cgroup.procs").unlink()
-    group.close()
+    local.cgroups.remove(group)
     assert not made.exists()
-    monkeypatch.setattr(cpu_group.cgroups, "make", lambda name, share: None)
-    assert cpu_group.hold(123, 0.5) is None
-    monkeypatch.setattr(cpu_group.cgroups, "_parents", lambda: [tmp_path])
+    monkeypatch.setattr(local.cgroups, "make", lambda name, share: None)
+    assert local.limit_cpu(123, 0.5) is None
+    monkeypatch.setattr(local.cgroups, "_parents", lambda: [tmp_path])
     busy = tmp_path / "dglx-worker-1-2"
     (busy / "process").mkdir(parents=True)
     (tmp_path / "dglx-worker-1-3").mkdir()
     (tmp_path / "other").mkdir()
-    cpu_group.sweep()
+    local.remove_stale_groups()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dglx-worker-1-2", "other"]
 
 

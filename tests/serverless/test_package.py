@@ -43,7 +43,7 @@ def test_files_are_those_that_a_worker_imports() -> None:
     files = worker_files(package_root())
     assert files == tuple(sorted(files))
     rooms = {"/".join(file.split("/")[:2]) for file in files if file.count("/") > 1}
-    assert rooms == {"dglx_dist/cluster", "dglx_dist/offload"}
+    assert rooms == {"dglx_dist/comm", "dglx_dist/serverless"}
     assert {"dglx_dist/serverless/worker_process.py", "dglx_dist/serverless/stages/conv.py"} <= set(files)
     assert not {"dglx_dist/comm/session.py", "dglx_dist/serverless/aws/executor.py"} & set(files)
     for file in files:
@@ -52,7 +52,7 @@ def test_files_are_those_that_a_worker_imports() -> None:
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no module dglx_dist\.offload\.worker\.function"):
+    with pytest.raises(ConfigError, match=r"no module dglx_dist\.serverless\.aws\.function"):
         worker_files(tmp_path)
 
 
@@ -160,5 +160,5 @@ def test_wheels_are_asked_for_by_version_and_platform(
         "--only-binary=:all:",
         f"--dest={tmp_path}",
     } <= set(asked[0])
-    with pytest.raises(ConfigError, match=r"failed; put wheels of both into .* It said: no such wheel"):
+    with pytest.raises(ConfigError, match=r"failed; put wheels of both into .* pip says: no such wheel"):
         download_wheels(tmp_path, python="3.12", architecture="aarch64")

@@ -283,7 +283,7 @@ class Answered:
 @pytest.mark.parametrize(
     ("dead", "says"),
     [
-        ([1], "no answer of parameter server 1 on rank 1 while its sums of epoch 0 are waited for"),
+        ([1], "no answer of parameter server 1 on rank 1 while waiting for its sums of epoch 0"),
         ([], "parameter server 1 on rank 1 sent no sums of epoch 0 within 0.02 s; .* waits for all of it"),
     ],
 )

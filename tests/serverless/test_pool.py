@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from dglx_dist.errors import PeerError
-from dglx_dist.serverless.executors.base import Hand, Lost, Pool, PoolPlan
+from dglx_dist.serverless.executors.base import Lost, Pool, PoolPlan, WorkerHandle
 from dglx_dist.serverless.tasks import Task, TaskKey
 from dglx_dist.serverless.worker import WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault
@@ -19,24 +19,24 @@ KEYS = [key for interval in range(3) for key in keys_of(gcn(), interval)]
 
 
 class Made:
-    """Hands that wait for a word each; what they did."""
+    """Workers that wait for a word each; what they did."""
 
     def __init__(self) -> None:
-        self.hands: list[FakeHand] = []
+        self.workers: list[FakeWorker] = []
         self.done: list[TaskKey] = []
         self.go = threading.Semaphore(0)
         self.error: Exception | None = None
         self.told = threading.Semaphore(0)
 
-    def make(self) -> Hand:
-        self.hands.append(FakeHand(self))
-        return self.hands[-1]
+    def make(self) -> WorkerHandle:
+        self.workers.append(FakeWorker(self))
+        return self.workers[-1]
 
     def pool(self) -> Pool:
         return Pool(PoolPlan(make=self.make, notice=self.told.release, memory_mb=192))
 
 
-class FakeHand(Hand):
+class FakeWorker(WorkerHandle):
     def __init__(self, made: Made) -> None:
         self.made, self.calls, self.ended = made, 0, 0
         self.stopped = threading.Event()
@@ -80,23 +80,23 @@ def test_as_many_workers_as_there_is_work_for_warm_ones_first() -> None:
     for _ in range(4):  # one after another: one worker does
         pool.invoke(event(KEYS[0]))
         made.go.release()
-        until(lambda: pool._idle == len(made.hands) > 0 and not pool._events)
-    assert len(made.hands) == 1
+        until(lambda: pool._idle == len(made.workers) > 0 and not pool._events)
+    assert len(made.workers) == 1
     for key in KEYS[:5]:
         pool.invoke(event(key))
-    until(lambda: sum(hand.calls for hand in made.hands) == 4 + 3)
+    until(lambda: sum(worker.calls for worker in made.workers) == 4 + 3)
     assert pool.workers == 3
     pool.size(5)
-    until(lambda: sum(hand.calls for hand in made.hands) == 4 + 5)
+    until(lambda: sum(worker.calls for worker in made.workers) == 4 + 5)
     made.go.release(5)
     until(lambda: len(made.done) == 9)
     until(lambda: len(pool._billed) == 9)
     assert sorted(made.done[4:]) == sorted(KEYS[:5])
-    assert sum(one.cold for one in pool.billed()) == len(made.hands) == 5
+    assert sum(one.cold for one in pool.billed()) == len(made.workers) == 5
     pool.size(2)
     until(lambda: pool.workers == 2)
     pool.close()
-    assert [hand.ended for hand in made.hands] == [1] * 5
+    assert [worker.ended for worker in made.workers] == [1] * 5
 
 
 def test_what_a_worker_raises_is_the_tasks_end_not_the_threads() -> None:
@@ -113,7 +113,7 @@ def test_what_a_worker_raises_is_the_tasks_end_not_the_threads() -> None:
     made.go.release()
     pool.invoke(event(KEYS[2]))
     until(lambda: made.done == [KEYS[2]])
-    assert len(made.hands) == 1
+    assert len(made.workers) == 1
     pool.close()
 
 
@@ -122,17 +122,17 @@ def test_who_is_late_holds_no_place_and_leaves_when_it_comes_back() -> None:
     pool = made.pool()
     first = Bench(gcn(), [4] * 3).task(KEYS[0])
     pool.invoke(first.to_event())
-    until(lambda: [hand.calls for hand in made.hands] == [1])
+    until(lambda: [worker.calls for worker in made.workers] == [1])
     pool.invoke(event(KEYS[1]))
     pool.invoke(first.again().to_event())
-    until(lambda: [hand.calls for hand in made.hands] == [1, 1])
+    until(lambda: [worker.calls for worker in made.workers] == [1, 1])
     assert pool.workers == 1
     # No more are late than there are places.
     pool.invoke(Bench(gcn(), [4] * 3).task(KEYS[1]).again().to_event())
     made.go.release(4)
     until(lambda: len(made.done) == 4)
-    until(lambda: sum(hand.ended for hand in made.hands) == 1)
-    assert len(made.hands) == 2
+    until(lambda: sum(worker.ended for worker in made.workers) == 1)
+    assert len(made.workers) == 2
     assert pool.workers == 1
     pool.close()
 
@@ -142,11 +142,11 @@ def test_closing_ends_what_runs_and_forgets_what_waits() -> None:
     pool = made.pool()
     for key in KEYS[:4]:
         pool.invoke(event(key))
-    until(lambda: [hand.calls for hand in made.hands] == [1])
+    until(lambda: [worker.calls for worker in made.workers] == [1])
     pool.close()
     assert made.done == []
     assert pool.workers == 0
     assert pool.lost() == []
-    assert [hand.ended for hand in made.hands] == [1]
+    assert [worker.ended for worker in made.workers] == [1]
     with pytest.raises(PeerError, match="closed"):
         pool.invoke(event(KEYS[0]))

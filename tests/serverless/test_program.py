@@ -41,7 +41,6 @@ def test_what_a_program_tells() -> None:
     program = gat()
     assert program.vertex_steps == (0, 4, 8)
     assert program.last == 8
-    assert program.producers["att2"] == 6
     assert list(program.slots)[:3] == ["x", "z1", "el1"]
     assert program.slots["r2"] == Slot("r2", 12)
     assert program.trained == set(program.slots) - {"x"}
@@ -97,14 +96,14 @@ WRONG: dict[str, tuple[Callable[[], Program], str]] = {
     "same name twice": (changed(1, name="GA1"), "taken"),
     "name with a slash": (changed(1, name="A/1"), "A-Z"),
     "no name": (changed(1, name=""), "A-Z"),
-    "gather of nothing": (changed(0, source="h9"), "no step before makes"),
-    "gather of what comes later": (changed(0, source="h1"), "no step before makes"),
+    "gather of nothing": (changed(0, source="h9"), "no earlier step makes"),
+    "gather of what comes later": (changed(0, source="h1"), "no earlier step makes"),
     "gather without scatter": (steps(*gcn().steps[:2], *gcn().steps[3:]), "put a Scatter"),
     "gather into more columns": (changed(0, output=Slot("a1", 6)), "keeps the columns"),
-    "gather by unknown edges": (changed(0, edges="att"), "no step before makes of edges"),
-    "gather by rows of nodes": (changed(3, edges="h1"), "no step before makes of edges"),
-    "gather by a bad number": (changed(0, edges="fixed:01"), "no step before makes of edges"),
-    "slot is there already": (changed(0, output=Slot("x", 5)), "there already"),
+    "gather by unknown edges": (changed(0, edges="att"), "no earlier step makes for edges"),
+    "gather by rows of nodes": (changed(3, edges="h1"), "no earlier step makes for edges"),
+    "gather by a bad number": (changed(0, edges="fixed:01"), "no earlier step makes for edges"),
+    "slot is there already": (changed(0, output=Slot("x", 5)), "already exists"),
     "slot without a name": (changed(0, output=Slot("", 5)), "slots are named"),
     "unknown stage": (changed(1, stage="dens"), "did you mean 'dense'"),
     "stage by path": (changed(1, stage="os:system"), "no stage"),
@@ -114,14 +113,14 @@ WRONG: dict[str, tuple[Callable[[], Program], str]] = {
     "input of other columns": (changed(1, inputs=("x", "a1")), "inputs"),
     "output of other columns": (changed(1, outputs=(Slot("h1", 5),)), "outputs"),
     "no outputs": (changed(1, outputs=()), "outputs"),
-    "too few weights": (changed(1, weights=("w",)), "its stage wants"),
+    "too few weights": (changed(1, weights=("w",)), "its stage needs"),
     "same weight twice": (changed(1, weights=("w", "w")), "belongs to a step already"),
     "weight of another step": (changed(4, weights=("w", "layers.1.bias")), "belongs to a step already"),
     "weight without a name": (changed(1, weights=("w", "")), "no name"),
     "scatter of nothing": (changed(2, slots=()), "slots"),
     "scatter of features": (changed(2, slots=("x",)), "again"),
     "scatter twice": (changed(2, slots=("h1", "h1")), "again"),
-    "scatter of what is not there": (changed(2, slots=("h2",)), "no step before makes"),
+    "scatter of what is not there": (changed(2, slots=("h2",)), "no earlier step makes"),
 }
 
 
@@ -138,16 +137,16 @@ def test_edges_are_checked_too() -> None:
     for change, message in (
         ({"sources": "er1"}, "put a Scatter"),
         ({"sources": "z1"}, "columns"),
-        ({"targets": "att0"}, "no step before makes"),
+        ({"targets": "att0"}, "no earlier step makes"),
         ({"output": Slot("att1", 2)}, "columns"),
-        ({"stage": "dense", "config": {"in": 1, "out": 1, "bias": False}}, "vertices"),
+        ({"stage": "dense", "config": {"in": 1, "out": 1, "bias": False}}, "is a vertex stage"),
     ):
         with pytest.raises(ConfigError, match=message):
             replace(program, steps=(*program.steps[:2], replace(edge, **change), *program.steps[3:]))
     rows = Vertex(name="V", stage="attention_finish", config={}, inputs=("att1",), outputs=(Slot("y", 3),))
     with pytest.raises(ConfigError):
         replace(program, steps=(*program.steps[:3], rows))
-    with pytest.raises(ConfigError, match="no step before makes of nodes"):
+    with pytest.raises(ConfigError, match="no earlier step makes for nodes"):
         replace(program, steps=(*program.steps[:3], Scatter(name="S", slots=("att1",))))
     odd = Gather(name="G", source="x", output=Slot("s1", 5), edges="att1")
     with pytest.raises(ConfigError, match="5 columns by 3 heads"):
@@ -187,10 +186,10 @@ def test_every_field_of_a_step_must_be_there_and_right(step: int) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        (b"\xff\xfe\x00", "no JSON"),
-        ('{"version": NaN}', "NaN is no number"),
+        ("", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        ('{"version": NaN}', "NaN is not a JSON number"),
         ("[]", "is a list"),
         ("7", "is a int"),
         (json.dumps({**as_json(), "version": 2}), "version"),

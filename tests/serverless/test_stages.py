@@ -410,7 +410,7 @@ def test_a_users_own_stage_is_run_once_it_is_registered() -> None:
         ("dense", f"{__name__}:Square", "taken"),
         ("mine", "no_such_module_at_all:Square", "cannot be imported"),
         ("mine", f"{__name__}:Missing", "cannot be imported"),
-        ("mine", "os;path:Square", "names no class"),
+        ("mine", "os;path:Square", "not the path of a class"),
         ("mine", "os:system", "not a subclass"),
         ("mine", f"{__name__}:close", "not a subclass"),
     ],
@@ -421,7 +421,7 @@ def test_only_stages_can_be_registered(name: str, stage: str, message: str) -> N
 
 
 def test_a_step_of_nodes_is_not_given_a_stage_of_edges() -> None:
-    with pytest.raises(ConfigError, match="works on edges"):
+    with pytest.raises(ConfigError, match="is an edge stage"):
         vertex_stage("attention_edges", GOOD["attention_edges"])
-    with pytest.raises(ConfigError, match="works on vertices"):
+    with pytest.raises(ConfigError, match="is a vertex stage"):
         edge_stage("dense", GOOD["dense"])

@@ -232,9 +232,9 @@ def test_every_field_of_an_address_is_checked(change: Mapping[str, Any]) -> None
     ("event", "message"),
     [
         (b"{}" + b" " * MAX_EVENT_BYTES, "more than 262144"),
-        (b"[" * 200_000, "no JSON"),
-        (b"\x80", "no JSON"),
-        (b'{"a": Infinity}', "no number"),
+        (b"[" * 200_000, "not valid JSON"),
+        (b"\x80", "not valid JSON"),
+        (b'{"a": Infinity}', "not a JSON number"),
         (b"null", "NoneType"),
         ({1: 2}, "named fields"),
         ({"handler": "os.system"}, "lacks"),

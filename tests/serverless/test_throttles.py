@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from dglx_dist.serverless import worker_process as duty
-from dglx_dist.serverless.worker_process import Duty, Relay
+from dglx_dist.serverless import worker_process
+from dglx_dist.serverless.worker_process import CpuThrottle, Relay
 
 SIZE = 300_000
 
@@ -17,7 +17,7 @@ SIZE = 300_000
 @contextmanager
 def echo() -> Iterator[str]:
     """An endpoint that gives back what it gets."""
-    authenticator = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", 0))
 
     def answer(one: socket.socket) -> None:
         with one:
@@ -27,7 +27,7 @@ def echo() -> Iterator[str]:
     def accept() -> None:
         while True:
             try:
-                one, _ = authenticator.accept()
+                one, _ = listener.accept()
             except OSError:
                 return
             threading.Thread(target=answer, args=(one,), daemon=True).start()
@@ -35,10 +35,10 @@ def echo() -> Iterator[str]:
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
     try:
-        yield f"tcp://127.0.0.1:{authenticator.getsockname()[1]}"
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        authenticator.shutdown(socket.SHUT_RDWR)
-        authenticator.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
         thread.join()
 
 
@@ -87,9 +87,9 @@ def test_the_end_of_one_side_is_the_end_of_the_other() -> None:
 
 def test_duty_rests_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     used, slept = iter([0.25, 1.25, 1.25]), []
-    monkeypatch.setattr(duty.time, "process_time", lambda: next(used))
-    monkeypatch.setattr(duty.time, "sleep", slept.append)
-    one = Duty(0.2)
+    monkeypatch.setattr(worker_process.time, "process_time", lambda: next(used))
+    monkeypatch.setattr(worker_process.time, "sleep", slept.append)
+    one = CpuThrottle(0.2)
     for _ in range(3):
         one.rest()
     assert slept == pytest.approx([1.0, 4.0, 0.0])

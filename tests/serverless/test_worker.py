@@ -16,7 +16,7 @@ from dglx_dist.serverless import worker as caller_module
 from dglx_dist.serverless.aws import function
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
-from dglx_dist.serverless.worker import DirectCaller, Place, RemoteCaller, Worker, WorkerAnswer
+from dglx_dist.serverless.worker import DirectCaller, RemoteCaller, TaskPhase, Worker, WorkerAnswer
 
 from .programs import gat, gcn, sage
 from .servers import Bench, keys_of, served
@@ -94,9 +94,9 @@ def test_gradients_arrive_before_rows_and_forward_rows_leave_half_by_half() -> N
     bench.calls.clear()
     places: list[str] = []
 
-    def at(place: Place) -> None:
+    def at(place: TaskPhase) -> None:
         places.append(place.value)
-        if place is Place.HALF:
+        if place is TaskPhase.HALF:
             places.append(f"{sum(what == 'give' for what, _ in bench.calls)} given")
 
     worker = Worker(DirectCaller(bench.handlers()), at)
@@ -148,22 +148,22 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("place", list(Place))
+@pytest.mark.parametrize("place", list(TaskPhase))
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.FUSED])
-def test_a_worker_that_dies_anywhere_loses_nothing(place: Place, direction: Direction) -> None:
+def test_a_worker_that_dies_anywhere_loses_nothing(place: TaskPhase, direction: Direction) -> None:
     bench = Bench(gcn(), [7])
     key = TaskKey(0, 4, 0, direction)
 
-    def at(here: Place) -> None:
+    def at(here: TaskPhase) -> None:
         if here is place:
             raise Killed
 
     task = bench.task(key)
     with pytest.raises(RemoteError, match="Killed"):
         Worker(DirectCaller(bench.handlers()), at).handle(task.to_event())
-    if place is not Place.END:
+    if place is not TaskPhase.END:
         assert len(bench.given.get(key, {})) < 2  # so the task is not done
-    if place is Place.PUSHED and direction is Direction.FUSED:
+    if place is TaskPhase.PUSHED and direction is Direction.FUSED:
         assert bench.pushes == [key]
     Worker(DirectCaller(bench.handlers())).handle(task.again().to_event())
     bench.check(key)
@@ -177,12 +177,12 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
         worker = Worker(caller)
         for key in keys[:2]:
             worker.handle(bench.task(key).to_event())
-        job = caller._job
+        job = caller._connections
         assert job is not None
         assert len(job._client._links) == 1
         monkeypatch.setattr(caller_module, "_IDLE_S", -1.0)
         worker.handle(bench.task(keys[2]).to_event())
-        assert caller._job is not job
+        assert caller._connections is not job
     assert [name for what, name in bench.calls if what == "program"] == [kernels()]
 
 
@@ -210,7 +210,7 @@ def test_each_run_hears_which_kernels_a_worker_computes_with() -> None:
 def test_another_run_brings_another_program() -> None:
     worker = Worker(DirectCaller(Bench(gcn(), ROWS).handlers()))
     bench = Bench(gcn((5, 4, 3), num_train=7), ROWS)
-    with pytest.raises(ConfigError, match=r"gave program .*, not .*: it is of another run"):
+    with pytest.raises(ConfigError, match=r"gave program .* instead of .*: it belongs to another run"):
         worker.handle(bench.task(keys_of(gcn())[0]).to_event())
 
 
@@ -249,7 +249,7 @@ def test_an_encrypted_job_never_shows_its_secret_in_clear() -> None:
     with served(bench, curve=True), remote() as caller:
         task = bench.task(keys_of(gcn())[0])
         naked = replace(task, graph_server=replace(task.graph_server, public_key=None))
-        with pytest.raises(ConfigError, match="without a public key"):
+        with pytest.raises(ConfigError, match="has no public key"):
             Worker(caller).handle(naked.to_event())
 
 
@@ -271,7 +271,7 @@ def refused(event: object, message: str) -> None:
         ("rows", -1, "'rows' = -1"),
         ("rows", 1 << 50, "'rows'"),
         ("timeout_s", 1e9, "'timeout_s'"),
-        ("program", "0" * 64, "it is of another run"),
+        ("program", "0" * 64, "it belongs to another run"),
         ("stage", "os:system", "unknown field 'stage'"),
         ("attempt", None, "'attempt'"),
     ],
@@ -282,15 +282,15 @@ def test_events_that_make_no_sense_are_refused(field: str, value: object, messag
 
 
 MALICIOUS = {
-    "cut off": (b"{", "no JSON"),
+    "cut off": (b"{", "not valid JSON"),
     "a list": ("[1]", "give an object"),
     "large": (b'{"x":"' + b"y" * 300_000 + b'"}', "300008 bytes, more than 262144"),
-    "deep": (b'{"key":' + b"[" * 100_000, "no JSON"),
+    "deep": (b'{"key":' + b"[" * 100_000, "not valid JSON"),
     "as deep as can be read": (b'{"version":' + b"[" * 700 + b"]" * 700 + b"}", "'version' = a list"),
-    "a pickle": (b"\x80\x04cos\nsystem\n(S'true'\ntR.", "no JSON"),
+    "a pickle": (b"\x80\x04cos\nsystem\n(S'true'\ntR.", "not valid JSON"),
     "a number beyond all floats": ({"timeout_s": 10**400}, "'timeout_s' = 1000"),
-    "a number beyond all texts": (b'{"version":' + b"1" * 5000 + b"}", "no JSON"),
-    "no number": (b'{"version":NaN}', "NaN is no number"),
+    "a number beyond all texts": (b'{"version":' + b"1" * 5000 + b"}", "not valid JSON"),
+    "no number": (b'{"version":NaN}', "NaN is not a JSON number"),
     "half a character": ({"graph_server": {"rank": 0, "host": "\ud800", "endpoint": "tcp://a:1"}}, "'host'"),
     "steers a terminal": ({"program": "\x1b]0;owned\x07"}, r"'\\x1b\]0;owned"),
     "a file as endpoint": (
@@ -314,9 +314,9 @@ def test_malicious_events_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("body", ["?", "\u00e9", "bm8gSlNPTg==", "e30="])
 def test_malicious_bodies_of_requests_are_refused(body: str) -> None:
-    with pytest.raises(ConfigError, match=r"no base64|no JSON|lacks the field"):
+    with pytest.raises(ConfigError, match=r"not base64|not valid JSON|lacks the field"):
         function.handler({"body": body, "isBase64Encoded": True})
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         function.handler({"body": body})
 
 
@@ -326,8 +326,8 @@ def test_malicious_bodies_of_requests_are_refused(body: str) -> None:
         ([], "without one program"),
         ([np.zeros(8, np.uint8)] * 2, "without one program"),
         ([np.zeros((1 << 20) + 1, np.uint8)], "without one program of at most 1048576 bytes"),
-        ([np.frombuffer(b"\x80\x04cos\nsystem\n.", np.uint8)], "no JSON"),
-        ([np.frombuffer(sage().to_json(), np.uint8)], "it is of another run"),
+        ([np.frombuffer(b"\x80\x04cos\nsystem\n.", np.uint8)], "not valid JSON"),
+        ([np.frombuffer(sage().to_json(), np.uint8)], "it belongs to another run"),
     ],
 )
 def test_what_is_not_the_program_of_the_task_is_refused(answer: list[Array], message: str) -> None:
@@ -355,8 +355,8 @@ def test_a_program_names_registered_stages_only() -> None:
         ("lambda.pull", [np.zeros((4, 5), dtype=np.float32)], "float32"),
         ("lambda.weights", [np.zeros((5, 4))], "got weights"),
         ("lambda.weights", [np.zeros((5, 40)), np.zeros(4)], "got weights"),
-        ("lambda.give", [], "without yes or no"),
-        ("lambda.give", [np.array([1.0])], "without yes or no"),
+        ("lambda.give", [], "without one int64"),
+        ("lambda.give", [np.array([1.0])], "without one int64"),
     ],
 )
 def test_answers_of_other_shapes_are_refused(op: str, answer: list[Array], message: str) -> None:

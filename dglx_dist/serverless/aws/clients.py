@@ -1,4 +1,4 @@
-"""Clients of AWS by boto3, whose own chain finds the credentials, and its errors in words."""
+"""AWS clients made with boto3, explained AWS errors, and the description of a deployment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 
 Client: TypeAlias = Any
-"""A client of boto3, which makes its classes while it runs; they have no types."""
+"""A boto3 client; boto3 creates these classes at run time, without types."""
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 60
 MAX_TRIES = 5
@@ -24,31 +24,44 @@ _FORBIDDEN = (
     *("AccessDeniedException", "AccessDenied", "UnrecognizedClientException", "InvalidClientTokenId"),
     *("SignatureDoesNotMatch", "InvalidSignatureException", "ExpiredTokenException", "ExpiredToken"),
 )
+HANDLER = "dglx_dist.serverless.aws.function.handler"
+TAG = "dglx_dist"
+"""Marks resources created by dglx; others are never changed or removed."""
+MAX_DIRECT_BYTES = 50 * 1024 * 1024
+"""A larger package is uploaded by S3."""
+MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
+EVENT_AGE_S = 60
+"""An event that waits longer is dropped: by then the controller has sent another attempt."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_RUNTIME = re.compile(r"python3\.[0-9]{1,2}")
+ARCHITECTURES = {"x86_64": "x86_64", "arm64": "aarch64"}
+"""AWS's name of a processor to the name in compiled files."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where in AWS.
+    """Region or endpoint of AWS.
 
-    There is no field for credentials: boto3 finds them where the AWS command line does, in the environment,
-    ``~/.aws``, a login, or the role of the machine.
+    There is no field for credentials: boto3 looks where the AWS command line does (environment, ``~/.aws``,
+    a login, or the role of the machine).
     """
 
     region: str | None = None
-    """Such as "eu-west-1"; None: as boto3 finds it."""
+    """Such as "eu-west-1"; None: boto3's default."""
     endpoint_url: str | None = None
-    """Something that speaks the interface of AWS at another address; None: AWS itself."""
+    """Address of an AWS-compatible service; None: AWS itself."""
 
     def client(self, service: str, *, connections: int = 10, timeout_s: float = READ_TIMEOUT_S) -> Client:
-        """Return a client of ``service``, such as "lambda"; any thread may use it.
+        """Return a thread-safe client of ``service``, such as "lambda".
 
         Args:
-            connections: Calls that may be under way at the same time.
-            timeout_s: How long each answer may take.
+            service: Name in boto3.
+            connections: Maximum number of concurrent calls.
+            timeout_s: Time limit of each answer.
 
         Raises:
-            ConfigError: boto3 is not installed, knows no region, or not the profile that it is told to take.
+            ConfigError: boto3 is not installed, or finds no region or not the configured profile.
         """
         try:
             from botocore.config import Config
@@ -59,7 +72,7 @@ class Place:
                 retries={"mode": "standard", "total_max_attempts": MAX_TRIES},
                 max_pool_connections=connections,
             )
-            with explained(f"no client of {service} could be made"):
+            with explained(f"could not create a client of {service}"):
                 return self._session.client(service, endpoint_url=self.endpoint_url, config=config)
         except ImportError as error:
             raise ConfigError(
@@ -68,102 +81,76 @@ class Place:
 
     @cached_property
     def _session(self) -> Client:
-        """Shared by all clients: it reads the descriptions of services and the credentials once."""
+        # Shared by all clients: service descriptions and credentials are read once.
         import boto3
 
         return boto3.Session(region_name=self.region)
 
 
 def is_amazon(client: Client) -> bool:
-    """Whether ``client`` speaks to AWS itself: boto3's own settings, too, may name something else."""
+    """Whether ``client`` calls AWS itself; boto3's own settings may name another endpoint as well."""
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     return host.endswith(_AMAZON)
 
 
-def code_of(error: Exception) -> str:
-    """Return the code of what AWS answered; "" where it answered nothing."""
-    response = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
-
-
-def is_forbidden(error: Exception) -> bool:
-    """Whether AWS does not know who asks, or does not let them."""
-    return code_of(error) in _FORBIDDEN
-
-
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn what boto3 raises into an error that says ``what`` failed and what to do about it.
+    """Turn errors of boto3 into errors that say ``what`` failed and how to fix it.
 
     Raises:
-        ConfigError: credentials, region or permission are missing, or AWS refuses the request.
-        PeerError: AWS cannot be reached.
+        ConfigError: credentials, region or permission are missing, or AWS rejects the request.
+        PeerError: AWS is unreachable.
     """
     from botocore import exceptions as boto
 
     try:
         yield
     except DglxError:
-        raise  # It is in words already.
+        raise
     except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound) as error:
         raise ConfigError(f"{what}: {error}; log in with `aws configure` or `aws sso login`") from error
     except boto.NoRegionError as error:
         raise ConfigError(
-            f"{what}: no region is known; give --region, or set one by `aws configure`"
+            f"{what}: no region is configured; give --region, or set one with `aws configure`"
         ) from error
     except (boto.ConnectionError, boto.HTTPClientError) as error:
         raise PeerError(
-            f"{what}: {error}; look at the network, the region, and the endpoint's address"
+            f"{what}: {error}; check the network, the region and the endpoint's address"
         ) from error
     except boto.ClientError as error:
-        if is_forbidden(error):
+        if error.response.get("Error", {}).get("Code", "") in _FORBIDDEN:
             raise ConfigError(
-                f"{what}: {error}; ask for the permission, or log in as somebody else"
+                f"{what}: {error}; ask for the permission, or log in as another user"
             ) from error
         raise ConfigError(f"{what}: {error}") from error
     except (boto.BotoCoreError, ValueError) as error:
         raise ConfigError(f"{what}: {error}") from error
 
 
-HANDLER = "dglx_dist.serverless.aws.function.handler"
-TAG = "dglx_dist"
-"""Marks what was made here: nothing else is changed or removed."""
-MAX_DIRECT_BYTES = 50 * 1024 * 1024
-"""A larger package goes by S3."""
-MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
-EVENT_AGE_S = 60
-"""An event that waits longer for a worker is dropped: by then another was sent in its place."""
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_RUNTIME = re.compile(r"python3\.[0-9]{1,2}")
-ARCHITECTURES = {"x86_64": "x86_64", "arm64": "aarch64"}
-"""AWS's name of a processor to that of compiled files."""
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """One function.
+    """Desired state of one function.
 
     Raises:
-        ConfigError: a field is out of the bounds of AWS, or there is no package.
+        ConfigError: a field is outside the limits of AWS, or the package does not exist.
     """
 
     name: str
     package: Path
-    """The zip that ``dglx lambda package`` wrote."""
+    """Zip file written by ``dglx lambda package``."""
     role: str | None = None
-    """Name or ARN of the role as which it runs; None: a role NAME-role is made."""
+    """Name or ARN of the execution role; None: a role NAME-role is created."""
     memory_mb: int = 192
-    """AWS gives cores by the memory: one for 1769 MB."""
+    """AWS assigns cores by memory: one per 1769 MB."""
     timeout_s: int = 60
     subnets: tuple[str, ...] = ()
-    """Subnets from which the graph servers can be reached; none: the internet."""
+    """Subnets that can reach the graph servers; (): the internet."""
     security_groups: tuple[str, ...] = ()
     bucket: str | None = None
     """S3 bucket for a package above 50 MB."""
     runtime: str | None = None
-    """Such as "python3.12"; None: that of the package."""
+    """Such as "python3.12"; None: the package's."""
     architecture: str = "x86_64"
     place: Place = field(default_factory=Place)
 
@@ -179,21 +166,21 @@ class Deployment:
         if bool(self.subnets) != bool(self.security_groups):
             raise ConfigError(
                 f"subnets {list(self.subnets)} and security groups {list(self.security_groups)}: a function "
-                "in a VPC needs both, any other none"
+                "in a VPC needs both; give both or neither"
             )
         if self.runtime is not None and _RUNTIME.fullmatch(self.runtime) is None:
-            raise ConfigError(f"runtime {self.runtime!r} runs no Python; give one like python3.12")
+            raise ConfigError(f"runtime {self.runtime!r} is not a Python runtime; give one like python3.12")
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(ARCHITECTURES)}")
         if self.bucket is None and self.package.stat().st_size > MAX_DIRECT_BYTES:
             size = self.package.stat().st_size / 1024**2
             raise ConfigError(
-                f"{self.package} has {size:.1f} MB and AWS takes {MAX_DIRECT_BYTES >> 20} directly; give an "
-                "S3 bucket with --bucket"
+                f"{self.package} has {size:.1f} MB and AWS accepts {MAX_DIRECT_BYTES >> 20} MB directly; "
+                "give an S3 bucket with --bucket"
             )
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless a function can be called ``name``."""
+    """Raise ConfigError unless ``name`` is a valid function name."""
     if _NAME.fullmatch(name) is None:
-        raise ConfigError(f"no function can be called {name!r}; give 1 to 64 letters, digits, - and _")
+        raise ConfigError(f"{name!r} is not a valid function name; give 1 to 64 letters, digits, - and _")

@@ -1,4 +1,4 @@
-"""Puts workers on AWS and takes them away; says each change before it is made."""
+"""Deploys, tests and removes the AWS Lambda function of workers; announces each change before it is made."""
 
 from __future__ import annotations
 
@@ -59,80 +59,82 @@ from dglx_dist.serverless.tasks import (
 )
 from dglx_dist.serverless.worker import WorkerAnswer
 
-
-@final
-@dataclass(frozen=True)
-class Step:
-    """One change."""
-
-    text: str
-    """What it does, such as "create the function dglx-worker"."""
-    act: Callable[[], None]
-
-
-def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
-    """Do ``steps`` in order, saying each before it is done.
-
-    Raises:
-        ConfigError, PeerError: AWS refuses one, or cannot be reached; those after it are not done. The next
-            try begins with what is missing.
-    """
-    for step in steps:
-        say(step.text)
-        with explained(f"could not {step.text}"):
-            step.act()
-
-
 _MANAGED = "arn:aws:iam::aws:policy/service-role/"
 LOG_POLICY = f"{_MANAGED}AWSLambdaBasicExecutionRole"
 VPC_POLICY = f"{_MANAGED}AWSLambdaVPCAccessExecutionRole"
-"""As LOG_POLICY, and the network cards that a function has in a VPC."""
+"""LOG_POLICY plus the network interfaces of a function in a VPC."""
 _TRUST = {
     "Version": "2012-10-17",
     "Statement": [
         {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
     ],
 }
+_COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.so$")
+_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
+_AMAZON_2023 = 12
+"""First minor version of Python whose runtime is Amazon Linux 2023; older ones run on Amazon Linux 2."""
+_GLIBC_OF_AMAZON = {False: 26, True: 34}
+ACTIVE_WITHIN_S = 300.0
+"""Creating network interfaces in a VPC takes a minute or two the first time."""
+ROLE_KNOWN_WITHIN_S = 60.0
+_PAUSE_S = 1.0
+ROWS, FEATURES_IN, CLASSES = 101, 16, 4
+TASK_TIMEOUT_S = 20.0
+_MAX_LOG = 1500
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """One change of a deployment."""
+
+    text: str
+    """Such as "create the function dglx-worker"."""
+    act: Callable[[], None]
+
+
+def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
+    # After an error, the next deployment resumes with what is missing.
+    for step in steps:
+        say(step.text)
+        with explained(f"could not {step.text}"):
+            step.act()
 
 
 @final
 class Role:
-    """The role of one function: a given one is looked up, else one of the function's own is made.
+    """The execution role of one function: the given one, or one created for the function.
 
     Raises:
-        ConfigError: the given role does not exist, or the own one's name is taken by somebody else's.
-        PeerError: AWS cannot be reached.
+        ConfigError: the given role does not exist, or the name of the created one is taken.
+        PeerError: AWS is unreachable.
     """
 
     def __init__(self, deployment: Deployment) -> None:
         given = deployment.role
-        self._arn = given if given is not None and given.startswith("arn:") else None
+        self.arn = given if given is not None and given.startswith("arn:") else None
+        """None until the role is created."""
         self._name = given or own_role(deployment.name)
         self._function = deployment.name
         self.steps: list[Step] = []
-        """What has to be done so that it is there."""
-        if self._arn is not None:
+        """Steps that create it and attach its policy."""
+        if self.arn is not None:
             return
         self._iam = deployment.place.client("iam")
-        found = look(self._iam, self._name)
+        found = find_role(self._iam, self._name)
         if found is not None:
-            self._arn = str(found["Arn"])
+            self.arn = str(found["Arn"])
         elif given is not None:
-            raise ConfigError(f"there is no role {given!r}; name one that is there, or none to have one made")
+            raise ConfigError(f"there is no role {given!r}; name an existing one, or none to create one")
         else:
             self.steps.append(Step(f"create the role {self._name}", self._create))
         if given is None:
             self._own_policy(VPC_POLICY if deployment.subnets else LOG_POLICY, found)
 
-    @property
-    def arn(self) -> str | None:
-        """Its ARN; None while it is to be made."""
-        return self._arn
-
     def _own_policy(self, policy: str, found: dict[str, object] | None) -> None:
         if found is not None:
             _check_own(found, self._name, self._function)
-        if found is None or policy not in attached(self._iam, self._name):
+        if found is None or policy not in attached_policies(self._iam, self._name):
             text = f"let the role {self._name} use {policy.removeprefix(_MANAGED)}"
             self.steps.append(Step(text, lambda: self._attach(policy)))
 
@@ -143,38 +145,32 @@ class Role:
             Description=f"Workers of dglx_dist: function {self._function}",
             Tags=[{"Key": TAG, "Value": self._function}],
         )
-        self._arn = str(made["Role"]["Arn"])
+        self.arn = str(made["Role"]["Arn"])
 
     def _attach(self, policy: str) -> None:
         self._iam.attach_role_policy(RoleName=self._name, PolicyArn=policy)
 
 
 def own_role(function: str) -> str:
-    """Return the name of the role that is made for ``function``."""
     return f"{function}-role"
 
 
 def steps_to_remove(iam: Client, function: str) -> list[Step]:
-    """Return what has to be done to remove the role made for ``function``; nothing where there is none.
-
-    Raises:
-        ConfigError, PeerError: AWS refuses to say, or cannot be reached.
-    """
+    """Return the steps that remove the role created for ``function``; [] if there is none."""
     name = own_role(function)
-    found = look(iam, name)
+    found = find_role(iam, name)
     if found is None or _owner(found) != function:
         return []
 
     def delete() -> None:
-        for policy in attached(iam, name):
+        for policy in attached_policies(iam, name):
             iam.detach_role_policy(RoleName=name, PolicyArn=policy)
         iam.delete_role(RoleName=name)
 
     return [Step(f"delete the role {name}", delete)]
 
 
-def look(iam: Client, name: str) -> dict[str, object] | None:
-    """Return the role ``name``; None where there is none."""
+def find_role(iam: Client, name: str) -> dict[str, object] | None:
     with explained(f"could not look for the role {name}"):
         try:
             found = iam.get_role(RoleName=name)["Role"]
@@ -183,8 +179,7 @@ def look(iam: Client, name: str) -> dict[str, object] | None:
     return dict(found)
 
 
-def attached(iam: Client, name: str) -> list[str]:
-    """Return the ARNs of the policies of the role ``name``."""
+def attached_policies(iam: Client, name: str) -> list[str]:
     with explained(f"could not look at the role {name}"):
         listed = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
     return [str(one["PolicyArn"]) for one in listed]
@@ -193,8 +188,8 @@ def attached(iam: Client, name: str) -> list[str]:
 def _check_own(found: dict[str, object], name: str, function: str) -> None:
     if _owner(found) != function:
         raise ConfigError(
-            f"the role {name} is there and was not made for the function {function} by dglx; give it, or "
-            "another, with --role"
+            f"the role {name} exists and was not made for the function {function} by dglx; give it, or "
+            "another one, with --role"
         )
 
 
@@ -204,32 +199,21 @@ def _owner(found: dict[str, object]) -> object:
     return next((tag["Value"] for tag in listed if tag["Key"] == TAG), None)
 
 
-_COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.so$")
-_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
-_AMAZON_2023 = 12
-"""First minor version of Python whose runtime is Amazon Linux 2023; those before are Amazon Linux 2."""
-_GLIBC_OF_AMAZON = {False: 26, True: 34}
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiled files of a package ask for; None where there are none."""
+    """Requirements of a package's compiled files; None without such files."""
 
     python: int | None
     """Minor version: 12 for Python 3.12."""
     architecture: str | None
-    """As AWS calls it: "x86_64" or "arm64"."""
+    """AWS's name: "x86_64" or "arm64"."""
     glibc: int | None
     """Minor version: 27 for glibc 2.27."""
 
 
 def compiled_of(package: Path) -> Compiled:
-    """Read what the zip ``package`` asks for.
-
-    Raises:
-        ConfigError: it is no zip, or holds files for several Pythons or processors.
-    """
+    """Read the requirements of the zip ``package``; ConfigError if they are contradictory."""
     pythons, machines, needed = set[int](), set[str](), set[int]()
     aws_name = {machine: name for name, machine in ARCHITECTURES.items()}
     try:
@@ -242,7 +226,7 @@ def compiled_of(package: Path) -> Compiled:
                     needed |= {int(minor) for minor in _GLIBC.findall(archive.read(name))}
     except (zipfile.BadZipFile, OSError) as error:
         raise ConfigError(
-            f"{package} is no package: {error}; write one with `dglx lambda package`"
+            f"{package} is not a package: {error}; write one with `dglx lambda package`"
         ) from error
     if len(pythons) > 1 or len(machines) > 1:
         raise ConfigError(
@@ -257,14 +241,14 @@ def compiled_of(package: Path) -> Compiled:
 
 
 def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
-    """Return the runtime for ``deployment``: the one asked for, else that of its package.
+    """Return the requested runtime of ``deployment``, or by default its package's.
 
     Args:
-        deployment: What the function should be.
+        deployment: Desired state of the function.
         on_aws: Whether it will run on AWS itself, whose C libraries are known.
 
     Raises:
-        ConfigError: the package's libraries cannot be loaded there.
+        ConfigError: that runtime cannot load the package's libraries.
     """
     compiled = compiled_of(deployment.package)
     minor = sys.version_info.minor if compiled.python is None else compiled.python
@@ -276,20 +260,16 @@ def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
         )
     if compiled.architecture not in (None, deployment.architecture):
         raise ConfigError(
-            f"{deployment.package} is made for {compiled.architecture} and the function is to run on "
-            f"{deployment.architecture}; give --architecture to `dglx lambda package` and `deploy` alike"
+            f"{deployment.package} is made for {compiled.architecture} and the function runs on "
+            f"{deployment.architecture}; give the same --architecture to `dglx lambda package` and `deploy`"
         )
-    if on_aws and (lacks := what_aws_lacks(deployment.package)):
-        raise ConfigError(lacks)
+    if on_aws and (problem := what_aws_lacks(deployment.package)):
+        raise ConfigError(problem)
     return runtime
 
 
 def what_aws_lacks(package: Path) -> str:
-    """Return why AWS cannot load the libraries of ``package``, and what to do; "" where it can.
-
-    Raises:
-        ConfigError: as :func:`compiled_of`.
-    """
+    """Return why AWS cannot load the libraries of ``package`` and the remedy; "" if it can."""
     compiled = compiled_of(package)
     has = _GLIBC_OF_AMAZON[(compiled.python or _AMAZON_2023) >= _AMAZON_2023]
     if compiled.glibc is None or compiled.glibc <= has:
@@ -301,26 +281,20 @@ def what_aws_lacks(package: Path) -> str:
 
 
 Found: TypeAlias = Mapping[str, Any]
-"""What AWS says of a function: its answer, as boto3 reads it."""
-
-ACTIVE_WITHIN_S = 300.0
-"""Network cards in a VPC take a minute or two the first time."""
-ROLE_KNOWN_WITHIN_S = 60.0
-_PAUSE_S = 1.0
+"""AWS's description of a function, as boto3 returns it."""
 
 
 @final
 class Function:
-    """One function and how to bring it to what a deployment asks for.
+    """One function, and the steps from its present state to a deployment.
 
     Args:
-        deployment: What it should be.
+        deployment: The desired state.
         pause: Called with seconds to wait.
 
     Raises:
-        ConfigError: AWS refuses to say what is there, or the name is taken by a function that is not of
-            dglx_dist.
-        PeerError: AWS cannot be reached.
+        ConfigError: AWS rejects the query, or the name belongs to a function that dglx did not create.
+        PeerError: AWS is unreachable.
     """
 
     def __init__(self, deployment: Deployment, pause: Callable[[float], None] = time.sleep) -> None:
@@ -330,12 +304,12 @@ class Function:
         self._digest = base64.b64encode(hashlib.sha256(self._zip).digest()).decode()
         self._runtime = runtime_for(deployment, on_aws=is_amazon(self._client))
         self._role = Role(deployment)
-        self._found = look_function(self._client, deployment.name)
+        self._found = find_function(self._client, deployment.name)
         if self._found is not None:
             check_own(self._found, deployment.name)
 
     def steps(self) -> list[Step]:
-        """Return what is to be done; nothing where all is as it should be."""
+        """Return the necessary changes; [] if the function is up to date."""
         name, found = self._deployment.name, self._found
         steps = [*self._role.steps]
         if found is None:
@@ -346,7 +320,7 @@ class Function:
             steps += self._unfinished_steps(found) + self._code_steps(found) + self._setting_steps(found)
         if found is None or not self._drops_failures():
             steps.append(
-                Step(f"have {name} drop events that fail: they are sent again here", self._drop_failures)
+                Step(f"let {name} drop failed events: the controller resends them", self._drop_failures)
             )
         return steps
 
@@ -358,7 +332,7 @@ class Function:
 
     def _settings(self) -> dict[str, Any]:
         one = self._deployment
-        # AWS tells them in an order of its own; sorted, they can be compared.
+        # Sorted for comparison: AWS returns them in any order.
         vpc = {"SubnetIds": sorted(one.subnets), "SecurityGroupIds": sorted(one.security_groups)}
         return {
             "Role": self._role.arn,
@@ -370,7 +344,7 @@ class Function:
         }
 
     def _unfinished_steps(self, found: Found) -> list[Step]:
-        """An earlier command may have been ended while AWS was at work: until then it takes no change."""
+        # An earlier command may have been interrupted; AWS rejects changes until its work is done.
         now = found["Configuration"]
         if now.get("State") in ("Pending", "Failed"):
             return [self._wait("active")]
@@ -407,7 +381,7 @@ class Function:
 
     @property
     def _by_bucket(self) -> str | None:
-        """The bucket, where the package is too large to go without one."""
+        # Only packages that are too large for a direct upload use the bucket.
         return self._deployment.bucket if len(self._zip) > MAX_DIRECT_BYTES else None
 
     @property
@@ -437,7 +411,7 @@ class Function:
                     **self._settings(),
                 )
             except self._client.exceptions.InvalidParameterValueException as error:
-                # A role that was just made is not known everywhere at once.
+                # A new role is not visible everywhere at once.
                 if "assume" not in str(error) or time.monotonic() > deadline:
                     raise
                 self._pause(_PAUSE_S)
@@ -464,20 +438,20 @@ class Function:
                     return
                 if found == "Failed":
                     raise ConfigError(
-                        f"the function {name} cannot be used: {reason}; mend that, then `dglx lambda remove "
-                        f"{name}` and deploy again"
+                        f"the function {name} cannot be used: {reason}; fix that, then run `dglx lambda "
+                        f"remove {name}` and deploy again"
                     )
                 if time.monotonic() > deadline:
                     raise PeerError(
                         f"the function {name} is {found} after {ACTIVE_WITHIN_S:g} s ({reason}); run the "
-                        "same command again, it goes on from there"
+                        "same command again to resume"
                     )
                 self._pause(_PAUSE_S)
 
         return Step(f"wait until {name} is {until}", wait)
 
     def _drops_failures(self) -> bool:
-        with explained(f"could not look at what {self._deployment.name} does with events that fail"):
+        with explained(f"could not read how {self._deployment.name} treats failed events"):
             try:
                 now = self._client.get_function_event_invoke_config(FunctionName=self._deployment.name)
             except self._client.exceptions.ResourceNotFoundException:
@@ -485,7 +459,7 @@ class Function:
         return now.get("MaximumRetryAttempts") == 0 and now.get("MaximumEventAgeInSeconds") == EVENT_AGE_S
 
     def _drop_failures(self) -> None:
-        # Else AWS runs a failed event twice more, for money, while its task is long done by another.
+        # Otherwise AWS would run and bill a failed event twice more, after another attempt did its task.
         self._client.put_function_event_invoke_config(
             FunctionName=self._deployment.name,
             MaximumRetryAttempts=0,
@@ -493,12 +467,8 @@ class Function:
         )
 
 
-def look_function(client: Client, name: str) -> Found | None:
-    """Return what AWS says of the function ``name``; None where there is none.
-
-    Raises:
-        ConfigError, PeerError: AWS refuses to say, or cannot be reached.
-    """
+def find_function(client: Client, name: str) -> Found | None:
+    """Return AWS's description of the function ``name``; None if it does not exist."""
     with explained(f"could not look for the function {name}"):
         try:
             found: Found = client.get_function(FunctionName=name)
@@ -511,13 +481,12 @@ def check_own(found: Found, name: str) -> None:
     """Raise ConfigError unless dglx made the function ``name``."""
     if found.get("Tags", {}).get(TAG) != name:
         raise ConfigError(
-            f"the function {name} is there and was not made by dglx, which leaves it alone; choose "
-            "another name"
+            f"the function {name} exists and was not made by dglx, so it is left unchanged; choose another "
+            "name"
         )
 
 
 def _now(configuration: Found, name: str) -> object:
-    """Return a setting in the form in which it is given."""
     value = configuration.get(name)
     if name != "VpcConfig":
         return value
@@ -525,42 +494,37 @@ def _now(configuration: Found, name: str) -> object:
     return {key: sorted(vpc.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
 
 
-ROWS, FEATURES_IN, CLASSES = 101, 16, 4
-TASK_TIMEOUT_S = 20.0
-_LAST_WORDS = 1500
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
-class Tried:
-    """One task that a function did as it should."""
+class TrialResult:
+    """One successful test task of a function."""
 
     seconds: float
     """From the invocation to its answer."""
     worker_s: float
-    """Of these, inside the worker."""
+    """Part of ``seconds`` inside the worker."""
     cold: bool
 
 
 def try_function(
     name: str, place: Place, say: Callable[[str], None], *, address: str | None = None, times: int = 2
-) -> list[Tried]:
-    """Invoke the function ``name`` with a small task, wait for the answer, and compare what it gave.
+) -> list[TrialResult]:
+    """Invoke the function ``name`` with a small task and check its results.
 
     Args:
         name: The function.
-        place: Where it is.
-        say: Told of the address at which this process serves.
+        place: Its region.
+        say: Called with a message that has the address at which this process serves.
         address: Numeric address of this machine that the function can reach; None: the one by which this
             machine reaches AWS.
-        times: How often; the second finds a warm container.
+        times: Number of tasks; the second one finds a warm container.
 
     Raises:
-        ConfigError: there is no such function, or no permission; or the function computes other bits.
+        ConfigError: the function does not exist, permission is missing, or its results are wrong.
         RemoteError: the function failed; the message ends with its log.
-        PeerError: AWS cannot be reached.
+        PeerError: AWS is unreachable.
     """
-    # The result is waited for: for as long as a function may take at most.
+    # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
     with _served(address or _own_address(client)) as trial:
         say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
@@ -569,7 +533,7 @@ def try_function(
 
 @contextmanager
 def _served(address: str) -> Iterator[_Trial]:
-    _check_own_trial(address)
+    _check_is_local(address)
     rpc = Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), TASK_TIMEOUT_S)
     secret = secrets.token_hex(32)
     try:
@@ -584,7 +548,7 @@ def _served(address: str) -> Iterator[_Trial]:
 
 @final
 class _Trial:
-    """Serves one interval and the weights of one layer, and takes what a worker gives."""
+    """Serves one interval and the weights of one layer, and collects a worker's results."""
 
     def __init__(self, endpoint: str, secret: str) -> None:
         self.endpoint, self._secret = endpoint, secret
@@ -608,7 +572,6 @@ class _Trial:
         self._pushed: dict[TaskKey, list[Array]] = {}
 
     def handlers(self) -> dict[str, Handler]:
-        """Operation of a worker to what answers it."""
         return {
             ops.PROGRAM: lambda _name, _arrays: [np.frombuffer(self._program.to_json(), np.uint8)],
             ops.PULL: lambda name, _arrays: take_half(
@@ -619,8 +582,7 @@ class _Trial:
             ops.GIVE: self._take_rows,
         }
 
-    def run(self, client: Client, name: str, epoch: int) -> Tried:
-        """Invoke the function with the task of ``epoch`` and check what it did."""
+    def run(self, client: Client, name: str, epoch: int) -> TrialResult:
         key, begun = TaskKey(epoch, 0, 0, Direction.FUSED), time.perf_counter()
         with explained(f"could not invoke the function {name}"):
             answer = client.invoke(
@@ -629,13 +591,13 @@ class _Trial:
                 LogType="Tail",
                 Payload=self._task(key).to_event(),
             )
-            told = answer["Payload"].read()
+            payload = answer["Payload"].read()
         seconds = time.perf_counter() - begun
         if "FunctionError" in answer:
-            raise RemoteError(f"the function {name} failed: {_reason(told)}\n{_tail(answer)}")
-        worker = WorkerAnswer.from_json(told)
+            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
+        worker = WorkerAnswer.from_json(payload)
         self._check(name, key)
-        return Tried(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
+        return TrialResult(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
 
     def _task(self, key: TaskKey) -> Task:
         here = Address(rank=0, host=socket.gethostname(), endpoint=self.endpoint)
@@ -656,14 +618,14 @@ class _Trial:
             halves = [self._given.get((key, half)) for half in (0, 1)]
             pushed = self._pushed.get(key)
         if halves[0] is None or halves[1] is None or pushed is None:
-            raise ConfigError(f"the function {name} answered, and gave no rows or gradients; deploy it again")
+            raise ConfigError(f"the function {name} answered but sent no rows or gradients; deploy it again")
         found = [*join_halves(self._work.given, halves[0], halves[1]), *pushed]
-        # Another processor may round sums otherwise in the last bits: its BLAS has other kernels.
+        # Not bit for bit: BLAS kernels of another processor round sums differently.
         for one, other in zip(found, [*wanted.rows, *wanted.gradients], strict=True):
             if not np.allclose(one, other, rtol=1e-4, atol=1e-5):
                 worst = float(np.max(np.abs(one - other)))
                 raise ConfigError(
-                    f"the function {name} computes other numbers than this machine, by up to {worst:.3g}; "
+                    f"the results of the function {name} differ from this machine's by up to {worst:.3g}; "
                     "package and deploy this version"
                 )
 
@@ -679,71 +641,66 @@ class _Trial:
         return []
 
 
-def _check_own_trial(address: str) -> None:
-    """Raise ConfigError unless ``address`` is one of this machine."""
+def _check_is_local(address: str) -> None:
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind((address, 0))
     except OSError as error:
         raise ConfigError(
-            f"nothing can listen at {address!r} here: {error}; give a numeric address of this machine"
+            f"cannot listen at {address!r} here: {error}; give a numeric address of this machine"
         ) from error
 
 
 def _own_address(client: Client) -> str:
-    """Return the address of this machine on the way to AWS."""
+    # The address by which this machine reaches AWS.
     url = urlsplit(client.meta.endpoint_url)
     try:
         family, kind, *_, target = socket.getaddrinfo(url.hostname, url.port or 443, type=socket.SOCK_DGRAM)[
             0
         ]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # Chooses the route; nothing is sent.
+            probe.connect(target)  # selects the route; sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(
-            f"no address of this machine leads to {url.hostname}: {error}; give one with --address"
+            f"found no route from this machine to {url.hostname}: {error}; give --address"
         ) from error
 
 
-def _reason(told: bytes) -> str:
+def _reason(payload: bytes) -> str:
     try:
-        found = json.loads(told)
+        found = json.loads(payload)
     except ValueError:
-        return told[:_LAST_WORDS].decode(errors="replace")
-    return str(found.get("errorMessage", found) if isinstance(found, dict) else found)[:_LAST_WORDS]
+        return payload[:_MAX_LOG].decode(errors="replace")
+    return str(found.get("errorMessage", found) if isinstance(found, dict) else found)[:_MAX_LOG]
 
 
 def _tail(answer: dict[str, str]) -> str:
-    return base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")[-_LAST_WORDS:].strip()
+    return base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")[-_MAX_LOG:].strip()
 
 
 def plan(deployment: Deployment) -> tuple[str, ...]:
-    """Return what :func:`deploy` would do, without doing it; nothing where all is as it should be.
+    """Return the changes that :func:`deploy` would make; () if the function is up to date.
 
     Raises:
-        ConfigError: credentials or permission are missing, the given role does not exist, or the name is
-            taken by a function that is not of dglx_dist.
-        PeerError: AWS cannot be reached.
+        ConfigError: credentials or permission are missing, the given role does not exist, or the name
+            belongs to a function that dglx did not create.
+        PeerError: AWS is unreachable.
     """
     return tuple(step.text for step in Function(deployment).steps())
 
 
 def deploy(deployment: Deployment, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Bring the function to what ``deployment`` says, and wait until it can be used.
+    """Apply ``deployment``, wait until the function is usable, and return the changes.
 
-    What is right already is left alone, so that to call it again goes on where it stopped, and a third time
-    does nothing.
+    Only differences are changed: a second call resumes an interrupted one, and a third call does nothing.
 
     Args:
-        deployment: What it should be.
+        deployment: The desired state.
         say: Called with each change before it is made.
 
-    Returns:
-        The changes.
-
     Raises:
-        ConfigError, PeerError: as :func:`plan`, or AWS refuses a change, or the function does not become
+        ConfigError, PeerError: as :func:`plan`; or AWS rejects a change; or the function does not become
             usable.
     """
     steps = Function(deployment).steps()
@@ -752,21 +709,14 @@ def deploy(deployment: Deployment, say: Callable[[str], None]) -> tuple[str, ...
 
 
 def plan_removal(name: str, place: Place) -> tuple[str, ...]:
-    """Return what :func:`remove` would do; nothing where there is no such function.
-
-    Raises:
-        ConfigError, PeerError: as :func:`plan`.
-    """
+    """Return the changes that :func:`remove` would make; errors as :func:`plan`."""
     return tuple(step.text for step in _removal(name, place))
 
 
 def remove(name: str, place: Place, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Delete the function ``name``, the role that was made for it, and its log; return what was done.
+    """Delete the function ``name``, the role created for it, and its log; return the changes.
 
-    A role that was given, and packages in S3, stay.
-
-    Raises:
-        ConfigError, PeerError: as :func:`deploy`.
+    A role given by the user, and packages in S3, stay. Errors as :func:`deploy`.
     """
     steps = _removal(name, place)
     carry_out(steps, say)
@@ -776,12 +726,12 @@ def remove(name: str, place: Place, say: Callable[[str], None]) -> tuple[str, ..
 def _removal(name: str, place: Place) -> list[Step]:
     check_name(name)
     client, steps = place.client("lambda"), list[Step]()
-    found = look_function(client, name)
+    found = find_function(client, name)
     if found is not None:
         check_own(found, name)
         steps.append(Step(f"delete the function {name}", lambda: client.delete_function(FunctionName=name)))
     of_role = steps_to_remove(place.client("iam"), name)
-    # A log does not say who made it: it goes with the function or the role that do.
+    # A log has no tag of its creator: it is deleted together with a function or role that has one.
     of_log = _log_steps(name, place) if steps or of_role else []
     return [*steps, *of_log, *of_role]
 

@@ -1,4 +1,4 @@
-"""Workers as functions of AWS Lambda, invoked asynchronously: AWS takes the event and says no more."""
+"""Executor ``aws``: workers as AWS Lambda functions, invoked asynchronously and billed from their log."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import final
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless.aws.clients import Client, Place, check_name, explained, is_amazon
 from dglx_dist.serverless.executors.base import (
-    Executor,
     ExecutorContext,
-    Hand,
     Invocation,
-    Lost,
     Pool,
+    PoolExecutor,
     PoolPlan,
+    WorkerHandle,
 )
 from dglx_dist.serverless.json_fields import Fields
 from dglx_dist.serverless.worker import WorkerAnswer
@@ -34,22 +33,26 @@ _REPORT = re.compile(
 _INIT = re.compile(r"Init Duration: [0-9.]+ ms")
 _END_S = 5.0
 _LOOK_BACK_MS = 60_000
-"""Containers write logs of their own, each as late as it likes, by AWS's clock and not by this machine's."""
+"""Containers write their logs with any delay, and their timestamps are by AWS's clock."""
+MAX_REQUESTS = 32
+"""Concurrent requests; each returns as soon as AWS has accepted the event."""
+_LONGEST = 1024
+_READ_LOG_EVERY_S = 5.0
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One REPORT line."""
+    """One REPORT line of a function's log."""
 
     request: str
     invocation: Invocation
 
 
 def read_report(line: str) -> Report | None:
-    """Read a line of a function's log; None where it is another one.
+    """Read a log line; None if it is not a REPORT.
 
-    The duration is the one billed: it holds the time to start a container where AWS bills that.
+    The duration is the billed one, which includes the start of a container if AWS bills that.
     """
     found = _REPORT.search(line)
     if found is None:
@@ -64,15 +67,15 @@ def read_report(line: str) -> Report | None:
 
 @final
 class ReportReader:
-    """Reads the log of a function now and then, in a thread of its own, for the invocations it was told of.
+    """Polls the log of a function in a thread for the durations of expected invocations.
 
-    Log lines come seconds late, and reading them needs a permission (``logs:FilterLogEvents``); without it
-    a warning is logged once and durations stay unknown.
+    Log lines arrive seconds late. Reading them needs the permission ``logs:FilterLogEvents``; without it
+    the reader logs one warning and durations stay unknown.
 
     Args:
-        client: Of CloudWatch logs.
-        function: Whose log.
-        every_s: How often it is read, while there is something to learn.
+        client: Client of CloudWatch logs.
+        function: Name of the function.
+        every_s: Polling interval while reports are expected.
     """
 
     def __init__(self, client: Client, function: str, every_s: float = 5.0) -> None:
@@ -85,12 +88,12 @@ class ReportReader:
         self._thread.start()
 
     def expect(self, request: str) -> None:
-        """Look for the report of the invocation ``request``; any thread."""
+        """Look for the report of the invocation ``request``."""
         with self._lock:
             self._waited.add(request)
 
     def found(self) -> list[Invocation]:
-        """Return what was found since the last call; any thread, returns at once."""
+        """Return the invocations found since the last call."""
         with self._lock:
             found, self._found = self._found, []
             return found
@@ -121,7 +124,7 @@ class ReportReader:
                         logGroupName=self._group, startTime=self._since_ms, filterPattern="REPORT", **more
                     )
                 except self._client.exceptions.ResourceNotFoundException:
-                    return  # The first invocation makes it.
+                    return  # the first invocation creates the log
             for event in page["events"]:
                 newest = max(newest, int(event["timestamp"]))
                 self._take(read_report(event["message"]))
@@ -137,25 +140,20 @@ class ReportReader:
                 self._found.append(report.invocation)
 
 
-MAX_REQUESTS = 32
-"""Requests under way at the same time: each returns as soon as AWS has the event."""
-_LONGEST = 1024
-_READ_LOG_EVERY_S = 5.0
-
-
 @final
-class AwsExecutor(Executor):
-    """Invokes a function that ``dglx lambda deploy`` made, one event for each attempt.
+class AwsExecutor(PoolExecutor):
+    """Invokes a function created by ``dglx lambda deploy``, one event per attempt.
 
-    Functions call the graph servers and parameter servers, so these must be reachable from the function's
-    subnets. Credentials come from boto3's own chain only.
+    The graph servers and parameter servers must be reachable from the function's subnets. Credentials come
+    from boto3's own chain only. :meth:`lost` reports only events that AWS rejected, and :meth:`billed` is
+    seconds late. Workers continue after :meth:`close` until the servers stop answering.
 
     Options:
-        function: Its name.
-        region: Such as "eu-west-1"; default: as boto3 finds it.
-        endpoint_url: Something else that speaks the interface of AWS; the bill is then simulated.
-        read_log: Whether durations are read from the function's log, for the bill; true by default.
-        read_log_every_s: How often; 5 s by default.
+        function: Name of the function.
+        region: Such as "eu-west-1"; default: boto3's.
+        endpoint_url: Address of an AWS-compatible service; the bill is then simulated.
+        read_log: Whether the function's log is read for the bill; true by default.
+        read_log_every_s: Polling interval of the log; 5 s by default.
     """
 
     option_names = ("function", "region", "endpoint_url", "read_log", "read_log_every_s")
@@ -182,53 +180,42 @@ class AwsExecutor(Executor):
             PoolPlan(make=lambda: poster, notice=context.notice, memory_mb=memory_mb, billed=False)
         )
 
-    def invoke(self, event: bytes) -> None:
-        """See Executor."""
-        self._pool.invoke(event)
-
     def size(self, workers: int) -> None:
-        """See Executor. AWS starts a worker for each event; the controller sends no more than these."""
+        # AWS starts a worker per event; the controller limits how many are sent.
         self._pool.size(min(workers, MAX_REQUESTS))
 
-    def lost(self) -> list[Lost]:
-        """See Executor. Only what AWS did not take; of what became of the rest it says nothing."""
-        return self._pool.lost()
-
     def billed(self) -> list[Invocation]:
-        """See Executor. Seconds late, and nothing without leave to read the log."""
         return [] if self._reports is None else self._reports.found()
 
     @property
     def workers(self) -> int:
-        """0: how many containers there are is the service's own business."""
-        return 0
+        return 0  # AWS does not say how many containers it runs
 
     def close(self) -> None:
-        """See Executor. Workers under way go on until nobody answers them."""
-        self._pool.close()
+        super().close()
         if self._reports is not None:
             self._reports.close()
 
 
 @final
-class _Poster(Hand):
-    """Hands an event to AWS; the same for all threads, as a client of boto3 is."""
+class _Poster(WorkerHandle):
+    """Sends events to AWS; shared by all threads, like its boto3 client."""
 
     def __init__(self, client: Client, function: str, reports: ReportReader | None) -> None:
         self._client, self._function, self._reports = client, function, reports
 
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
-        with explained(f"AWS did not take an event for the function {self._function}"):
+        with explained(f"AWS did not accept an event for the function {self._function}"):
             answer = self._client.invoke(FunctionName=self._function, InvocationType="Event", Payload=event)
         if self._reports is not None:
             self._reports.expect(str(answer["ResponseMetadata"]["RequestId"]))
         return None
 
     def stop(self) -> None:
-        """Nothing: a request ends by itself, within its time-out."""
+        pass  # a request ends within its time-out
 
     def end(self) -> None:
-        """Nothing: the client closes its connections when nobody has it any more."""
+        pass  # the client closes its connections when it is collected
 
 
 def _check_usable(client: Client, function: str) -> int:
@@ -238,10 +225,10 @@ def _check_usable(client: Client, function: str) -> int:
             found = client.get_function_configuration(FunctionName=function)
         except client.exceptions.ResourceNotFoundException:
             raise ConfigError(
-                f"there is no function {function!r} in {client.meta.region_name}; make it with "
-                f"`dglx lambda deploy {function}`, or name its region"
+                f"there is no function {function!r} in {client.meta.region_name}; create it with "
+                f"`dglx lambda deploy {function}`, or give its region"
             ) from None
-    # "Inactive" is a function that nobody called for weeks: the next event wakes it.
+    # A function that was not called for weeks is "Inactive"; the next event activates it.
     if found.get("State", "Active") not in ("Active", "Inactive"):
         raise ConfigError(
             f"the function {function} is {found['State']} ({found.get('StateReason', '')}); wait, or deploy "

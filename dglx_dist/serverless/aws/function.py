@@ -1,4 +1,4 @@
-"""Entry point of a function: ``dglx_dist.serverless.aws.function.handler``."""
+"""Entry point of the AWS Lambda function."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.worker import RemoteCaller, Worker, register_packaged_stages
 
 register_packaged_stages()
-# A functions service keeps the modules of a warm container and nothing else, so what is to last from one
-# invocation to the next lives in one; no connection is opened before the first event.
+# A functions service keeps the modules of a warm container and nothing else, so the state between
+# invocations is a module variable. No connection is opened before the first event.
 _WORKER = Worker(RemoteCaller())
 
 
 def handler(event: object, context: object = None) -> dict[str, Json]:
-    """Do the task of ``event``; see ``Worker.handle``.
-
-    Args:
-        event: The task, or an HTTP request in AWS's form whose body is the task.
-        context: Not looked at.
+    """Run the task of ``event``, or of the body if it is an HTTP request; see ``Worker.handle``.
 
     Raises:
-        DglxError: the event is no task, or the task went wrong.
+        DglxError: the event is not a task, or the task failed.
     """
     request = event if isinstance(event, Mapping) else {}
     body = request.get("body")
@@ -35,5 +31,5 @@ def handler(event: object, context: object = None) -> dict[str, Json]:
 def _decoded(body: str) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
-    except ValueError as error:  # of which binascii's own is a kind
-        raise ConfigError(f"the body of a request is no base64: {error}; send the task as JSON") from None
+    except ValueError as error:  # includes binascii.Error
+        raise ConfigError(f"the body of a request is not base64: {error}; send the task as JSON") from None

@@ -1,4 +1,4 @@
-"""The zip of a worker for a functions service: its files of dglx_dist, numpy, pyzmq, a user's stages."""
+"""The zip package of a worker: its modules of dglx_dist, numpy, pyzmq and a user's stages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from dglx_dist.serverless.stages.base import STAGES
 from dglx_dist.serverless.worker import STAGES_FILE
 
 LIBRARIES = {"numpy": "numpy", "zmq": "pyzmq"}
-"""Name of the package folder to that on an index, by which ``NAME.libs`` and ``NAME-*.dist-info`` go."""
+"""Package folder to project name, which is part of ``NAME.libs`` and ``NAME-*.dist-info``."""
 _UNUSED_FOLDERS = {"tests", "__pycache__", "include", "f2py", "_examples", "distutils"}
 _UNUSED_ENDINGS = (".pyi", ".pyc", ".pxd", ".pyx", ".h", ".c", ".a", ".lib")
-_LAST_WORDS = 2000
+_MAX_OUTPUT = 2000
+ENTRIES = ("dglx_dist.serverless.aws.function", "dglx_dist.serverless.worker_process")
+_STAGES = "dglx_dist/serverless/stages"
+"""The registry names these modules in strings, so no import leads to them."""
+_DATE = (1980, 1, 1, 0, 0, 0)
+_MODE = 0o100644 << 16
+_LEVEL = 6
 
 
-def library_place(name: str) -> Path:
-    """Return the folder of an installed package.
-
-    Raises:
-        ConfigError: it is not installed as a folder.
-    """
+def library_folder(name: str) -> Path:
+    """Return the folder of an installed library; ConfigError if it is not installed as a folder."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{name} is not installed as a package folder; pip install {LIBRARIES[name]}")
@@ -40,31 +42,24 @@ def library_place(name: str) -> Path:
 
 
 def installed_files() -> Iterator[tuple[str, Path]]:
-    """Yield (name in a package, file) of what is installed here, licences included.
-
-    Raises:
-        ConfigError: a library is not installed as a folder.
-    """
+    """Yield (name in the package, file) of the libraries installed here, licences included."""
     for name, project in LIBRARIES.items():
-        place = library_place(name)
-        folders = [place, place.parent / f"{project}.libs", *place.parent.glob(f"{project}-*.dist-info")]
+        library = library_folder(name)
+        site = library.parent
+        folders = [library, site / f"{project}.libs", *site.glob(f"{project}-*.dist-info")]
         for file in (file for folder in folders if folder.is_dir() for file in folder.rglob("*")):
-            inside = file.relative_to(place.parent)
+            inside = file.relative_to(site)
             if _is_needed(PurePosixPath(inside.as_posix())) and file.is_file():
                 yield inside.as_posix(), file
 
 
 def wheel_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (name in a package, content) of the wheels in ``folder``, licences included.
-
-    Raises:
-        ConfigError: there is not exactly one wheel of each library.
-    """
+    """Yield (name in the package, content) of the wheels in ``folder``, one per library, with licences."""
     for project in LIBRARIES.values():
         wheels = sorted(folder.glob(f"{project}-*.whl"))
         if len(wheels) != 1:
             raise ConfigError(
-                f"{folder} has {len(wheels)} wheels of {project}; put one there for the service's Python"
+                f"{folder} has {len(wheels)} wheels of {project}; provide one for the service's Python"
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             for name in wheel.namelist():
@@ -73,15 +68,15 @@ def wheel_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def download_wheels(folder: Path, *, python: str, architecture: str) -> None:
-    """Fetch wheels of the versions installed here with pip, from the index that pip is set up for.
+    """Download wheels of the versions installed here with pip, from its configured index.
 
     Args:
-        folder: Where they go.
-        python: Of the service, such as ``"3.12"``.
+        folder: Target folder.
+        python: Version of the service, such as ``"3.12"``.
         architecture: ``"x86_64"`` or ``"aarch64"``.
 
     Raises:
-        ConfigError: pip does not find them; its words are in the message.
+        ConfigError: pip fails; the message has its output.
     """
     versions = [f"{project}=={_version(name)}" for name, project in LIBRARIES.items()]
     platforms = [f"--platform=manylinux{kind}_{architecture}" for kind in ("2014", "_2_28")]
@@ -91,13 +86,13 @@ def download_wheels(folder: Path, *, python: str, architecture: str) -> None:
     if done.returncode:
         raise ConfigError(
             f"pip download of {', '.join(versions)} for Python {python} on {architecture} failed; put "
-            f"wheels of both into {folder} by other means. It said: {done.stderr.strip()[-_LAST_WORDS:]}"
+            f"wheels of both into {folder} by other means. pip says: {done.stderr.strip()[-_MAX_OUTPUT:]}"
         )
 
 
 def _is_needed(path: PurePosixPath) -> bool:
     if path.parts[0].endswith(".dist-info"):
-        # numpy and pyzmq ask that their licences go with them.
+        # The licences of numpy and pyzmq must be distributed with them.
         return "licenses" in path.parts or path.name.upper().startswith("LICENSE")
     return not _UNUSED_FOLDERS.intersection(path.parts) and not path.name.endswith(_UNUSED_ENDINGS)
 
@@ -107,7 +102,7 @@ def _version(name: str) -> str:
 
 
 def stages_of(steps: Iterable[Step]) -> dict[str, str]:
-    """Return the stages of ``steps`` that dglx_dist does not have itself: name to ``module:Class``."""
+    """Return the user's own stages in ``steps``: name to ``module:Class``."""
     names = sorted({step.stage for step in steps if isinstance(step, Vertex | Edge)})
     found = {name: STAGES.get(name) for name in names}
     return {
@@ -118,27 +113,27 @@ def stages_of(steps: Iterable[Step]) -> dict[str, str]:
 
 
 def code_of(stages: Mapping[str, str]) -> tuple[Path, ...]:
-    """Return the files and package folders in which ``stages`` (name to ``module:Class``) are, sorted.
+    """Return the files and package folders that contain ``stages`` (name to ``module:Class``), sorted.
 
     Raises:
-        ConfigError: a stage is in a script or a notebook, or inside a function or class, or its module is
-            not found.
+        ConfigError: a stage is defined in a script or notebook, or inside a function or class, or its module
+            is not found.
     """
-    return tuple(sorted({_place_of(name, path) for name, path in stages.items()}))
+    return tuple(sorted({_path_of(name, path) for name, path in stages.items()}))
 
 
 def check_imports(stages: Mapping[str, str], executor: str) -> None:
-    """Refuse stages whose modules import what workers in processes of their own do not have.
+    """Reject stages whose modules import libraries that worker processes lack.
 
-    Read are the statements of the modules and of the packages around them; what those import in turn, or
-    inside a function or a ``try``, a worker finds out.
+    Checks the top-level imports of the modules and of their parent packages. Indirect imports, and imports
+    inside a function or ``try``, fail in the worker.
 
     Args:
-        stages: Name to ``module:Class``, of classes that are imported here.
+        stages: Name to ``module:Class``; the classes must be imported in this process.
         executor: Name, for the message.
 
     Raises:
-        ConfigError: one does; the message says which, and what to do.
+        ConfigError: a stage imports such a library.
     """
     for name, path in stages.items():
         module = path.partition(":")[0]
@@ -150,12 +145,11 @@ def check_imports(stages: Mapping[str, str], executor: str) -> None:
                     raise ConfigError(
                         f"stage {name!r} is in module {module!r}, which imports {found}, and workers of "
                         f"executor {executor!r} have {' and '.join(LIBRARIES)} only; write the stage with "
-                        "numpy, or use executor='inline', whose workers are threads of this process"
+                        "numpy, or use executor='inline', which runs workers in this process"
                     )
 
 
 def _imported_by(module: str) -> Iterator[str]:
-    """Yield the packages that ``module`` cannot be imported without."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return
@@ -166,17 +160,17 @@ def _imported_by(module: str) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def _place_of(name: str, path: str) -> Path:
+def _path_of(name: str, path: str) -> Path:
     module, _, cls = path.partition(":")
     if "." in cls:
         raise ConfigError(
-            f"stage {name!r} is {cls!r}, defined inside of something, where workers cannot find it; move its "
-            f"class to the top of {module!r}"
+            f"stage {name!r} is {cls!r}, a nested class, which workers cannot import; move it to the top "
+            f"level of {module!r}"
         )
     if module == "__main__":
         raise ConfigError(
-            f"stage {name!r} is defined in the script that runs, which workers cannot import; move its class "
-            "to a module of its own and import it"
+            f"stage {name!r} is defined in the running script, which workers cannot import; move its class "
+            "to a module and import it"
         )
     top = module.partition(".")[0]
     spec = importlib.util.find_spec(top)
@@ -189,36 +183,24 @@ def _place_of(name: str, path: str) -> Path:
     return Path(str(spec.origin))
 
 
-ENTRIES = ("dglx_dist.serverless.aws.function", "dglx_dist.serverless.worker_process")
-_STAGES = "dglx_dist/offload/stages"
-"""The registry names these as texts, so no import leads to them."""
-
-
 def package_root() -> Path:
-    """Return the folder in which ``dglx_dist`` lies."""
+    """Return the folder that contains ``dglx_dist``."""
     return Path(dglx_dist.__file__).parent.parent
 
 
 def worker_files(root: Path) -> tuple[str, ...]:
-    """Return the paths below ``root``, sorted, of all modules that a worker can import.
-
-    Args:
-        root: The folder in which ``dglx_dist`` lies.
-
-    Raises:
-        ConfigError: a module that is imported is not there.
-    """
+    """Return the sorted paths below ``root``, the folder of ``dglx_dist``, of all modules of a worker."""
     stages = [f"{_STAGES}/{path.name}" for path in (root / _STAGES).glob("*.py")]
-    waiting = [*stages, *(_file_of(root, name) or _missing(root, name) for name in ENTRIES)]
+    pending = [*stages, *(_file_of(root, name) or _missing(root, name) for name in ENTRIES)]
     found: set[str] = set()
-    while waiting:
-        file = waiting.pop()
+    while pending:
+        file = pending.pop()
         if file in found:
             continue
         found.add(file)
-        waiting += _packages_around(file)
-        # The package's own __init__ finds its names when they are first used, and a worker uses none.
-        waiting += [] if file == "dglx_dist/__init__.py" else _imports_of(root, file)
+        pending += [f"{parent}/__init__.py" for parent in Path(file).parents if parent.name]
+        # The package's own __init__ imports lazily, and a worker uses none of its names.
+        pending += [] if file == "dglx_dist/__init__.py" else _imports_of(root, file)
     return tuple(sorted(found))
 
 
@@ -227,7 +209,7 @@ def _imports_of(root: Path, file: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            # What is imported from a package may be a module of it, or a name in it.
+            # An imported name may be a module of the package.
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
@@ -244,50 +226,41 @@ def _file_of(root: Path, name: str) -> str | None:
     return None
 
 
-def _packages_around(file: str) -> list[str]:
-    parents = [parent.as_posix() for parent in Path(file).parents if parent.name]
-    return [f"{parent}/__init__.py" for parent in parents]
-
-
 def _missing(root: Path, name: str) -> str:
-    raise ConfigError(f"{root} has no module {name}; install dglx_dist whole")
-
-
-_DATE = (1980, 1, 1, 0, 0, 0)
-_MODE = 0o100644 << 16
-_LEVEL = 6
+    raise ConfigError(f"{root} has no module {name}; install dglx_dist completely")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """What goes into a zip."""
+    """Contents of a zip package."""
 
     stages: Mapping[str, str] = field(default_factory=dict)
-    """The user's own: name to ``module:Class``. Its whole package goes along, but hidden files."""
+    """The user's own: name to ``module:Class``. Their whole package is included, except hidden files."""
     wheels: Path | None = None
     """Folder with wheels of numpy and pyzmq for the service's Python and processor (see
-    ``libraries.download_wheels``); None: those that are installed here, which must be of the same kind."""
+    :func:`download_wheels`); None: the libraries installed here, which must be of that kind."""
     libraries: bool = True
-    """Whether numpy and pyzmq are in it; False where a layer of the service has them."""
+    """Whether to include numpy and pyzmq; False if a layer of the service has them."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A zip that was written."""
+    """A written zip file."""
 
     path: Path
     num_bytes: int
     sha256: str
-    """Of the file, 64 hexadecimal characters; equal contents give equal files."""
+    """64 hexadecimal characters; equal contents give equal files."""
 
 
 def write_zip(path: Path, package: Package) -> Packed:
-    """Write the zip of ``package`` to ``path``; what was there is replaced once it is whole.
+    """Write the zip of ``package`` to ``path``, atomically.
 
     Raises:
-        ConfigError: a stage, a library or a wheel is not found, or this is no Linux and there are no wheels.
+        ConfigError: a stage, a library or a wheel is not found, or there are no wheels on another system
+            than Linux.
     """
     contents = dict(sorted(_contents(package)))
     part = path.with_name(f"{path.name}.part")
@@ -306,29 +279,25 @@ def _contents(package: Package) -> Iterator[tuple[str, Path | bytes]]:
     root = package_root()
     for file in worker_files(root):
         yield file, root / file
-    for place in code_of(package.stages):
-        yield from _code(place)
+    for path in code_of(package.stages):
+        yield from _code(path)
     yield STAGES_FILE, write_json(dict(package.stages))
     if package.libraries:
-        yield from wheel_files(package.wheels) if package.wheels is not None else _installed()
+        if package.wheels is None and sys.platform != "linux":
+            raise ConfigError(
+                f"functions run on Linux, but the installed libraries are for {sys.platform}; give a "
+                "folder of wheels"
+            )
+        yield from installed_files() if package.wheels is None else wheel_files(package.wheels)
 
 
-def _code(place: Path) -> Iterator[tuple[str, Path]]:
-    if place.is_file():
-        yield place.name, place
+def _code(path: Path) -> Iterator[tuple[str, Path]]:
+    if path.is_file():
+        yield path.name, path
         return
-    for file in place.rglob("*"):
-        inside = file.relative_to(place)
-        # What is hidden, such as .env, is nobody else's affair.
+    for file in path.rglob("*"):
+        inside = file.relative_to(path)
+        # Hidden files, such as .env, may contain secrets.
         is_hidden = any(part.startswith(".") for part in inside.parts)
         if file.is_file() and not is_hidden and "__pycache__" not in inside.parts:
-            yield f"{place.name}/{inside.as_posix()}", file
-
-
-def _installed() -> Iterator[tuple[str, Path]]:
-    if sys.platform != "linux":
-        raise ConfigError(
-            f"functions run on Linux, and what is installed here is for {sys.platform}; give a folder of "
-            "wheels"
-        )
-    return installed_files()
+            yield f"{path.name}/{inside.as_posix()}", file

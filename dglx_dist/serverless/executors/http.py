@@ -1,4 +1,4 @@
-"""Workers behind a URL: each task is one POST, as any functions service takes it."""
+"""Executor ``http``: workers behind a URL; each task is one POST request."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from urllib.parse import SplitResult, urlsplit
 
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.serverless.executors.base import (
-    Executor,
     ExecutorContext,
-    Hand,
-    Invocation,
-    Lost,
     Pool,
+    PoolExecutor,
     PoolPlan,
+    WorkerHandle,
+    read_memory_mb,
 )
 from dglx_dist.serverless.json_fields import Fields, printable
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault
 
-DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
 _TIMEOUT_S, _MAX_TIMEOUT_S = 60.0, 3600.0
 _SHOWN = 500
 _MAX_HEADERS, _LONGEST = 32, 4096
@@ -36,59 +34,37 @@ _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
 
 
 @final
-class HttpExecutor(Executor):
-    """Posts each event to one URL, several at a time, over connections that stay open.
+class HttpExecutor(PoolExecutor):
+    """Posts events to one URL over persistent connections, one per worker.
 
-    The answer is 200 with the worker's own (``WorkerAnswer``), or 202 or 204 where the service takes the
-    event and tells nothing more: then nothing is billed here. Anything else is a lost attempt. Certificates
-    are verified. An event holds the workers' secret, so plain http goes to this machine only.
+    The service answers 200 with a ``WorkerAnswer``, or 202 or 204 if it only accepts the event; then nothing
+    is billed here. Any other answer is a lost attempt. Certificates are verified. An event contains the
+    workers' secret, so plain http is limited to this machine. Workers that the service has started continue
+    after :meth:`close` until they are rejected.
 
     Options:
         url: ``https://HOST[:PORT]/PATH``.
-        headers: More of them by name, such as an API key.
+        headers: Additional headers by name, such as an API key.
         memory_mb: For the bill; 192 by default.
         timeout_s: How long an answer may take; 60 by default.
-        insecure: Whether plain http may go to other machines, too.
-        certificates: File with those that vouch for the server; default: the system's.
+        insecure: Whether plain http to other machines is allowed.
+        certificates: PEM file of trusted certificates; default: the system's.
     """
 
     option_names = ("url", "headers", "memory_mb", "timeout_s", "insecure", "certificates")
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'http'", hidden=True)
-        memory_mb = fields.maybe(
-            "memory_mb", lambda name: fields.whole(name, 1, MAX_MEMORY_MB), DEFAULT_MEMORY_MB
-        )
+        memory_mb = read_memory_mb(fields)
         target = _read_target(fields)
         fields.end()
         self._pool = Pool(
             PoolPlan(make=lambda: _Connection(target), notice=context.notice, memory_mb=memory_mb)
         )
 
-    def invoke(self, event: bytes) -> None:
-        """See Executor."""
-        self._pool.invoke(event)
-
-    def size(self, workers: int) -> None:
-        """See Executor. So many requests are under way at the same time."""
-        self._pool.size(workers)
-
-    def lost(self) -> list[Lost]:
-        """See Executor."""
-        return self._pool.lost()
-
-    def billed(self) -> list[Invocation]:
-        """See Executor."""
-        return self._pool.billed()
-
     @property
     def workers(self) -> int:
-        """0: how many containers there are is the service's own business."""
-        return 0
-
-    def close(self) -> None:
-        """See Executor. Workers that a service has started go on until they are refused."""
-        self._pool.close()
+        return 0  # the service does not say how many containers it runs
 
 
 @final
@@ -112,7 +88,7 @@ class _Target:
 
 
 @final
-class _Connection(Hand):
+class _Connection(WorkerHandle):
     def __init__(self, target: _Target) -> None:
         self._target = target
         self._connection = target.connect()
@@ -124,10 +100,10 @@ class _Connection(Hand):
             status, body = self._post(event)
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            # Without the query: it may hold a key.
+            # Without the query, which may contain a key.
             raise PeerError(
                 f"POST to {self._target.url.netloc}{self._target.url.path} failed: "
-                f"{type(error).__name__}: {error}; look at the service, or at option 'url'"
+                f"{type(error).__name__}: {error}; check the service and the option 'url'"
             ) from error
         if status in (202, 204):
             return None
@@ -141,7 +117,7 @@ class _Connection(Hand):
         waiting = self._connection.sock
         if waiting is not None:
             with contextlib.suppress(OSError):
-                waiting.shutdown(socket.SHUT_RDWR)  # wakes who waits at it, as closing would not
+                waiting.shutdown(socket.SHUT_RDWR)  # unblocks a pending read, which close() would not
 
     def end(self) -> None:
         self._connection.close()
@@ -151,8 +127,7 @@ class _Connection(Hand):
         try:
             return self._exchange(event, headers)
         except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
-            # A connection that was kept open may have been closed since by the other side; a task that runs
-            # twice does no harm.
+            # The server may have closed a persistent connection meanwhile. Running a task twice is harmless.
             if not self._used or self._stopped.is_set():
                 raise
             self._connection.close()
@@ -171,10 +146,10 @@ class _Connection(Hand):
 def _read_target(fields: Fields) -> _Target:
     url = _read_url(fields)
     insecure = fields.maybe("insecure", fields.flag, False)
-    if url.scheme == "http" and not insecure and not _is_here(url.hostname or ""):
+    if url.scheme == "http" and not insecure and not _is_local(url.hostname or ""):
         raise ConfigError(
-            f"executor 'http' would send the workers' secret to {url.hostname} for everybody to read; use "
-            "https://, or insecure=true on a network that is yours"
+            f"executor 'http' would send the workers' secret to {url.hostname} unencrypted; use "
+            "https://, or insecure=true on a trusted network"
         )
     certificates = fields.maybe("certificates", lambda name: fields.text(name, _LONGEST), None)
     return _Target(
@@ -191,14 +166,14 @@ def _read_url(fields: Fields) -> SplitResult:
     text = fields.text("url", _LONGEST)
     try:
         url = urlsplit(text)
-        is_one = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # brackets that do not close, a port above 65535
-        is_one = False
-    if not is_one or not text.isascii() or " " in text:
-        raise ConfigError("executor 'http' has a 'url' that is none; write https://HOST/PATH, as ASCII")
+        is_valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # unbalanced brackets, or a port above 65535
+        is_valid = False
+    if not is_valid or not text.isascii() or " " in text:
+        raise ConfigError("executor 'http' has an invalid 'url'; write https://HOST/PATH in ASCII")
     if url.username is not None:
         raise ConfigError(
-            "executor 'http' has a 'url' with a user in it, which is not sent; give the header Authorization"
+            "executor 'http' does not send the user in its 'url'; give the header Authorization"
         )
     return url
 
@@ -221,13 +196,13 @@ def _read_headers(given: object) -> dict[str, str]:
 def _trust(certificates: str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=certificates)
-    except OSError as error:  # of which ssl's own errors are a kind
+    except OSError as error:  # includes ssl.SSLError
         raise ConfigError(
             f"executor 'http' cannot read certificates={certificates!r}: {error}; give a PEM file"
         ) from None
 
 
-def _is_here(host: str) -> bool:
+def _is_local(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

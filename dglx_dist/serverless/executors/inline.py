@@ -1,4 +1,4 @@
-"""Workers in threads of the graph server itself: the CPU-only servers of the paper's comparison."""
+"""Executor ``inline``: workers as threads of the graph server (the paper's CPU-only servers)."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import NoReturn, final
 
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless.executors.base import (
-    Executor,
     ExecutorContext,
     Faults,
-    Hand,
-    Invocation,
     Latency,
-    Lost,
     Pool,
+    PoolExecutor,
     PoolPlan,
+    WorkerHandle,
 )
 from dglx_dist.serverless.json_fields import Fields, write_json
 from dglx_dist.serverless.worker import DirectCaller, Worker, WorkerAnswer
-from dglx_dist.serverless.worker_process import Fault, FaultyPlace
+from dglx_dist.serverless.worker_process import Fault, FaultInjector
 
 
 @final
-class InlineExecutor(Executor):
-    """Runs the same handler in threads, with no socket; nothing is billed.
+class InlineExecutor(PoolExecutor):
+    """Runs workers as threads without sockets; nothing is billed.
 
-    Options: ``faults``, see :class:`~dglx_dist.serverless.executors.base.Faults`, in which a thread that is
-    killed gives up its task; ``latency_s`` and ``latency_sigma`` as of executor ``local``.
+    Options: ``faults``, see :class:`~dglx_dist.serverless.executors.base.Faults`, where a killed thread
+    abandons its task; ``latency_s`` and ``latency_sigma`` as in executor ``local``. A thread finishes its
+    computation after :meth:`close`; its results are rejected.
     """
 
     in_process = True
@@ -39,7 +38,7 @@ class InlineExecutor(Executor):
         latency = Latency.read(fields)
         fields.end()
         if not context.handlers:
-            raise ConfigError("executor 'inline' needs what answers workers in this process: give handlers")
+            raise ConfigError("executor 'inline' needs the graph server's handlers; pass them in its context")
         handlers = context.handlers
         self._pool = Pool(
             PoolPlan(
@@ -52,37 +51,12 @@ class InlineExecutor(Executor):
             )
         )
 
-    def invoke(self, event: bytes) -> None:
-        """See Executor."""
-        self._pool.invoke(event)
-
-    def size(self, workers: int) -> None:
-        """See Executor."""
-        self._pool.size(workers)
-
-    def lost(self) -> list[Lost]:
-        """See Executor."""
-        return self._pool.lost()
-
-    def billed(self) -> list[Invocation]:
-        """See Executor."""
-        return self._pool.billed()
-
-    @property
-    def workers(self) -> int:
-        """See Executor."""
-        return self._pool.workers
-
-    def close(self) -> None:
-        """See Executor. What a thread computes it computes to its end; its results are refused."""
-        self._pool.close()
-
 
 @final
-class _Thread(Hand):
+class _Thread(WorkerHandle):
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
-        self._faults = FaultyPlace(_die)
+        self._faults = FaultInjector(_die)
         self._worker = Worker(caller, self._faults)
 
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
@@ -97,4 +71,4 @@ class _Thread(Hand):
 
 
 def _die() -> NoReturn:
-    raise PeerError("the worker was killed on purpose")
+    raise PeerError("the worker was killed by an injected fault")

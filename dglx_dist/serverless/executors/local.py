@@ -1,4 +1,4 @@
-"""Workers as processes on this machine: isolated as functions are, throttled like small ones if wanted."""
+"""Executor ``local``: workers as isolated processes on this machine, throttled on request."""
 
 from __future__ import annotations
 
@@ -17,101 +17,30 @@ from typing import IO, final
 from dglx_dist.comm import system as cgroups
 from dglx_dist.comm.topology import inherited_environment
 from dglx_dist.errors import LabError, PeerError
-from dglx_dist.serverless.aws.package import LIBRARIES, code_of, library_place, package_root, worker_files
+from dglx_dist.serverless.aws.package import LIBRARIES, code_of, library_folder, package_root, worker_files
 from dglx_dist.serverless.executors.base import (
-    Executor,
     ExecutorContext,
     Faults,
-    Hand,
-    Invocation,
     Latency,
-    Lost,
     Pool,
+    PoolExecutor,
     PoolPlan,
+    WorkerHandle,
+    read_memory_mb,
 )
 from dglx_dist.serverless.json_fields import Fields, write_json
 from dglx_dist.serverless.tasks import Task
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, STAGES_FILE, WorkerAnswer
-from dglx_dist.serverless.worker_process import MAX_BYTES_PER_S, MIN_BYTES_PER_S, MIN_SHARE, Fault, Setup
+from dglx_dist.serverless.worker_process import Fault, Setup
 
 _PREFIX = "dglx-worker"
-
-
-@final
-class CpuGroup:
-    """Holds one process to a share of a core; :meth:`close` it once that has ended.
-
-    Args:
-        folder: Of the group.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def close(self) -> None:
-        """Remove the group."""
-        with contextlib.suppress(LabError):  # it is empty, and the next executor sweeps it away
-            cgroups.remove(self._folder)
-
-
-def hold(pid: int, share: float) -> CpuGroup | None:
-    """Hold process ``pid`` to ``share`` of a core; None where this machine does not let us."""
-    folder = cgroups.make(f"{_PREFIX}-{os.getpid()}-{pid}", share)
-    if folder is None:
-        return None
-    try:
-        (folder / "cgroup.procs").write_text(str(pid))
-    except OSError:
-        # It ended already, or another executor took the group for one that was left behind.
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return None
-    return CpuGroup(folder)
-
-
-def sweep() -> None:
-    """Remove groups whose graph server was killed: those without processes."""
-    for folder in cgroups.matching(f"{_PREFIX}-*"):
-        with contextlib.suppress(OSError):  # processes are in it
-            folder.rmdir()
-
-
-def make_tree(folder: Path, stages: Mapping[str, str]) -> None:
-    """Fill the empty ``folder``.
-
-    Args:
-        folder: Goes into ``sys.path`` of the workers.
-        stages: The user's own, name to ``module:Class``.
-
-    Raises:
-        ConfigError: a stage, or a library, has no place to be linked from.
-    """
-    root = package_root()
-    for file in worker_files(root):
-        link = folder / file
-        if not link.parent.is_dir():
-            link.parent.mkdir(parents=True)
-            # Compiled once for all: a worker's start would else compile all of it again.
-            (link.parent / "__pycache__").symlink_to((root / file).parent / "__pycache__")
-        link.symlink_to(root / file)
-    for name, project in LIBRARIES.items():
-        place = library_place(name)
-        shared_objects = place.parent / f"{project}.libs"  # there where the library came as a wheel
-        for target in (place, *([shared_objects] if shared_objects.is_dir() else [])):
-            (folder / target.name).symlink_to(target)
-    for place in code_of(stages):
-        (folder / place.name).symlink_to(place)
-    (folder / STAGES_FILE).write_bytes(write_json(dict(stages)))
-
-
-DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
 _BOOT = """
 import sys
 sys.path.insert(0, sys.argv.pop())
 from dglx_dist.serverless.worker_process import main
 main()
 """
-# A function has less than one core; threads of the linear algebra would only get in each other's way.
+# A function has less than one core, so BLAS threads would only compete.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -124,29 +53,82 @@ _DECIDES_BITS = (
     *("BLIS_ARCH_TYPE", "BLIS_MODEL_TYPE", "AOCL_ENABLE_INSTRUCTIONS", "NVPL_BLAS_DEBUG_CPU_TYPE"),
     *("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
 )
-"""By these a BLAS, NumPy and the C library choose kernels. No other goes along: it may be a secret."""
-_LAST_WORDS, _LAST_BREATH_S = 2000, 0.5
+"""Variables by which BLAS, NumPy and the C library choose kernels. Others may be secrets: never pass them."""
+_MAX_OUTPUT, _EXIT_WAIT_S = 2000, 0.5
+
+
+def limit_cpu(pid: int, share: float) -> Path | None:
+    """Move process ``pid`` into a new control group with ``share`` of a core; return the group's folder.
+
+    None if this machine does not permit control groups.
+    """
+    folder = cgroups.make(f"{_PREFIX}-{os.getpid()}-{pid}", share)
+    if folder is None:
+        return None
+    try:
+        (folder / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        # The process has ended, or another executor removed the group as stale.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return None
+    return folder
+
+
+def remove_stale_groups() -> None:
+    """Remove the groups without processes that killed graph servers left."""
+    for folder in cgroups.matching(f"{_PREFIX}-*"):
+        with contextlib.suppress(OSError):  # it has processes
+            folder.rmdir()
+
+
+def make_tree(folder: Path, stages: Mapping[str, str]) -> None:
+    """Link everything that a worker imports into the empty ``folder``.
+
+    Args:
+        folder: The only entry of the workers' ``sys.path`` beside the standard library.
+        stages: The user's own, name to ``module:Class``.
+
+    Raises:
+        ConfigError: the files of a stage or a library are not found.
+    """
+    root = package_root()
+    for file in worker_files(root):
+        link = folder / file
+        if not link.parent.is_dir():
+            link.parent.mkdir(parents=True)
+            # Shared bytecode: otherwise every worker would compile all files at its start.
+            (link.parent / "__pycache__").symlink_to((root / file).parent / "__pycache__")
+        link.symlink_to(root / file)
+    for name, project in LIBRARIES.items():
+        library = library_folder(name)
+        shared_objects = library.parent / f"{project}.libs"  # present if installed from a wheel
+        for target in (library, *([shared_objects] if shared_objects.is_dir() else [])):
+            (folder / target.name).symlink_to(target)
+    for path in code_of(stages):
+        (folder / path.name).symlink_to(path)
+    (folder / STAGES_FILE).write_bytes(write_json(dict(stages)))
 
 
 def arithmetic_variables() -> dict[str, str]:
-    """Return the variables of this process's environment that decide the bits of a result."""
+    """Return the environment variables of this process that affect the bits of a result."""
     return {name: value for name, value in inherited_environment().items() if name in _DECIDES_BITS}
 
 
 @final
-class LocalExecutor(Executor):
-    """Starts processes when they are first needed and keeps them warm; they end with this one.
+class LocalExecutor(PoolExecutor):
+    """Starts processes on demand and keeps them warm; they end with this process.
 
-    A process sees no environment but :func:`arithmetic_variables`, and imports from a folder that holds the
-    package of a worker only.
+    A worker process has no environment but :func:`arithmetic_variables`, and imports from a folder that
+    contains only the package of a worker.
 
     Options:
         memory_mb: For the bill; 192 by default, as in the paper.
-        cpu_share: Of one core, in (0, 1]; 0.11 is AWS's share of 192 MB. None: all of one. By a control group
-            where this machine lets one be made, else the worker rests in proportion to its work.
-        bytes_per_s: Of a worker's network, each way; None: unlimited.
-        latency_s, latency_sigma: Of a log-normal pause of each invocation once it has computed, the median in
-            seconds and the spread of the logarithm, 0.5 by default: emulates what functions take beyond work.
+        cpu_share: Share of one core, in (0, 1]; 0.11 is AWS's share of 192 MB. None: a whole core. Enforced
+            by a control group if this machine permits one, otherwise by sleeping in proportion to the work.
+        bytes_per_s: Network rate of a worker in each direction; None: unlimited.
+        latency_s, latency_sigma: Median in seconds and spread of the logarithm (0.5 by default) of a
+            log-normal pause of each invocation after computing: emulates the latency of functions.
         faults: See :class:`~dglx_dist.serverless.executors.base.Faults`; for tests.
     """
 
@@ -154,21 +136,14 @@ class LocalExecutor(Executor):
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'local'")
-        memory_mb = fields.maybe(
-            "memory_mb", lambda name: fields.whole(name, 1, MAX_MEMORY_MB), DEFAULT_MEMORY_MB
-        )
-        setup = Setup(
-            cpu_share=fields.maybe("cpu_share", lambda name: fields.number(name, MIN_SHARE, 1), None),
-            bytes_per_s=fields.maybe(
-                "bytes_per_s", lambda name: fields.number(name, MIN_BYTES_PER_S, MAX_BYTES_PER_S), None
-            ),
-        )
+        memory_mb = read_memory_mb(fields)
+        setup = Setup.read(fields)
         faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)
         latency = Latency.read(fields)
         fields.end()
         self._tree = Path(tempfile.mkdtemp(prefix="dglx-workers-", dir=context.folder))
         try:
-            sweep()
+            remove_stale_groups()
             make_tree(self._tree, context.stages)
         except BaseException:
             shutil.rmtree(self._tree)
@@ -184,51 +159,29 @@ class LocalExecutor(Executor):
             )
         )
 
-    def invoke(self, event: bytes) -> None:
-        """See Executor."""
-        self._pool.invoke(event)
-
-    def size(self, workers: int) -> None:
-        """See Executor."""
-        self._pool.size(workers)
-
-    def lost(self) -> list[Lost]:
-        """See Executor."""
-        return self._pool.lost()
-
-    def billed(self) -> list[Invocation]:
-        """See Executor."""
-        return self._pool.billed()
-
-    @property
-    def workers(self) -> int:
-        """See Executor."""
-        return self._pool.workers
-
     def close(self) -> None:
-        """See Executor."""
-        self._pool.close()
+        super().close()
         shutil.rmtree(self._tree, ignore_errors=True)
 
 
 @final
-class _Process(Hand):
+class _Process(WorkerHandle):
     def __init__(self, tree: Path, setup: Setup) -> None:
         self._tree, self._setup = tree, setup
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
-        self._group: CpuGroup | None = None
+        self._group: Path | None = None
         self._stopping = threading.Lock()
         self._stopped = False
 
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
         given = write_json(None if fault is None else fault.as_json())
-        line = event.replace(b"\n", b" ")  # JSON has none in its texts
+        line = event.replace(b"\n", b" ")  # JSON strings contain no raw newline
         process = self._running()
         answer = _ask(process, b'{"event":' + line + b',"fault":' + given + b"}\n")
         if not answer.endswith(b"\n"):
             task = Task.from_event(event)
-            raise PeerError(f"task {task.key}, attempt {task.attempt}: {self._obituary(process)}")
+            raise PeerError(f"task {task.key}, attempt {task.attempt}: {self._exit_report(process)}")
         return WorkerAnswer.from_json(answer)
 
     def stop(self) -> None:
@@ -240,12 +193,12 @@ class _Process(Hand):
 
     def end(self) -> None:
         self.stop()
-        self._bury()
+        self._release()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self._bury()
+        self._release()
         with self._stopping:
             if self._stopped:
                 raise PeerError("the executor is closed")
@@ -258,46 +211,47 @@ class _Process(Hand):
                 stderr=self._output,
                 cwd="/",
                 env={**arithmetic_variables(), **_ENVIRONMENT},
-                start_new_session=True,  # Ctrl-C is the graph server's, with whom it ends
+                start_new_session=True,  # Ctrl-C is for the graph server; workers end with it
             )
-        _write(self._process, write_json(self._hold(self._process).as_json()) + b"\n")
+        _write(self._process, write_json(vars(self._limited(self._process))) + b"\n")
         return self._process
 
-    def _hold(self, process: subprocess.Popen[bytes]) -> Setup:
-        """Return what the process has to see to itself."""
+    def _limited(self, process: subprocess.Popen[bytes]) -> Setup:
+        # Returns the limits that the process has to enforce itself.
         share = self._setup.cpu_share
         if share is not None and share < 1:
-            self._group = hold(process.pid, share)
+            self._group = limit_cpu(process.pid, share)
         return self._setup if self._group is None else replace(self._setup, cpu_share=None)
 
-    def _bury(self) -> None:
-        """Let go of a process that has ended, or is about to."""
+    def _release(self) -> None:
+        # Only for a process that has ended or is about to.
         if self._process is None:
             return
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._output):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was still to be written to it
+                with contextlib.suppress(OSError):  # unwritten input
                     pipe.close()
         if self._group is not None:
-            self._group.close()
+            with contextlib.suppress(LabError):  # it is empty; the next executor removes it
+                cgroups.remove(self._group)
         self._process = self._group = None
 
-    def _obituary(self, process: subprocess.Popen[bytes]) -> str:
+    def _exit_report(self, process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LAST_BREATH_S)
-        process.kill()  # where it closed its output and lives on
-        code, said = process.wait(), b""
+            process.wait(_EXIT_WAIT_S)
+        process.kill()  # in case it only closed its output
+        code, output = process.wait(), b""
         if self._output is not None:
-            self._output.seek(max(self._output.seek(0, 2) - _LAST_WORDS, 0))
-            said = self._output.read()
+            self._output.seek(max(self._output.seek(0, 2) - _MAX_OUTPUT, 0))
+            output = self._output.read()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        last = said.decode(errors="replace").strip() or "it said nothing"
+        last = output.decode(errors="replace").strip() or "no output"
         return f"worker process {process.pid} {how}: {last}"
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """Write ``line``; return the line that answers it, without its end where the process ended."""
+    """Write ``line`` and return the answer, which lacks its line end if the process died."""
     _write(process, line)
     assert process.stdout is not None
     return process.stdout.readline(MAX_ANSWER_BYTES)
@@ -305,6 +259,6 @@ def _ask(process: subprocess.Popen[bytes], line: bytes) -> bytes:
 
 def _write(process: subprocess.Popen[bytes], line: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it is dead, as the next read tells
+    with contextlib.suppress(BrokenPipeError):  # it died; the next read reports that
         process.stdin.write(line)
         process.stdin.flush()

@@ -1,4 +1,4 @@
-"""ApplyVertex of graph attention, first part: rows projected, and their shares of the attention logits."""
+"""Vertex and edge stages of graph attention: projection, edge softmax and the end of the layer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from dglx_dist.serverless.stages.base import (
     EdgeStage,
     Forward,
     LeakyRelu,
+    ShapedStage,
     Shapes,
-    VertexStage,
+    StageShapes,
     column_sums,
     is_wanted,
     read_activation,
@@ -25,27 +26,25 @@ from dglx_dist.serverless.stages.base import (
 )
 
 MAX_HEADS = 1024
+_RESIDUALS = ("none", "identity", "linear")
 
 
 class HeadsGradient(NamedTuple):
-    """Gradients of what :class:`Heads` was given."""
+    """Gradients of the inputs and the bias of :class:`Heads`."""
 
     inputs: tuple[Array, ...]
-    """Of the sums and, where there is one, of the residual: (n, heads x width) each, maybe one array."""
+    """Of the sums and of the residual if there is one, (n, heads x width); may be the same array."""
     bias: tuple[Array, ...]
-    """Of the bias, (heads x width,); empty without one."""
+    """(heads x width,); empty without a bias."""
 
 
 @final
 class Heads:
-    """h = after(merge(activation(sums + residual + bias))), heads side by side in a row of the sums.
+    """h = after(merge(activation(sums + residual + bias))); a row of the sums holds all heads.
 
     Args:
         fields: ``heads``, ``width``: columns of one head; ``bias``, ``residual``: flags; ``merge``:
-            ``flatten`` or ``mean``; ``activation``; ``after``: the activation behind the merge.
-
-    Raises:
-        ConfigError: a field is missing or wrong.
+            ``flatten`` or ``mean``; ``activation``; ``after``: the activation after the merge.
     """
 
     def __init__(self, fields: Fields) -> None:
@@ -67,20 +66,18 @@ class Heads:
 
     @property
     def input_widths(self) -> tuple[int, ...]:
-        """Of the sums, then of the residual where there is one."""
+        """Columns of the sums, and of the residual if there is one."""
         return (self.columns,) * (1 + self.residual)
 
     def forward(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        """Return h (n, merged columns) from one bias or none, and the sums with or without a residual."""
         return self._after.apply(self._merged(self._activation.apply(self._before(bias, inputs))))
 
     def backward(self, bias: Sequence[Array], inputs: Sequence[Array], gradient: Array) -> HeadsGradient:
-        """Return the gradients, from that of h (n, merged columns)."""
         before = self._before(bias, inputs)
         merged = self._merged(self._activation.apply(before))
         spread = self._spread(self._after.pull_back(merged, gradient))
-        slope = self._activation.pull_back(before, spread)
-        return HeadsGradient((slope,) * (1 + self.residual), (column_sums(slope),) if self.bias else ())
+        d_sums = self._activation.pull_back(before, spread)
+        return HeadsGradient((d_sums,) * (1 + self.residual), (column_sums(d_sums),) if self.bias else ())
 
     def _before(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
         out = inputs[0]
@@ -101,13 +98,10 @@ class Heads:
 
 @final
 class AttentionEdges(EdgeStage):
-    """a = softmax over in-edges of leaky_relu(el of the source + er of the target), by head.
+    """a = softmax over in-edges of leaky_relu(el of the source + er of the target), per head: (E, K).
 
     Args:
         config: ``heads`` K; ``slope`` of the leaky ReLU.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
@@ -118,11 +112,9 @@ class AttentionEdges(EdgeStage):
 
     @property
     def width(self) -> int:
-        """K."""
         return self._heads
 
     def forward(self, sources: Array, targets: Array, indptr: Array) -> Array:
-        """Return the attention, (E, K): it sums to 1 over each target's in-edges."""
         degrees = np.diff(indptr)
         out = self._leaky.apply(_logits(sources, targets, degrees))
         starts, lengths = _segments(indptr, degrees)
@@ -136,7 +128,6 @@ class AttentionEdges(EdgeStage):
     def backward(
         self, sources: Array, targets: Array, indptr: Array, values: Array, gradients: Array
     ) -> Array:
-        """Return the gradient of (el + er) of every edge, (E, K)."""
         degrees = np.diff(indptr)
         out = values * gradients
         starts, lengths = _segments(indptr, degrees)
@@ -154,52 +145,31 @@ def _logits(sources: Array, targets: Array, degrees: Array) -> Array:
 
 
 def _segments(indptr: Array, degrees: Array) -> tuple[Array, Array]:
-    """First edge and number of edges of each target that has some: reduceat knows no empty segments."""
-    some = degrees > 0
-    return indptr[:-1][some], degrees[some]
+    # First edge and number of edges of each target with in-edges: reduceat does not support empty segments.
+    has_edges = degrees > 0
+    return indptr[:-1][has_edges], degrees[has_edges]
 
 
 @final
-class AttentionFinish(VertexStage):
-    """h = after(merge(activation(sums + residual + bias))), as ``dgl.nn.GATConv`` ends; see Heads.
+class AttentionFinish(ShapedStage):
+    """The end of ``dgl.nn.GATConv``; see :class:`Heads`.
 
-    Weights: ``bias`` (K x H,) where there is one. Inputs: sums (n, K x H), residual (n, K x H) where
-    there is one. Outputs: h (n, K x H), or (n, H) where heads are averaged. Saved: nothing.
+    Weights: ``bias`` (K x H,) if configured. Inputs: sums (n, K x H), residual (n, K x H) if configured.
+    Outputs: h (n, K x H), or (n, H) if heads are averaged. Saved: nothing.
 
     Args:
         config: The fields of Heads.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage attention_finish")
-        self._heads = Heads(fields)
+        self._heads = heads = Heads(fields)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        """``bias``."""
-        return {"bias": (self._heads.columns,)} if self._heads.bias else {}
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        """K x H, once or twice."""
-        return self._heads.input_widths
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        """(K x H,) or (H,)."""
-        return (self._heads.merged_columns,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        """Nothing: additions are not worth their bytes."""
-        return ()
+        weights: Shapes = {"bias": (heads.columns,)} if heads.bias else {}
+        # Nothing is saved: recomputing additions is cheaper than moving their results.
+        self._shapes = StageShapes(weights, heads.input_widths, (heads.merged_columns,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        """Return (h,) and nothing."""
         return Forward((self._heads.forward(weights, inputs),), ())
 
     def backward(
@@ -211,33 +181,25 @@ class AttentionFinish(VertexStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        """Return the gradients of the inputs and of the bias."""
         found = self._heads.backward(weights, inputs, gradients[0])
-        kept = (slope if is_wanted(wanted, index) else None for index, slope in enumerate(found.inputs))
-        return Backward(tuple(kept), found.bias)
-
-
-_RESIDUALS = ("none", "identity", "linear")
+        return Backward(_wanted_only(found.inputs, wanted), found.bias)
 
 
 @final
-class AttentionProject(VertexStage):
-    """z = h W^T, el = <z, attn_l>, er = <z, attn_r> by head, as ``dgl.nn.GATConv`` begins.
+class AttentionProject(ShapedStage):
+    """The start of ``dgl.nn.GATConv``: z = h W^T, el = <z, attn_l>, er = <z, attn_r> per head.
 
-    Where ``before`` is given, the stage finishes the attention layer before (see Heads) to get h; else its
-    input is h. Where this layer has a residual, the projected or unchanged h leaves as the output r.
+    With ``before``, the stage first finishes the previous attention layer (see :class:`Heads`) to get h;
+    otherwise its input is h. If this layer has a residual, the output r is the projected or unchanged h.
 
-    Weights: ``before.bias`` (columns before,) where there is one, ``fc.weight`` (K x H, in), ``attn_l``
-    and ``attn_r`` (1, K, H), ``res_fc.weight`` (K x H, in) and ``res_fc.bias`` (K x H,) where there are some.
-    Inputs: h (n, in), or the sums, and residual, of the layer before. Outputs: z (n, K x H), el (n, K),
-    er (n, K), r (n, K x H) where there is a residual. Saved: z.
+    Weights: ``before.bias`` (previous columns,), ``fc.weight`` (K x H, in), ``attn_l`` and ``attn_r``
+    (1, K, H), ``res_fc.weight`` (K x H, in), ``res_fc.bias`` (K x H,); biases and residuals as configured.
+    Inputs: h (n, in), or the sums, and residual, of the previous layer. Outputs: z (n, K x H), el (n, K),
+    er (n, K), and r (n, K x H) with a residual. Saved: z.
 
     Args:
         config: ``in``, ``heads`` K, ``width`` H; ``before``: the fields of Heads, or null; ``residual``: none
             (default), identity or linear; ``residual_bias``: flag, false by default.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
@@ -251,39 +213,9 @@ class AttentionProject(VertexStage):
         self._residual_bias = fields.maybe("residual_bias", fields.flag, False)
         fields.end()
         self._check(fields)
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        """``before.bias``, ``fc.weight``, ``attn_l``, ``attn_r``, ``res_fc.weight``, ``res_fc.bias``."""
-        matrix, vector = (self._columns, self._in), (1, self._heads, self._width)
-        shapes: Shapes = {}
-        if self._before is not None and self._before.bias:
-            shapes["before.bias"] = (self._before.columns,)
-        shapes |= {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
-        if self._projects_residual:
-            shapes["res_fc.weight"] = matrix
-        if self._residual_bias:
-            shapes["res_fc.bias"] = (self._columns,)
-        return shapes
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        """(in,), or what the layer before left."""
-        return (self._in,) if self._before is None else self._before.input_widths
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        """(K x H, K, K), and K x H with a residual."""
-        widths = (self._columns, self._heads, self._heads)
-        return (*widths, self._columns) if self._has_residual else widths
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        """(K x H,)."""
-        return (self._columns,)
+        self._shapes = self._make_shapes()
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        """Return (z, el, er[, r]) and (z,)."""
         bias, (matrix, left, right), residual = self._split(weights)
         h = self._finished(bias, inputs)
         z = h @ matrix.T
@@ -305,36 +237,49 @@ class AttentionProject(VertexStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        """Return the gradients of the inputs and of the weights."""
         bias, (matrix, left, right), residual = self._split(weights)
         h = self._finished(bias, inputs)
         z = h @ matrix.T if saved is None else saved[0]
         d_logits = np.concatenate(gradients[1:3], axis=1)
         dz = d_logits @ self._both(left, right).T
         dz += gradients[0]
-        of_weights: list[Array] = [dz.T @ h, *self._vector_gradients(z, d_logits)]
+        d_weights: list[Array] = [dz.T @ h, *self._vector_gradients(z, d_logits)]
         if self._projects_residual:
-            of_weights.append(gradients[3].T @ h)
+            d_weights.append(gradients[3].T @ h)
         if self._residual_bias:
-            of_weights.append(column_sums(gradients[3]))
+            d_weights.append(column_sums(gradients[3]))
         if self._before is None:
             dh = self._back_to_h(dz, gradients, matrix, residual) if is_wanted(wanted, 0) else None
-            return Backward((dh,), tuple(of_weights))
+            return Backward((dh,), tuple(d_weights))
         dh = self._back_to_h(dz, gradients, matrix, residual)
         first = self._before.backward(bias, inputs, dh)
-        kept = (slope if is_wanted(wanted, index) else None for index, slope in enumerate(first.inputs))
-        return Backward(tuple(kept), (*first.bias, *of_weights))
+        return Backward(_wanted_only(first.inputs, wanted), (*first.bias, *d_weights))
+
+    def _make_shapes(self) -> StageShapes:
+        matrix, vector = (self._columns, self._in), (1, self._heads, self._width)
+        weights: Shapes = {}
+        if self._before is not None and self._before.bias:
+            weights["before.bias"] = (self._before.columns,)
+        weights |= {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
+        if self._projects_residual:
+            weights["res_fc.weight"] = matrix
+        if self._residual_bias:
+            weights["res_fc.bias"] = (self._columns,)
+        inputs = (self._in,) if self._before is None else self._before.input_widths
+        residual = (self._columns,) if self._has_residual else ()
+        outputs = (self._columns, self._heads, self._heads, *residual)
+        return StageShapes(weights, inputs, outputs, saved=(self._columns,))
 
     def _check(self, fields: Fields) -> None:
         if self._before is not None and self._before.merged_columns != self._in:
-            fields.refuse("in", f"{self._before.merged_columns}, the columns that the layer before leaves")
+            fields.refuse("in", f"{self._before.merged_columns}, the columns of the previous layer")
         if self._has_residual and not self._projects_residual and self._in != self._columns:
             fields.refuse("residual", f"'linear': the input has {self._in} columns, not {self._columns}")
         if self._residual_bias and not self._projects_residual:
             fields.refuse("residual_bias", "false: only a linear residual has a bias")
 
     def _split(self, weights: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
-        """Return the weights of the layer before, of the projection, and of the residual."""
+        # Weights of the previous layer, of the projection, and of the residual.
         first = 1 if self._before is not None and self._before.bias else 0
         return weights[:first], weights[first : first + 3], weights[first + 3 :]
 
@@ -350,7 +295,7 @@ class AttentionProject(VertexStage):
         return dh
 
     def _both(self, left: Array, right: Array) -> Array:
-        """(K x H, 2K): z times it gives el and er side by side, in one product."""
+        # (K x H, 2K): z times this matrix gives el and er side by side, in one product.
         both = np.zeros((self._heads, self._width, 2, self._heads), dtype=left.dtype)
         head = np.arange(self._heads)
         both[head, :, 0, head] = left[0]
@@ -361,6 +306,10 @@ class AttentionProject(VertexStage):
         gradients = (z.T @ d_logits).reshape(self._heads, self._width, 2, self._heads)
         head = np.arange(self._heads)
         return gradients[head, :, 0, head][None], gradients[head, :, 1, head][None]
+
+
+def _wanted_only(gradients: Arrays, wanted: Sequence[bool] | None) -> tuple[Array | None, ...]:
+    return tuple(one if is_wanted(wanted, index) else None for index, one in enumerate(gradients))
 
 
 def _read_heads(fields: Fields, name: str) -> Heads:

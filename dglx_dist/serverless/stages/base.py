@@ -1,8 +1,9 @@
-"""What a stage is: the tensor part of one step of a layer, by rows, with nothing kept between calls.
+"""Contracts of vertex and edge stages, activations, the loss, and the registry of stages.
 
-Stages are NumPy only, so that a worker needs nothing else. n rows of nodes, E edges; all arrays of one call
-have the program's dtype, float32 or float64, and are C-contiguous. A stage cannot write to what it is
-given, and may return views of it.
+A stage is the tensor part of one step of a layer, computed row by row without state. Stages use NumPy only,
+so a worker needs nothing else. n is the number of node rows, E the number of edges. All arrays of one call
+have the program's dtype, float32 or float64, and are C-contiguous. A stage must not write to its arguments
+and may return views of them.
 """
 
 from __future__ import annotations
@@ -22,68 +23,68 @@ from dglx_dist.registry import Registry
 from dglx_dist.serverless.json_fields import Fields, Json
 
 _BLOCK = 1 << 14
-"""Elements at a time, so that what is computed on the way stays in the cache."""
+"""Elements per block, so that intermediate results stay in the cache."""
 _PER_UNIT, _LIMIT, _TERMS = 16, 6, 9
-"""Points of the table per unit; beyond this |x| erf is 1 in float64; terms of the series after the first."""
+"""Table points per unit; |x| beyond which erf is 1 in float64; terms of the series after the first."""
+_INNER, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715
+"""GELU's tanh form: z/2 (1 + tanh(_INNER (z + _CUBIC z^3)))."""
+_LARGE = 1e6
+MAX_WIDTH = 1 << 20
+"""Most columns of a row."""
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def erf(x: Array) -> Array:
     """Return erf of every element, to 3e-16 in float64.
 
-    erf is expanded around the nearest point of a table; at most 1/32 away, nine terms are enough.
+    The Taylor series around the nearest table point, at most 1/32 away, needs nine terms.
 
     Args:
         x: float32 or float64, any shape; NaN gives NaN.
     """
-    series = _TABLE.astype(x.dtype, copy=False)
+    series = _ERF_TABLE.astype(x.dtype, copy=False)
     flat = x.reshape(-1)
     out = np.empty_like(flat)
     for first in range(0, len(flat), _BLOCK):
-        out[first : first + _BLOCK] = _block(flat[first : first + _BLOCK], series)
+        out[first : first + _BLOCK] = _erf_of_block(flat[first : first + _BLOCK], series)
     return out.reshape(x.shape)
 
 
-def _block(x: Array, series: Array) -> Array:
+def _erf_of_block(x: Array, series: Array) -> Array:
     inside = np.clip(x, -_LIMIT, _LIMIT)
     nearest = np.rint(inside * _PER_UNIT)
     np.subtract(inside, nearest / _PER_UNIT, out=inside)
-    # A NaN has no place in the table: it takes any and stays a NaN, because its distance is one.
+    # A NaN has no table index. Any index will do, because its distance is NaN and so is the result.
     with np.errstate(invalid="ignore"):
-        place = nearest.astype(np.intp)
-    place += _LIMIT * _PER_UNIT
-    out = series[_TERMS].take(place, mode="clip")
+        index = nearest.astype(np.intp)
+    index += _LIMIT * _PER_UNIT
+    out = series[_TERMS].take(index, mode="clip")
     for term in range(_TERMS - 1, -1, -1):
         out *= inside
-        out += series[term].take(place, mode="clip")
+        out += series[term].take(index, mode="clip")
     return out
 
 
-def _table() -> Array:
-    """(terms + 1, points): coefficients of erf's Taylor series at every point.
-
-    From erf' = 2/sqrt(pi) exp(-x^2) follows erf'' = -2x erf', and so on: with f = erf', the coefficients of f
-    obey (k + 1) f[k + 1] = -2 (x f[k] + f[k - 1]).
-    """
+def _erf_table() -> Array:
+    # (terms + 1, points): coefficients of erf's Taylor series at every point.
+    # erf' = 2/sqrt(pi) exp(-x^2) gives erf'' = -2x erf'. With f = erf', the coefficients of f therefore
+    # satisfy (k + 1) f[k + 1] = -2 (x f[k] + f[k - 1]).
     points = np.arange(-_LIMIT * _PER_UNIT, _LIMIT * _PER_UNIT + 1) / _PER_UNIT
-    slope = [2 / math.sqrt(math.pi) * np.exp(-points * points)]
-    slope.append(-2 * points * slope[0])
+    derivative = [2 / math.sqrt(math.pi) * np.exp(-points * points)]
+    derivative.append(-2 * points * derivative[0])
     for k in range(1, _TERMS - 1):
-        slope.append(-2 * (points * slope[k] + slope[k - 1]) / (k + 1))
+        derivative.append(-2 * (points * derivative[k] + derivative[k - 1]) / (k + 1))
     first = np.array([math.erf(point) for point in points.tolist()])
-    table = np.stack([first, *(slope[k] / (k + 1) for k in range(_TERMS))])
+    table = np.stack([first, *(derivative[k] / (k + 1) for k in range(_TERMS))])
     table.flags.writeable = False
     return table
 
 
-_TABLE = _table()
-
-
-_INNER, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715
-"""GELU's tanh form: z/2 (1 + tanh(_INNER (z + _CUBIC z^3)))."""
+_ERF_TABLE = _erf_table()
 
 
 class Activation(ABC):
-    """A function of single numbers. Arrays of any shape; what is given is never written to."""
+    """An elementwise function of arrays of any shape; arguments are never written to."""
 
     @abstractmethod
     def apply(self, z: Array) -> Array:
@@ -99,11 +100,9 @@ class Identity(Activation):
     """h = z."""
 
     def apply(self, z: Array) -> Array:
-        """Return ``z``."""
         return z
 
     def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return ``gradient``."""
         return gradient
 
 
@@ -112,11 +111,9 @@ class Relu(Activation):
     """h = max(z, 0)."""
 
     def apply(self, z: Array) -> Array:
-        """Return max(z, 0)."""
         return np.maximum(z, 0)
 
     def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return the gradient where z > 0, else 0."""
         return np.multiply(gradient, z > 0)
 
 
@@ -128,13 +125,11 @@ class LeakyRelu(Activation):
         self._slope = slope
 
     def apply(self, z: Array) -> Array:
-        """Return z where z > 0, else slope z."""
         out = np.multiply(z, self._slope)
-        # The larger one is z where z > 0, for slopes up to 1; faster than to look at each.
+        # For slopes up to 1 the maximum is z where z > 0; this is faster than np.where.
         return np.maximum(out, z, out=out) if self._slope <= 1 else np.minimum(out, z, out=out)
 
     def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return the gradient where z > 0, else slope times the gradient."""
         return np.where(z > 0, gradient, np.multiply(gradient, self._slope))
 
 
@@ -146,7 +141,6 @@ class Elu(Activation):
         self._alpha = alpha
 
     def apply(self, z: Array) -> Array:
-        """Return z where z > 0, else alpha (exp(z) - 1)."""
         out = np.minimum(z, 0)
         np.expm1(out, out=out)
         out *= self._alpha
@@ -154,7 +148,6 @@ class Elu(Activation):
         return out
 
     def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return the gradient where z > 0, else alpha exp(z) times the gradient."""
         out = np.minimum(z, 0)
         np.exp(out, out=out)
         if self._alpha != 1:
@@ -168,11 +161,9 @@ class Tanh(Activation):
     """h = tanh(z)."""
 
     def apply(self, z: Array) -> Array:
-        """Return tanh(z)."""
         return np.tanh(z)
 
     def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return the gradient times 1 - tanh(z)^2."""
         out = np.tanh(z)
         np.multiply(out, out, out=out)
         np.subtract(1, out, out=out)
@@ -182,10 +173,9 @@ class Tanh(Activation):
 
 @final
 class Sigmoid(Activation):
-    """h = 1 / (1 + exp(-z)), by the exponential of -|z|, which overflows nowhere and keeps small values."""
+    """h = 1 / (1 + exp(-z)), computed from exp(-|z|), which never overflows and keeps small values."""
 
     def apply(self, z: Array) -> Array:
-        """Return 1 / (1 + exp(-z))."""
         small = np.exp(-np.abs(z))
         out = np.where(z >= 0, z.dtype.type(1), small)
         small += 1
@@ -193,7 +183,6 @@ class Sigmoid(Activation):
         return out
 
     def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return the gradient times h (1 - h)."""
         out = self.apply(z)
         out *= 1 - out
         out *= gradient
@@ -205,7 +194,6 @@ class GeluTanh(Activation):
     """GELU in its tanh form, ``approximate="tanh"``."""
 
     def apply(self, z: Array) -> Array:
-        """Return z/2 (1 + tanh(...))."""
         out = self._tanh(z)
         out += 1
         out *= z
@@ -213,7 +201,6 @@ class GeluTanh(Activation):
         return out
 
     def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return the gradient times the derivative of the tanh form."""
         tanh = self._tanh(z)
         inner = np.multiply(z, z)
         inner *= 3 * _CUBIC * _INNER
@@ -240,13 +227,11 @@ class Gelu(Activation):
     """GELU, z Phi(z) with the normal distribution Phi."""
 
     def apply(self, z: Array) -> Array:
-        """Return z Phi(z)."""
         out = self._phi(z)
         out *= z
         return out
 
     def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return the gradient times Phi(z) + z phi(z)."""
         out = np.multiply(z, z)
         out *= -0.5
         np.exp(out, out=out)
@@ -263,7 +248,6 @@ class Gelu(Activation):
         return out
 
 
-_LARGE = 1e6
 _MAKERS: Mapping[str, Callable[[Fields], Activation]] = {
     "identity": lambda fields: Identity(),
     "relu": lambda fields: Relu(),
@@ -284,7 +268,7 @@ def read_activation(fields: Fields, name: str = "activation") -> Activation:
     Written ``{"name": "relu"}``, ``{"name": "leaky_relu", "slope": 0.2}``, ``{"name": "elu", "alpha": 1.0}``.
 
     Raises:
-        ConfigError: no activation is so described.
+        ConfigError: the description is invalid.
     """
     identity: object = {"name": "identity"}
     given = fields.maybe(name, fields.any, identity)
@@ -300,12 +284,12 @@ Arrays: TypeAlias = tuple[Array, ...]
 
 
 class Forward(NamedTuple):
-    """What a vertex stage computed."""
+    """Result of :meth:`VertexStage.forward`."""
 
     outputs: Arrays
     """One (n, width) per output."""
     saved: Arrays
-    """What :meth:`VertexStage.backward` would otherwise compute again: one (n, width) per saved width."""
+    """Intermediate results for :meth:`VertexStage.backward`: one (n, width) per saved width."""
 
 
 class Backward(NamedTuple):
@@ -318,10 +302,10 @@ class Backward(NamedTuple):
 
 
 class Stage(ABC):
-    """Anything that a program may name and a worker may run.
+    """Base of all stages; use :class:`VertexStage` or :class:`EdgeStage`.
 
     Args:
-        config: JSON that describes it; whoever makes one checks it.
+        config: JSON description; the constructor checks it.
 
     Raises:
         ConfigError: a field of ``config`` is missing, unknown or wrong.
@@ -340,7 +324,7 @@ class VertexStage(Stage):
     @property
     @abstractmethod
     def weight_shapes(self) -> Shapes:
-        """The stage's own names of its weights to their shapes, in the order of ``weights`` below."""
+        """Shape of each weight by the stage's own name, in the order of ``weights`` below."""
 
     @property
     @abstractmethod
@@ -382,9 +366,40 @@ class VertexStage(Stage):
             weights: As in forward.
             inputs: As in forward.
             gradients: One (n, width) per output.
-            saved: What forward saved; None: it is computed again, to the same bits.
-            wanted: Per input, whether its gradient is needed; None: all are.
+            saved: What forward saved; None: recompute it, bit for bit.
+            wanted: Whether the gradient of each input is needed; None: all are.
         """
+
+
+class StageShapes(NamedTuple):
+    """Shapes of a vertex stage; see the properties of :class:`VertexStage`."""
+
+    weights: Shapes
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    saved: tuple[int, ...] = ()
+
+
+class ShapedStage(VertexStage):
+    """Vertex stage whose constructor sets ``_shapes``."""
+
+    _shapes: StageShapes
+
+    @property
+    def weight_shapes(self) -> Shapes:
+        return self._shapes.weights
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        return self._shapes.inputs
+
+    @property
+    def output_widths(self) -> tuple[int, ...]:
+        return self._shapes.outputs
+
+    @property
+    def saved_widths(self) -> tuple[int, ...]:
+        return self._shapes.saved
 
 
 class EdgeStage(Stage):
@@ -414,28 +429,21 @@ class EdgeStage(Stage):
     ) -> Array:
         """Return (E, k), the gradient of (source row + target row) of each edge.
 
-        The graph server adds it up by source and by target.
+        The graph server sums it by source and by target.
 
         Args:
-            sources: As in forward.
-            targets: As in forward.
-            indptr: As in forward.
-            values: (E, k), what forward returned.
+            sources, targets, indptr: As in forward.
+            values: (E, k), the result of forward.
             gradients: (E, k) of the values.
         """
 
 
-MAX_WIDTH = 1 << 20
-"""Most columns of a row."""
-
-
 def read_width(fields: Fields, name: str) -> int:
-    """Return the number of columns that the field ``name`` holds."""
     return fields.whole(name, 1, MAX_WIDTH)
 
 
 def first_of_second_half(rows: int) -> int:
-    """Return where the second half of ``rows`` rows begins: the first one has the odd row."""
+    """Return the first row of the second half; the first half has the odd row."""
     return (rows + 1) // 2
 
 
@@ -445,23 +453,22 @@ def column_sums(rows: Array) -> Array:
 
 
 def is_wanted(wanted: Sequence[bool] | None, index: int) -> bool:
-    """Whether the gradient of input ``index`` is needed."""
     return wanted is None or wanted[index]
 
 
 class LossResult(NamedTuple):
-    """Loss of n rows."""
+    """Loss of n rows, and its gradient."""
 
     loss_sum: float
     """Sum over the rows with a label, not scaled."""
     correct: int
-    """Rows with a label whose largest output is at it, the first of equals."""
+    """Labelled rows whose first largest output is the label's."""
     gradient: Array
-    """(n, C) of the outputs, scaled; zeros in rows without a label."""
+    """(n, C) of the outputs, scaled; zero in rows without a label."""
 
 
 def loss_in_halves(outputs: Array, labels: Array, scale: float) -> LossResult:
-    """Return :func:`cross_entropy` of both halves of the rows: to the bit what a worker adds up."""
+    """Return the sum of :func:`cross_entropy` of both halves of the rows, bit-identical to a worker's."""
     middle = first_of_second_half(len(labels))
     first = cross_entropy(outputs[:middle], labels[:middle], scale)
     second = cross_entropy(outputs[middle:], labels[middle:], scale)
@@ -474,8 +481,8 @@ def cross_entropy(outputs: Array, labels: Array, scale: float) -> LossResult:
 
     Args:
         outputs: (n, C) float32 or float64.
-        labels: (n,) of any integer dtype in [0, C), -1 where the row has none (is no training node).
-        scale: 1 / M, with M training nodes on all graph servers.
+        labels: (n,) of any integer dtype in [0, C); -1 in rows that are not training nodes.
+        scale: 1 / M, where M is the number of training nodes on all graph servers.
 
     Raises:
         ConfigError: a label is outside [-1, C).
@@ -484,24 +491,25 @@ def cross_entropy(outputs: Array, labels: Array, scale: float) -> LossResult:
     classes = outputs.shape[1]
     if len(labels) and not -1 <= labels.min() <= labels.max() < classes:
         raise ConfigError(
-            f"labels from {labels.min()} to {labels.max()} are not all in [-1, {classes}); give classes from "
-            "0, and -1 to rows without one"
+            f"labels from {labels.min()} to {labels.max()} are not all in [-1, {classes}); number the "
+            "classes from 0, and use -1 for rows without a label"
         )
     gradient = np.zeros_like(outputs)
     if not len(rows):
         return LossResult(0.0, 0, gradient)
-    picked, at = outputs[rows], labels[rows]
+    logits, targets = outputs[rows], labels[rows]
     index = np.arange(len(rows))
-    correct = int(np.count_nonzero(picked.argmax(axis=1) == at))
-    picked -= picked.max(axis=1, keepdims=True)
-    own = picked[index, at]
-    np.exp(picked, out=picked)
-    sums = picked.sum(axis=1, keepdims=True)
-    loss_sum = float(np.sum(np.log(sums[:, 0]) - own, dtype=np.float64))
-    picked /= sums
-    picked[index, at] -= 1
-    picked *= scale
-    gradient[rows] = picked
+    correct = int(np.count_nonzero(logits.argmax(axis=1) == targets))
+    logits -= logits.max(axis=1, keepdims=True)
+    target_logits = logits[index, targets]
+    # In place from here on: first exponentials, then probabilities, then the gradient.
+    np.exp(logits, out=logits)
+    sums = logits.sum(axis=1, keepdims=True)
+    loss_sum = float(np.sum(np.log(sums[:, 0]) - target_logits, dtype=np.float64))
+    logits /= sums
+    logits[index, targets] -= 1
+    logits *= scale
+    gradient[rows] = logits
     return LossResult(loss_sum, correct, gradient)
 
 
@@ -519,61 +527,49 @@ STAGES: Registry[Stage] = Registry(
     group="dglx_dist.stages",
 )
 
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-
 
 def register_stage(name: str, stage: type[Stage] | str) -> None:
-    """Make ``stage`` known as ``name`` in this process; again with the same class does nothing.
+    """Register ``stage`` as ``name`` in this process; registering the same class again does nothing.
 
-    A program can name only what is registered: what a message says is never imported. So a worker is
-    told of a user's stages when its package is made or its process is started.
+    A program can name registered stages only: nothing named in a message is ever imported. A worker gets
+    the list of a user's stages when its package is built or its process starts.
 
     Args:
-        name: What programs call it.
+        name: Name of the stage in programs.
         stage: A class, or ``"module:Class"``, which is imported now.
 
     Raises:
-        ConfigError: the name is taken by another class, there is no such class, or it is no stage.
+        ConfigError: the name belongs to another class, the class does not exist, or it is not a stage.
     """
     found = _imported(stage) if isinstance(stage, str) else stage
     if name in STAGES.names() and STAGES.get(name) is found:
         return
-    STAGES.register(name)(found)  # type: ignore[arg-type]  # the registry refuses what is no Stage
+    STAGES.register(name)(found)  # type: ignore[arg-type]  # the registry refuses anything else
 
 
 def vertex_stage(name: str, config: Config) -> VertexStage:
-    """Make the vertex stage ``name``.
-
-    Raises:
-        UnknownNameError: it is not registered.
-        ConfigError: it is no vertex stage, or refuses ``config``.
-    """
+    """Create the vertex stage ``name``; UnknownNameError or ConfigError if that is impossible."""
     stage = STAGES.get(name)(config)
     if not isinstance(stage, VertexStage):
-        raise ConfigError(f"stage {name!r} works on edges; name a vertex stage such as 'dense' in this step")
+        raise ConfigError(f"stage {name!r} is an edge stage; use a vertex stage such as 'dense' in this step")
     return stage
 
 
 def edge_stage(name: str, config: Config) -> EdgeStage:
-    """Make the edge stage ``name``.
-
-    Raises:
-        UnknownNameError: it is not registered.
-        ConfigError: it is no edge stage, or refuses ``config``.
-    """
+    """Create the edge stage ``name``; UnknownNameError or ConfigError if that is impossible."""
     stage = STAGES.get(name)(config)
     if not isinstance(stage, EdgeStage):
-        raise ConfigError(f"stage {name!r} works on vertices; name an edge stage such as 'attention_edges'")
+        raise ConfigError(f"stage {name!r} is a vertex stage; use an edge stage such as 'attention_edges'")
     return stage
 
 
 def _imported(path: str) -> object:
     if _PATH.fullmatch(path) is None:
-        raise ConfigError(f"{path!r} names no class; write 'module:Class'")
+        raise ConfigError(f"{path!r} is not the path of a class; write 'module:Class'")
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"the stage {path!r} cannot be imported: {error}; put its module where Python finds it"
+            f"the stage {path!r} cannot be imported: {error}; put its module on the import path"
         ) from None

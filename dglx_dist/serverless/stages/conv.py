@@ -1,4 +1,4 @@
-"""ApplyVertex of a graph convolution: gathered rows times weight, bias, activation."""
+"""Vertex stages of graph convolutions: dense, bias-only and SAGE."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dglx_dist.serverless.stages.base import (
     Backward,
     Config,
     Forward,
+    ShapedStage,
     Shapes,
-    VertexStage,
+    StageShapes,
     column_sums,
     is_wanted,
     read_activation,
@@ -21,52 +22,29 @@ from dglx_dist.serverless.stages.base import (
 
 
 @final
-class Dense(VertexStage):
+class Dense(ShapedStage):
     """h = activation(x W + b), as in ``dgl.nn.GraphConv``.
 
-    Weights: ``weight`` (in, out), or (out, in) where transposed; ``bias`` (out,) where there is one.
+    Weights: ``weight`` (in, out), or (out, in) if transposed; ``bias`` (out,) if configured.
     Inputs: x (n, in). Outputs: h (n, out). Saved: x W + b (n, out).
 
     Args:
         config: ``in``, ``out``: columns; ``bias``: flag; ``transposed``: flag, false by default;
             ``activation``: see read_activation.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage dense")
-        self._in, self._out = read_width(fields, "in"), read_width(fields, "out")
+        num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
         self._bias = fields.flag("bias")
         self._transposed = fields.maybe("transposed", fields.flag, False)
         self._activation = read_activation(fields)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        """``weight``, ``bias``."""
-        shape = (self._out, self._in) if self._transposed else (self._in, self._out)
-        bias: Shapes = {"bias": (self._out,)} if self._bias else {}
-        return {"weight": shape} | bias
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        """(in,)."""
-        return (self._in,)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        """(out,)."""
-        return (self._out,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        """(out,)."""
-        return (self._out,)
+        shape = (num_out, num_in) if self._transposed else (num_in, num_out)
+        bias: Shapes = {"bias": (num_out,)} if self._bias else {}
+        self._shapes = StageShapes({"weight": shape} | bias, (num_in,), (num_out,), saved=(num_out,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        """Return (h,) and (z,)."""
         z = self._product(weights, inputs)
         return Forward((self._activation.apply(z),), (z,))
 
@@ -79,14 +57,13 @@ class Dense(VertexStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        """Return the gradients of x, and of weight and bias."""
         (x,) = inputs
         z = self._product(weights, inputs) if saved is None else saved[0]
         dz = self._activation.pull_back(z, gradients[0])
         matrix = weights[0] if self._transposed else weights[0].T
         dx = dz @ matrix if is_wanted(wanted, 0) else None
-        slope = dz.T @ x if self._transposed else x.T @ dz
-        return Backward((dx,), (slope, column_sums(dz)) if self._bias else (slope,))
+        d_weight = dz.T @ x if self._transposed else x.T @ dz
+        return Backward((dx,), (d_weight, column_sums(dz)) if self._bias else (d_weight,))
 
     def _product(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
         matrix = weights[0].T if self._transposed else weights[0]
@@ -97,46 +74,24 @@ class Dense(VertexStage):
 
 
 @final
-class Rows(VertexStage):
+class Rows(ShapedStage):
     """h = activation(x + b), as in ``dgl.nn.GraphConv(weight=False)``.
 
-    Weights: ``bias`` (width,) where there is one. Inputs: x (n, width). Outputs: h (n, width). Saved: none.
+    Weights: ``bias`` (width,) if configured. Inputs: x (n, width). Outputs: h (n, width). Saved: none.
 
     Args:
         config: ``width``: columns; ``bias``: flag; ``activation``: see read_activation.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage rows")
-        self._width, self._bias = read_width(fields, "width"), fields.flag("bias")
+        width, self._bias = read_width(fields, "width"), fields.flag("bias")
         self._activation = read_activation(fields)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        """``bias``."""
-        return {"bias": (self._width,)} if self._bias else {}
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        """(width,)."""
-        return (self._width,)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        """(width,)."""
-        return (self._width,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        """Nothing: additions are not worth their bytes."""
-        return ()
+        # Nothing is saved: recomputing an addition is cheaper than moving its result.
+        self._shapes = StageShapes({"bias": (width,)} if self._bias else {}, (width,), (width,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        """Return (h,) and nothing."""
         return Forward((self._activation.apply(self._sum(weights, inputs)),), ())
 
     def backward(
@@ -148,61 +103,37 @@ class Rows(VertexStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        """Return the gradients of x and of the bias."""
-        slope = self._activation.pull_back(self._sum(weights, inputs), gradients[0])
-        found = (column_sums(slope),) if self._bias else ()
-        return Backward((slope if is_wanted(wanted, 0) else None,), found)
+        dx = self._activation.pull_back(self._sum(weights, inputs), gradients[0])
+        d_weights = (column_sums(dx),) if self._bias else ()
+        return Backward((dx if is_wanted(wanted, 0) else None,), d_weights)
 
     def _sum(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
         return inputs[0] + weights[0] if self._bias else inputs[0]
 
 
 @final
-class Sage(VertexStage):
+class Sage(ShapedStage):
     """h = activation(own W_self^T + b + around W_neigh^T), as in ``dgl.nn.SAGEConv`` with its mean.
 
-    Weights: ``fc_self.weight`` (out, in), ``fc_neigh.weight`` (out, in), ``bias`` (out,) where there is one.
+    Weights: ``fc_self.weight`` (out, in), ``fc_neigh.weight`` (out, in), ``bias`` (out,) if configured.
     Inputs: around (n, in), the gathered rows; own (n, in). Outputs: h (n, out). Saved: h before its
     activation, (n, out).
 
     Args:
         config: ``in``, ``out``: columns; ``bias``: flag; ``activation``: see read_activation.
-
-    Raises:
-        ConfigError: a field is missing, unknown or wrong.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage sage")
-        self._in, self._out = read_width(fields, "in"), read_width(fields, "out")
+        num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
         self._bias = fields.flag("bias")
         self._activation = read_activation(fields)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        """``fc_self.weight``, ``fc_neigh.weight``, ``bias``."""
-        shape = (self._out, self._in)
-        bias: Shapes = {"bias": (self._out,)} if self._bias else {}
-        return {"fc_self.weight": shape, "fc_neigh.weight": shape} | bias
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        """(in, in)."""
-        return (self._in, self._in)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        """(out,)."""
-        return (self._out,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        """(out,)."""
-        return (self._out,)
+        weights: Shapes = {"fc_self.weight": (num_out, num_in), "fc_neigh.weight": (num_out, num_in)}
+        bias: Shapes = {"bias": (num_out,)} if self._bias else {}
+        self._shapes = StageShapes(weights | bias, (num_in, num_in), (num_out,), saved=(num_out,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        """Return (h,) and (z,)."""
         z = self._sum(weights, inputs)
         return Forward((self._activation.apply(z),), (z,))
 
@@ -215,14 +146,13 @@ class Sage(VertexStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        """Return the gradients of around and own, and of the weights."""
         around, own = inputs
         z = self._sum(weights, inputs) if saved is None else saved[0]
         dz = self._activation.pull_back(z, gradients[0])
         d_around = dz @ weights[1] if is_wanted(wanted, 0) else None
         d_own = dz @ weights[0] if is_wanted(wanted, 1) else None
-        of_weights = (dz.T @ own, dz.T @ around)
-        return Backward((d_around, d_own), (*of_weights, column_sums(dz)) if self._bias else of_weights)
+        d_weights = (dz.T @ own, dz.T @ around)
+        return Backward((d_around, d_own), (*d_weights, column_sums(dz)) if self._bias else d_weights)
 
     def _sum(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
         around, own = inputs

@@ -16,7 +16,7 @@ from dglx_dist.errors import DglxError
 from dglx_dist.records import EpochRecord
 from dglx_dist.serverless.executors.base import Faults
 from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
-from dglx_dist.serverless.worker import Place
+from dglx_dist.serverless.worker import TaskPhase
 from dglx_dist.training.fit import FitConfig, FitResult
 from tests.helpers.ranks import start_ranks
 from tests.serverless.servers import other_core
@@ -69,7 +69,7 @@ def with_seed_that_strikes() -> tuple[dict[str, Any], int]:
     for seed in range(1000):
         drawn = [Faults(seed=seed, **A_FIFTH).draw(key, 0) for key in keys]
         faults = [fault for fault, _ in drawn if fault is not None]
-        killed = [fault for fault in faults if fault.seconds is None and fault.place is not Place.END]
+        killed = [fault for fault in faults if fault.seconds is None and fault.place is not TaskPhase.END]
         delayed = [fault for fault in faults if fault.seconds is not None]
         twice = sum(times == 2 for _, times in drawn)
         if len(killed) >= 2 and delayed and twice >= 2 and len(faults) + twice >= 0.2 * len(keys):
