@@ -1,9 +1,10 @@
-"""Compiled sums over edges: Gather, its transpose, products per edge. Without the interpreter lock.
+"""Shared rows of a graph server and compiled sums over its edges.
 
 n own nodes, m ghosts, E edges into own nodes, K heads, d columns per head. In-edges are in CSC order: those
 of node v are ``indptr[v]:indptr[v + 1]``, their sources local ids in [0, n + m). Out-edges are the same
 edges by source: those of local id u are ``out_indptr[u]:out_indptr[u + 1]``, with their targets and their
-positions in CSC order. Every sum runs in the order of the edges, so equal rows give equal bits.
+positions in CSC order. Every sum runs in the order of the edges, so equal rows give equal bits. Kernels
+release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dglx_dist.serverless.program import FEATURES, FIXED, Edge, Gather, Program,
 from dglx_dist.strategies.serverless.graph_partition import Part
 
 _AHEAD = 8
-"""So many edges before a row is added the processor is asked for it: sources lie anywhere in memory."""
+"""Rows are prefetched this many edges ahead, because sources are scattered in memory."""
 
 
 @njit(cache=True, nogil=True)
@@ -85,7 +86,7 @@ def pull_back_sums(out_indptr: Array, out_targets: Array, gradients: Array, node
     Args:
         out_indptr: (n + m + 1,) int64.
         out_targets: (E,) int32.
-        slopes: (n, w).
+        gradients: (n, w).
         nodes: (k,) int32 local ids.
         out: (k, w).
     """
@@ -113,7 +114,7 @@ def pull_back_weighted(
         out_targets: (E,) int32.
         out_edges: (E,) positions in CSC order.
         values: (E, K); K divides w.
-        slopes: (n, w).
+        gradients: (n, w).
         nodes: (k,) int32 local ids.
         out: (k, w).
     """
@@ -136,7 +137,7 @@ def pull_back_edges(out_indptr: Array, out_edges: Array, gradients: Array, nodes
     Args:
         out_indptr: (n + m + 1,) int64.
         out_edges: (E,) positions in CSC order.
-        slopes: (E, k), in CSC order.
+        gradients: (E, k), in CSC order.
         nodes: (k,) int32 local ids.
         out: (k, k).
     """
@@ -156,7 +157,7 @@ def edge_products(
     Args:
         indptr: (n + 1,) int64.
         sources: (E,) int32.
-        slopes: (nodes, w) of the nodes from ``first`` on.
+        gradients: (nodes, w) of the nodes from ``first`` on.
         rows: (n + m, w).
         first: First node.
         out: (edges of these nodes, K), overwritten; K divides w.
@@ -209,7 +210,7 @@ def take_sources(sources: Array, rows: Array, first_edge: int, out: Array) -> No
 
 @final
 class SharedRows:
-    """An array of rows with a lock: many readers at once, or one writer; whoever writes goes first.
+    """An array of rows behind a readers-writer lock; waiting writers go before new readers.
 
     Args:
         array: (rows, columns), kept and written to.
@@ -217,14 +218,13 @@ class SharedRows:
 
     def __init__(self, array: Array) -> None:
         self.array = array
-        """Only touched inside :meth:`reading` and :meth:`writing`; rows that nobody else writes may be read
-        without either."""
+        """Accessed only inside :meth:`reading` and :meth:`writing`, except by a row's only writer."""
         self._changed = threading.Condition(threading.Lock())
         self._readers, self._writers_waiting, self._is_written = 0, 0, False
 
     @contextmanager
     def reading(self) -> Iterator[Array]:
-        """Hand out the array while nobody writes to it. Not twice at once in one thread."""
+        """Yield the array while nobody writes to it. Not reentrant."""
         with self._changed:
             while self._is_written or self._writers_waiting:
                 self._changed.wait()
@@ -239,7 +239,7 @@ class SharedRows:
 
     @contextmanager
     def writing(self) -> Iterator[Array]:
-        """Hand out the array while nobody else reads or writes it."""
+        """Yield the array while nobody else reads or writes it."""
         with self._changed:
             self._writers_waiting += 1
             while self._is_written or self._readers:
@@ -256,11 +256,11 @@ class SharedRows:
 
 @final
 class Stores:
-    """Always the latest rows; each own row is written by its interval alone.
+    """The latest rows of all slots; each own row is written only by its interval.
 
     Args:
         part: n own nodes, m ghosts, E edges.
-        program: Whose slots are kept.
+        program: Defines the slots.
     """
 
     def __init__(self, part: Part, program: Program) -> None:
@@ -268,16 +268,16 @@ class Stores:
         scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
         self._dtype = program.dtype
         self.rows: dict[str, SharedRows] = {FEATURES: SharedRows(part.features)}
-        """Slot of nodes -> (n, width), (n + m, width) where ghosts have rows."""
+        """Slot of nodes -> (n, width), or (n + m, width) if ghosts have rows."""
         self.values: dict[str, SharedRows] = {
             name: SharedRows(array) for name, array in part.fixed.items() if name.startswith(FIXED)
         }
         """Slot of edges, or name of fixed values -> (E, width)."""
         self.gradients: dict[int, SharedRows] = {}
-        """Step -> gradient that sources pull: of a Gather's output (n, width), of an Edge step's logits
+        """Step -> gradient that sources read: of a Gather's output (n, width), of an Edge step's logits
         (E, width)."""
         self.received: dict[tuple[str, int], SharedRows] = {}
-        """(slot, peer) -> (b, width), the gradient of boundary rows that the peer sent last."""
+        """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         for index, step in enumerate(program.steps):
             for slot in outputs_of(step):
                 if isinstance(step, Edge):
@@ -297,28 +297,22 @@ class Stores:
     def _zeros(self, length: int, width: int) -> SharedRows:
         return SharedRows(np.zeros((length, width), dtype=self._dtype))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all rows, features included."""
-        kept = (*self.rows.values(), *self.values.values(), *self.gradients.values(), *self.received.values())
-        return sum(one.array.nbytes for one in kept)
-
     def own(self, slot: str, nodes: slice) -> Array:
-        """Return the rows of own ``nodes``, a view; for the interval that writes them."""
+        """Return a view of the rows of own ``nodes``, for the interval that writes them."""
         return self.rows[slot].array[nodes]
 
     def write(self, slot: str, nodes: slice, *parts: Array) -> None:
-        """Replace the rows of own ``nodes`` by ``parts``, one after another."""
+        """Overwrite the rows of own ``nodes`` with the concatenated ``parts``."""
         with self.rows[slot].writing() as array:
             _fill(array[nodes], parts)
 
     def write_values(self, slot: str, edges: slice, *parts: Array) -> None:
-        """Replace the values of ``edges`` by ``parts``, one after another."""
+        """Overwrite the values of ``edges`` with the concatenated ``parts``."""
         with self.values[slot].writing() as array:
             _fill(array[edges], parts)
 
     def publish(self, step: int, where: slice, *parts: Array) -> None:
-        """Replace the gradient rows ``where`` of ``step`` by ``parts``, one after another."""
+        """Overwrite the gradient rows ``where`` of ``step`` with the concatenated ``parts``."""
         with self.gradients[step].writing() as array:
             _fill(array[where], parts)
 
@@ -331,13 +325,13 @@ def _fill(out: Array, parts: tuple[Array, ...]) -> None:
 
 
 _PIECE_NUMBERS = 1 << 22
-"""A sum over so many numbers lets go of its rows for a moment: who writes them waits, and it is the threads
-that serve workers and other graph servers who do. Milliseconds, where an interval's whole sum takes tens."""
+"""A sum over this many numbers releases its rows for a moment. Otherwise writers, which are the threads that serve
+workers and other graph servers, would wait tens of milliseconds for an interval's whole sum."""
 
 
 @final
-class OverEdges:
-    """What the moves of a graph server read over its edges; any thread.
+class EdgeOperations:
+    """Reads of a graph server's tasks over its edges. Thread-safe.
 
     Args:
         part: Structure.
@@ -350,7 +344,8 @@ class OverEdges:
         self._readers: dict[str, list[int]] = {}
         for index, step in enumerate(program.steps):
             if index in stores.gradients:
-                source = step.source if isinstance(step, Gather) else _edge(step).sources
+                assert isinstance(step, Gather | Edge)
+                source = step.source if isinstance(step, Gather) else step.sources
                 self._readers.setdefault(source, []).append(index)
 
     def gather(self, step: Gather, interval: int) -> Array:
@@ -372,7 +367,7 @@ class OverEdges:
                 gather_weighted(graph.indptr, graph.sources, values, rows, first, out)
 
     def _pieces(self, nodes: slice, width: int) -> Iterator[tuple[int, int]]:
-        """Yield runs of ``nodes``, each with the in-edges of one piece and those of its last node."""
+        # Runs of nodes, each with the in-edges of one piece and those of its last node.
         indptr, first = self._graph.indptr, nodes.start
         while first < nodes.stop:
             enough = indptr[first] + max(_PIECE_NUMBERS // width, 1)
@@ -406,7 +401,7 @@ class OverEdges:
         return out
 
     def pull_back(self, slot: str, nodes: Array, out: Array) -> None:
-        """Add to ``out`` what flows to ``slot`` over the out-edges of the local ids ``nodes``.
+        """Add to ``out`` the gradients of ``slot`` over the out-edges of the local ids ``nodes``.
 
         Args:
             slot: Of nodes.
@@ -432,8 +427,3 @@ class OverEdges:
                 pull_back_weighted(
                     graph.out_indptr, graph.out_targets, graph.out_edges, values, gradients, nodes, out
                 )
-
-
-def _edge(step: object) -> Edge:
-    assert isinstance(step, Edge)
-    return step

@@ -57,7 +57,7 @@ FACTOR_OF_NORM = {
 """By the names that ``DeclaredStage.around`` and ``dgl.nn.GraphConv`` use."""
 
 
-def values_of(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np.floating]) -> Array:
+def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np.floating]) -> Array:
     """Return what the in-edges of ``nodes`` weigh, in the order in which the graph has them.
 
     Asks other servers for degrees of their nodes and for edge data; not collective.
@@ -192,7 +192,7 @@ def _compare(name: str, declared: DeclaredStage, what: str, module: Tensor | Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenHeads:
+class PendingAttention:
     """What an attention layer leaves for the next Vertex step to finish: see stage ``attention_finish``."""
 
     inputs: tuple[str, ...]
@@ -213,7 +213,7 @@ class StepsBuilder:
     def __init__(self, names: Mapping[int, str], features: int) -> None:
         self.steps: list[Step] = []
         self.factors: dict[str, EdgeFactor] = {}
-        self.open_heads: OpenHeads | None = None
+        self.pending_attention: PendingAttention | None = None
         self._names, self._taken = names, set[str]()
         self._here = Slot(FEATURES, features)
         self._with_ghosts = {FEATURES}
@@ -221,9 +221,9 @@ class StepsBuilder:
 
     def rows(self) -> Slot:
         """Return the slot that the layer before left; finishes attention first."""
-        heads = self.open_heads
+        heads = self.pending_attention
         if heads is not None:
-            self.open_heads = None
+            self.pending_attention = None
             (width,) = vertex_stage("attention_finish", heads.config).output_widths
             self.vertex("attention_finish", heads.config, heads.inputs, width, heads.bias)
         return self._here
@@ -290,9 +290,11 @@ class StepsBuilder:
         )
         return sums.name
 
-    def leave_open(self, inputs: Sequence[str], config: Mapping[str, Json], bias: Sequence[Tensor]) -> None:
-        """Let the next Vertex step finish attention: see :class:`OpenHeads`."""
-        self.open_heads = OpenHeads(inputs=tuple(inputs), config=config, bias=tuple(bias))
+    def defer_attention(
+        self, inputs: Sequence[str], config: Mapping[str, Json], bias: Sequence[Tensor]
+    ) -> None:
+        """Let the next Vertex step finish attention: see :class:`PendingAttention`."""
+        self.pending_attention = PendingAttention(inputs=tuple(inputs), config=config, bias=tuple(bias))
 
     def scatter(self, *slots: str) -> None:
         """Send boundary rows of those slots that have no ghosts yet."""
@@ -518,18 +520,18 @@ class GatLayer(Layer):
         widths |= {} if module.res_fc is None else {"r": heads * width}
         sums = builder.attention(config, inputs, module.leaky_relu.negative_slope, widths, weights)
         bias = () if module.bias is None else (module.bias,)
-        self._leave_open(builder, then, (sums, *(["r" + sums[1:]] if "r" in widths else [])), bias)
+        self._defer_attention(builder, then, (sums, *(["r" + sums[1:]] if "r" in widths else [])), bias)
 
     def _begin(self, builder: StepsBuilder, config: dict[str, Json]) -> tuple[tuple[str, ...], list[Tensor]]:
         """Return the inputs and first weights; an attention layer before is finished in the same step."""
-        heads = builder.open_heads
+        heads = builder.pending_attention
         if heads is None:
             return (builder.rows().name,), []
-        builder.open_heads = None
+        builder.pending_attention = None
         config["before"] = dict(heads.config)
         return heads.inputs, list(heads.bias)
 
-    def _leave_open(
+    def _defer_attention(
         self,
         builder: StepsBuilder,
         then: RowFunction,
@@ -546,7 +548,7 @@ class GatLayer(Layer):
             "activation": then.inside.json(),
             "after": then.after.json(),
         }
-        builder.leave_open(inputs, config, bias)
+        builder.defer_attention(inputs, config, bias)
 
 
 @final

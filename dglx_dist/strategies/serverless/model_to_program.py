@@ -44,13 +44,13 @@ class Joint:
     """What the model made of it."""
 
 
-def joints_of(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> list[Joint]:
+def find_joints(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> list[Joint]:
     """Return the joints in the order of the calls; the last one is at the end of the model.
 
     Raises:
         ConfigError: in training the layers are called otherwise.
     """
-    if _course(evaluating) != _course(training):
+    if _schedule(evaluating) != _schedule(training):
         raise ConfigError(
             "the model calls other layers, or gives them other blocks or edge data, in training than in "
             "evaluation; let it do the same in both, or use strategy='data_parallel'"
@@ -71,7 +71,7 @@ def joints_of(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> li
     return found
 
 
-def function_at(joint: Joint, others: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
+def function_of(joint: Joint, others: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
     """Return what the model does at a joint.
 
     Args:
@@ -106,7 +106,7 @@ def function_at(joint: Joint, others: Sequence[tuple[str, nn.Parameter]]) -> Row
     return function
 
 
-def _course(seen: Probe) -> list[tuple[int, int | None, str | None]]:
+def _schedule(seen: Probe) -> list[tuple[int, int | None, str | None]]:
     return [(call.place, call.block, call.edge_column) for call in seen.calls]
 
 
@@ -180,8 +180,8 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
     for seen in (evaluating, training):
         _check_order(layers, seen)
     others = _outside(layers, model)
-    joints = joints_of(layers, evaluating, training)
-    functions = [function_at(joint, others) for joint in joints]
+    joints = find_joints(layers, evaluating, training)
+    functions = [function_of(joint, others) for joint in joints]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     builder = StepsBuilder(names, width)
     for call, joint, function in zip(evaluating.calls, joints, functions, strict=True):

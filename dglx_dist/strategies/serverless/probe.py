@@ -266,8 +266,8 @@ def probe(
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     blocks = [probe_block(generator, dtype, edge_columns) for layer in layers if layer.takes_block]
     x = torch.randn(NUM_NODES, width, dtype=dtype, generator=generator)
-    watch = _Watch(blocks, layers, generator)
-    with _as_it_was(model, training), torch.random.fork_rng(devices=[]), watch.standing_in(model):
+    watch = _Recorder(blocks, layers, generator)
+    with _restored(model, training), torch.random.fork_rng(devices=[]), watch.layers_replaced(model):
         try:
             result = model(blocks, x)
         except _OF_THE_MODEL as error:
@@ -280,10 +280,10 @@ def probe(
         raise ConfigError(
             f"the model returns {type(result).__name__}; strategy 'lambda' needs one tensor, (nodes, classes)"
         )
-    return Probe(x=x, calls=tuple(watch.calls), result=result, between=watch.taken())
+    return Probe(x=x, calls=tuple(watch.calls), result=result, between=watch.take_modules())
 
 
-class _Watch:
+class _Recorder:
     """Stands in for the layers and writes down what happens."""
 
     def __init__(self, blocks: Sequence[Any], layers: Sequence[Probed], generator: torch.Generator) -> None:
@@ -292,12 +292,12 @@ class _Watch:
         self._between: list[str] = []
 
     @contextmanager
-    def standing_in(self, model: nn.Module) -> Iterator[None]:
+    def layers_replaced(self, model: nn.Module) -> Iterator[None]:
         """Replace the layers' forward meanwhile."""
         kept = [(layer.module, layer.module.__dict__.get("forward")) for layer in self._layers]
         inside = {id(module) for layer in self._layers for module in layer.module.modules()}
         hooks = [
-            module.register_forward_pre_hook(self._noting(name, module))
+            module.register_forward_pre_hook(self._name_recorder(name, module))
             for name, module in model.named_modules()
             if id(module) not in inside and not any(module.children())
         ]
@@ -313,12 +313,12 @@ class _Watch:
             for hook in hooks:
                 hook.remove()
 
-    def taken(self) -> tuple[str, ...]:
+    def take_modules(self) -> tuple[str, ...]:
         """Return the modules called since this was last asked."""
         found, self._between = tuple(self._between), []
         return found
 
-    def _noting(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any], None]:
+    def _name_recorder(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any], None]:
         def note(_module: nn.Module, _given: Any) -> None:
             self._between.append(f"{type(module).__name__} {name!r}")
 
@@ -342,7 +342,7 @@ class _Watch:
                     block=block,
                     edge_column=column,
                     result=result,
-                    between=self.taken(),
+                    between=self.take_modules(),
                 )
             )
             # A copy: what the model does in place must not change the leaf.
@@ -416,7 +416,7 @@ def probe_block(
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, training: bool) -> Iterator[None]:
+def _restored(model: nn.Module, training: bool) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._NormBase)]
     means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]

@@ -18,7 +18,7 @@ from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
     GhostMessage,
     GraphServer,
-    Kind,
+    TaskKind,
     ScheduledTask,
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy
@@ -37,27 +37,27 @@ class SyncSwitch:
         num_servers: W graph servers, this one among them.
     """
 
-    def __init__(self, pace: StalenessPolicy, num_servers: int) -> None:
-        self._pace, self._num_servers = pace, num_servers
-        self._judged = pace.first_epoch
+    def __init__(self, policy: StalenessPolicy, num_servers: int) -> None:
+        self._policy, self._num_servers = policy, num_servers
+        self._undecided = policy.first_epoch
         self._counts: dict[int, dict[int, int]] = {}
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is to be found out: nobody asked, or the epoch is known."""
-        return self._pace.target is None or self._pace.synchronous_from is not None
+        return self._policy.target is None or self._policy.synchronous_from is not None
 
     def is_known(self, epoch: int) -> bool:
         """Whether it is known if ``epoch`` is synchronous."""
-        return self.is_over or epoch - self._pace.staleness - 1 < self._judged
+        return self.is_over or epoch - self._policy.staleness - 1 < self._undecided
 
-    def has_judged(self, end: int) -> bool:
+    def has_decided(self, end: int) -> bool:
         """Whether no count of an epoch before ``end`` is waited for."""
-        return self.is_over or self._judged >= end
+        return self.is_over or self._undecided >= end
 
     def missing(self) -> list[int]:
         """Return the graph servers whose count of the next epoch to judge is waited for."""
-        known = self._counts.get(self._judged, {})
+        known = self._counts.get(self._undecided, {})
         return [server for server in range(self._num_servers) if server not in known]
 
     def hear(self, server: int, epoch: int, correct: int) -> None:
@@ -73,14 +73,14 @@ class SyncSwitch:
                 "or is none of them"
             )
         known[server] = correct
-        while not self.is_over and len(self._counts.get(self._judged, ())) == self._num_servers:
-            self._judge(sum(self._counts.pop(self._judged).values()))
+        while not self.is_over and len(self._counts.get(self._undecided, ())) == self._num_servers:
+            self._decide(sum(self._counts.pop(self._undecided).values()))
 
-    def _judge(self, correct: int) -> None:
-        assert self._pace.target is not None
-        if correct >= self._pace.target:
-            self._pace.synchronous_from = self._judged + self._pace.staleness + 1
-        self._judged += 1
+    def _decide(self, correct: int) -> None:
+        assert self._policy.target is not None
+        if correct >= self._policy.target:
+            self._policy.synchronous_from = self._undecided + self._policy.staleness + 1
+        self._undecided += 1
 
 
 @final
@@ -95,72 +95,76 @@ class Progress:
     """
 
     def __init__(
-        self, course: Sequence[ScheduledTask], num_intervals: int, pace: StalenessPolicy, peers: Sequence[int]
+        self,
+        schedule: Sequence[ScheduledTask],
+        num_intervals: int,
+        policy: StalenessPolicy,
+        peers: Sequence[int],
     ) -> None:
-        self._course, self.pace = tuple(course), pace
-        self.switch = SyncSwitch(pace, len(peers) + 1)
+        self._schedule, self.policy = tuple(schedule), policy
+        self.switch = SyncSwitch(policy, len(peers) + 1)
         """Hears how many answers of each epoch were right, where the pace has a target."""
-        start = pace.first_epoch * len(course)
+        start = policy.first_epoch * len(schedule)
         self.position = [start] * num_intervals
         """Of the next move, or of the one that is under way, of each interval."""
         self.running: set[int] = set()
         """Intervals with a move under way."""
-        self.updates = pace.first_epoch
+        self.updates = policy.first_epoch
         """Updates of the weights that all parameter servers have made."""
-        self.end = pace.first_epoch
+        self.end = policy.first_epoch
         """The epoch before which everybody stops."""
         self.floor = start
         """The least position of an interval."""
         self._at_floor = num_intervals
-        self._heard = dict.fromkeys(peers, start)
-        self._told = start
-        self._answer = next(at for at, move in enumerate(self._course) if _has_loss(move))
-        self._answered = pace.first_epoch
+        self._peer_positions = dict.fromkeys(peers, start)
+        self._announced = start
+        self._loss_index = next(at for at, task in enumerate(self._schedule) if _has_loss(task))
+        self._next_loss_epoch = policy.first_epoch
 
     @property
     def is_done(self) -> bool:
         """Whether all intervals, and the weights, are at the end, and nobody waits for a count of answers."""
-        over = self.floor >= self.end * len(self._course) and self.updates >= self.end
-        return over and self.switch.has_judged(self.end)
+        over = self.floor >= self.end * len(self._schedule) and self.updates >= self.end
+        return over and self.switch.has_decided(self.end)
 
-    def move_of(self, interval: int) -> tuple[int, ScheduledTask]:
+    def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
         """Return the epoch of ``interval`` and its next move, or the one under way."""
-        epoch, index = divmod(self.position[interval], len(self._course))
-        return epoch, self._course[index]
+        epoch, index = divmod(self.position[interval], len(self._schedule))
+        return epoch, self._schedule[index]
 
-    def following(self, interval: int) -> ScheduledTask | None:
+    def next_task(self, interval: int) -> ScheduledTask | None:
         """Return the move after that, if it is of the same epoch."""
-        index = self.position[interval] % len(self._course) + 1
-        return self._course[index] if index < len(self._course) else None
+        index = self.position[interval] % len(self._schedule) + 1
+        return self._schedule[index] if index < len(self._schedule) else None
 
-    def may_go(self, interval: int) -> bool:
+    def can_start(self, interval: int) -> bool:
         """Whether ``interval`` may take its next move now."""
         if interval in self.running:
             return False
         position = self.position[interval]
-        epoch, index = divmod(position, len(self._course))
+        epoch, index = divmod(position, len(self._schedule))
         if epoch >= self.end or (index == 0 and not self._may_begin(epoch)):
             return False
-        if not self.pace.is_synchronous(epoch):
+        if not self.policy.is_synchronous(epoch):
             return True
-        barrier = self._course[index].barrier
-        if self.floor < position and (barrier is not Barrier.NONE or self.pace.mode == "no_pipe"):
+        barrier = self._schedule[index].barrier
+        if self.floor < position and (barrier is not Barrier.NONE or self.policy.mode == "no_pipe"):
             return False
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
-    def able(self) -> list[int]:
+    def startable(self) -> list[int]:
         """Return all intervals that may go."""
-        return [interval for interval in range(len(self.position)) if self.may_go(interval)]
+        return [interval for interval in range(len(self.position)) if self.can_start(interval)]
 
     def behind(self, position: int) -> list[int]:
         """Return the peers that have not said that they came to ``position``."""
-        return [peer for peer, floor in self._heard.items() if floor < position]
+        return [peer for peer, floor in self._peer_positions.items() if floor < position]
 
     def start(self, interval: int) -> tuple[int, ScheduledTask]:
         """Note that ``interval`` begins its next move; return its epoch and the move."""
-        assert self.may_go(interval), f"interval {interval} may not go"
+        assert self.can_start(interval), f"interval {interval} may not go"
         self.running.add(interval)
-        return self.move_of(interval)
+        return self.task_of(interval)
 
     def finish(self, interval: int) -> bool:
         """Note that ``interval`` ended its move; return whether all intervals came further by that."""
@@ -176,27 +180,27 @@ class Progress:
         self._at_floor = self.position.count(self.floor)
         return True
 
-    def news(self) -> int | None:
+    def new_barrier(self) -> int | None:
         """Return the furthest barrier of all graph servers that this one came to, if it is not told yet."""
-        moves = len(self._course)
-        for position in range(self.floor, self._told, -1):
-            epoch, index = divmod(position, moves)
-            if self._course[index].barrier is Barrier.GLOBAL and self.pace.is_synchronous(epoch):
-                self._told = position
+        num_tasks = len(self._schedule)
+        for position in range(self.floor, self._announced, -1):
+            epoch, index = divmod(position, num_tasks)
+            if self._schedule[index].barrier is Barrier.GLOBAL and self.policy.is_synchronous(epoch):
+                self._announced = position
                 return position
-        self._told = self.floor
+        self._announced = self.floor
         return None
 
-    def answered(self) -> range:
+    def epochs_with_loss(self) -> range:
         """Return the epochs whose losses all own intervals have by now, without those returned before.
 
         Empty where nobody asks how many answers were right.
         """
         if self.switch.is_over:
             return range(0)
-        end = (self.floor - self._answer - 1) // len(self._course) + 1
-        found = range(self._answered, end)
-        self._answered = max(self._answered, end)
+        end = (self.floor - self._loss_index - 1) // len(self._schedule) + 1
+        found = range(self._next_loss_epoch, end)
+        self._next_loss_epoch = max(self._next_loss_epoch, end)
         return found
 
     def hear(self, peer: int, position: int) -> None:
@@ -205,34 +209,34 @@ class Progress:
         Raises:
             ConfigError: there is no such peer.
         """
-        if peer not in self._heard:
-            raise ConfigError(f"graph server {peer} is none of the peers {sorted(self._heard)}")
-        self._heard[peer] = max(self._heard[peer], position)
+        if peer not in self._peer_positions:
+            raise ConfigError(f"graph server {peer} is none of the peers {sorted(self._peer_positions)}")
+        self._peer_positions[peer] = max(self._peer_positions[peer], position)
 
     def _may_begin(self, epoch: int) -> bool:
-        return self.switch.is_known(epoch) and epoch <= self.updates + self.pace.lead(epoch)
+        return self.switch.is_known(epoch) and epoch <= self.updates + self.policy.lead(epoch)
 
 
-def _has_loss(move: ScheduledTask) -> bool:
-    return move.kind is Kind.LOSS or move.direction is Direction.FUSED
+def _has_loss(task: ScheduledTask) -> bool:
+    return task.kind is TaskKind.LOSS or task.direction is Direction.FUSED
 
 
 _NAMES = {
-    Kind.WORK: "open {}",
-    Kind.LOSS: "loss of {}",
-    Kind.PUBLISH: "publish {}",
-    Kind.SEND_BACK: "grad{}",
-    Kind.COLLECT: "collect {}",
+    TaskKind.WORK: "open {}",
+    TaskKind.LOSS: "loss of {}",
+    TaskKind.PUBLISH: "publish {}",
+    TaskKind.SEND_BACK: "grad{}",
+    TaskKind.COLLECT: "collect {}",
 }
 _TASKS = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
 
 
-def move_name(step: str, kind: Kind) -> str:
+def server_span_name(step: str, kind: TaskKind) -> str:
     """Return "GA1", "SC1", "gradSC1", "open AV1" and so on for a move of a graph server."""
     return _NAMES.get(kind, "{}").format(step)
 
 
-def task_name(program: Program, key: TaskKey) -> str:
+def worker_span_name(program: Program, key: TaskKey) -> str:
     """Return "AV1", "gradAV1", or "AV2+grad" where forward and backward are one task."""
     return _TASKS[key.direction].format(program.steps[key.step].name)
 
@@ -256,7 +260,7 @@ class WorkerSpans:
         work = max(done.sent, done.ready)
         if done.sent < work:
             self._note(done, f"{WAIT} for rows", done.sent, work)
-        self._note(done, task_name(self._program, done.key), work, done.done)
+        self._note(done, worker_span_name(self._program, done.key), work, done.done)
 
     def _note(self, done: Finished, name: str, begin_s: float, end_s: float) -> None:
         self._timeline.note(
@@ -317,16 +321,16 @@ class ControlledWorkers:
 
 
 _LOOK_S, _ENDS_WITHIN_S = 0.5, 5.0
-_MAIL_THREADS = 2
+_NETWORK_THREADS = 2
 """They mostly wait for answers: one may while the other packs."""
-_MAIL = (Kind.SCATTER, Kind.SEND_BACK)
-_NEWS, _ANSWERS, _AT_ONCE = -3, -2, -1
+_EXCHANGED_KINDS = (TaskKind.SCATTER, TaskKind.SEND_BACK)
+_ANNOUNCE_POSITION, _ANNOUNCE_CORRECT, _IMMEDIATELY = -3, -2, -1
 
 
-class Carrier(Protocol):
+class GhostTransport(Protocol):
     """Who carries letters; see :class:`~dglx_dist.strategies.serverless.ghost_exchange.GhostExchange`."""
 
-    def send(self, move: ScheduledTask, letters: Sequence[GhostMessage]) -> None:
+    def send(self, task: ScheduledTask, messages: Sequence[GhostMessage]) -> None:
         """Send all letters and wait until they are read."""
 
     def announce(self, position: int) -> None:
@@ -349,18 +353,18 @@ class Snapshot(NamedTuple):
     """Tasks that workers have."""
 
 
-class _Queue:
+class _TaskQueue:
     """Moves and announcements that wait for threads, the least position first."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self.heap: list[tuple[int, int]] = []
-        """(position, interval), where ``_NEWS``, ``_ANSWERS`` and ``_AT_ONCE`` stand for positions before all
+        """(position, interval), where ``_ANNOUNCE_POSITION``, ``_ANNOUNCE_CORRECT`` and ``_IMMEDIATELY`` stand for positions before all
         others, and the first two have a position and an epoch for the interval."""
         self.changed = threading.Condition(lock)
 
 
 @final
-class ThreadSchedule:
+class ThreadScheduler:
     """Runs epochs of one graph server: as many threads as cores make moves, others carry mail.
 
     Args:
@@ -378,18 +382,18 @@ class ThreadSchedule:
         server: GraphServer,
         progress: Progress,
         workers: Workers,
-        carrier: Carrier,
+        transport: GhostTransport,
         *,
         threads: int,
         timeline: Timeline | None = None,
         early: bool = True,
     ) -> None:
         self._server, self._progress = server, progress
-        self._workers, self._carrier = workers, carrier
+        self._workers, self._transport = workers, transport
         self._num_threads, self._timeline, self._early = threads, timeline, early
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._moves, self._mail = _Queue(self._lock), _Queue(self._lock)
+        self._moves, self._exchange = _TaskQueue(self._lock), _TaskQueue(self._lock)
         self._launched: set[TaskKey] = set()
         self._failure: BaseException | None = None
         self._stopping = True
@@ -404,10 +408,12 @@ class ThreadSchedule:
         """Return what goes on now; any thread."""
         with self._lock:
             numbers = range(len(self._progress.position))
-            found = [self._progress.move_of(interval) for interval in numbers]
+            found = [self._progress.task_of(interval) for interval in numbers]
             end, queue = self._progress.end, len(self._moves.heap)
-        steps = [self._server.program.steps[move.step].name if epoch < end else "" for epoch, move in found]
-        return Snapshot(tuple(epoch for epoch, _ in found), tuple(steps), queue, len(self._server.desk.keys))
+        steps = [self._server.program.steps[task.step].name if epoch < end else "" for epoch, task in found]
+        return Snapshot(
+            tuple(epoch for epoch, _ in found), tuple(steps), queue, len(self._server.task_table.keys)
+        )
 
     def run(self, end: int, look: Callable[[float, Sequence[int]], None]) -> None:
         """Train until all own intervals have ended the epoch before ``end``, and its update is made.
@@ -421,7 +427,9 @@ class ThreadSchedule:
             DglxError: whatever went wrong, here or on a thread; the schedule cannot run again then.
         """
         self._stopping, self._failure = False, None
-        targets = [(self._moves, GRAPH_SERVER)] * self._num_threads + [(self._mail, NETWORK)] * _MAIL_THREADS
+        targets = [(self._moves, GRAPH_SERVER)] * self._num_threads + [
+            (self._exchange, NETWORK)
+        ] * _NETWORK_THREADS
         threads = [
             threading.Thread(target=self._serve, args=target, name=f"dglx-graph-server-{number}", daemon=True)
             for number, target in enumerate(targets)
@@ -441,8 +449,8 @@ class ThreadSchedule:
             with self._lock:
                 self._stopping = True
                 self._moves.heap.clear()
-                self._mail.heap.clear()
-                for queue in (self._moves, self._mail):
+                self._exchange.heap.clear()
+                for queue in (self._moves, self._exchange):
                     queue.changed.notify_all()
             for thread in threads:
                 # After a failure one may still wait for an answer that never comes.
@@ -508,25 +516,25 @@ class ThreadSchedule:
     def _waited_for(self) -> list[int]:
         """Return the peers at whose barrier all own intervals stand, or whose right answers they wait for."""
         floor = self._progress.floor
-        epoch, move = self._progress.move_of(self._progress.position.index(floor))
+        epoch, task = self._progress.task_of(self._progress.position.index(floor))
         if not self._progress.switch.is_known(epoch):
             return [peer for peer in self._progress.switch.missing() if peer != self._server.rank]
-        stands = move.barrier is Barrier.GLOBAL and self._progress.pace.is_synchronous(epoch)
+        stands = task.barrier is Barrier.GLOBAL and self._progress.policy.is_synchronous(epoch)
         return self._progress.behind(floor) if stands else []
 
     def _enqueue_all(self) -> None:
-        for interval in self._progress.able():
+        for interval in self._progress.startable():
             self._enqueue(interval)
         if self._progress.is_done:
             self._changed.notify_all()
 
     def _enqueue(self, interval: int) -> None:
         position = self._progress.position[interval]
-        _, move = self._progress.start(interval)
-        queue = self._mail if move.kind in _MAIL else self._moves
+        _, task = self._progress.start(interval)
+        queue = self._exchange if task.kind in _EXCHANGED_KINDS else self._moves
         # Opening a task costs nothing and lets a worker begin; behind all gathers of its phase it would have
         # workers and graph server take turns.
-        heapq.heappush(queue.heap, (_AT_ONCE if move.kind is Kind.WORK else position, interval))
+        heapq.heappush(queue.heap, (_IMMEDIATELY if task.kind is TaskKind.WORK else position, interval))
         queue.changed.notify()
 
     def _finish(self, interval: int) -> None:
@@ -535,18 +543,18 @@ class ThreadSchedule:
         if self._stopping:
             return
         if self._progress.finish(interval):
-            news = self._progress.news()
-            if news is not None:
-                heapq.heappush(self._mail.heap, (_NEWS, news))
-                self._mail.changed.notify()
-            for epoch in self._progress.answered():
-                heapq.heappush(self._mail.heap, (_ANSWERS, epoch))
-                self._mail.changed.notify()
+            new_barrier = self._progress.new_barrier()
+            if new_barrier is not None:
+                heapq.heappush(self._exchange.heap, (_ANNOUNCE_POSITION, new_barrier))
+                self._exchange.changed.notify()
+            for epoch in self._progress.epochs_with_loss():
+                heapq.heappush(self._exchange.heap, (_ANNOUNCE_CORRECT, epoch))
+                self._exchange.changed.notify()
             self._enqueue_all()
-        elif self._progress.may_go(interval):
+        elif self._progress.can_start(interval):
             self._enqueue(interval)
 
-    def _serve(self, queue: _Queue, row: str) -> None:
+    def _serve(self, queue: _TaskQueue, row: str) -> None:
         while True:
             with self._lock:
                 while not queue.heap and not self._stopping:
@@ -555,10 +563,10 @@ class ThreadSchedule:
                     return
                 position, interval = heapq.heappop(queue.heap)
             try:
-                if position == _NEWS:
-                    self._carrier.announce(interval)
-                elif position == _ANSWERS:
-                    self._answer(interval)
+                if position == _ANNOUNCE_POSITION:
+                    self._transport.announce(interval)
+                elif position == _ANNOUNCE_CORRECT:
+                    self._loss_index(interval)
                 else:
                     self._make(interval, row)
             except Exception as error:  # noqa: BLE001 - whoever waits for the epoch must hear of it
@@ -567,32 +575,32 @@ class ThreadSchedule:
 
     def _make(self, interval: int, row: str) -> None:
         with self._lock:
-            epoch, move = self._progress.move_of(interval)
-            following = self._progress.following(interval)
-        name = move_name(self._server.program.steps[move.step].name, move.kind)
+            epoch, task = self._progress.task_of(interval)
+            next_task = self._progress.next_task(interval)
+        name = server_span_name(self._server.program.steps[task.step].name, task.kind)
         number = self._server.part.first_interval + interval
         with self._timeline.span(name, row, epoch, number) if self._timeline else nullcontext():
-            if move.kind is Kind.WORK:
-                self._open(interval, epoch, move)
+            if task.kind is TaskKind.WORK:
+                self._open(interval, epoch, task)
                 return
-            if self._early and following is not None and _follows_at_once(following):
-                self._launch_early(self._server.key_of(interval, epoch, following), interval)
-            if move.kind in _MAIL:
-                self._carrier.send(move, self._server.letters(interval, move))
+            if self._early and next_task is not None and _follows_at_once(next_task):
+                self._launch_early(self._server.key_of(interval, epoch, next_task), interval)
+            if task.kind in _EXCHANGED_KINDS:
+                self._transport.send(task, self._server.messages(interval, task))
             else:
-                self._server.compute(interval, epoch, move)
+                self._server.compute(interval, epoch, task)
         with self._lock:
             self._finish(interval)
 
-    def _answer(self, epoch: int) -> None:
+    def _loss_index(self, epoch: int) -> None:
         correct = self._server.correct(epoch)
-        self._carrier.answer(epoch, correct)
+        self._transport.answer(epoch, correct)
         # Only now: a graph server that is done with all epochs sends no more.
         self.counted(self._server.rank, epoch, correct)
 
-    def _open(self, interval: int, epoch: int, move: ScheduledTask) -> None:
-        key = self._server.key_of(interval, epoch, move)
-        self._server.open(interval, epoch, move)
+    def _open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
+        key = self._server.key_of(interval, epoch, task)
+        self._server.open(interval, epoch, task)
         with self._lock:
             launched = key in self._launched
             self._launched.discard(key)
@@ -607,6 +615,6 @@ class ThreadSchedule:
         self._workers.launch(key, self._server.rows_of(interval), ready=False)
 
 
-def _follows_at_once(move: ScheduledTask) -> bool:
-    """Whether ``move`` is a task that needs nothing but the move before it."""
-    return move.kind is Kind.WORK and move.barrier is Barrier.NONE
+def _follows_at_once(task: ScheduledTask) -> bool:
+    """Whether ``task`` is a task that needs nothing but the move before it."""
+    return task.kind is TaskKind.WORK and task.barrier is Barrier.NONE

@@ -37,13 +37,13 @@ from dglx_dist.strategies.serverless.engine import (
     NOTHING,
     Account,
     EpochTotals,
-    Live,
+    LiveProgress,
     Start,
     TrainingRun,
     account_of_ranks,
     as_json,
 )
-from dglx_dist.strategies.serverless.graph_partition import Wanted, open_part
+from dglx_dist.strategies.serverless.graph_partition import PartRequest, open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import LambdaSettings
 
@@ -130,9 +130,9 @@ class IntervalLoader:
         """
         g, (ntype,) = self.g, self.g.ntypes
         policy = g.get_node_partition_policy(ntype)
-        mine = self._seeds.ids[ntype]
+        local = self._seeds.ids[ntype]
         marks = DistTensor((g.num_nodes(ntype),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
-        marks.push(torch.from_numpy(mine), torch.ones(len(mine), dtype=torch.int64), accumulate=True)
+        marks.push(torch.from_numpy(local), torch.ones(len(local), dtype=torch.int64), accumulate=True)
         g.barrier()
         first, last = RowOwners(policy.bounds, g.session.topology).range_of(g.session.topology.rank)
         found: Array = marks[torch.arange(first, last)].numpy()
@@ -222,7 +222,7 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
     return make_update(type(optimizer).__name__, groups, names, state, root=_root)
 
 
-def give_back(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Array]) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Array]) -> None:
     """Let ``optimizer`` go on where an update is.
 
     Args:
@@ -291,7 +291,7 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
             trained[name].copy_(torch.from_numpy(weight))
 
 
-def bring_back(
+def write_back(
     model: nn.Module, optimizer: Optimizer, weights: Mapping[str, Array], state: Mapping[str, Array]
 ) -> None:
     """Put trained weights and the state of their update into the user's model and optimizer."""
@@ -299,7 +299,7 @@ def bring_back(
     with torch.no_grad():
         for name, weight in weights.items():
             found[name].copy_(torch.tensor(weight))
-    give_back(optimizer, model, state)
+    restore_optimizer(optimizer, model, state)
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
@@ -366,7 +366,7 @@ class LambdaTrainer(EpochTrainer):
         self._program = chain.program(self._num_train)
         self._names = list(self._program.weight_shapes)
         together(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
-        wanted = Wanted(
+        wanted = PartRequest(
             program=self._program,
             factors=chain.factors,
             objective=objective,
@@ -386,10 +386,10 @@ class LambdaTrainer(EpochTrainer):
         """See :class:`EpochTrainer`."""
         running = self._from(first)
         counted, began = self._session.ledger.snapshot(), time.perf_counter()
-        with Live(running, self._settings, self._past, self._show):
+        with LiveProgress(running, self._settings, self._past, self._show):
             totals = running.engine.run(number)
         parameters = running.engine.parameters
-        bring_back(self._model, self._optimizer, parameters.latest(), parameters.state())
+        write_back(self._model, self._optimizer, parameters.latest(), parameters.state())
         self._past += Account(server_seconds=time.perf_counter() - began)
         self._left = fingerprint(self._model, self._optimizer)
         self._loader.advance(number)
@@ -402,19 +402,21 @@ class LambdaTrainer(EpochTrainer):
         """See :class:`EpochTrainer`."""
         running, self._running = self._running, None
         if running is not None:
-            self._simulated = running.crew.simulated
+            self._simulated = running.pool.simulated
             self._past += Account(counts=running.close(failed=failed))
 
     def account(self) -> dict[str, object]:
         """See :class:`EpochTrainer`."""
         now, simulated = self._past, self._simulated
         if self._running is not None:
-            now += Account(counts=self._running.crew.counts)
-            simulated = self._running.crew.simulated
+            now += Account(counts=self._running.pool.counts)
+            simulated = self._running.pool.simulated
         rows = gather_json(as_json(now), self._session)
         total = account_of_ranks([row for row in rows if isinstance(row, dict)])
         settings = self._settings
-        found = total.describe(settings.server, settings.prices, simulated=simulated, alone=settings.alone)
+        found = total.describe(
+            settings.server, settings.prices, simulated=simulated, servers_only=settings.servers_only
+        )
         if settings.options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
@@ -442,17 +444,17 @@ class LambdaTrainer(EpochTrainer):
             )
         return self._running
 
-    def _check_equal(self, mine: str) -> None:
-        for rank, other in enumerate(gather_json(mine, self._session)):
-            if other != mine:
+    def _check_equal(self, local: str) -> None:
+        for rank, other in enumerate(gather_json(local, self._session)):
+            if other != local:
                 raise ConfigError(
                     f"rank {rank} has other weights or another optimizer than rank "
                     f"{self._session.topology.rank}; make them alike, and change them on all ranks"
                 )
 
-    def _compare_kernels(self, mine: Sequence[str]) -> None:
+    def _compare_kernels(self, local: Sequence[str]) -> None:
         """Warn once, on rank 0, where not all graph servers and workers compute with the same."""
-        told = cast("list[list[str]]", gather_json(list(mine), self._session))
+        told = cast("list[list[str]]", gather_json(list(local), self._session))
         kinds = {kind for rank in told for kind in rank}
         if len(kinds) > 1 and not self._warned and self._session.topology.rank == 0:
             log.warning(
@@ -464,8 +466,8 @@ class LambdaTrainer(EpochTrainer):
 
     def _records(self, totals: Sequence[EpochTotals], moved: Sequence[LedgerRow]) -> list[EpochRecord]:
         """Epochs that overlap share what moved evenly: in the end all have moved the same."""
-        mine = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
-        both = gather_int64(mine, self._session).sum(axis=0)
+        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
+        both = gather_int64(local, self._session).sum(axis=0)
         inside, outside = (_shares(int(total), len(totals)) for total in both)
         return [
             EpochRecord(

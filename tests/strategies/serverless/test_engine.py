@@ -121,7 +121,7 @@ class Hands:
 def engine_of(
     session: Session,
     program: Program,
-    pace: StalenessPolicy,
+    policy: StalenessPolicy,
     num_servers: int,
     *,
     twice: bool = False,
@@ -131,17 +131,17 @@ def engine_of(
     graph = cases.case().graphs(STARTS[world])[rank]
     boundary = exchange_boundaries(session, graph)
     part = cases.case().part(graph, boundary, INTERVALS, rank * INTERVALS)
-    plan = cases.plan_of(program, parts_of(world), num_servers, pace.staleness)
+    plan = cases.plan_of(program, parts_of(world), num_servers, policy.staleness)
     places = Places(parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(world)))
-    config = EngineConfig(plan=plan, places=places, pace=pace, **settings)
-    hired: list[Hands] = []
+    config = EngineConfig(plan=plan, places=places, policy=policy, **settings)
+    started: list[Hands] = []
 
     def start_workers(handlers: Mapping[str, Handler]) -> Hands:
-        hired.append(Hands(session, program, handlers, twice))
-        return hired[0]
+        started.append(Hands(session, program, handlers, twice))
+        return started[0]
 
     parameters = cases.parameter_server(program, plan, rank) if rank < num_servers else None
-    return Engine(session, GraphServer(part, program), config, parameters, start_workers), hired[0]
+    return Engine(session, GraphServer(part, program), config, parameters, start_workers), started[0]
 
 
 def parts_of(world: int) -> list[Part]:
@@ -158,20 +158,20 @@ def check_plain(name: str, engine: Engine, totals: list[EpochTotals]) -> None:
     assert all(one.seconds > 0 for one in totals)
 
 
-def train(session: Session, name: str, pace: StalenessPolicy, **settings: Any) -> None:
+def train(session: Session, name: str, policy: StalenessPolicy, **settings: Any) -> None:
     """Two runs of two epochs each, beside the plain answer where the mode is exact."""
     engine, hands = engine_of(
-        session, cases.PROGRAMS[name](), pace, min(2, session.topology.world_size), **settings
+        session, cases.PROGRAMS[name](), policy, min(2, session.topology.world_size), **settings
     )
     totals = engine.run(EPOCHS // 2)
     assert engine.epoch == EPOCHS // 2
     assert engine.snapshot().steps == ("",) * INTERVALS
     totals += engine.run(EPOCHS - EPOCHS // 2)
-    if pace.mode != "async":
+    if policy.mode != "async":
         check_plain(name, engine, totals)
     assert all(hands.launched.values())
     behind_gather = {key for key in hands.launched if key.step == 1 and key.direction is Direction.FORWARD}
-    if pace.mode == "no_pipe":
+    if policy.mode == "no_pipe":
         assert not hands.early
     elif name != "gat":
         assert behind_gather <= hands.early

@@ -57,8 +57,8 @@ def test_every_ghost_is_sent_by_one_interval_and_returned_by_one() -> None:
     parts = cases.case().parts(starts, 3)
     for part in parts:
         for peer in parts:
-            sent, mine = part.routes.boundary[peer.graph.rank], peer.graph.ghost_ids(part.graph.rank)
-            assert (sent + part.graph.starts[part.graph.rank] == mine).all()
+            sent, local = part.routes.boundary[peer.graph.rank], peer.graph.ghost_ids(part.graph.rank)
+            assert (sent + part.graph.starts[part.graph.rank] == local).all()
             returned = np.concatenate(part.routes.returned[peer.graph.rank])
             assert sorted(returned.tolist()) == list(range(len(part.graph.ghost_ids(peer.graph.rank))))
     assert sum(part.routes.num_sent for part in parts) == sum(part.graph.num_ghosts for part in parts) > 0

@@ -13,7 +13,7 @@ from dglx_dist.strategies.serverless import graph_rows as over_edges
 from dglx_dist.strategies.serverless.graph_rows import SharedRows
 from dglx_dist.strategies.serverless.graph_server import (
     GraphServer,
-    Kind,
+    TaskKind,
     LocalParameters,
     SubmitResult,
     compute_task,
@@ -26,11 +26,11 @@ STARTS = [0, 17, 40]
 
 def test_letters_that_are_not_what_a_scatter_sends_are_refused() -> None:
     (server, peer), _ = cases.servers(cases.gcn(), STARTS, 2)
-    letters = peer.letters(1, peer.course[2])
-    (letter,) = letters
-    good = [letter.positions, *letter.rows]
-    assert letter.rows[0].shape == (len(letter.positions), 4)
-    server.receive(1, Kind.SCATTER, 2, good)
+    messages = peer.messages(1, peer.schedule[2])
+    (message,) = messages
+    good = [message.positions, *message.rows]
+    assert message.rows[0].shape == (len(message.positions), 4)
+    server.receive(1, TaskKind.SCATTER, 2, good)
     size = len(server.part.graph.ghost_ids(1))
     wrong = {
         "not positions and 1 slots": [good[0]],
@@ -43,20 +43,20 @@ def test_letters_that_are_not_what_a_scatter_sends_are_refused() -> None:
     }
     for message, arrays in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            server.receive(1, Kind.SCATTER, 2, arrays)
+            server.receive(1, TaskKind.SCATTER, 2, arrays)
     for peer_number, step in ((1, 1), (1, 99), (1, -1), (2, 2), (-1, 2)):
         with pytest.raises(ConfigError, match="no such Scatter"):
-            server.receive(peer_number, Kind.SCATTER, step, good)
+            server.receive(peer_number, TaskKind.SCATTER, step, good)
 
 
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     (server, _), parameters = cases.servers(cases.gcn(), STARTS, 2)
-    key, move = TaskKey.parse("r0.e0.s1.i0.f"), server.course[1]
-    assert server.desk.pull(key, 0) is None
+    key, task = TaskKey.parse("r0.e0.s1.i0.f"), server.schedule[1]
+    assert server.task_table.pull(key, 0) is None
     with pytest.raises(ConfigError, match="came before it began"):
         server.give(key, 0, [])
-    server.compute(0, 0, server.course[0])
-    server.open(0, 0, move)
+    server.compute(0, 0, server.schedule[0])
+    server.open(0, 0, task)
     computed = compute_task(server, LocalParameters(parameters), key)
     first, second = computed.halves
     with pytest.raises(ConfigError, match=r"what came of r0\.e0\.s1\.i0\.f has 0 arrays, not 1"):
@@ -65,13 +65,13 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
         server.give(key, 0, [first[0][:-1]])
     assert server.give(key, 0, first) is SubmitResult.TAKEN
     assert server.give(key, 0, first) is SubmitResult.AGAIN
-    assert server.desk.keys == [key]
+    assert server.task_table.keys == [key]
     assert server.give(key, 1, second) is SubmitResult.LAST
-    assert server.desk.keys == []
+    assert server.task_table.keys == []
     for half in (0, 1):
         assert server.give(key, half, first) is SubmitResult.LATE
     with pytest.raises(ConfigError, match="is over"):
-        server.desk.pull(key, 0)
+        server.task_table.pull(key, 0)
     rows = server.part.nodes_of(0)
     np.testing.assert_array_equal(server._stores.own("h1", rows), np.concatenate([first[0], second[0]]))
 
@@ -88,12 +88,12 @@ def test_a_sum_lets_writers_in_between_pieces_and_is_the_same(monkeypatch: pytes
     monkeypatch.setattr(SharedRows, "reading", counted)
     (step, *_), nodes = server.program.steps, server.part.nodes_of(1)
     assert isinstance(step, Gather)
-    whole = server._over_edges.gather(step, 1)
+    whole = server._edge_operations.gather(step, 1)
     assert held == ["rows", "rows"]  # and the values of its edges
     monkeypatch.setattr(over_edges, "_PIECE_NUMBERS", 3 * whole.shape[1])
     edges = server.part.edges_of(1)
-    np.testing.assert_array_equal(server._over_edges.gather(step, 1), whole)
-    pieces = list(server._over_edges._pieces(nodes, whole.shape[1]))
+    np.testing.assert_array_equal(server._edge_operations.gather(step, 1), whole)
+    pieces = list(server._edge_operations._pieces(nodes, whole.shape[1]))
     assert len(held) == 2 + 2 * len(pieces) > 6
     assert [pieces[0][0], pieces[-1][1]] == [nodes.start, nodes.stop]
     bounds = server.part.graph.indptr

@@ -227,9 +227,9 @@ def overlapping(folder: str) -> dict[str, Any]:
 def test_two_ranks_with_workers_in_processes(folder: Path, tmp_path: Path) -> None:
     one, other = run_ranks(two_ranks, 2, args=(str(folder), str(tmp_path / "saved")))
     expected, losses = plain(4)
-    for mine, theirs, true in zip(one["weights"], other["weights"], expected.parameters(), strict=True):
-        assert np.array_equal(mine, theirs)
-        assert np.abs(mine - true.detach().numpy()).max() < 1e-12
+    for local, theirs, true in zip(one["weights"], other["weights"], expected.parameters(), strict=True):
+        assert np.array_equal(local, theirs)
+        assert np.abs(local - true.detach().numpy()).max() < 1e-12
     assert one["records"] == other["records"]
     assert one["account"] == other["account"]
     np.testing.assert_allclose([(r.loss, r.train_accuracy) for r in one["records"]], losses[2:], rtol=1e-10)

@@ -1,6 +1,6 @@
-"""Several graph servers, all parameter servers and workers in one thread, in an order that can be repeated.
+"""Deterministic single-threaded simulation of graph servers, parameter servers and workers.
 
-Whatever could happen next is an event; whoever chooses decides which. So any interleaving of a real run can
+Whatever can happen next is an event, and a choice function picks one. So any interleaving of a real run can
 be tried, and repeated from its record.
 """
 
@@ -9,39 +9,88 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer, exchange
-from dglx_dist.serverless.tasks import TaskKey
+from dglx_dist.serverless.stages.base import Arrays
+from dglx_dist.serverless.tasks import TaskKey, add_gradients, half_rows
 from dglx_dist.strategies.serverless.graph_server import (
-    Computed,
     GraphServer,
-    Kind,
-    LocalParameters,
+    Parameters,
     ScheduledTask,
-    compute_task,
-    submit,
+    SubmitResult,
+    TaskKind,
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 from dglx_dist.strategies.serverless.scheduler import Progress
 
 
-class What(Enum):
-    """What happens."""
+@final
+class LocalParameters:
+    """The parameter servers of one process.
 
-    MOVE = "move"
-    """A graph server makes a move, or lets workers take its task."""
+    Args:
+        servers: All of a plan, in order.
+    """
+
+    def __init__(self, servers: Sequence[ParameterServer]) -> None:
+        self._servers = servers
+
+    def weights(self, key: TaskKey) -> list[Array]:
+        return self._of(key).weights(key.interval, key.epoch, key.step)
+
+    def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> None:
+        self._of(key).gradients(key.interval, key.epoch, key.step, arrays)
+
+    def _of(self, key: TaskKey) -> ParameterServer:
+        return self._servers[int(self._servers[0].plan.server_of_interval[key.interval])]
+
+
+class Computed(NamedTuple):
+    """Results of a task that are not yet submitted."""
+
+    halves: tuple[Arrays, Arrays]
+    gradients: Arrays
+
+
+def compute_task(server: GraphServer, parameters: Parameters, key: TaskKey) -> Computed:
+    """Pull weights and rows of the open task ``key``, and compute it in its two halves."""
+    work = server.works[key.step, key.direction]
+    rows = server.rows_of(key.interval - server.part.first_interval)
+    weights = parameters.weights(key) if work.weights else []
+    found = []
+    for half in (0, 1):
+        arrays = server.task_table.pull(key, half)
+        assert arrays is not None, f"task {key} is not open"
+        nodes = half_rows(rows, half)
+        found.append(work.half(weights, arrays, nodes.stop - nodes.start))
+    gradients = add_gradients(found[0].gradients, found[1].gradients) if work.pushes else ()
+    return Computed((found[0].rows, found[1].rows), gradients)
+
+
+def submit(server: GraphServer, parameters: Parameters, key: TaskKey, computed: Computed) -> bool:
+    """Push the gradients, then submit the rows; return whether that completes the task."""
+    work = server.works[key.step, key.direction]
+    if work.pushes and work.weights:
+        parameters.gradients(key, computed.gradients)
+    return [server.submit(key, half, computed.halves[half]) for half in (0, 1)][-1] is SubmitResult.LAST
+
+
+class EventKind(Enum):
+    START = "start"
+    """A graph server executes a task, or opens it for workers."""
     COMPUTE = "compute"
     """A worker pulls weights and rows, and computes."""
-    SUBMIT = "hand_in"
-    """It pushes gradients and gives rows."""
+    SUBMIT = "submit"
+    """It pushes gradients and submits rows."""
     UPDATE = "update"
     """The parameter servers update the weights."""
-    TELL = "tell"
-    """A graph server tells all how many answers of an epoch were right."""
+    ANNOUNCE = "announce"
+    """A graph server announces how many predictions of an epoch were correct."""
 
 
 @final
@@ -49,17 +98,17 @@ class What(Enum):
 class Event:
     """One thing that can happen next."""
 
-    what: What
+    kind: EventKind
     server: int = -1
     """Graph server; -1 for an update."""
     interval: int = -1
-    """Its own number of it; the epoch where answers are told."""
+    """Local number of the interval; the epoch for ANNOUNCE."""
     position: int = field(default=-1, compare=False)
-    """How far the interval is."""
+    """Position of the interval."""
 
 
 Choice: TypeAlias = Callable[[Sequence[Event]], int]
-"""Of the events that can happen, at least one, in a fixed order: which does."""
+"""Maps the possible events, at least one, in a fixed order, to the index of the next one."""
 
 
 def first_come(events: Sequence[Event]) -> int:
@@ -81,10 +130,10 @@ def replayed(record: Sequence[Event]) -> Choice:
     Raises:
         ConfigError: when called and the recorded event cannot happen: the run is another one.
     """
-    following = iter(record)
+    recorded = iter(record)
 
     def choose(events: Sequence[Event]) -> int:
-        wanted = next(following, None)
+        wanted = next(recorded, None)
         if wanted not in events:
             raise ConfigError(f"the record has {wanted}, which cannot happen; is it of another run?")
         return events.index(wanted)
@@ -93,7 +142,7 @@ def replayed(record: Sequence[Event]) -> Choice:
 
 
 @final
-class SerialSchedule:
+class SerialScheduler:
     """Runs epochs of all graph servers in this thread.
 
     Args:
@@ -107,17 +156,17 @@ class SerialSchedule:
         self,
         servers: Sequence[GraphServer],
         parameters: Sequence[ParameterServer],
-        pace: StalenessPolicy,
+        policy: StalenessPolicy,
         choose: Choice = first_come,
     ) -> None:
         self.servers, self._parameters, self._choose = servers, parameters, choose
-        self._hands = LocalParameters(parameters)
+        self._local_parameters = LocalParameters(parameters)
         numbers = range(len(servers))
         self.progress = [
             Progress(
-                one.course,
+                one.schedule,
                 one.part.num_intervals,
-                replace(pace),  # as on ranks, each finds out for itself when to switch
+                replace(policy),  # as on ranks, each finds out for itself when to switch
                 [peer for peer in numbers if peer != one.rank],
             )
             for one in servers
@@ -145,66 +194,66 @@ class SerialSchedule:
     def events(self) -> list[Event]:
         """Return what can happen now."""
         found = [
-            Event(What.MOVE, server, interval, progress.position[interval])
+            Event(EventKind.MOVE, server, interval, progress.position[interval])
             for server, progress in enumerate(self.progress)
-            for interval in progress.able()
+            for interval in progress.startable()
         ]
-        for what, tasks in ((What.COMPUTE, self._waiting), (What.SUBMIT, self._computed)):
+        for what, tasks in ((EventKind.COMPUTE, self._waiting), (EventKind.SUBMIT, self._computed)):
             found += [
                 Event(what, server, interval, self.progress[server].position[interval])
                 for server, interval in sorted(tasks)
             ]
-        found += [Event(What.TELL, server, epoch) for server, epoch in self._untold]
+        found += [Event(EventKind.TELL, server, epoch) for server, epoch in self._untold]
         ready = all(one.own_sums() is not None for one in self._parameters)
-        return [*found, Event(What.UPDATE)] if ready else found
+        return [*found, Event(EventKind.UPDATE)] if ready else found
 
     def _happen(self, event: Event) -> None:
-        if event.what is What.UPDATE:
+        if event.what is EventKind.UPDATE:
             updates = exchange(self._parameters)
             assert updates is not None
             for progress in self.progress:
                 progress.updates = updates
-        elif event.what is What.TELL:
+        elif event.what is EventKind.TELL:
             self._untold.remove((event.server, event.interval))
             correct = self.servers[event.server].correct(event.interval)
             for progress in self.progress:
                 progress.switch.hear(event.server, event.interval, correct)
-        elif event.what is What.MOVE:
+        elif event.what is EventKind.MOVE:
             self._move(event.server, event.interval)
-        elif event.what is What.COMPUTE:
+        elif event.what is EventKind.COMPUTE:
             key = self._waiting.pop((event.server, event.interval))
-            computed = compute_task(self.servers[event.server], self._hands, key)
+            computed = compute_task(self.servers[event.server], self._local_parameters, key)
             self._computed[event.server, event.interval] = key, computed
         else:
             key, computed = self._computed.pop((event.server, event.interval))
-            over = submit(self.servers[event.server], self._hands, key, computed)
+            over = submit(self.servers[event.server], self._local_parameters, key, computed)
             assert over, f"task {key} is not over with all it gives"
             self._finish(event.server, event.interval)
 
     def _move(self, number: int, interval: int) -> None:
         server = self.servers[number]
-        epoch, move = self.progress[number].start(interval)
-        if move.kind is Kind.WORK:
-            server.open(interval, epoch, move)
-            self._waiting[number, interval] = server.key_of(interval, epoch, move)
+        epoch, task = self.progress[number].start(interval)
+        if task.kind is TaskKind.WORK:
+            server.open(interval, epoch, task)
+            self._waiting[number, interval] = server.key_of(interval, epoch, task)
             return
-        if move.kind in (Kind.SCATTER, Kind.SEND_BACK):
-            self._send(server, interval, move)
+        if task.kind in (TaskKind.SCATTER, TaskKind.SEND_BACK):
+            self._send(server, interval, task)
         else:
-            server.compute(interval, epoch, move)
+            server.compute(interval, epoch, task)
         self._finish(number, interval)
 
-    def _send(self, server: GraphServer, interval: int, move: ScheduledTask) -> None:
-        for letter in server.letters(interval, move):
-            arrays = [letter.positions, *letter.rows]
-            self.servers[letter.peer].receive(server.rank, move.kind, move.step, arrays)
+    def _send(self, server: GraphServer, interval: int, task: ScheduledTask) -> None:
+        for message in server.messages(interval, task):
+            arrays = [message.positions, *message.rows]
+            self.servers[message.peer].receive(server.rank, task.kind, task.step, arrays)
 
     def _finish(self, number: int, interval: int) -> None:
         progress = self.progress[number]
         if not progress.finish(interval):
             return
-        self._untold += [(number, epoch) for epoch in progress.answered()]
-        if (news := progress.news()) is not None:
+        self._untold += [(number, epoch) for epoch in progress.epochs_with_loss()]
+        if (new_barrier := progress.new_barrier()) is not None:
             for other in self.progress:
                 if other is not progress:
-                    other.hear(number, news)
+                    other.hear(number, new_barrier)

@@ -13,7 +13,7 @@ from dglx_dist.serverless.tasks import Address, Secrets
 from dglx_dist.serverless.worker import RemoteCaller
 
 
-class Visitor:
+class WorkerClient:
     """Asks one rank of a job.
 
     Args:
