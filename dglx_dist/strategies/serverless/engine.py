@@ -1,4 +1,4 @@
-"""Training engine on all ranks: each rank is a graph server, the first ones also parameter servers (Dorylus)."""
+"""Training engine: every rank is a graph server, the first ones also parameter servers (Dorylus)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Account:
         return Account(counts=Counts(**counts), server_seconds=self.server_seconds + other.server_seconds)
 
     def bill(self, kind: str, prices: PriceTable, *, simulated: bool, servers_only: bool = False) -> Bill:
-        """Return the dollars, each graph server priced as ``kind``; ``servers_only``: no function is paid for."""
+        """Return the bill, graph servers priced as ``kind``; ``servers_only``: no function is paid for."""
         servers = [Servers(kind=kind, number=1, seconds=self.server_seconds)]
         used = Usage() if servers_only else self.counts.usage
         return bill(used, servers, prices, simulated=simulated)
@@ -247,8 +247,9 @@ def check_reachable(host: str, *, paid: bool) -> None:
     """
     if paid and ip_address(host).is_loopback:
         raise ConfigError(
-            f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; with "
-            "one rank set the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME (see `ip addr`)"
+            f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; "
+            "with one rank set the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME "
+            "(see `ip addr`)"
         )
 
 

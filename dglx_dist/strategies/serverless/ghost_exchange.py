@@ -11,7 +11,7 @@ import numpy as np
 from dglx_dist.comm.rpc import Rpc
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.strategies.serverless.graph_server import GhostMessage, GraphServer, TaskKind, ScheduledTask
+from dglx_dist.strategies.serverless.graph_server import GhostMessage, GraphServer, ScheduledTask, TaskKind
 
 GHOSTS, GHOST_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
 """Operations named "step/sender"."""

@@ -140,7 +140,7 @@ class Routes:
     """Rows that one graph server sends, by peer and interval. W graph servers, k intervals."""
 
     boundary: tuple[Array, ...]
-    """Per peer (b,) int32: own nodes that are ghosts of the peer, ascending; the position identifies the row there."""
+    """Per peer (b,) int32: own nodes that are ghosts of the peer, ascending; see :class:`LocalGraph`."""
     boundary_bounds: tuple[Array, ...]
     """Per peer (k + 1,) int64: those of interval i are ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
     returned: tuple[tuple[Array, ...], ...]

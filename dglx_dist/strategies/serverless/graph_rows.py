@@ -325,8 +325,8 @@ def _fill(out: Array, parts: tuple[Array, ...]) -> None:
 
 
 _PIECE_NUMBERS = 1 << 22
-"""A sum over this many numbers releases its rows for a moment. Otherwise writers, which are the threads that serve
-workers and other graph servers, would wait tens of milliseconds for an interval's whole sum."""
+"""A sum releases its rows for a moment after this many numbers. Otherwise writers, which are the threads that
+serve workers and other graph servers, would wait tens of milliseconds for an interval's whole sum."""
 
 
 @final

@@ -186,7 +186,7 @@ class TaskTable:
             return sorted(self._open)
 
     def open(self, key: TaskKey, rows: int, arrays: Sequence[Array]) -> None:
-        """Open task ``key``; ``arrays`` are what its Work pulls, and must not change before it is complete."""
+        """Open task ``key``; ``arrays`` are what its Work pulls; they must not change until then."""
         work = self._work(key)
         halves = tuple(take_half(work.pulled, arrays, rows, half) for half in (0, 1))
         with self._lock:
@@ -355,7 +355,7 @@ class GraphServer:
         work, state = self.works[task.step, task.direction], self._intervals[interval]
         step = self.program.steps[task.step]
         if isinstance(step, Edge) and task.direction is Direction.FORWARD:
-            # Kept for backward: ghost rows may change before it, and the gradient must match the forward pass.
+            # Kept for backward, whose gradient must match the forward pass: ghost rows may change before it.
             state.sources[task.step] = self._edge_operations.source_rows(step.sources, interval)
         saved = iter(state.saved.pop(task.step, []))
         arrays = [

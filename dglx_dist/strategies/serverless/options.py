@@ -31,7 +31,7 @@ class StalenessPolicy:
     first_epoch: int = 0
     """Always synchronous: no stale values exist yet."""
     target: int | None = None
-    """Correct predictions of an epoch, over all graph servers, that make later epochs synchronous; None: never."""
+    """Correct predictions of an epoch, of all servers, that make later ones synchronous; None: never."""
     synchronous_from: int | None = None
     """The epoch from which all are synchronous; None: never. Set before any interval can have begun it."""
 
@@ -59,7 +59,7 @@ class LambdaOptions:
     """
 
     mode: Mode = "pipe"
-    """no_pipe: one phase at a time; pipe: exact, intervals overlap in a phase; async: no barriers between layers."""
+    """no_pipe: one phase at a time; pipe: exact, intervals overlap in a phase; async: no barriers."""
     staleness: int = 0
     """S of async: how many epochs an interval may be ahead of the slowest one."""
     switch_at: float = 0.0
@@ -85,8 +85,8 @@ class LambdaOptions:
     streaming: bool = True
     """Whether a worker computes the first half while it receives the second."""
     initialise: Scheme | Literal[""] = ""
-    """Initialisation of the trained weights at ``wrap``, by the session's seed: xavier_uniform, xavier_normal,
-    he_uniform or he_normal; biases become 0, other vectors are kept. "": the model keeps its own."""
+    """Initialisation of the trained weights at ``wrap``, by the session's seed: xavier_uniform,
+    xavier_normal, he_uniform or he_normal; biases become 0, other vectors are kept. "": the model keeps its own."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -122,7 +122,7 @@ class LambdaOptions:
             )
 
     def staleness_policy(self, first_epoch: int, num_train: int) -> StalenessPolicy:
-        """Return the policy of a run that begins with ``first_epoch`` and has M = ``num_train`` training nodes."""
+        """Return the policy of a run that begins with ``first_epoch`` and trains on ``num_train`` nodes."""
         return StalenessPolicy(
             mode=self.mode,
             staleness=self.staleness,

@@ -12,7 +12,6 @@ from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
     Part,
-    boundaries_together,
     cut_intervals,
     local_graph,
     routes_of,
@@ -21,9 +20,11 @@ from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.layer_kinds import edge_values
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import StalenessPolicy
-from dglx_dist.strategies.serverless.serial_scheduler import SerialScheduler
-from dglx_dist.strategies.serverless.trainer import write_back, update_of, weights_of
+from dglx_dist.strategies.serverless.trainer import update_of, weights_of, write_back
 from tests.strategies import equality
+
+from .cases import boundaries_of
+from .serial_scheduler import SerialScheduler
 
 INTERVALS = 3
 
@@ -38,7 +39,7 @@ def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> l
     graphs = cut_graph(g, graph_servers)
     parts = [
         part_of(g, chain, graph, boundary, mask)
-        for graph, boundary in zip(graphs, boundaries_together(graphs), strict=True)
+        for graph, boundary in zip(graphs, boundaries_of(graphs), strict=True)
     ]
     sizes = np.concatenate([np.diff(part.bounds) for part in parts])
     num_servers = min(2, graph_servers)

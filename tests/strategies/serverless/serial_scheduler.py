@@ -173,7 +173,7 @@ class SerialScheduler:
         ]
         self._waiting: dict[tuple[int, int], TaskKey] = {}
         self._computed: dict[tuple[int, int], tuple[TaskKey, Computed]] = {}
-        self._untold: list[tuple[int, int]] = []
+        self._unannounced: list[tuple[int, int]] = []
         self.record: list[Event] = []
         """What happened."""
         self.watch: Callable[[Event], None] = lambda _event: None
@@ -188,39 +188,39 @@ class SerialScheduler:
             assert events, f"nothing can happen: {[one.position for one in self.progress]}"
             event = events[self._choose(events)]
             self.record.append(event)
-            self._happen(event)
+            self._apply(event)
             self.watch(event)
 
     def events(self) -> list[Event]:
         """Return what can happen now."""
         found = [
-            Event(EventKind.MOVE, server, interval, progress.position[interval])
+            Event(EventKind.START, server, interval, progress.position[interval])
             for server, progress in enumerate(self.progress)
             for interval in progress.startable()
         ]
-        for what, tasks in ((EventKind.COMPUTE, self._waiting), (EventKind.SUBMIT, self._computed)):
+        for kind, tasks in ((EventKind.COMPUTE, self._waiting), (EventKind.SUBMIT, self._computed)):
             found += [
-                Event(what, server, interval, self.progress[server].position[interval])
+                Event(kind, server, interval, self.progress[server].position[interval])
                 for server, interval in sorted(tasks)
             ]
-        found += [Event(EventKind.TELL, server, epoch) for server, epoch in self._untold]
+        found += [Event(EventKind.ANNOUNCE, server, epoch) for server, epoch in self._unannounced]
         ready = all(one.own_sums() is not None for one in self._parameters)
         return [*found, Event(EventKind.UPDATE)] if ready else found
 
-    def _happen(self, event: Event) -> None:
-        if event.what is EventKind.UPDATE:
+    def _apply(self, event: Event) -> None:
+        if event.kind is EventKind.UPDATE:
             updates = exchange(self._parameters)
             assert updates is not None
             for progress in self.progress:
                 progress.updates = updates
-        elif event.what is EventKind.TELL:
-            self._untold.remove((event.server, event.interval))
+        elif event.kind is EventKind.ANNOUNCE:
+            self._unannounced.remove((event.server, event.interval))
             correct = self.servers[event.server].correct(event.interval)
             for progress in self.progress:
-                progress.switch.hear(event.server, event.interval, correct)
-        elif event.what is EventKind.MOVE:
+                progress.switch.record(event.server, event.interval, correct)
+        elif event.kind is EventKind.START:
             self._move(event.server, event.interval)
-        elif event.what is EventKind.COMPUTE:
+        elif event.kind is EventKind.COMPUTE:
             key = self._waiting.pop((event.server, event.interval))
             computed = compute_task(self.servers[event.server], self._local_parameters, key)
             self._computed[event.server, event.interval] = key, computed
@@ -244,7 +244,7 @@ class SerialScheduler:
         self._finish(number, interval)
 
     def _send(self, server: GraphServer, interval: int, task: ScheduledTask) -> None:
-        for message in server.messages(interval, task):
+        for message in server.ghost_messages(interval, task):
             arrays = [message.positions, *message.rows]
             self.servers[message.peer].receive(server.rank, task.kind, task.step, arrays)
 
@@ -252,8 +252,8 @@ class SerialScheduler:
         progress = self.progress[number]
         if not progress.finish(interval):
             return
-        self._untold += [(number, epoch) for epoch in progress.epochs_with_loss()]
+        self._unannounced += [(number, epoch) for epoch in progress.epochs_with_loss()]
         if (new_barrier := progress.new_barrier()) is not None:
             for other in self.progress:
                 if other is not progress:
-                    other.hear(number, new_barrier)
+                    other.record_peer(number, new_barrier)

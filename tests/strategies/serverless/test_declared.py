@@ -142,5 +142,5 @@ def test_an_activation_behind_it_needs_to_be_taken() -> None:
             scores: Tensor = self.head(self.conv(blocks[1], h))
             return scores
 
-    with pytest.raises(ConfigError, match="followed by relu, and its stage takes no activation"):
+    with pytest.raises(ConfigError, match="followed by relu, but its stage takes no activation"):
         chain_of(Behind())

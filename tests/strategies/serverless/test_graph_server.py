@@ -13,20 +13,19 @@ from dglx_dist.strategies.serverless import graph_rows as over_edges
 from dglx_dist.strategies.serverless.graph_rows import SharedRows
 from dglx_dist.strategies.serverless.graph_server import (
     GraphServer,
-    TaskKind,
-    LocalParameters,
     SubmitResult,
-    compute_task,
+    TaskKind,
 )
 
 from . import cases
+from .serial_scheduler import LocalParameters, compute_task
 
 STARTS = [0, 17, 40]
 
 
-def test_letters_that_are_not_what_a_scatter_sends_are_refused() -> None:
+def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
     (server, peer), _ = cases.servers(cases.gcn(), STARTS, 2)
-    messages = peer.messages(1, peer.schedule[2])
+    messages = peer.ghost_messages(1, peer.schedule[2])
     (message,) = messages
     good = [message.positions, *message.rows]
     assert message.rows[0].shape == (len(message.positions), 4)
@@ -54,22 +53,22 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     key, task = TaskKey.parse("r0.e0.s1.i0.f"), server.schedule[1]
     assert server.task_table.pull(key, 0) is None
     with pytest.raises(ConfigError, match="came before it began"):
-        server.give(key, 0, [])
+        server.submit(key, 0, [])
     server.compute(0, 0, server.schedule[0])
     server.open(0, 0, task)
     computed = compute_task(server, LocalParameters(parameters), key)
     first, second = computed.halves
     with pytest.raises(ConfigError, match=r"what came of r0\.e0\.s1\.i0\.f has 0 arrays, not 1"):
-        server.give(key, 0, [])
+        server.submit(key, 0, [])
     with pytest.raises(ConfigError, match="output h1 of shape"):
-        server.give(key, 0, [first[0][:-1]])
-    assert server.give(key, 0, first) is SubmitResult.TAKEN
-    assert server.give(key, 0, first) is SubmitResult.AGAIN
+        server.submit(key, 0, [first[0][:-1]])
+    assert server.submit(key, 0, first) is SubmitResult.TAKEN
+    assert server.submit(key, 0, first) is SubmitResult.AGAIN
     assert server.task_table.keys == [key]
-    assert server.give(key, 1, second) is SubmitResult.LAST
+    assert server.submit(key, 1, second) is SubmitResult.LAST
     assert server.task_table.keys == []
     for half in (0, 1):
-        assert server.give(key, half, first) is SubmitResult.LATE
+        assert server.submit(key, half, first) is SubmitResult.LATE
     with pytest.raises(ConfigError, match="is over"):
         server.task_table.pull(key, 0)
     rows = server.part.nodes_of(0)
@@ -119,8 +118,10 @@ def test_parts_that_do_not_fit_are_refused() -> None:
             GraphServer(dataclasses.replace(part, **change), program)
 
 
-def test_memory_is_counted() -> None:
+def test_stores_keep_each_row_once() -> None:
     (server, _), _ = cases.servers(cases.gcn(), STARTS, 2)
-    graph, boundary = server.part.graph, server.part.routes.num_sent
+    graph, boundary = server.part.graph, sum(len(nodes) for nodes in server.part.routes.boundary)
     rows = graph.num_local * (5 + 4) + graph.num_own * (5 + 4 + 3) + graph.num_own * 4 + boundary * 4
-    assert server.num_bytes == 8 * (rows + len(graph.sources))
+    kept = [*vars(server._stores).values()]
+    stored = [one for group in kept if isinstance(group, dict) for one in group.values()]
+    assert sum(one.array.nbytes for one in stored) == 8 * (rows + len(graph.sources))

@@ -65,7 +65,7 @@ def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
     assert one.behind(3) == [1]
     assert one.new_barrier() == 3
     assert one.new_barrier() is None
-    one.hear(1, 3)
+    one.record_peer(1, 3)
     assert one.startable() == [0, 1]
     go(one, 0, 3)
     # Gradients of ghosts: all own intervals first; gradients of own rows: all graph servers.
@@ -76,7 +76,7 @@ def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
     go(one, 0, 1)
     go(one, 1, 1)
     assert one.startable() == []
-    one.hear(1, 7)
+    one.record_peer(1, 7)
     go(one, 0, 2)
     go(one, 1, 2)
     assert one.startable() == []
@@ -98,7 +98,7 @@ def test_without_a_pipeline_every_move_waits_for_the_one_before() -> None:
 def test_the_gate_of_bounded_asynchrony(staleness: int) -> None:
     one = progress("async", staleness)
     one.end = 9
-    one.hear(1, 100)
+    one.record_peer(1, 100)
     for num_tasks in (3, 3, 1):
         go(one, 0, num_tasks)
         assert one.startable() == [1]
@@ -125,14 +125,14 @@ def test_the_first_epoch_and_those_after_the_switch_are_synchronous() -> None:
 
 def test_news_are_told_once_and_of_synchronous_epochs_only() -> None:
     one = progress("async", 5, intervals=1, peers=(1,))
-    one.hear(1, 10**6)
+    one.record_peer(1, 10**6)
     told = []
     while one.can_start(0):
         go(one, 0, 1)
         told.append(one.new_barrier())
     assert [position for position in told if position is not None] == [3, 7]
-    with pytest.raises(ConfigError, match="graph server 4 is none of the peers"):
-        one.hear(4, 1)
+    with pytest.raises(ConfigError, match="graph server 4 is not one of the peers"):
+        one.record_peer(4, 1)
 
 
 def test_the_end_is_where_intervals_and_weights_are_there() -> None:

@@ -10,19 +10,21 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.program import Vertex
 from dglx_dist.serverless.tasks import TaskKey
-from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind, LocalParameters, compute_task
+from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
 from dglx_dist.strategies.serverless.options import StalenessPolicy
-from dglx_dist.strategies.serverless.serial_scheduler import (
+
+from . import cases
+from .serial_scheduler import (
     Choice,
     Event,
-    SerialScheduler,
     EventKind,
+    LocalParameters,
+    SerialScheduler,
+    compute_task,
     first_come,
     replayed,
     seeded,
 )
-
-from . import cases
 
 CUTS = {1: [0, 40], 2: [0, 17, 40], 3: [0, 13, 13, 40], 4: [0, 9, 20, 33, 40]}
 """First nodes of each graph server; one of three has no nodes at all."""
@@ -199,7 +201,7 @@ class Bounds:
         alive = max(len(server.alive) for server in self.parameters)
         assert alive <= self.staleness + 2
         self.alive = max(self.alive, alive)
-        if event.what is EventKind.UPDATE:
+        if event.kind is EventKind.UPDATE:
             return
         server = self.schedule.servers[event.server]
         epoch, index = divmod(event.position, len(server.schedule))
@@ -214,13 +216,13 @@ class Bounds:
             assert epoch - oldest <= self.staleness + 1
         elif task.kind is TaskKind.SCATTER:
             self.seen[place] = epoch
-        elif task.kind is TaskKind.WORK and event.what is EventKind.SUBMIT and index == 1:
+        elif task.kind is TaskKind.WORK and event.kind is EventKind.SUBMIT and index == 1:
             self.written[place] = epoch
-        if event.what is EventKind.COMPUTE:
+        if event.kind is EventKind.COMPUTE:
             self.check_version(server, event, epoch)
 
     def value_of(self, reader: tuple[int, int], source: tuple[int, int]) -> int:
-        """Epoch of the rows of ``source`` that ``reader`` sees: ghosts are as old as the last letter."""
+        """Epoch of the rows of ``source`` that ``reader`` sees: ghosts are as old as the last message."""
         return (self.written if source[0] == reader[0] else self.seen)[source]
 
     def check_version(self, server: GraphServer, event: Event, epoch: int) -> None:
@@ -316,27 +318,27 @@ def test_the_watch_sees_a_gate_that_is_left_open() -> None:
 def test_a_second_attempt_gives_the_same_and_is_dropped() -> None:
     servers, parameters = cases.servers(cases.gcn(), CUTS[2], 2)
     schedule = SerialScheduler(servers, parameters, StalenessPolicy())
-    hands = LocalParameters(parameters)
+    workers = LocalParameters(parameters)
     twice: list[bool] = []
-    inner: Callable[[Event], None] = schedule._happen
+    inner: Callable[[Event], None] = schedule._apply
 
-    def happen(event: Event) -> None:
+    def apply(event: Event) -> None:
         place = event.server, event.interval
-        if event.what is EventKind.SUBMIT:
+        if event.kind is EventKind.SUBMIT:
             key, computed = schedule._computed[place]
             server = servers[event.server]
-            again = compute_task(server, hands, key)
+            again = compute_task(server, workers, key)
             inner(event)
             for half in (0, 1):
                 first, second = computed.halves[half], again.halves[half]
                 assert [one.tobytes() for one in first] == [one.tobytes() for one in second]
-                twice.append(server.give(key, half, second).accepted)
+                twice.append(server.submit(key, half, second).accepted)
             if isinstance(server.program.steps[key.step], Vertex) and again.gradients:
-                hands.gradients(key, again.gradients)
+                workers.gradients(key, again.gradients)
         else:
             inner(event)
 
-    schedule._happen = happen  # type: ignore[method-assign]
+    schedule._apply = apply  # type: ignore[method-assign]
     schedule.run(3)
     assert twice
     assert not any(twice)

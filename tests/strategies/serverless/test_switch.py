@@ -6,16 +6,16 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy
 from dglx_dist.strategies.serverless.scheduler import SyncSwitch
-from dglx_dist.strategies.serverless.serial_scheduler import Event, SerialScheduler, EventKind, seeded
 
 from . import cases
+from .serial_scheduler import Event, EventKind, SerialScheduler, seeded
 
 
 def test_the_least_count_that_has_the_accuracy() -> None:
     for accuracy, num_train, count in ((0.9, 10, 9), (0.55, 100, 55), (0.29, 100, 29), (1, 7, 7)):
         options = LambdaOptions(mode="async", switch_at=accuracy)
-        assert options.policy(0, num_train).target == count, accuracy
-    assert LambdaOptions(mode="async").policy(0, 10).target is None
+        assert options.staleness_policy(0, num_train).target == count, accuracy
+    assert LambdaOptions(mode="async").staleness_policy(0, 10).target is None
 
 
 def test_counts_may_come_in_any_order() -> None:
@@ -23,17 +23,17 @@ def test_counts_may_come_in_any_order() -> None:
     switch = SyncSwitch(policy, 2)
     # Epoch 5 may be begun while one of epoch 3 is under way; then it must be known what 3 came to.
     assert [switch.is_known(epoch) for epoch in (3, 4, 5)] == [True, True, False]
-    switch.hear(1, 4, 9)
-    switch.hear(0, 4, 1)
-    switch.hear(0, 3, 9)
+    switch.record(1, 4, 9)
+    switch.record(0, 4, 1)
+    switch.record(0, 3, 9)
     assert switch.missing() == [1]
     assert not switch.is_known(5)
-    switch.hear(1, 3, 0)
+    switch.record(1, 3, 0)
     assert policy.synchronous_from == 4 + 1 + 1
     assert switch.is_known(99)
     assert switch.has_decided(99)
     with pytest.raises(ConfigError, match="graph server 2 of 2 counted"):
-        switch.hear(2, 5, 1)
+        switch.record(2, 5, 1)
 
 
 def test_nothing_waits_where_nobody_asks() -> None:
@@ -54,7 +54,7 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
         weights: dict[int, dict[str, np.ndarray]] = {}
 
         def keep(event: Event, weights=weights, parameters=parameters) -> None:
-            if event.what is EventKind.UPDATE:
+            if event.kind is EventKind.UPDATE:
                 weights[parameters[0].updates] = cases.latest(parameters[0])
 
         schedule.watch = keep

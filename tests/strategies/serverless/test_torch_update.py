@@ -78,9 +78,9 @@ def test_what_does_not_fit_is_refused() -> None:
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ConfigError, match="no optimizer 'RMSprop'"):
         update_of(torch.optim.RMSprop(model.parameters()), model, names)
-    with pytest.raises(ConfigError, match=r"shape \(3, 4\) that is none of the model's"):
+    with pytest.raises(ConfigError, match=r"shape \(3, 4\) that is not one of the model's"):
         update_of(optimizer, nn.Linear(1, 1), names)
     with pytest.raises(ConfigError, match=r"has '0\.weight', the model only"):
         update_of(optimizer, model, names[1:])
-    with pytest.raises(ConfigError, match="is of no parameter of the optimizer"):
+    with pytest.raises(ConfigError, match="belongs to no parameter of the optimizer"):
         restore_optimizer(optimizer, model, {"9.bias/momentum_buffer": np.zeros(3)})

@@ -275,7 +275,7 @@ def test_options_of_mini_batches_are_told(g: Any) -> None:
         _loader(g, torch.arange(3), batch_size=16, shuffle=True)
     with pytest.raises(ConfigError, match="no rank has a training node"):
         _loader(g, torch.arange(0)).own_targets()
-    with pytest.raises(CheckpointError, match="no position between epochs"):
+    with pytest.raises(CheckpointError, match="not a position between epochs"):
         _loader(g, torch.arange(3)).load_state_dict({"epoch": 1, "step": 4, "seed": 0})
 
 

@@ -1,4 +1,4 @@
-"""What a worker's secret opens: the operations of workers, at their own door, and nothing else of a rank."""
+"""A worker's secret opens the operations of workers, at a port of their own, and nothing else of a rank."""
 
 from __future__ import annotations
 
