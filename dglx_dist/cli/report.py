@@ -75,9 +75,9 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
         + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
     )
     if pipeline.has_intervals(trace):
-        text, draw = pipeline.pipeline_text(trace), partial(pipeline.draw, epochs=batches)
+        text, draw = pipeline.pipeline_text(trace), partial(pipeline.draw_pipeline, epochs=batches)
     else:
-        text, draw = schedule.overlap_text(trace), partial(schedule.draw, batches=batches)
+        text, draw = schedule.overlap_text(trace), partial(schedule.draw_schedule, batches=batches)
     Console(highlight=False, soft_wrap=True, markup=False).print(f"{title}: {text}")
     draw_or_warn(lambda: draw(trace, target, title=title), target)
 

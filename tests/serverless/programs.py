@@ -146,7 +146,7 @@ class PlainRun:
         self.targets = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
         self.rematerialise = rematerialise
         self.rows: dict[str, Array] = {"x": x}
-        self.gradients: dict[str, Array] = {}
+        self.row_gradients: dict[str, Array] = {}
         self.saved: dict[tuple[int, int], list[Array]] = {}
         self.gradients = {name: np.zeros_like(weight) for name, weight in weights.items()}
         self.loss_sum, self.correct = 0.0, 0
@@ -174,13 +174,13 @@ class PlainRun:
         step = self.program.steps[index]
         trained = self.program.trained
         if isinstance(step, Gather) and step.output.name in trained:
-            slope = self.gradients[step.output.name][self.targets]
+            slope = self.row_gradients[step.output.name][self.targets]
             if step.source in trained:
                 self._add(step.source, self.sources, slope * self._spread(step))
             if step.edges is not None and not step.edges.startswith(FIXED):
                 heads = self.rows[step.edges].shape[1]
                 products = (slope * self.rows[step.source][self.sources]).reshape(len(slope), heads, -1)
-                self.gradients[step.edges] = products.sum(-1)
+                self.row_gradients[step.edges] = products.sum(-1)
         elif isinstance(step, Edge):
             logits = self._task(index, Direction.BACKWARD)
             self._add(step.sources, self.sources, logits)
@@ -198,7 +198,7 @@ class PlainRun:
         return np.repeat(values, step.output.width // values.shape[1], axis=1)
 
     def _add(self, slot: str, where: Array, rows: Array) -> None:
-        total = self.gradients.setdefault(slot, np.zeros_like(self.rows[slot]))
+        total = self.row_gradients.setdefault(slot, np.zeros_like(self.rows[slot]))
         np.add.at(total, where, rows)
 
     def _loss(self, last: int) -> None:
@@ -209,7 +209,7 @@ class PlainRun:
             loss = loss_in_halves(rows, labels, 1 / self.program.num_train)
             self.loss_sum, self.correct = self.loss_sum + loss.loss_sum, self.correct + loss.correct
             parts.append(loss.gradient)
-        self.gradients[slot] = np.concatenate(parts)
+        self.row_gradients[slot] = np.concatenate(parts)
 
     def _task(self, index: int, direction: Direction) -> Array:
         """Run one step of every interval; return the last array given for all nodes or edges."""
@@ -249,5 +249,5 @@ class PlainRun:
             return self.indptr[first : end + 1] - self.indptr[first]
         if item.role is Role.SOURCES:
             return self.rows[item.slot][self.sources[edges]]
-        store = self.gradients if item.role is Role.GRADIENT else self.rows
+        store = self.row_gradients if item.role is Role.GRADIENT else self.rows
         return store[item.slot][edges if is_edge else slice(first, end)]

@@ -312,18 +312,18 @@ class AttentionProject(VertexStage):
         d_logits = np.concatenate(gradients[1:3], axis=1)
         dz = d_logits @ self._both(left, right).T
         dz += gradients[0]
-        gradients: list[Array] = [dz.T @ h, *self._vector_gradients(z, d_logits)]
+        of_weights: list[Array] = [dz.T @ h, *self._vector_gradients(z, d_logits)]
         if self._projects_residual:
-            gradients.append(gradients[3].T @ h)
+            of_weights.append(gradients[3].T @ h)
         if self._residual_bias:
-            gradients.append(column_sums(gradients[3]))
+            of_weights.append(column_sums(gradients[3]))
         if self._before is None:
             dh = self._back_to_h(dz, gradients, matrix, residual) if is_wanted(wanted, 0) else None
-            return Backward((dh,), tuple(gradients))
+            return Backward((dh,), tuple(of_weights))
         dh = self._back_to_h(dz, gradients, matrix, residual)
         first = self._before.backward(bias, inputs, dh)
         kept = (slope if is_wanted(wanted, index) else None for index, slope in enumerate(first.inputs))
-        return Backward(tuple(kept), (*first.bias, *gradients))
+        return Backward(tuple(kept), (*first.bias, *of_weights))
 
     def _check(self, fields: Fields) -> None:
         if self._before is not None and self._before.merged_columns != self._in:

@@ -221,8 +221,8 @@ class Sage(VertexStage):
         dz = self._activation.pull_back(z, gradients[0])
         d_around = dz @ weights[1] if is_wanted(wanted, 0) else None
         d_own = dz @ weights[0] if is_wanted(wanted, 1) else None
-        gradients = (dz.T @ own, dz.T @ around)
-        return Backward((d_around, d_own), (*gradients, column_sums(dz)) if self._bias else gradients)
+        of_weights = (dz.T @ own, dz.T @ around)
+        return Backward((d_around, d_own), (*of_weights, column_sums(dz)) if self._bias else of_weights)
 
     def _sum(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
         around, own = inputs

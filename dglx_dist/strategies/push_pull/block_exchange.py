@@ -113,7 +113,7 @@ class ResampledStructure(StructureSource):
 
     Args:
         loader: This rank's.
-        make: What makes any rank's batches: ``loader.alone()``.
+        make: What makes any rank's batches: ``loader.offline()``.
         items: Rank to what it visits, of the other members.
         group: Who they are.
         builder: Of the blocks.
@@ -159,7 +159,8 @@ class ResampledStructure(StructureSource):
         with self._lock:
             if epoch != self._epoch:
                 self._group_batches = {
-                    rank: self._loader.visits(epoch, items, rank) for rank, items in self._items.items()
+                    rank: self._loader.seeds_of_step(epoch, items, rank)
+                    for rank, items in self._items.items()
                 }
                 self._epoch = epoch
             return self._group_batches
@@ -181,7 +182,7 @@ def open_resampled(
         ConfigError: on all ranks, when the draws of one cannot be done by others; the message has the reason.
         PeerError: a rank is dead or did not take part within the time-out.
     """
-    make = together(session, loader.alone, ConfigError)
+    make = together(session, loader.offline, ConfigError)
     # Servers with the whole structure may each leave out other edges, or draw by another seed.
     check_alike(session, "draws", loader.sampling_signature())
     items, kinds = loader.items, list(loader.items.ids)

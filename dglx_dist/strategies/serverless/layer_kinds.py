@@ -128,7 +128,7 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     out = module(block, rows)
     cotangent = torch.randn(out.shape, dtype=dtype, generator=generator)
     trained = [rows, *(weight for weight in weights if weight.requires_grad)]
-    gradients = torch.autograd.grad(out, trained, cotangent, allow_unused=True)
+    expected = torch.autograd.grad(out, trained, cotangent, allow_unused=True)
 
     inputs, back = _inputs(block, rows.detach().numpy(), declared)
     own = [weight.detach().numpy() for weight in weights]

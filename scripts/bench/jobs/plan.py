@@ -31,11 +31,11 @@ def _choices(told: Mapping[str, Any]) -> dict[str, Any]:
         fields["fanouts"] = tuple(fields["fanouts"])
     asked = PlanConfig(**fields)
     known, candidates = measured(asked)
-    compared = [one for one in candidates if _is_compared(one, asked.wishes.unit)]
+    compared = [one for one in candidates if _is_compared(one, asked.constraints.unit)]
     found = {}
     for rate in told["rates"]:
         cluster = cluster_of(replace(asked, external=Rate.parse(rate)))
-        found[rate] = _in_json(choose(compared, replace(known, cluster=cluster), asked.wishes))
+        found[rate] = _in_json(choose(compared, replace(known, cluster=cluster), asked.constraints))
     return found
 
 
