@@ -134,8 +134,8 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     own = [weight.detach().numpy() for weight in weights]
     _compare(name, declared, "result", out.detach(), stage.forward(own, inputs).outputs[0])
     found = stage.backward(own, inputs, [cotangent.numpy()])
-    _compare(name, declared, "gradient of its input", gradients[0], back(found.inputs))
-    wanted = iter(gradients[1:])
+    _compare(name, declared, "gradient of its input", expected[0], back(found.inputs))
+    wanted = iter(expected[1:])
     for weight_name, weight, gradient in zip(declared.weights, weights, found.weights, strict=True):
         if weight.requires_grad:
             _compare(name, declared, f"gradient of {weight_name!r}", next(wanted), gradient)

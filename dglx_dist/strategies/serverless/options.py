@@ -86,7 +86,7 @@ class LambdaOptions:
     """Whether a worker computes the first half while it receives the second."""
     initialise: Scheme | Literal[""] = ""
     """Initialisation of the trained weights at ``wrap``, by the session's seed: xavier_uniform,
-    xavier_normal, he_uniform or he_normal; biases become 0, other vectors are kept. "": the model keeps its own."""
+    xavier_normal, he_uniform or he_normal; biases become 0, other vectors are kept. "": all are kept."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
