@@ -172,8 +172,8 @@ def count(
     own = np.split(seeds, np.searchsorted(seeds, bounds[1:-1]))
     csc = open_structure(dataset, EDGE_TYPE)
     graph = (csc.indptr, csc.indices, bounds)
-    preloading = preloading_work(*graph, [[mine] for mine in own], layers)
-    pieces = [compose(mine, num_batches, "random", seed=seed) for mine in own]
+    preloading = preloading_work(*graph, [[own_seeds] for own_seeds in own], layers)
+    pieces = [compose(own_seeds, num_batches, "random", seed=seed) for own_seeds in own]
     held = np.diff(bounds) + preloading.foreign
     return Counted(
         folder=folder,
@@ -184,7 +184,7 @@ def count(
         pairs=count_pairs(dataset, topology, layers),
         exchanging=exchanging_work(*graph, seeds, layers),
         preloading=preloading,
-        sampled=preloading_work(*graph, [[mine] for mine in own], layers, hops=_SAMPLED_HOPS),
+        sampled=preloading_work(*graph, [[own_seeds] for own_seeds in own], layers, hops=_SAMPLED_HOPS),
         batches=preloading_work(*graph, pieces, layers),
         expansion=np.round(held / np.maximum(np.diff(bounds), 1), 3).tolist(),
     )

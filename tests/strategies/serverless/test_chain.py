@@ -272,7 +272,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other order": (lambda: ByMode(drops=False), "calls other layers"),
     "unknown function": (lambda: pair(F.silu), "between the layers 'inner.layers.0' and 'inner.layers.1'"),
     "norm": (lambda: modules(nn.ReLU(), nn.BatchNorm1d(4)), "BatchNorm1d 'between.1' is called"),
-    "trained": (lambda: modules(nn.PReLU()), "parameter 'between.0.weight' is trained"),
+    "trained": (lambda: modules(nn.PReLU()), "trains the parameter 'between.0.weight'"),
     "trained inside": (
         lambda: Seq([conv("sage", WIDTH, 4, activation=nn.PReLU())], [same]),
         "parameter 'activation.weight' that no stage knows",
