@@ -179,15 +179,6 @@ class Regions:
     usual: str
     """Name of the usual candidate: the first that is allowed."""
 
-    def to_json(self) -> dict[str, object]:
-        return {
-            "hidden": list(self.hidden),
-            "bytes_per_s": list(self.bytes_per_s),
-            "winners": [list(row) for row in self.winners],
-            "gains": [list(row) for row in self.gains],
-            "usual": self.usual,
-        }
-
 
 def find_regions(
     known: Measured,

@@ -22,7 +22,6 @@ from dglx_dist.planner.records import Candidate, Cluster, FullGraphScheme, Graph
 from dglx_dist.planner.workload import BatchWork, CacheHits, Draws, Survey
 from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryTrace, trace_memory
-from dglx_dist.strategies.serverless.options import LambdaOptions
 
 _SHORT_ID_BYTES, _LABEL_BYTES, _STATISTICS_BYTES = 4, 4, 2 * 2 * 8
 """Of an id; of a label, sent as a number where the paper sends one-hot rows; of loss and correct predictions:
@@ -307,6 +306,8 @@ GRADIENTS = "gradients"
 _ID_BYTES = 8
 _SUMS = ("structure", "activations", "activation_gradients")
 _GHOSTS = ("ghosts", "ghost_gradients")
+_INTERVALS = 8
+"""Per graph server: the default of strategy ``lambda``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +383,7 @@ def intervals_traffic(known: Measured, ghosts: Ghosts) -> Traffic:
             widths=(shape.features, *(layer.outputs for layer in shape.layers)),
             nodes=known.graph.nodes,
             ghosts=total,
-            intervals=LambdaOptions().intervals * known.cluster.ranks,
+            intervals=_INTERVALS * known.cluster.ranks,
         )
     )
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}

@@ -1,10 +1,15 @@
 """Shared rows of a graph server and compiled sums over its edges.
 
-n own nodes, m ghosts, E edges into own nodes, K heads, d columns per head. In-edges are in CSC order: those
-of node v are ``indptr[v]:indptr[v + 1]``, their sources local ids in [0, n + m). Out-edges are the same
-edges by source: those of local id u are ``out_indptr[u]:out_indptr[u + 1]``, with their targets and their
-positions in CSC order. Every sum runs in the order of the edges, so equal rows give equal bits. Kernels
-release the interpreter lock.
+Arrays of the kernels, for n own nodes, m ghosts, E edges into own nodes, K heads:
+
+- ``indptr`` (n + 1,) int64, ``sources`` (E,) int32 local ids in [0, n + m): in-edges in CSC order, those of
+  node v from ``indptr[v]`` to ``indptr[v + 1]``.
+- ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32, ``out_edges`` (E,) positions in CSC order:
+  the same edges by source, those of local id u from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
+- ``rows`` (n + m, w) of sources; ``values`` (E, K) of edges in CSC order, where K divides w.
+- ``first`` is the first of the nodes of ``out``; ``nodes`` (k,) int32 are local ids.
+
+Every sum runs in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -28,15 +33,7 @@ _AHEAD = 8
 
 @njit(cache=True, nogil=True)
 def gather_sums(indptr: Array, sources: Array, rows: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]`` the sum of the source rows of node ``first + i``.
-
-    Args:
-        indptr: (n + 1,) int64.
-        sources: (E,) int32.
-        rows: (n + m, w).
-        first: First node.
-        out: (nodes, w), overwritten.
-    """
+    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``."""
     last_edge = indptr[first + out.shape[0]]
     for i in range(out.shape[0]):
         out[i, :] = 0
@@ -52,16 +49,7 @@ def gather_sums(indptr: Array, sources: Array, rows: Array, first: int, out: Arr
 def gather_weighted(
     indptr: Array, sources: Array, values: Array, rows: Array, first: int, out: Array
 ) -> None:
-    """As :func:`gather_sums`, each row times the value of its edge, by head.
-
-    Args:
-        indptr: (n + 1,) int64.
-        sources: (E,) int32.
-        values: (E, K); K divides w.
-        rows: (n + m, w).
-        first: First node.
-        out: (nodes, w), overwritten.
-    """
+    """As :func:`gather_sums`, each row multiplied by the value of its edge, by head."""
     width = rows.shape[1] // values.shape[1]
     last_edge = indptr[first + out.shape[0]]
     for i in range(out.shape[0]):
@@ -81,15 +69,7 @@ def gather_weighted(
 
 @njit(cache=True, nogil=True)
 def pull_back_sums(out_indptr: Array, out_targets: Array, gradients: Array, nodes: Array, out: Array) -> None:
-    """Add to ``out[i]`` the gradients of the targets of ``nodes[i]``: the transpose of :func:`gather_sums`.
-
-    Args:
-        out_indptr: (n + m + 1,) int64.
-        out_targets: (E,) int32.
-        gradients: (n, w).
-        nodes: (k,) int32 local ids.
-        out: (k, w).
-    """
+    """Add to ``out[i]``, (k, w), the (n, w) gradients of the targets of ``nodes[i]``: gather transposed."""
     for i in range(len(nodes)):
         for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
             target = out_targets[place]
@@ -107,17 +87,7 @@ def pull_back_weighted(
     nodes: Array,
     out: Array,
 ) -> None:
-    """Add as :func:`pull_back_sums`, each row times the value of its edge: transpose of the weighted gather.
-
-    Args:
-        out_indptr: (n + m + 1,) int64.
-        out_targets: (E,) int32.
-        out_edges: (E,) positions in CSC order.
-        values: (E, K); K divides w.
-        gradients: (n, w).
-        nodes: (k,) int32 local ids.
-        out: (k, w).
-    """
+    """As :func:`pull_back_sums`, each row multiplied by the value of its edge, by head."""
     width = gradients.shape[1] // values.shape[1]
     for i in range(len(nodes)):
         for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
@@ -132,15 +102,7 @@ def pull_back_weighted(
 
 @njit(cache=True, nogil=True)
 def pull_back_edges(out_indptr: Array, out_edges: Array, gradients: Array, nodes: Array, out: Array) -> None:
-    """Add to ``out[i]`` the rows of the out-edges of ``nodes[i]``.
-
-    Args:
-        out_indptr: (n + m + 1,) int64.
-        out_edges: (E,) positions in CSC order.
-        gradients: (E, k), in CSC order.
-        nodes: (k,) int32 local ids.
-        out: (k, k).
-    """
+    """Add to ``out[i]``, (k, K), the (E, K) gradients of the out-edges of ``nodes[i]``."""
     for i in range(len(nodes)):
         for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
             edge = out_edges[place]
@@ -152,15 +114,9 @@ def pull_back_edges(out_indptr: Array, out_edges: Array, gradients: Array, nodes
 def edge_products(
     indptr: Array, sources: Array, gradients: Array, rows: Array, first: int, out: Array
 ) -> None:
-    """Write to ``out`` the product of the target's gradient and the source's row, by head, of each in-edge.
+    """Write to ``out``, (edges, K), the product of the target's gradient and the source's row, by head.
 
-    Args:
-        indptr: (n + 1,) int64.
-        sources: (E,) int32.
-        gradients: (nodes, w) of the nodes from ``first`` on.
-        rows: (n + m, w).
-        first: First node.
-        out: (edges of these nodes, K), overwritten; K divides w.
+    ``gradients`` is (nodes, w), and ``out`` has the in-edges of these nodes.
     """
     width = rows.shape[1] // out.shape[1]
     begin = indptr[first]
@@ -176,13 +132,9 @@ def edge_products(
 
 @njit(cache=True, nogil=True)
 def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]`` the sum over the in-edges of node ``first + i``.
+    """Write to ``out[i]``, (nodes, K), the sum over the in-edges of node ``first + i``.
 
-    Args:
-        indptr: (n + 1,) int64.
-        values: (edges of these nodes, k) in CSC order.
-        first: First node.
-        out: (nodes, k), overwritten.
+    ``values`` (edges, K) has only the in-edges of these nodes.
     """
     begin = indptr[first]
     for i in range(out.shape[0]):
@@ -194,14 +146,7 @@ def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def take_sources(sources: Array, rows: Array, first_edge: int, out: Array) -> None:
-    """Copy to ``out[i]`` the row of the source of edge ``first_edge + i``.
-
-    Args:
-        sources: (E,) int32.
-        rows: (n + m, k).
-        first_edge: Position in CSC order.
-        out: (edges, k), overwritten.
-    """
+    """Copy to ``out[i]``, (edges, w), the row of the source of edge ``first_edge + i``."""
     for i in range(out.shape[0]):
         source = sources[first_edge + i]
         for column in range(rows.shape[1]):
