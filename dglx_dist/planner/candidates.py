@@ -33,7 +33,6 @@ class SearchSpace:
     steps: int
     """Of an epoch of mini-batches; 0: no mini-batches."""
     caches: tuple[float, ...] = CACHE_SIZES
-    """Sizes of caches to compare."""
 
 
 def enumerate_candidates(space: SearchSpace) -> tuple[Candidate, ...]:

@@ -39,7 +39,6 @@ class ServerlessSetting:
     ghosts: int
     """|G|: pairs of a node and another graph server that reads it."""
     intervals: int
-    """Of all graph servers."""
     fusion: bool = True
     rematerialise: bool = True
     itemsize: int = 4
@@ -210,18 +209,15 @@ class Measured:
     structure_partitioned: bool
     """Whether servers ask each other for in-edges."""
     epoch: int
-    """The epoch whose batches were counted."""
     plan_rates: Rates | None = None
     """Of steps on whole graphs and co-batches, whose blocks differ; None: as :attr:`rates`."""
     assumptions: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each part of the dry run."""
     draws: Draws | None = None
-    """Of the mini-batches."""
 
     @property
     def trained(self) -> str:
-        """Description of model and mini-batches."""
         if self.draws is None:
             return self.shape.words
         fanouts = ",".join(map(str, self.draws.fanouts))
@@ -469,7 +465,6 @@ def hidden_share(cores: float) -> float:
 
 
 def rows_seconds(known: Measured, work: BatchWork, traffic: Traffic) -> Seconds:
-    """Return the seconds of data parallelism."""
     pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
     rounds = _ROUNDS_OF_PULL * (1 + (len(known.shape.layers) if known.structure_partitioned else 0))
     pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
@@ -587,14 +582,10 @@ def _sampling(known: Measured, work: BatchWork, draws: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """Seconds of an epoch before overlap."""
-
     compute: float
     sampling: float
     pulled: float
-    """Prefetched."""
     waited: float = 0.0
-    """Not overlapped."""
     inside: float = 0.0
 
 
@@ -660,7 +651,6 @@ class _Found:
     seconds: Seconds
     traffic: Traffic
     memory: int
-    """Peak of a rank."""
     shared: int = 0
     """Part of it that the ranks of a server map together."""
 

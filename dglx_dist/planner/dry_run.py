@@ -95,7 +95,6 @@ class DryRunConfig:
     """Mini-batches; None: not requested."""
     schemes: tuple[FullGraphScheme, ...]
     caches: tuple[float, ...] = ()
-    """Cache sizes to count."""
     partitioned: bool = False
     """Whether servers will ask each other for in-edges."""
     program_bytes: int = PROGRAM_BYTES

@@ -97,7 +97,6 @@ class Widths:
 
 
 def topology_of(servers: int, ranks_per_server: int) -> Topology:
-    """Return the topology of rank 0."""
     return Topology(
         0, servers * ranks_per_server, tuple(np.repeat(range(servers), ranks_per_server).tolist())
     )
@@ -236,12 +235,10 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     features: int
     hidden: int
-    """Columns between layers."""
     classes: int
     parameters: int
     """Number of scalars in all of them."""
     tensors: int
-    """Number of tensors."""
     first: FirstLayer | None
     """What push-pull splits; None: it cannot."""
     why_not_split: str = ""
@@ -257,7 +254,6 @@ class ModelShape:
 
     @property
     def words(self) -> str:
-        """Description in tables."""
         return f"{self.kind} of {len(self.layers)} layers, hidden width {self.hidden}"
 
     @property
@@ -267,7 +263,6 @@ class ModelShape:
 
     @property
     def widths(self) -> Widths:
-        """Exchanged columns of full-graph training."""
         rest = self.layers[1:] or self.layers
         return Widths(
             first=self.layers[0].exchanged,
@@ -476,9 +471,7 @@ class FoundLayers:
     hidden: int
     """Output columns of its first convolution."""
     count: int
-    """Number of convolutions."""
     heads: int = 1
-    """Of its attention."""
 
 
 def layers_in(module: nn.Module) -> FoundLayers:

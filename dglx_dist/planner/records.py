@@ -105,7 +105,6 @@ class GraphStats:
     edge_cut: float
     """Fraction of the edges between different servers: rho of an edge."""
     method: str
-    """Partitioner, or the assumed one."""
     degree_spread: float = 2.0
     """E[d^2] / E[d]^2 of the in-degrees; 1 where all are equal."""
     counted: bool = True
@@ -131,7 +130,6 @@ class Cluster:
     cores: float
     """Per rank; may be fractional."""
     memory_bytes: int
-    """Available to one rank."""
     burst_bytes: int = 0
     """Bytes that a card sends at once after a pause, beyond its rate: emulated links are token buckets."""
     assumptions: tuple[str, ...] = ()
@@ -154,7 +152,6 @@ class Candidate:
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
-    """Policy of a cache of remote rows."""
     cache_alpha: float = 0.0
     """Its size as a fraction of the server's own nodes."""
     unit: Unit
@@ -186,7 +183,6 @@ class Seconds:
     inside: float = 0.0
     """The same for ranks of the same server."""
     all_reduce: float = 0.0
-    """Sums of gradients."""
 
     @property
     def total(self) -> float:
@@ -214,7 +210,6 @@ class Prediction:
     barred: str = ""
     """The option that would allow it; empty: it is allowed."""
     note: str = ""
-    """Further remarks."""
 
     @property
     def feasible(self) -> bool:
@@ -238,7 +233,6 @@ class Outcome:
     """Measured result of the chosen run, beside the prediction."""
 
     epoch: int
-    """The epoch whose bytes these are."""
     epoch_seconds: float
     """Median of the warm epochs."""
     bytes_outside: int
@@ -263,12 +257,10 @@ class Choice:
     assumptions: tuple[str, ...]
     """Assumptions behind the numbers that were neither counted nor measured."""
     epoch: int
-    """The epoch whose bytes were counted."""
     outcome: Outcome | None = None
 
     @property
     def taken(self) -> Prediction | None:
-        """The chosen prediction; None: none is feasible."""
         return None if self.picked < 0 else self.predictions[self.picked]
 
     def to_json(self) -> dict[str, Any]:

@@ -47,7 +47,6 @@ class Draws:
     """Seeds per rank and step."""
     epoch: int = 1
     force_even: bool = True
-    """As of ``node_split``."""
     most_seeds: int | None = None
     """Per rank; others are left out."""
     most_batches: int | None = None
@@ -62,7 +61,6 @@ class RankCount:
     steps: int
     """Batches of this rank, counted or not."""
     counted: int
-    """Batches counted."""
     remote_rows: list[int]
     """(S,) input rows by the server that owns them; 0 for its own."""
     remote_seeds: int
@@ -104,7 +102,6 @@ class Survey:
     first_targets: int = 0
     """D1 of algorithms 2.4: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
     first_edges: int = 0
-    """E1: edges of the layer-1 blocks."""
     ranks_per_server: int = 1
 
     @property
@@ -263,7 +260,6 @@ class CacheHits:
     alpha: float
     """Its size as a fraction of the server's own nodes."""
     rows: int
-    """In the caches of all servers."""
     hits: int
     """Remote rows of an epoch found in a cache, of all ranks."""
 
@@ -273,7 +269,6 @@ class BatchWork:
     """Work of one epoch of mini-batches."""
 
     survey: Survey
-    """Totals of all ranks."""
     worked: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     """(L,) sources, targets and edges of the rank with most edges, over the epoch."""
     first: tuple[int, int, int]
@@ -297,11 +292,9 @@ class RowSizes:
 
     feature: int
     label: int | None
-    """None: the graph has no labels."""
     gradients: int
     """Of all gradients of a step, with their flags."""
     partitioned: bool
-    """Whether servers ask each other for in-edges."""
 
 
 def work_of_counts(

@@ -15,10 +15,8 @@ from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.closures import (
     PartitionContext,
     RankLayers,
-    exchanging_work,
     full_work_of,
     plan_all,
-    preloading_work,
     seeds_by_server,
     worth_counting,
 )
@@ -28,6 +26,7 @@ from dglx_dist.planner.profile import busy_cores, plan_trials, time_on_plans
 from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.training.models import build_model
+from scripts.bench.speedup_model import exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3

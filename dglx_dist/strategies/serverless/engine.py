@@ -139,7 +139,6 @@ class WorkerPoolPlan:
     executor_options: Mapping[str, object]
     prices: PriceTable
     interface: str = ""
-    """See ``LambdaSettings.interface``."""
 
 
 @final
@@ -446,7 +445,6 @@ class Engine:
 
     @property
     def queue_length(self) -> int:
-        """Tasks that wait for a thread."""
         return self._scheduler.queue_length
 
     @property
@@ -559,7 +557,6 @@ class Start:
     """In the order of the program."""
     update: Update
     epoch: int
-    """The next epoch."""
     is_synchronous: bool = False
     """Whether training already became synchronous, as ``switch_at`` requests."""
 

@@ -38,7 +38,6 @@ class LocalGraph:
     """
 
     rank: int
-    """Number of this graph server."""
     starts: Array
     """(W + 1,) int64 global id of the first node of each graph server."""
     indptr: Array

@@ -181,7 +181,6 @@ class TaskTable:
 
     @property
     def keys(self) -> list[TaskKey]:
-        """Keys of the open tasks, sorted."""
         with self._lock:
             return sorted(self._open)
 
@@ -351,7 +350,6 @@ class GraphServer:
             self._loss(interval, epoch, step)
 
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
-        """Open a WORK task for workers."""
         work, state = self.works[task.step, task.direction], self._intervals[interval]
         step = self.program.steps[task.step]
         if isinstance(step, Edge) and task.direction is Direction.FORWARD:

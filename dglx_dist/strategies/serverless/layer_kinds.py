@@ -369,8 +369,7 @@ class Layer(ABC):
 
     @property
     @abstractmethod
-    def width(self) -> int:
-        """Input columns."""
+    def width(self) -> int: ...
 
     @abstractmethod
     def row_shape(self, width: int) -> tuple[int, ...]:

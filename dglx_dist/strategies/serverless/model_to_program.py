@@ -37,7 +37,6 @@ class Joint:
     layer: Layer
     """The layer before it."""
     where: str
-    """For messages."""
     results: tuple[Tensor, Tensor]
     """The layer's result in evaluation and in training: random leaves."""
     rows: tuple[Tensor, Tensor]

@@ -65,7 +65,6 @@ class LambdaOptions:
     switch_at: float = 0.0
     """Training accuracy of an epoch after which async trains synchronously; 0: never."""
     intervals: int = 8
-    """Per graph server."""
     threads: int = 0
     """Threads of a graph server; 0: its cores."""
     parameter_servers: int = 1
@@ -158,7 +157,6 @@ class LambdaSettings:
 
     options: LambdaOptions
     executor_options: Mapping[str, object]
-    """Options of the executor."""
     prices: PriceTable
     server: str
     """Server type of ``prices`` by which a rank is billed."""

@@ -198,9 +198,7 @@ class Probed(Protocol):
     takes_block: bool
 
     @property
-    def width(self) -> int:
-        """Input columns."""
-        ...
+    def width(self) -> int: ...
 
     own_function: Callable[[Tensor], Tensor] | None
     """The activation that the layer applies to its result."""
@@ -215,11 +213,9 @@ class Call:
     """Call of one layer."""
 
     place: int
-    """Index among the probed layers."""
     rows: Tensor
     """(n, F) input."""
     block: int | None
-    """Index of the block."""
     edge_column: str | None
     """Edge data given as weights."""
     result: Tensor

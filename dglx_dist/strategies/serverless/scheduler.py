@@ -338,7 +338,6 @@ class Snapshot(NamedTuple):
     """Current state of a graph server."""
 
     epochs: tuple[int, ...]
-    """Of each interval."""
     steps: tuple[str, ...]
     """Name of the step of each interval; "" at the end."""
     queue: int

@@ -253,7 +253,6 @@ def _root(values: Array) -> Array:
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
-    """Return copies of the parameters ``names``."""
     found = dict(model.named_parameters())
     return [found[name].detach().cpu().numpy().copy() for name in names]
 
