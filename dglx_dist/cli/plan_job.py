@@ -265,7 +265,7 @@ def _measured_on(
         partitioned=partitioned,
         epoch=plan.epoch,
         clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
-        beside=_beside(plan),
+        other_ranks=_beside(plan),
         assumptions=(*_of_draws(plan), *_of_cores(cluster)),
     )
     known = dry_run(g, module, shape, requested, tell)

@@ -227,12 +227,14 @@ def _expand(
     expanders = [
         NeighborhoodExpander(context.structure, seeds[server], allowed[server]) for server in servers
     ]
-    met = [np.empty(0, np.int64) for _ in servers]
+    reached = [np.empty(0, np.int64) for _ in servers]
     for level in range(num_layers - 1, -1, -1):
         sources = [expander.sources() for expander in expanders]
-        met = [np.union1d(before, found) for before, found in zip(met, sources, strict=True)]
+        reached = [np.union1d(before, found) for before, found in zip(reached, sources, strict=True)]
         for server, expander in enumerate(expanders):
-            expander.add(_own_sources(sources, context.own_range(server)) if level >= hops else met[server])
+            expander.add(
+                _own_sources(sources, context.own_range(server)) if level >= hops else reached[server]
+            )
     return [expander.finish() for expander in expanders]
 
 

@@ -101,7 +101,7 @@ class DryRunConfig:
     """Memory of a rank before it opens a graph; larger if this process is a rank and uses more."""
     clock: Callable[[], float] = time.perf_counter
     """For timing: the thread's if it computes alone, so that other programs are not counted."""
-    beside: int = 0
+    other_ranks: int = 0
     """Ranks that compute on the same machine at the same time and share its memory."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
@@ -248,7 +248,7 @@ def _rates(
 ) -> tuple[Rates, Rates | None]:
     """Return the rates of steps on mini-batches, and on whole graphs."""
     layers, clock = len(shape.layers), config.clock
-    with busy_cores(config.beside):
+    with busy_cores(config.other_ranks):
         moved = byte_rates(g, seeds, clock)
         neighbourhoods = list(plan_trials(context, seeds, layers)) if config.schemes else []
         found = time_on_plans(module, shape, neighbourhoods, clock) if config.schemes else None

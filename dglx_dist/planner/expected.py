@@ -53,7 +53,7 @@ def batches(
     steps = max(math.ceil(seeds / draws.batch_size), 1)
     one = _batch(graph, cluster, min(draws.batch_size, seeds), draws.fanouts)
     every = cluster.ranks * steps
-    asked = every * one.remote * (_ID_BYTES * sum(one.targets) + _EDGE_BYTES * sum(one.edges))
+    sampling_bytes = every * one.remote * (_ID_BYTES * sum(one.targets) + _EDGE_BYTES * sum(one.edges))
     total = Survey(
         steps=steps,
         input_rows=round(every * one.sources[0]),
@@ -61,7 +61,7 @@ def batches(
         edges=round(every * sum(one.edges)),
         seeds_per_rank=[round(seeds)] * cluster.ranks,
         feature_bytes=round((_ID_BYTES + graph.feature_bytes) * every * one.sources[0] * one.remote),
-        sampling_bytes=round(asked) if partitioned and cluster.servers > 1 else 0,
+        sampling_bytes=round(sampling_bytes) if partitioned and cluster.servers > 1 else 0,
         label_bytes=0,
         gradient_bytes=2 * (cluster.ranks - 1) * gradient_bytes * steps,
         first_targets=round(every * one.targets[0]),
@@ -143,7 +143,7 @@ def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[
     sources: list[float] = []
     targets: list[float] = []
     edges: list[float] = []
-    rows, remote, met = seeds, 0.0, 0.0
+    rows, remote, reached = seeds, 0.0, 0.0
     for hop, fanout in enumerate(reversed(fanouts)):
         # A node that is reached along an edge has more edges than average.
         degree = graph.mean_degree * (1.0 if hop == 0 else graph.degree_spread)
@@ -152,12 +152,12 @@ def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[
         found = _distinct(graph, drawn, graph.nodes)
         new = min(found, graph.nodes - rows)
         remote += new * _remote_share(graph, cluster, hop + 1)
-        met += new
+        reached += new
         targets.insert(0, rows)
         edges.insert(0, drawn)
         rows = min(rows + new, graph.nodes)
         sources.insert(0, rows)
-    share = remote / max(met + seeds, 1.0)
+    share = remote / max(reached + seeds, 1.0)
     return _Levels(sources=tuple(sources), targets=tuple(targets), edges=tuple(edges), remote=share)
 
 
@@ -165,8 +165,8 @@ def _needed(graph: GraphStats, num_layers: int) -> list[float]:
     # The fraction of nodes that training depends on, by level, input features first.
     found = [graph.train_nodes / graph.nodes]
     for _ in range(num_layers):
-        met = _distinct(graph, found[0] * graph.edges, graph.nodes) / graph.nodes
-        found.insert(0, found[0] + met * (1.0 - found[0]))
+        reached = _distinct(graph, found[0] * graph.edges, graph.nodes) / graph.nodes
+        found.insert(0, found[0] + reached * (1.0 - found[0]))
     return found
 
 

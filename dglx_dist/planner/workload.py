@@ -71,7 +71,7 @@ class RankCount:
     """(L,) output rows of each layer."""
     edges: list[int]
     """(L,)."""
-    asked: int
+    requested: int
     """Nodes of other servers whose in-edges were drawn."""
     returned: int
     """In-edges drawn for them."""
@@ -169,7 +169,7 @@ class _Count:
         self._sizes: Array = np.zeros((3, layers), np.int64)
         self._largest: Array = np.zeros((3, layers), np.int64)
         self._hits = [0] * len(held)
-        self._seeds, self._asked, self._returned, self._batches = 0, 0, 0, 0
+        self._seeds, self._requested, self._returned, self._batches = 0, 0, 0, 0
 
     def add(self, inputs: Tensor, targets: Tensor, blocks: Sequence[Any]) -> None:
         self._batches += 1
@@ -191,7 +191,7 @@ class _Count:
         self._largest = max(self._largest, sizes, key=lambda one: int(one[0, 0]))
         for block in blocks:
             away = _outside(block.dstdata[dgl.NID], *self._own_range)
-            self._asked += int(away.sum())
+            self._requested += int(away.sum())
             self._returned += int(block.in_degrees()[away].sum())
 
     def total(self, seeds: int, steps: int) -> RankCount:
@@ -204,7 +204,7 @@ class _Count:
             sources=self._sizes[0].tolist(),
             targets=self._sizes[1].tolist(),
             edges=self._sizes[2].tolist(),
-            asked=self._asked,
+            requested=self._requested,
             returned=self._returned,
             largest=self._largest.tolist(),
             hits=self._hits,
@@ -230,7 +230,7 @@ def summed(
     """
     steps = max(one.steps for one in ranks)
     world_size = len(ranks)
-    sampling = sum(_ID_BYTES * one.asked + _EDGE_BYTES * one.returned for one in ranks)
+    sampling = sum(_ID_BYTES * one.requested + _EDGE_BYTES * one.returned for one in ranks)
     remote = sum(sum(one.remote_rows) for one in ranks)
     spread = partitioned and world_size > ranks_per_server
     return Survey(
@@ -365,7 +365,7 @@ def _scaled_to_epoch(one: RankCount) -> RankCount:
         sources=scaled(one.sources),
         targets=scaled(one.targets),
         edges=scaled(one.edges),
-        asked=round(factor * one.asked),
+        requested=round(factor * one.requested),
         returned=round(factor * one.returned),
         hits=scaled(one.hits),
     )

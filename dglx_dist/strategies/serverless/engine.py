@@ -407,14 +407,14 @@ class Engine:
         self._worker_service = WorkerService(
             session.rpc,
             server,
-            on_done=lambda key, attempt: self._scheduler.task_done(key, attempt),
-            on_duplicate=lambda key, attempt: self._scheduler.duplicate_done(key, attempt),
+            on_done=lambda key, attempt: self.scheduler.task_done(key, attempt),
+            on_duplicate=lambda key, attempt: self.scheduler.duplicate_done(key, attempt),
         )
         self._exchange = GhostExchange(
             session.rpc,
             server,
-            on_position=lambda peer, position: self._scheduler.peer_reached(peer, position),
-            on_correct=lambda peer, epoch, correct: self._scheduler.peer_counted(peer, epoch, correct),
+            on_position=lambda peer, position: self.scheduler.peer_reached(peer, position),
+            on_correct=lambda peer, epoch, correct: self.scheduler.peer_counted(peer, epoch, correct),
         )
         self.parameters = ParameterClient(session.rpc, config.plan, config.places, on_update=self._updated)
         """The latest weights and the optimizer's state, between runs."""
@@ -430,7 +430,7 @@ class Engine:
         except BaseException:
             self.abandon()
             raise
-        self._scheduler = ThreadScheduler(
+        self.scheduler = ThreadScheduler(
             server,
             progress,
             workers,
@@ -444,17 +444,13 @@ class Engine:
         barrier(session, "making the engines of all graph servers")
 
     @property
-    def queue_length(self) -> int:
-        return self._scheduler.queue_length
-
-    @property
     def kernels(self) -> list[str]:
         """Numerical kernels of this graph server and its workers; see ``kernels`` of tasks."""
         return sorted(self._worker_service.kernels)
 
     def snapshot(self) -> Snapshot:
         """Return the current state of this graph server; thread-safe."""
-        return self._scheduler.snapshot()
+        return self.scheduler.snapshot()
 
     @property
     def synchronous_from(self) -> int | None:
@@ -470,7 +466,7 @@ class Engine:
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at = {first: time.perf_counter()}
-        self._scheduler.run(end, self._check)
+        self.scheduler.run(end, self._check)
         self.epoch = end
         barrier(self._session, f"the end of epoch {end - 1}")
         if self._parameter_service is not None:
@@ -512,7 +508,7 @@ class Engine:
         now = time.perf_counter()
         for number in range(max(self._updated_at) + 1, updates + 1):
             self._updated_at[number] = now
-        self._scheduler.weights_updated(updates)
+        self.scheduler.weights_updated(updates)
 
     def _check(self, quiet_s: float, behind: Sequence[int]) -> None:
         self.parameters.raise_if_stopped()
@@ -641,7 +637,7 @@ class TrainingRun:
                 pool.close()
             raise
         self.pool = pools[0]
-        self.pool.controller.watch(lambda: self.engine.queue_length)
+        self.pool.controller.watch(lambda: self.engine.scheduler.queue_length)
 
     def close(self, *, failed: bool = False) -> Counts:
         """Stop workers and engine and return the work done; after a failure it waits for no other rank."""

@@ -71,7 +71,7 @@ def find_joints(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> 
     return found
 
 
-def function_of(joint: Joint, others: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
+def function_of(joint: Joint, outside: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
     """Return the function that the model applies at a joint.
 
     Args:
@@ -97,7 +97,7 @@ def function_of(joint: Joint, others: Sequence[tuple[str, nn.Parameter]]) -> Row
             f"{joint.where} the model does something else in training than in evaluation, as dropout does; "
             "remove it, or use strategy='data_parallel'"
         )
-    _check_others(joint, rows, others)
+    _check_outside(joint, rows, outside)
     if not same_gradient(z, rows, function, torch.Generator().manual_seed(5)):
         raise ConfigError(
             f"{joint.where} no gradient flows back, or not the gradient of the values, as after detach(); "
@@ -110,12 +110,12 @@ def _call_order(seen: Probe) -> list[tuple[int, int | None, str | None]]:
     return [(call.place, call.block, call.edge_column) for call in seen.calls]
 
 
-def _check_others(joint: Joint, rows: Tensor, others: Sequence[tuple[str, nn.Parameter]]) -> None:
-    if not others or not rows.requires_grad:
+def _check_outside(joint: Joint, rows: Tensor, outside: Sequence[tuple[str, nn.Parameter]]) -> None:
+    if not outside or not rows.requires_grad:
         return
-    parameters = [parameter for _, parameter in others]
+    parameters = [parameter for _, parameter in outside]
     found = torch.autograd.grad(rows.sum(), parameters, allow_unused=True, retain_graph=True)
-    for (name, _), gradient in zip(others, found, strict=True):
+    for (name, _), gradient in zip(outside, found, strict=True):
         if gradient is not None:
             raise ConfigError(
                 f"{joint.where} the model trains the parameter {name!r}, which belongs to no layer that "
@@ -178,9 +178,9 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
     )
     for seen in (evaluating, training):
         _check_order(layers, seen)
-    others = _outside(layers, model)
+    outside = _parameters_outside(layers, model)
     joints = find_joints(layers, evaluating, training)
-    functions = [function_of(joint, others) for joint in joints]
+    functions = [function_of(joint, outside) for joint in joints]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     builder = StepsBuilder(names, width)
     for call, joint, function in zip(evaluating.calls, joints, functions, strict=True):
@@ -269,7 +269,7 @@ def _check_order(layers: Sequence[Layer], seen: Probe) -> None:
         )
 
 
-def _outside(layers: Sequence[Layer], model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _parameters_outside(layers: Sequence[Layer], model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     inside = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
     return [
         (name, parameter)

@@ -14,9 +14,9 @@ from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.serverless.controller import Controller, Finished
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import Direction, Task, TaskKey
+from dglx_dist.strategies.serverless.ghost_exchange import GhostExchange
 from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
-    GhostMessage,
     GraphServer,
     ScheduledTask,
     TaskKind,
@@ -321,19 +321,6 @@ _EXCHANGED_KINDS = (TaskKind.SCATTER, TaskKind.SEND_BACK)
 _ANNOUNCE_POSITION, _ANNOUNCE_CORRECT, _IMMEDIATELY = -3, -2, -1
 
 
-class GhostTransport(Protocol):
-    """Sends messages to other graph servers; see :class:`.ghost_exchange.GhostExchange`."""
-
-    def send(self, task: ScheduledTask, messages: Sequence[GhostMessage]) -> None:
-        """Send all messages and wait until they are read."""
-
-    def announce_position(self, position: int) -> None:
-        """Tell all peers the position of this graph server."""
-
-    def announce_correct(self, epoch: int, correct: int) -> None:
-        """Tell all peers the correct predictions of ``epoch``; wait for their replies."""
-
-
 class Snapshot(NamedTuple):
     """Current state of a graph server."""
 
@@ -362,7 +349,7 @@ class ThreadScheduler:
         server: Executes the tasks.
         progress: Of its intervals.
         workers: Execute WORK tasks.
-        transport: Sends messages to other graph servers.
+        exchange: Sends messages to other graph servers.
         threads: Compute threads; at least 1.
         timeline: Where spans are recorded.
         early: Whether a worker is launched when the task before its own starts, to hide its start-up.
@@ -373,14 +360,14 @@ class ThreadScheduler:
         server: GraphServer,
         progress: Progress,
         workers: Workers,
-        transport: GhostTransport,
+        exchange: GhostExchange,
         *,
         threads: int,
         timeline: Timeline | None = None,
         early: bool = True,
     ) -> None:
         self._server, self._progress = server, progress
-        self._workers, self._transport = workers, transport
+        self._workers, self._exchange = workers, exchange
         self._num_threads, self._timeline, self._early = threads, timeline, early
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -548,7 +535,7 @@ class ThreadScheduler:
                 position, interval = heapq.heappop(queue.heap)
             try:
                 if position == _ANNOUNCE_POSITION:
-                    self._transport.announce_position(interval)
+                    self._exchange.announce_position(interval)
                 elif position == _ANNOUNCE_CORRECT:
                     self._announce_correct(interval)
                 else:
@@ -570,7 +557,7 @@ class ThreadScheduler:
             if self._early and next_task is not None and _follows_at_once(next_task):
                 self._launch_early(self._server.key_of(interval, epoch, next_task), interval)
             if task.kind in _EXCHANGED_KINDS:
-                self._transport.send(task, self._server.ghost_messages(interval, task))
+                self._exchange.send(task, self._server.ghost_messages(interval, task))
             else:
                 self._server.compute(interval, epoch, task)
         with self._lock:
@@ -578,7 +565,7 @@ class ThreadScheduler:
 
     def _announce_correct(self, epoch: int) -> None:
         correct = self._server.correct(epoch)
-        self._transport.announce_correct(epoch, correct)
+        self._exchange.announce_correct(epoch, correct)
         # Counted only after the peers know it, because a graph server that is done sends nothing more.
         self.peer_counted(self._server.rank, epoch, correct)
 
