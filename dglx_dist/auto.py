@@ -21,9 +21,9 @@ from dglx_dist.data.storage.files import peak, read_size, resident
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, choosable, enumerate_candidates, ways_of
+from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, choosable, enumerate_candidates, schemes_of
 from dglx_dist.planner.choose import Constraints, choose
-from dglx_dist.planner.dry_run import DryRun, live_run
+from dglx_dist.planner.dry_run import DryRunConfig, live_run
 from dglx_dist.planner.model_shape import ModelShape, layers_in, shape_of_module
 from dglx_dist.planner.profile import probe
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Outcome
@@ -262,10 +262,10 @@ def _chosen(
         g,
         model,
         shape,
-        DryRun(
+        DryRunConfig(
             cluster=cluster,
             draws=draws,
-            ways=ways_of(candidates),
+            schemes=schemes_of(candidates),
             caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
             partitioned=not g.structure().is_whole and cluster.servers > 1,
             program_bytes=resident(),

@@ -21,12 +21,12 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner import expected
-from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, enumerate_candidates, ways_of
+from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, enumerate_candidates, schemes_of
 from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS, Constraints, Regions, choose, find_regions
 from dglx_dist.planner.cost_model import PROGRAM_BYTES, Measured, MemoryModel
-from dglx_dist.planner.dry_run import DryRun, dry_run
+from dglx_dist.planner.dry_run import DryRunConfig, dry_run
 from dglx_dist.planner.model_shape import shape_of_kind, shape_of_module
-from dglx_dist.planner.profile import assumed
+from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Rate
 from dglx_dist.planner.workload import (
     DRY_BATCHES,
@@ -35,7 +35,7 @@ from dglx_dist.planner.workload import (
     Figures,
     check_plannable,
     check_train_nodes,
-    told,
+    stats_of_figures,
 )
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.training.models import MODEL_KINDS, build_model, check_kind
@@ -181,7 +181,7 @@ def measured(plan: PlanConfig, tell: Tell | None = None) -> tuple[Measured, tupl
 
 
 def _from_figures(plan: PlanConfig, figures: Figures) -> tuple[Measured, tuple[Candidate, ...]]:
-    graph, cluster = told(figures, plan.servers), cluster_of(plan)
+    graph, cluster = stats_of_figures(figures, plan.servers), cluster_of(plan)
     shape = shape_of_kind(plan.model, graph.features, plan.hidden, graph.classes, plan.layers, plan.heads)
     memory = MemoryModel(
         graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
@@ -206,10 +206,13 @@ def _from_figures(plan: PlanConfig, figures: Figures) -> tuple[Measured, tuple[C
         graph=graph,
         shape=shape,
         cluster=cluster,
-        rates=assumed(speed=plan.speed),
+        rates=assumed_rates(speed=plan.speed),
         memory=replace(memory, replicated=not partitioned),
         batches=batches,
-        whole={way: expected.closures(graph, cluster, way, plan.layers) for way in ways_of(candidates)},
+        whole={
+            scheme: expected.closures(graph, cluster, scheme, plan.layers)
+            for scheme in schemes_of(candidates)
+        },
         ghosts=expected.ghosts(graph, cluster),
         structure_partitioned=partitioned,
         epoch=plan.epoch,
@@ -254,15 +257,15 @@ def _measured_on(
     # Policy vip follows batches over all edges.
     caches = () if partitioned else CACHE_SIZES
     candidates = enumerate_candidates(_frame(plan, steps_of(draws, seeds, cluster.ranks), caches=caches))
-    requested = DryRun(
+    requested = DryRunConfig(
         cluster=cluster,
         draws=draws,
-        ways=ways_of(candidates),
+        schemes=schemes_of(candidates),
         caches=caches,
         partitioned=partitioned,
         epoch=plan.epoch,
         clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
-        beside=_beside(plan),
+        other_ranks=_beside(plan),
         assumptions=(*_of_draws(plan), *_of_cores(cluster)),
     )
     known = dry_run(g, module, shape, requested, tell)

@@ -1,4 +1,4 @@
-"""From predictions to the one that is taken, with its reasons. Pure."""
+"""Choice of the fastest candidate from predictions, with reasons. No I/O."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.records import Candidate, Choice, Prediction
 
 _NEAR = 1.05
-"""Within this factor of the fastest, a prediction is a tie, and the earlier, simpler candidate wins."""
+"""A prediction within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""
 FULL_GRAPH_EPOCHS = 5.0
-"""Epochs of whole graphs, one step each, that are worth one of mini-batches, where nobody says."""
+"""Default number of full-graph epochs, of one step each, that are worth one epoch of mini-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """What may be chosen."""
+    """Which candidates may be chosen."""
 
     unit: Literal["mini_batch", "full_graph", "any"] = "mini_batch"
     estimators: bool = False
-    """Whether what does not train exactly may be chosen too."""
+    """Whether inexact candidates may be chosen too."""
     full_graph_epochs: float = FULL_GRAPH_EPOCHS
-    """With unit ``any``: epochs of whole graphs that are worth one of mini-batches."""
+    """With unit ``any``: full-graph epochs that are worth one epoch of mini-batches."""
 
 
 def choose(candidates: Iterable[Candidate], known: Measured, constraints: Constraints) -> Choice:
-    """Return what every candidate comes to, and the fastest of those that may be taken."""
+    """Predict every candidate and choose the fastest one that is allowed and feasible."""
     predictions = [predict(one, known) for one in candidates]
-    allowed = [one for one in predictions if one.feasible and _may(one.candidate, constraints)]
+    allowed = [one for one in predictions if one.feasible and not _barred(one.candidate, constraints)]
     least = min((worth(one, constraints) for one in allowed), default=0.0)
     taken = next((one for one in allowed if worth(one, constraints) <= _NEAR * least), None)
     barred = [_barred(one.candidate, constraints) for one in predictions]
@@ -62,18 +62,14 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Constr
 
 
 def _barred(candidate: Candidate, constraints: Constraints) -> str:
-    """Return why a way is not what was asked for; empty: it is."""
+    # The option that would allow the candidate; empty: it is allowed.
     if constraints.unit not in ("any", candidate.unit):
         return f"--unit {candidate.unit}"
     return "" if candidate.exact or constraints.estimators else "--allow-estimators"
 
 
-def _may(candidate: Candidate, constraints: Constraints) -> bool:
-    return not _barred(candidate, constraints)
-
-
 def worth(one: Prediction, constraints: Constraints) -> float:
-    """Return what is compared: seconds of as many epochs as are worth an exact one of mini-batches."""
+    """Return the seconds to compare: of as many epochs as are worth an exact one of mini-batches."""
     whole = one.candidate.unit == "full_graph" and constraints.unit == "any"
     return one.epoch_seconds * one.candidate.epochs_factor * (constraints.full_graph_epochs if whole else 1.0)
 
@@ -85,14 +81,13 @@ def _reasons(
     constraints: Constraints,
 ) -> list[str]:
     if taken is None:
-        return [_nearest([one for one in every if _may(one.candidate, constraints)])]
-    said = [_biggest(taken)]
+        return [_nearest([one for one in every if not _barred(one.candidate, constraints)])]
+    reasons = [_biggest(taken)]
     fastest = min(allowed, key=lambda one: worth(one, constraints))
     if fastest is not taken:
-        said.append(
+        reasons.append(
             f"{fastest.candidate.name} takes {_ratio(fastest, taken, constraints):.2f} x as long, "
-            "but of ways "
-            f"within {100 * (_NEAR - 1):.0f} % of the fastest the simplest is taken"
+            f"but of candidates within {100 * (_NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
     others = sorted(
         (
@@ -102,39 +97,35 @@ def _reasons(
         ),
         key=lambda one: worth(one, constraints),
     )
-    for one in others[:2]:
-        said.append(_against(one, taken, constraints))
+    reasons += [_compared(one, taken, constraints) for one in others[:2]]
     better = [
         one
         for one in every
-        if one.feasible
-        and not _may(one.candidate, constraints)
-        and one.candidate.unit == taken.candidate.unit
+        if one.feasible and _barred(one.candidate, constraints) and one.candidate.unit == taken.candidate.unit
         if worth(one, constraints) < worth(taken, constraints)
     ]
     if better:
         other = min(better, key=lambda one: worth(one, constraints))
-        said.append(
+        reasons.append(
             f"{other.candidate.name} would take {other.epoch_seconds:.3g} s, but is another estimator; "
-            "--allow-estimators lets it be taken"
+            "--allow-estimators permits it"
         )
     too_large = [one.candidate.name for one in every if "GB a rank" in one.why_not]
     if too_large:
-        said.append(f"does not fit the memory: {', '.join(too_large)}")
-    return said
+        reasons.append(f"does not fit the memory: {', '.join(too_large)}")
+    return reasons
 
 
-def _nearest(asked: Sequence[Prediction]) -> str:
-    """Say why nothing can be taken, by the way that lacks least."""
-    large = [one for one in asked if one.memory_bytes]
+def _nearest(allowed: Sequence[Prediction]) -> str:
+    large = [one for one in allowed if one.memory_bytes]
     if large:
         one = min(large, key=lambda one: one.memory_bytes)
         return (
-            f"nothing that may be taken fits; nearest is {one.candidate.name}, which {one.why_not}: take "
+            f"no allowed candidate fits; nearest is {one.candidate.name}, which {one.why_not}: take "
             "smaller batches or fan-outs, more servers, or ranks with more memory (--memory)"
         )
-    refused = "; ".join(f"{one.candidate.name}: {one.why_not}" for one in asked[:3])
-    return f"nothing that was asked for can train this ({refused or 'there is nothing'}); try --unit any"
+    refused = "; ".join(f"{one.candidate.name}: {one.why_not}" for one in allowed[:3])
+    return f"no requested strategy can train this ({refused or 'there is none'}); try --unit any"
 
 
 def _ratio(one: Prediction, taken: Prediction, constraints: Constraints) -> float:
@@ -152,16 +143,16 @@ def _biggest(one: Prediction) -> str:
     name = max(parts, key=lambda key: parts[key])
     return (
         f"{one.candidate.name} takes {one.epoch_seconds:.3g} s an epoch, most of it {name} "
-        f"({parts[name]:.3g} s), and moves {one.bytes_outside / 1e6:.3g} MB between servers"
+        f"({parts[name]:.3g} s), and moves {one.inter_server_bytes / 1e6:.3g} MB between servers"
     )
 
 
-def _against(other: Prediction, taken: Prediction, constraints: Constraints) -> str:
+def _compared(other: Prediction, taken: Prediction, constraints: Constraints) -> str:
     ratio = _ratio(other, taken, constraints)
     if other.candidate.unit != taken.candidate.unit:
-        # Their epochs are different work, so what they move and compute is no reason.
+        # Their epochs are different work, so their bytes and seconds are not comparable.
         return f"{other.candidate.name} takes {ratio:.2f} x as long to learn as much"
-    more = other.bytes_outside - taken.bytes_outside
+    more = other.inter_server_bytes - taken.inter_server_bytes
     work = other.seconds.compute + other.seconds.sampling - taken.seconds.compute - taken.seconds.sampling
     why = []
     if more > 0:
@@ -169,37 +160,24 @@ def _against(other: Prediction, taken: Prediction, constraints: Constraints) -> 
     if work > 0:
         why.append(f"it computes {work:.3g} s longer")
     if other.seconds.inside > taken.seconds.inside:
-        why.append(
-            f"it exchanges {other.seconds.inside - taken.seconds.inside:.3g} s longer inside of servers"
-        )
+        why.append(f"it exchanges {other.seconds.inside - taken.seconds.inside:.3g} s longer within servers")
     return f"{other.candidate.name} takes {ratio:.2f} x as long" + (f": {', '.join(why)}" if why else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regions:
-    """The grid, and who wins at each point."""
+    """Winners on a grid of hidden widths and bandwidths."""
 
     hidden: tuple[int, ...]
     """(H,) ascending."""
     bytes_per_s: tuple[float, ...]
-    """(B,) ascending, payload of a server's card."""
+    """(B,) ascending, payload per second of a server's card."""
     winners: tuple[tuple[str, ...], ...]
-    """(H, B) names of candidates; "" where nothing fits."""
+    """(H, B) names of candidates; "" where none fits."""
     gains: tuple[tuple[float, ...], ...]
-    """(H, B) seconds of the usual strategy, the first that may be taken, by the winner's; 1 where it
-    does not fit."""
+    """(H, B) seconds of the usual candidate divided by the winner's; 1 where the usual one does not fit."""
     usual: str
-    """Name of that candidate."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return JSON values."""
-        return {
-            "hidden": list(self.hidden),
-            "bytes_per_s": list(self.bytes_per_s),
-            "winners": [list(row) for row in self.winners],
-            "gains": [list(row) for row in self.gains],
-            "usual": self.usual,
-        }
+    """Name of the usual candidate: the first that is allowed."""
 
 
 def find_regions(
@@ -209,14 +187,14 @@ def find_regions(
     shapes: Mapping[int, ModelShape],
     bytes_per_s: Sequence[float],
 ) -> Regions:
-    """Return who wins at every hidden width of ``shapes`` and every bandwidth.
+    """Return the winner at every hidden width of ``shapes`` and every bandwidth.
 
     Rates of work are those measured at one width; batches and plans are the same at all.
 
     Args:
         known: Measured at one width and bandwidth.
-        candidates: What is compared.
-        wishes: What may win.
+        candidates: To compare.
+        constraints: Which may win.
         shapes: Hidden width to the model of that width.
         bytes_per_s: (B,) ascending.
     """
@@ -225,7 +203,7 @@ def find_regions(
     for hidden in sorted(shapes):
         names, factors = [], []
         for rate in bytes_per_s:
-            found = choose(compared, _moved(known, shapes[hidden], rate), constraints)
+            found = choose(compared, _at_point(known, shapes[hidden], rate), constraints)
             usual = usual or _usual(compared, constraints)
             taken = found.taken
             names.append("" if taken is None else taken.candidate.name)
@@ -248,11 +226,11 @@ def _gain(found: Choice, usual: str, constraints: Constraints) -> float:
     return worth(base, constraints) / max(worth(found.taken, constraints), 1e-12)
 
 
-def _moved(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measured:
+def _at_point(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measured:
     cluster = replace(known.cluster, external_bytes_per_s=bytes_per_s)
     memory = replace(known.memory, shape=shape, cluster=cluster)
     if shape.hidden != known.shape.hidden:
-        # What a step allocates was rehearsed at the other width.
+        # Allocations of a step were traced at the other width.
         memory = replace(memory, of_batches=None, of_graphs=None)
     return replace(known, shape=shape, cluster=cluster, memory=memory)
 

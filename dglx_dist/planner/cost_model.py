@@ -1,4 +1,4 @@
-"""Seconds of an epoch, a formula for each way in which strategies move things (algorithms 5)."""
+"""Cost model: bytes, memory and seconds of an epoch for each candidate (algorithms 5)."""
 
 from __future__ import annotations
 
@@ -18,37 +18,36 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.closures import FullWork
 from dglx_dist.planner.model_shape import FirstLayer, ModelShape, exchanged_bytes
 from dglx_dist.planner.profile import Rates
-from dglx_dist.planner.records import Candidate, Cluster, GraphStats, Prediction, Seconds, Way
+from dglx_dist.planner.records import Candidate, Cluster, FullGraphScheme, GraphStats, Prediction, Seconds
 from dglx_dist.planner.workload import BatchWork, CacheHits, Draws, Survey
 from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryTrace, trace_memory
 
-_ID_BYTES, _LABEL_BYTES, _STATISTICS_BYTES = 4, 4, 2 * 2 * 8
-"""Of an id; of a label, sent as a number where the paper sends one-hot rows; of loss and correct answers, two
-float64 for each half of a fused task."""
+_SHORT_ID_BYTES, _LABEL_BYTES, _STATISTICS_BYTES = 4, 4, 2 * 2 * 8
+"""Of an id; of a label, sent as a number where the paper sends one-hot rows; of loss and correct predictions:
+two float64 for each half of a fused task."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedSetting:
-    """What the bytes of an epoch follow from, for convolutions that map sums, as GCN's."""
+class ServerlessSetting:
+    """Inputs of :func:`serverless_bytes`, for convolutions that map sums, as GCN's."""
 
     widths: Sequence[int]
     """(L + 1,) d_0 to d_L: features, hidden widths, classes."""
     nodes: int
-    """n, over all graph servers."""
+    """n, of all graph servers."""
     ghosts: int
     """|G|: pairs of a node and another graph server that reads it."""
     intervals: int
-    """Over all graph servers."""
     fusion: bool = True
     rematerialise: bool = True
     itemsize: int = 4
 
 
-def bounded_bytes(told: BoundedSetting) -> dict[str, int]:
-    """Return the bytes of an epoch by the ledger's phases, over all ranks; the parameter servers are one.
+def serverless_bytes(setting: ServerlessSetting) -> dict[str, int]:
+    """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
 
-    Streaming changes none of it. For each layer l of L, with s bytes a number and K intervals::
+    Streaming changes none of them. For each layer l of L, with s bytes a number and K intervals::
 
         ghosts            |G| (4 + s d_l)               l < L, and as much back
         AV l              n d_{l-1} s down              n d_l s up, twice that without rematerialisation
@@ -57,22 +56,22 @@ def bounded_bytes(told: BoundedSetting) -> dict[str, int]:
                                                         without rematerialisation
         weights           K |W_l| s for each task down, once back
     """
-    hidden = sum(told.widths[1:-1])
-    boundary = told.ghosts * (_ID_BYTES * (len(told.widths) - 2) + told.itemsize * hidden)
+    hidden = sum(setting.widths[1:-1])
+    boundary = setting.ghosts * (_SHORT_ID_BYTES * (len(setting.widths) - 2) + setting.itemsize * hidden)
     down = up = weights_down = weights_up = 0
-    last = len(told.widths) - 1
+    last = len(setting.widths) - 1
     for layer in range(1, last + 1):
-        wide, narrow = told.widths[layer - 1], told.widths[layer]
-        weights = told.intervals * (wide + 1) * narrow * told.itemsize
-        back = 0 if layer == 1 else told.nodes * wide * told.itemsize
+        wide, narrow = setting.widths[layer - 1], setting.widths[layer]
+        weights = setting.intervals * (wide + 1) * narrow * setting.itemsize
+        back = 0 if layer == 1 else setting.nodes * wide * setting.itemsize
         weights_up += weights
-        if layer == last and told.fusion:
-            down += told.nodes * (wide * told.itemsize + _LABEL_BYTES)
-            up += back + told.intervals * _STATISTICS_BYTES
+        if layer == last and setting.fusion:
+            down += setting.nodes * (wide * setting.itemsize + _LABEL_BYTES)
+            up += back + setting.intervals * _STATISTICS_BYTES
             weights_down += weights
             continue
-        saved = 0 if told.rematerialise else told.nodes * narrow * told.itemsize
-        rows = told.nodes * told.itemsize
+        saved = 0 if setting.rematerialise else setting.nodes * narrow * setting.itemsize
+        rows = setting.nodes * setting.itemsize
         down += rows * wide + rows * (wide + narrow) + saved
         up += rows * narrow + saved + back
         weights_down += 2 * weights
@@ -88,20 +87,19 @@ def bounded_bytes(told: BoundedSetting) -> dict[str, int]:
 
 PROGRAM_BYTES = 690 * 10**6
 """Of a rank that has imported everything, compiled its kernels and evaluated once (torch 2.13, Linux)."""
-_OF_ADAM = 4
+_COPIES_WITH_ADAM = 4
 """Parameters, their gradients, and Adam's two moments."""
-_KEPT = 1.3
-"""Freed memory is kept for the next step (comm/system.py), by each thread what it freed itself: so much
-is held for what is in use."""
+_ALLOCATOR_OVERHEAD = 1.3
+"""Held by used memory: each thread keeps what it freed for the next step."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
-"""Of a sampled block: ids, positions and the formats that message passing makes of them."""
+"""Of a sampled block: ids, positions and the formats for message passing."""
 _PLAN_EDGE_BYTES = 44
 """Of the plan and block of a full-graph layer, as ``memory_estimate.structure_bytes`` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """What is the same for all candidates."""
+    """Peak memory of a rank; the inputs are the same for all candidates."""
 
     graph: GraphStats
     shape: ModelShape
@@ -110,15 +108,15 @@ class MemoryModel:
     replicated: bool
     """Whether every server maps the structure of the whole graph."""
     of_batches: MemoryTrace | None = None
-    """Allocations of a step on sampled blocks; None: from widths alone."""
+    """Allocation trace of a step on sampled blocks; None: estimated from widths."""
     of_graphs: MemoryTrace | None = None
     """The same for layers that exchange rows."""
     batches_ahead: int = 1
 
     @property
     def fixed(self) -> int:
-        """The program, the model and its optimizer."""
-        return self.program_bytes + _OF_ADAM * self.shape.parameters * self.shape.itemsize
+        """Bytes of the program, the model and its optimizer."""
+        return self.program_bytes + _COPIES_WITH_ADAM * self.shape.parameters * self.shape.itemsize
 
     def batches(
         self, largest: Sequence[Sequence[int]], *, held: int, owners: int = 1, in_flight: int = 1
@@ -127,9 +125,9 @@ class MemoryModel:
 
         Args:
             largest: (3, L) sources, targets and edges of the largest batch.
-            held: Bytes of features, beside the structure, that are mapped or kept.
-            owners: Whose blocks of layer 1 belong to a batch (push-pull's N_f); each comes with its part of
-                the columns, together as many as an own whole row has.
+            held: Bytes of features that are mapped or kept.
+            owners: Ranks whose layer-1 blocks belong to a batch (push-pull's N_f). Each brings its part of
+                the columns; together they are as many as of one whole row.
             in_flight: Batches that are trained at a time.
         """
         sources, targets, edges = largest
@@ -141,18 +139,18 @@ class MemoryModel:
             self.fixed
             + held
             + self.structure
-            + round(_KEPT * (step + (self.batches_ahead + 1 + in_flight) * (inputs + blocks)))
+            + round(_ALLOCATOR_OVERHEAD * (step + (self.batches_ahead + 1 + in_flight) * (inputs + blocks)))
         )
 
     def full(self, work: FullWork, *, ahead: int = 0) -> int:
-        """Return the peak of a rank that trains on whole graphs; ``ahead``: co-batches loaded meanwhile."""
+        """Return the peak of a rank that trains on whole graphs; ``ahead``: co-batches loaded in advance."""
         inputs = work.rows[0] * self.shape.features * self.shape.itemsize
-        # Layers that are alike share one block.
+        # Equal layers share one block.
         distinct = dict.fromkeys(zip(work.sources, work.rows[1:], work.edges, strict=True))
         blocks = sum(_PLAN_EDGE_BYTES * edges + 16 * sources + 8 * rows for sources, rows, edges in distinct)
         step = self._step(self.of_graphs, work.rows, work.sources, work.edges)
         own = self.graph.nodes // self.cluster.servers * self.graph.feature_bytes
-        return self.fixed + own + round(_KEPT * (step + (1 + ahead) * (inputs + blocks)))
+        return self.fixed + own + round(_ALLOCATOR_OVERHEAD * (step + (1 + ahead) * (inputs + blocks)))
 
     @property
     def structure(self) -> int:
@@ -173,7 +171,7 @@ class MemoryModel:
         sources: Sequence[int],
         edges: Sequence[int],
     ) -> int:
-        """Return the peak of a step beyond its inputs and its blocks."""
+        # The peak of a step beyond its inputs and its blocks.
         if memory_trace is not None:
             counts: Array = np.array([1, *rows, *sources, *edges], np.int64)
             return int(memory_trace.running(counts).max())
@@ -186,55 +184,48 @@ class MemoryModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Ghosts:
-    """Pairs of a node and another rank that reads it, of the whole graph: what intervals exchange."""
+    """Pairs of a node and another rank that reads it, which intervals exchange."""
 
     outside: int
     inside: int
     counted: bool = True
-    """Whether over all nodes of the graph; False: expected, or of those only that training needs."""
+    """Whether over all nodes of the graph; False: estimated, or only of nodes that training needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Of one graph, model and cluster."""
+    """Statistics and measurements of one graph, model and cluster."""
 
     graph: GraphStats
     shape: ModelShape
     cluster: Cluster
     rates: Rates
-    """Of steps on mini-batches; of whole graphs where there are none."""
+    """Of mini-batch steps; of full-graph steps if there are none."""
     memory: MemoryModel
     batches: BatchWork | None
-    """None: nobody asked for mini-batches."""
-    whole: Mapping[Way, FullWork]
+    """None: mini-batches were not requested."""
+    whole: Mapping[FullGraphScheme, FullWork]
     ghosts: Ghosts | None
     structure_partitioned: bool
     """Whether servers ask each other for in-edges."""
     epoch: int
-    """Whose batches were counted."""
     plan_rates: Rates | None = None
-    """Of steps on whole graphs and co-batches, whose blocks are others; None: as :attr:`rates`."""
+    """Of steps on whole graphs and co-batches, whose blocks differ; None: as :attr:`rates`."""
     assumptions: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What finding all that out took."""
+    """Duration of each part of the dry run."""
     draws: Draws | None = None
-    """Of the mini-batches."""
 
     @property
     def trained(self) -> str:
-        """What is trained, in words."""
         if self.draws is None:
             return self.shape.words
         fanouts = ",".join(map(str, self.draws.fanouts))
         return f"{self.shape.words}; mini-batches of {self.draws.batch_size} a rank, fan-outs {fanouts}"
 
 
-_ID_BYTES_MINI_BATCH_BYTES = 4
-"""Of an id in what is pushed of the structure."""
-
-
 def row_bytes(found: Survey) -> dict[str, int]:
-    """Return data-parallel bytes by the ledger's phases, over all ranks; phases without any left out."""
+    """Return data-parallel bytes by ledger phase, over all ranks; empty phases are left out."""
     return _present(
         features=found.feature_bytes,
         sampling=found.sampling_bytes,
@@ -246,9 +237,9 @@ def row_bytes(found: Survey) -> dict[str, int]:
 def column_bytes(
     found: Survey, first: FirstLayer, *, group_size: int = 0, pushed: bool = True
 ) -> dict[str, int]:
-    """Return push-pull's bytes by the ledger's phases, over all ranks; phases without any left out.
+    """Return push-pull's bytes by ledger phase, over all ranks; empty phases are left out.
 
-    For each batch, with N_f parts in a group (all ranks W when not told otherwise)::
+    For each batch, with N_f parts in a group (by default all ranks W)::
 
         structure             (N_f - 1) 4 (D1 + 1 + E1 + L0)       nothing when every part samples for itself
         activations           (N_f - 1) s (D1 H + 2 (L0 + D1) K)   K only where layer 1 attends
@@ -260,7 +251,7 @@ def column_bytes(
     Args:
         found: Counted on the same cut, seeds and fan-outs, one rank per server.
         first: Of the model.
-        group_size: Parts that hold all columns together; 0: all ranks.
+        group_size: Parts that together hold all columns; 0: all ranks.
         pushed: Whether owners send the structure of their first blocks.
 
     Raises:
@@ -277,7 +268,7 @@ def column_bytes(
     # Each part's pieces, summed over the groups that have the same.
     cut = 2 * (groups - 1) * first.cut_bytes
     return _present(
-        structure=(size - 1) * _ID_BYTES_MINI_BATCH_BYTES * indices if pushed else 0,
+        structure=(size - 1) * _SHORT_ID_BYTES * indices if pushed else 0,
         activations=(size - 1) * first.itemsize * pulled,
         activation_gradients=(size - 1) * first.itemsize * pulled,
         sampling=found.sampling_bytes,
@@ -297,15 +288,10 @@ def break_even_width(found: Survey, *, pushed: bool = True) -> float:
     ranks = found.ranks
     moved_per_column = 2 * (ranks - 1) * found.first_targets * 4
     if not moved_per_column:
-        raise ConfigError("a break-even width needs batches on 2 ranks at least")
+        raise ConfigError("a break-even width needs batches on at least 2 ranks")
     indices = found.first_targets + found.steps * ranks + found.first_edges + found.input_rows
-    structure = (ranks - 1) * _ID_BYTES_MINI_BATCH_BYTES * indices if pushed else 0
+    structure = (ranks - 1) * _SHORT_ID_BYTES * indices if pushed else 0
     return (found.feature_bytes - structure) / moved_per_column
-
-
-def total(phases: Mapping[str, int]) -> int:
-    """Return the sum over the phases."""
-    return sum(phases.values())
 
 
 def _present(**phases: int) -> dict[str, int]:
@@ -313,16 +299,16 @@ def _present(**phases: int) -> dict[str, int]:
 
 
 GRADIENTS = "gradients"
-_ID_BYTES_TRAFFIC = 8
+_ID_BYTES = 8
 _SUMS = ("structure", "activations", "activation_gradients")
 _GHOSTS = ("ghosts", "ghost_gradients")
-INTERVALS = 8
-"""Of a graph server, when nobody says."""
+_INTERVALS = 8
+"""Per graph server: the default of strategy ``lambda``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Of one epoch, all ranks."""
+    """Bytes of one epoch by ledger phase, of all ranks."""
 
     outside: Mapping[str, int] = field(default_factory=dict)
     inside: Mapping[str, int] = field(default_factory=dict)
@@ -332,8 +318,8 @@ class Traffic:
 
 
 def rows_traffic(known: Measured, work: BatchWork, cache: CacheHits | None) -> Traffic:
-    """Return data parallelism's (algorithms 1.3); misses alone with a cache."""
-    row = _ID_BYTES_TRAFFIC + known.graph.feature_bytes
+    """Return the traffic of data parallelism (algorithms 1.3); with a cache, of misses only."""
+    row = _ID_BYTES + known.graph.feature_bytes
     found = work.survey
     if cache is not None:
         found = replace(found, feature_bytes=found.feature_bytes - cache.hits * row)
@@ -346,7 +332,7 @@ def rows_traffic(known: Measured, work: BatchWork, cache: CacheHits | None) -> T
 
 
 def columns_traffic(known: Measured, work: BatchWork, size: int, *, pushed: bool) -> Traffic:
-    """Return push-pull's (algorithms 2.4, 2.6) in groups of ``size`` ranks."""
+    """Return the traffic of push-pull (algorithms 2.4, 2.6) in groups of ``size`` ranks."""
     first, cluster = known.shape.first, known.cluster
     assert first is not None, "the model cannot be split"
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
@@ -360,7 +346,7 @@ def columns_traffic(known: Measured, work: BatchWork, size: int, *, pushed: bool
     sums = ring_split(first.replicated_bytes, cluster, 1, work.steps)
     groups = cluster.ranks // size
     if groups > 1:
-        # Every part's ring has the same bytes, but for what columns do not divide by.
+        # Every part's ring has the same bytes, up to columns that do not divide evenly.
         every = 2 * (groups - 1) * first.cut_bytes * work.steps
         server_of = cluster.server_of_rank
         far = sum(server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of))
@@ -372,45 +358,45 @@ def columns_traffic(known: Measured, work: BatchWork, size: int, *, pushed: bool
 
 
 def plans_traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
-    """Return that of whole graphs with exchanged rows (algorithms 3.1, 3.4)."""
+    """Return the traffic of whole graphs with exchanged rows (algorithms 3.1, 3.4)."""
     widths, row = known.shape.widths, known.graph.feature_bytes
     outside = exchanged_bytes(work.pairs.outside, widths, use_pp=use_pp)
     inside = exchanged_bytes(work.pairs.inside, widths, use_pp=use_pp)
     sums = ring_split(known.shape.gradient_bytes, known.cluster, 1, work.steps)
     halo = work.pairs.outside[0] * row if use_pp else 0
-    alone = work.steps == 1 or known.cluster.ranks_per_server == 1
-    # How wide exchanged rows are is then not known.
-    sure = not known.shape.guessed or not (outside or inside)
-    once = work.external_rows * (_ID_BYTES_TRAFFIC + row) + halo
-    return _split(outside, inside, sums, once, work.counted and alone and sure)
+    one_planner = work.steps == 1 or known.cluster.ranks_per_server == 1
+    # The width of exchanged rows is unknown for a guessed shape.
+    widths_known = not known.shape.guessed or not (outside or inside)
+    once = work.external_rows * (_ID_BYTES + row) + halo
+    return _split(outside, inside, sums, once, work.counted and one_planner and widths_known)
 
 
 def intervals_traffic(known: Measured, ghosts: Ghosts) -> Traffic:
-    """Return that of intervals (algorithms 4.6); what goes to workers leaves the server."""
+    """Return the traffic of intervals (algorithms 4.6); traffic to workers leaves the server."""
     shape, total = known.shape, ghosts.outside + ghosts.inside
-    phases = bounded_bytes(
-        BoundedSetting(
+    phases = serverless_bytes(
+        ServerlessSetting(
             widths=(shape.features, *(layer.outputs for layer in shape.layers)),
             nodes=known.graph.nodes,
             ghosts=total,
-            intervals=INTERVALS * known.cluster.ranks,
+            intervals=_INTERVALS * known.cluster.ranks,
         )
     )
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
-    once = ghosts.outside * (2 * _ID_BYTES_TRAFFIC + known.graph.feature_bytes)
+    once = ghosts.outside * (2 * _ID_BYTES + known.graph.feature_bytes)
     counted = ghosts.counted and shape.kind == "gcn" and not shape.guessed
     return _split(outside, inside, (0, 0), once, counted)
 
 
 def ring_split(num_bytes: int, cluster: Cluster, distance: int, steps: int) -> tuple[int, int]:
-    """Return the bytes (between servers, inside of them) of ring all-reduces over all ranks.
+    """Return the bytes (between servers, within servers) of ring all-reduces over all ranks.
 
     Args:
-        num_bytes: That are summed in one step.
+        num_bytes: Summed in one step.
         cluster: Whose ranks.
         distance: To the next rank of the ring.
-        steps: How often.
+        steps: Number of all-reduces.
     """
     ranks, server_of, outside, inside = cluster.ranks, cluster.server_of_rank, 0, 0
     for rank in range(ranks) if ranks > 1 else ():
@@ -424,86 +410,80 @@ def ring_split(num_bytes: int, cluster: Cluster, distance: int, steps: int) -> t
 
 def _others_of_group(cluster: Cluster, size: int) -> tuple[int, int]:
     """Return pairs of an owner and another part of its group, and those of them on two servers."""
-    server_of, together = cluster.server_of_rank, 0
+    server_of, same_server = cluster.server_of_rank, 0
     for first in range(0, cluster.ranks, size):
-        together += sum(count * count for count in Counter(server_of[first : first + size]).values())
-    # A group's pairs of ranks, in order and with themselves, are its size squared.
-    return cluster.ranks * (size - 1), cluster.ranks * size - together
+        same_server += sum(count * count for count in Counter(server_of[first : first + size]).values())
+    # A group has size squared ordered pairs of ranks, including pairs with itself.
+    return cluster.ranks * (size - 1), cluster.ranks * size - same_server
 
 
 def _split(
     outside: Mapping[str, int], inside: Mapping[str, int], sums: tuple[int, int], once: int, exact: bool
 ) -> Traffic:
     return Traffic(
-        outside=_present_traffic({**outside, GRADIENTS: sums[0]}),
-        inside=_present_traffic({**inside, GRADIENTS: sums[1]}),
+        outside=_present(**{**outside, GRADIENTS: sums[0]}),
+        inside=_present(**{**inside, GRADIENTS: sums[1]}),
         once=once,
         exact=exact,
     )
 
 
-def _present_traffic(phases: Mapping[str, int]) -> dict[str, int]:
-    return {name: count for name, count in sorted(phases.items()) if count}
-
-
 _FEW_CORES = 2.0
-"""With fewer cores than that, a rank's loader and its training share one."""
+"""With fewer cores, a rank's loader and its training share one."""
 _HIDDEN = ((_FEW_CORES, 0.9), (1.0, 0.7), (0.0, 0.35))
-"""From so many cores of a rank on, the share of what is fetched ahead that costs no time. On a core of its
-own a rank computes while it waits for the network, though not for what it has to copy (A1: 0.5 to 0.9;
-PEER1: 0.4); where ranks share one the network waits for their turns, too (D1 and P1: some third)."""
+"""From so many cores of a rank on, the share of prefetching that costs no time. On its own core a rank
+computes while it waits for the network, except while it copies (A1: 0.5 to 0.9; PEER1: 0.4); where ranks
+share a core, the network also waits for their time slices (D1 and P1: about a third)."""
 _WIRE_BYTE_S = 0.75e-9
 """To send or to receive a byte, on a core (PEER1 with and without a cache)."""
 _ROUNDS_OF_PULL, _ROUNDS_OF_SUMS = 2, 4
-"""Messages one after another: there and back; and forward and back."""
+"""Sequential messages: request and reply; the same for forward and backward."""
 _BLOCK_S = 1.5e-3
-"""Of a core, to start what push-pull computes on the block of one more owner, forward and backward, however
-small it is: what is summed and multiplied is the same in one block or in many (P1, P9: 1 to 3 ms)."""
+"""Of a core, to launch push-pull's operations on the block of one more owner, forward and backward, of any
+size: the sums and products are the same in one block or in many (P1, P9: 1 to 3 ms)."""
 _COLUMNS_OF_A_HEAD = 50
-"""With attention, every part has the softmax of every owner's edges: so many columns of an edge for each head
+"""With attention, every part computes the softmax of every owner's edges: so many columns of an edge per head
 (P9: 40 to 60, with 8 heads and with 2)."""
-_PLAN_EDGE_BYTES_SECONDS = 16
-"""Of a co-batch's plan on disk, by the edges of its first layer: source and edge, 8 bytes each."""
+_STORED_EDGE_BYTES = 16
+"""Of a co-batch's plan on disk, per edge of its first layer: source and edge, 8 bytes each."""
 _READ_S = 5e-3
-"""Of a core, to open the files of a co-batch and to make its blocks, however small it is (A1)."""
+"""Of a core, to open the files of a co-batch and to make its blocks, of any size (A1)."""
 _EXCHANGE_S = 0.4e-3
-"""Of a core, to bring rows together and to put others in their place, however few they are: 28 times in a
-step of 14 layers (A1)."""
+"""Of a core, to gather and scatter exchanged rows, however few: 28 times in a step of 14 layers (A1)."""
 _MEETING_S = 4e-3
-"""Of each step, until the sum of gradients has gone through gloo's threads on cores that compute, and the
-slower rank is there too: what ranks stood still on 1 Gbit/s, however little they sent (A1)."""
+"""Per step, until the sum of gradients has gone through gloo's threads on busy cores and the slowest rank has
+arrived: measured idle time on 1 Gbit/s, independent of the bytes (A1)."""
 _ASYNC = 0.85
-"""An epoch without barriers, by one with them (Dorylus, 7.4)."""
+"""An epoch without barriers, relative to one with them (Dorylus, 7.4)."""
 _WORKER_OVERHEAD = 1.5
-"""Tensor work by workers, which receive rows and send them back, by that of the rank itself."""
+"""Tensor work by workers, which receive and return rows, relative to the rank itself."""
 
 
 def hidden_share(cores: float) -> float:
-    """Return how much of what is fetched ahead costs no time, while there is as much computing."""
+    """Return the share of prefetching that costs no time, while there is enough computing."""
     return next(share for least, share in _HIDDEN if cores >= least)
 
 
 def rows_seconds(known: Measured, work: BatchWork, traffic: Traffic) -> Seconds:
-    """Return those of data parallelism."""
     pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
     rounds = _ROUNDS_OF_PULL * (1 + (len(known.shape.layers) if known.structure_partitioned else 0))
     pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
     pulled += _waits(rounds * work.steps, known.cluster) if pulled_bytes else 0.0
     compute = _computing(known.rates, known.shape.work(*work.worked), work, fresh=True)
-    return _ahead(
+    return _overlapped(
         known, work, traffic, _Parts(compute=compute, sampling=_sampling(known, work, 1), pulled=pulled)
     )
 
 
 def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffic, *, late: bool) -> Seconds:
-    """Return those of push-pull in groups of ``size`` ranks.
+    """Return the seconds of push-pull in groups of ``size`` ranks.
 
     Args:
-        known: What was measured.
+        known: Measurements.
         work: Of the same batches under data parallelism.
         size: N_f.
         traffic: Its bytes.
-        late: Whether several batches are in flight, so that sums travel beside computing.
+        late: Whether several batches are in flight, so that sums travel while others compute.
     """
     cluster, first = known.cluster, known.shape.first
     outside, inside = traffic.outside, traffic.inside
@@ -528,11 +508,11 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
         waited=0.0 if late else waited,
         inside=own,
     )
-    return _ahead(known, work, traffic, parts)
+    return _overlapped(known, work, traffic, parts)
 
 
 def plans_seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
-    """Return those of whole graphs whose layers exchange rows, in one step or in several co-batches."""
+    """Return the seconds of whole graphs whose layers exchange rows, in one step or in several co-batches."""
     cluster, widths = known.cluster, known.shape.widths
     compute = _computing(
         known.plan_rates or known.rates, known.shape.work(*work.worked), work, fresh=work.steps > 1
@@ -556,39 +536,38 @@ def plans_seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: 
 
 
 def intervals_seconds(known: Measured, work: FullWork, traffic: Traffic, *, overlaps: bool) -> Seconds:
-    """Return those of training in intervals, with workers that share the cores of their graph server."""
+    """Return the seconds of intervals, with workers that share the cores of their graph server."""
     cluster = known.cluster
     rates = known.plan_rates or known.rates
     compute = _WORKER_OVERHEAD * rates.compute_s(known.shape.work(*work.worked), 1)
     ghosts = sum(traffic.outside.get(name, 0) for name in ("ghosts", "ghost_gradients"))
     outside = ghosts / cluster.servers / cluster.external_bytes_per_s
-    # Nothing but ghosts stays inside: what goes to workers leaves the server.
+    # Only ghosts stay inside: traffic to workers leaves the server.
     inside = sum(traffic.inside.values()) / cluster.servers / cluster.internal_bytes_per_s
     factor = _ASYNC if overlaps else 1.0
     return Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside)
 
 
 def _computing(rates: Rates, counted: tuple[int, int], work: BatchWork | FullWork, *, fresh: bool) -> float:
-    """Return the seconds of steps; ``fresh``: on blocks that are new in each."""
+    # Blocks that are new in each step also need their message-passing formats.
     formats = rates.fresh_edge_s * sum(work.worked[2]) if fresh else 0.0
     return rates.compute_s(counted, work.steps) + formats
 
 
 def _reading(known: Measured, work: FullWork) -> float:
-    """Return what it takes to have all co-batches' plans and rows from disk, checksums compared."""
-    read = work.read_rows * known.graph.feature_bytes + _PLAN_EDGE_BYTES_SECONDS * max(work.worked[2])
+    # Plans and rows of all co-batches from disk, including checksums.
+    read = work.read_rows * known.graph.feature_bytes + _STORED_EDGE_BYTES * max(work.worked[2])
     rates = known.plan_rates or known.rates
     return read * rates.check_byte_s + work.steps * _READ_S / min(known.cluster.cores, 1.0)
 
 
 def _after_bursts(moving: float, messages: int, compute: float, cluster: Cluster) -> float:
-    """Return the seconds of so many equal messages, without what a card lets pass at once after computing."""
+    """Return the seconds of equal messages, less what a card sends at once after a pause for computing."""
     pause = min(cluster.burst_bytes / cluster.external_bytes_per_s, compute / max(messages, 1))
     return max(0.0, moving - messages * pause)
 
 
 def _exchanged(rows: tuple[int, ...], first: int, hidden: int, use_pp: bool, *, learns: bool) -> int:
-    """Return numbers that cross forward and back, of rows by layer."""
     above = 2 * hidden * sum(rows[1:])
     return above + (0 if use_pp else first * rows[0] * (2 if learns else 1))
 
@@ -603,22 +582,17 @@ def _sampling(known: Measured, work: BatchWork, draws: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """Seconds of an epoch before any of them are hidden."""
-
     compute: float
     sampling: float
     pulled: float
-    """What is fetched ahead."""
     waited: float = 0.0
-    """What a step stands still for."""
     inside: float = 0.0
 
 
-def _ahead(known: Measured, work: BatchWork, traffic: Traffic, parts: _Parts) -> Seconds:
-    """Return seconds of steps whose batches are made while others are computed."""
+def _overlapped(known: Measured, work: BatchWork, traffic: Traffic, parts: _Parts) -> Seconds:
     share = hidden_share(known.cluster.cores)
     compute = parts.compute + _handling(known, traffic)
-    # On few cores, drawing a batch takes its time from computing another one.
+    # On few cores, sampling a batch delays computing another one.
     few = known.cluster.cores < _FEW_CORES
     drawn = parts.sampling if few else max(0.0, parts.sampling - share * compute)
     hidden = share * min(parts.pulled, compute + drawn)
@@ -632,7 +606,6 @@ def _ahead(known: Measured, work: BatchWork, traffic: Traffic, parts: _Parts) ->
 
 
 def _all_reduce(known: Measured, steps: int, traffic: Traffic, compute: float) -> float:
-    """Return the seconds of summing gradients in rings, for so many steps."""
     cluster = known.cluster
     outside = traffic.outside.get(GRADIENTS, 0) / cluster.servers / cluster.external_bytes_per_s
     outside = _after_bursts(outside, steps, compute, cluster)
@@ -642,7 +615,7 @@ def _all_reduce(known: Measured, steps: int, traffic: Traffic, compute: float) -
 
 
 def _handling(known: Measured, traffic: Traffic) -> float:
-    """Return what sending and receiving take of computing, where there are few cores."""
+    # With few cores, sending and receiving delays computing.
     if known.cluster.cores >= _FEW_CORES:
         return 0.0
     moved = 2 * sum(traffic.outside.values()) / known.cluster.ranks
@@ -654,7 +627,7 @@ def _waits(messages: int, cluster: Cluster) -> float:
 
 
 def predict(candidate: Candidate, known: Measured) -> Prediction:
-    """Return what an epoch of ``candidate`` comes to; where it cannot be taken, why, and zeros."""
+    """Return the predicted epoch of ``candidate``; if it is not feasible, the reason and zeros."""
     why_not = _refusal(candidate, known)
     found = _NOTHING if why_not else _FORMULAS[candidate.moves](candidate, known)
     needed = found.memory - found.shared + found.shared // known.cluster.ranks_per_server
@@ -669,20 +642,17 @@ def predict(candidate: Candidate, known: Measured) -> Prediction:
         once_bytes=found.traffic.once,
         memory_bytes=found.memory,
         why_not=why_not,
-        note=_note(candidate, known),
+        note=_note(candidate),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What a formula gives."""
-
     seconds: Seconds
     traffic: Traffic
     memory: int
-    """Peak of a rank."""
     shared: int = 0
-    """Of it, what the ranks of a server map together."""
+    """Part of it that the ranks of a server map together."""
 
 
 _NOTHING = _Found(seconds=Seconds(), traffic=Traffic(exact=False), memory=0)
@@ -717,9 +687,9 @@ def _columns(candidate: Candidate, known: Measured) -> _Found:
 
 
 def _plans(candidate: Candidate, known: Measured) -> _Found:
-    assert candidate.way is not None
-    work = known.whole[candidate.way]
-    use_pp = candidate.way[2] == 1
+    assert candidate.scheme is not None
+    work = known.whole[candidate.scheme]
+    use_pp = candidate.scheme.co_batches == 1
     traffic = plans_traffic(known, work, use_pp=use_pp)
     return _Found(
         seconds=plans_seconds(known, work, traffic, use_pp=use_pp),
@@ -730,9 +700,9 @@ def _plans(candidate: Candidate, known: Measured) -> _Found:
 
 
 def _intervals(candidate: Candidate, known: Measured) -> _Found:
-    assert candidate.way is not None
+    assert candidate.scheme is not None
     assert known.ghosts is not None
-    traffic, work = intervals_traffic(known, known.ghosts), known.whole[candidate.way]
+    traffic, work = intervals_traffic(known, known.ghosts), known.whole[candidate.scheme]
     staleness = int(candidate.options.get("staleness", -1)) + 1
     took = intervals_seconds(known, work, traffic, overlaps=not candidate.exact)
     # Every epoch in flight keeps its activations.
@@ -758,16 +728,15 @@ def _cache(candidate: Candidate, known: Measured) -> CacheHits | None:
 
 
 def _refusal(candidate: Candidate, known: Measured) -> str:
-    """Return why the strategy would refuse; empty: it would not."""
     if candidate.unit == "mini_batch" and known.batches is None:
-        return "no mini-batches were asked for"
+        return "no mini-batches were requested"
     if candidate.moves == "columns" and known.shape.first is None:
         return known.shape.why_not_split
     if candidate.moves == "intervals" and known.shape.why_not_chained:
         return known.shape.why_not_chained
     if candidate.moves == "plans" and known.shape.why_not_whole:
         return known.shape.why_not_whole
-    if candidate.way is not None and candidate.way not in known.whole:
+    if candidate.scheme is not None and candidate.scheme not in known.whole:
         return "its plans were not counted"
     if candidate.cache is not None and not any(
         one.alpha == candidate.cache_alpha for one in _batches(known).caches
@@ -776,23 +745,23 @@ def _refusal(candidate: Candidate, known: Measured) -> str:
     return ""
 
 
-def _note(candidate: Candidate, known: Measured) -> str:
-    said = ["workers on the same servers", "no dropout"] if candidate.moves == "intervals" else []
+def _note(candidate: Candidate) -> str:
+    notes = ["workers on the same servers", "no dropout"] if candidate.moves == "intervals" else []
     if candidate.epochs_factor != 1.0:
-        said.append(f"about {candidate.epochs_factor:g} x the epochs")
-    return "; ".join(said)
+        notes.append(f"about {candidate.epochs_factor:g} x the epochs")
+    return "; ".join(notes)
 
 
 log = logging.getLogger(__name__)
 
 
-def with_rehearsals(model: MemoryModel, module: nn.Module, *, whole: bool) -> MemoryModel:
-    """Return ``model`` with what steps of ``module`` allocate, where they can be rehearsed.
+def with_memory_traces(model: MemoryModel, module: nn.Module, *, whole: bool) -> MemoryModel:
+    """Return ``model`` with allocation traces of steps of ``module``, where they can be traced.
 
     Args:
         model: Of its shape.
         module: Called as ``module(blocks, features)``; not changed.
-        whole: Whether steps on whole graphs, whose layers exchange rows, are rehearsed too.
+        whole: Whether to trace full-graph steps, whose layers exchange rows, too.
     """
     return replace(
         model,

@@ -1,9 +1,9 @@
-"""The dry run: one process counts the batches and plans of all ranks, and times the model on some of them."""
+"""Counting of an epoch and timing of the model: in one process for a planned run, or in a running job."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,37 +24,36 @@ from dglx_dist.planner.closures import (
     FullWork,
     PartitionContext,
     RankLayers,
-    gathered,
-    in_numbers,
+    full_work_of,
     plan_all,
+    rank_layers,
     seeds_by_server,
     worth_counting,
 )
-from dglx_dist.planner.cost_model import PROGRAM_BYTES, Ghosts, Measured, MemoryModel, with_rehearsals
+from dglx_dist.planner.cost_model import PROGRAM_BYTES, Ghosts, Measured, MemoryModel, with_memory_traces
 from dglx_dist.planner.model_shape import ModelShape, topology_of
 from dglx_dist.planner.profile import (
     ByteRates,
     Rates,
+    batch_trials,
+    busy_cores,
     byte_rates,
     measured_rates,
-    neighbours,
     plan_trials,
     time_batches,
     time_on_plans,
-    trials,
 )
-from dglx_dist.planner.records import Cluster, Way
+from dglx_dist.planner.records import Cluster, FullGraphScheme, GraphStats
 from dglx_dist.planner.workload import (
     TRAIN_MASK,
     BatchWork,
-    CachedRows,
     Draws,
     RankCount,
     RowSizes,
     count_rank,
-    of_dataset,
-    of_manifest,
     rows_of_caches,
+    stats_of_dataset,
+    stats_of_manifest,
     work_of_counts,
 )
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
@@ -88,24 +87,22 @@ def count_ghosts(indptr: Array, indices: Array, bounds: Array, topology: Topolog
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun:
-    """What is found out, and how thoroughly."""
+class DryRunConfig:
+    """What to count and measure."""
 
     cluster: Cluster
     draws: Draws | None
-    """Mini-batches; None: none are asked for."""
-    ways: tuple[Way, ...]
-    """Of whole graphs."""
+    """Mini-batches; None: not requested."""
+    schemes: tuple[FullGraphScheme, ...]
     caches: tuple[float, ...] = ()
-    """Sizes that are counted."""
     partitioned: bool = False
     """Whether servers will ask each other for in-edges."""
     program_bytes: int = PROGRAM_BYTES
-    """That a rank has before it opens a graph; more where this process is a rank and has more."""
+    """Memory of a rank before it opens a graph; larger if this process is a rank and uses more."""
     clock: Callable[[], float] = time.perf_counter
-    """Of what is timed: the thread's where it computes alone, so that what else runs is not counted."""
-    beside: int = 0
-    """Ranks that compute on the same machine meanwhile, and share its memory with this one."""
+    """For timing: the thread's if it computes alone, so that other programs are not counted."""
+    other_ranks: int = 0
+    """Ranks that compute on the same machine at the same time and share its memory."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
 
@@ -114,143 +111,158 @@ def dry_run(
     g: DistGraph,
     module: nn.Module,
     shape: ModelShape,
-    told: DryRun,
-    tell: Callable[[str], None] | None = None,
+    config: DryRunConfig,
+    on_step: Callable[[str], None] | None = None,
 ) -> Measured:
-    """Count and measure; ``g``'s session has one rank, and the whole graph's structure.
+    """Count and measure in one process; ``g``'s session has one rank, and the whole graph's structure.
 
     Args:
         g: Of one node and edge type, with features, labels and training nodes.
         module: Called as ``module(blocks, features)``; not changed.
         shape: Of it.
-        told: What to find out.
-        tell: Called with what is done next.
+        config: What to count.
+        on_step: Called with a description of each step.
 
     Raises:
-        ConfigError: the graph lacks something, has fewer parts than servers, or the model fails on it.
+        ConfigError: the graph lacks data, has fewer parts than servers, or the model fails on it.
     """
-    clock = _Clock(tell)
+    clock = _Clock(on_step)
     with clock.of("figures of the graph"):
-        graph = of_dataset(g.dataset, told.cluster.servers)
-        topology = topology_of(told.cluster.servers, told.cluster.ranks_per_server)
+        graph = stats_of_dataset(g.dataset, config.cluster.servers)
+        topology = topology_of(config.cluster.servers, config.cluster.ranks_per_server)
         offsets = g.dataset.manifest.node_offsets[NODE_TYPE]
         bounds = Placement(g.dataset.manifest.num_parts, topology).server_offsets(offsets)
         seeds = marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
-    ground = PartitionContext(structure=g.structure(), bounds=bounds, topology=topology, seed=g.session.seed)
+    context = PartitionContext(structure=g.structure(), bounds=bounds, topology=topology, seed=g.session.seed)
     batches, sampled = None, 0.0
-    if told.draws is not None:
+    if config.draws is not None:
         with clock.of("batches of all ranks"):
-            sizes = row_sizes(g, shape, partitioned=told.partitioned)
-            batches, sampled = _batches(g, ground, seeds, told, sizes)
+            sizes = row_sizes(g, shape, partitioned=config.partitioned)
+            batches, sampled = _batches(g, context, seeds, config, sizes)
     with clock.of("the model on some batches"):
-        rates, plan_rates = _rates(g, module, shape, told, ground, seeds, sampled)
+        rates = _rates(g, module, shape, config, context, seeds, sampled)
     whole = {}
-    for way in told.ways:
-        with clock.of(f"plans of {_named(way, shape)}"):
-            whole[way] = (
-                count_way(g, ground, seeds, way, len(shape.layers))
-                if worth_counting(graph.edges, len(shape.layers), way)
-                else expected.closures(graph, told.cluster, way, len(shape.layers))
+    for scheme in config.schemes:
+        with clock.of(f"plans of {_named(scheme, shape)}"):
+            whole[scheme] = (
+                count_scheme(g, context, seeds, scheme, len(shape.layers))
+                if worth_counting(graph.edges, len(shape.layers), scheme)
+                else expected.closures(graph, config.cluster, scheme, len(shape.layers))
             )
     with clock.of("pairs of border nodes"):
         shard = g.structure().shards[0]
         ghosts = count_ghosts(shard.indptr, shard.indices, bounds, topology)
-    fixed = MemoryModel(
+    measured = _measured(config, module, graph, shape, rates, batches, whole, ghosts)
+    return replace(measured, seconds=clock.seconds)
+
+
+def _measured(
+    config: DryRunConfig,
+    module: nn.Module,
+    graph: GraphStats,
+    shape: ModelShape,
+    rates: tuple[Rates, Rates | None],
+    batches: BatchWork | None,
+    whole: Mapping[FullGraphScheme, FullWork],
+    ghosts: Ghosts | None,
+) -> Measured:
+    memory = MemoryModel(
         graph=graph,
         shape=shape,
-        cluster=told.cluster,
-        program_bytes=told.program_bytes,
-        replicated=not told.partitioned,
+        cluster=config.cluster,
+        program_bytes=config.program_bytes,
+        replicated=not config.partitioned,
     )
     return Measured(
         graph=graph,
         shape=shape,
-        cluster=told.cluster,
-        rates=rates,
-        memory=with_rehearsals(fixed, module, whole=bool(told.ways)),
+        cluster=config.cluster,
+        rates=rates[0],
+        memory=with_memory_traces(memory, module, whole=bool(config.schemes)),
         batches=batches,
         whole=whole,
         ghosts=ghosts,
-        structure_partitioned=told.partitioned,
-        epoch=told.epoch,
-        plan_rates=plan_rates,
-        assumptions=(*told.assumptions, *expected.of_ways(whole)),
-        draws=told.draws,
-        seconds=clock.seconds,
+        structure_partitioned=config.partitioned,
+        epoch=config.epoch,
+        plan_rates=rates[1],
+        assumptions=(*config.assumptions, *expected.plan_assumptions(whole)),
+        draws=config.draws,
     )
 
 
-def count_way(g: DistGraph, ground: PartitionContext, seeds: Array, way: Way, num_layers: int) -> FullWork:
-    """Return the work of one way of training on whole graphs, from the plans of all ranks."""
-    hops, kind, number = way
-    by_server = seeds_by_server(ground, seeds)
-    eas = _selection(g, ground.seed, kind) if kind else None
+def count_scheme(
+    g: DistGraph, context: PartitionContext, seeds: Array, scheme: FullGraphScheme, num_layers: int
+) -> FullWork:
+    """Return the work of a full-graph scheme, from the plans of all ranks."""
+    hops, limit, number = scheme
+    by_server = seeds_by_server(context, seeds)
+    eas = _selection(g, context.seed, limit) if limit else None
     if number == 1:
-        return gathered([plan_all(ground, by_server, num_layers, hops, eas=eas)], ground.topology)
-    pieces = [compose(mine, number, "random", seed=ground.seed) for mine in by_server]
+        return full_work_of([plan_all(context, by_server, num_layers, hops, eas=eas)], context.topology)
+    pieces = [compose(own_seeds, number, "random", seed=context.seed) for own_seeds in by_server]
     steps = [
-        plan_all(ground, [piece[step] for piece in pieces], num_layers, hops, eas=eas)
+        plan_all(context, [piece[step] for piece in pieces], num_layers, hops, eas=eas)
         for step in range(number)
     ]
-    return gathered(steps, ground.topology)
+    return full_work_of(steps, context.topology)
 
 
-def _selection(g: DistGraph, seed: int, kind: str) -> Selection:
-    """Return which nodes each server may use, by the draws of training."""
-    limits, selector = EasOptions(hops=EAS_HOPS[kind], fanout=EAS_FANOUT), EasSelector(g)
-    # A rule remembers the nodes of one server, and here are all of them.
-    return lambda structure, own, mine: selector.rule(limits, seed=seed)(structure, own, mine)
+def _selection(g: DistGraph, seed: int, limit: str) -> Selection:
+    limits, selector = EasOptions(hops=EAS_HOPS[limit], fanout=EAS_FANOUT), EasSelector(g)
+    # A new rule for each call, because a rule keeps the nodes of one server.
+    return lambda structure, own, seeds: selector.rule(limits, seed=seed)(structure, own, seeds)
 
 
 def _batches(
-    g: DistGraph, ground: PartitionContext, seeds: Array, told: DryRun, sizes: RowSizes
+    g: DistGraph, context: PartitionContext, seeds: Array, config: DryRunConfig, sizes: RowSizes
 ) -> tuple[BatchWork, float]:
     """Return the work of an epoch, and the seconds of drawing one edge."""
-    assert told.draws is not None
-    cached = rows_of_caches(g, ground, seeds, told.draws, told.caches)
+    assert config.draws is not None
+    cached = rows_of_caches(g, context, seeds, config.draws, config.caches)
     # The first batch compiles kernels.
-    count_rank(g, replace(told.draws, most_batches=1), seeds, (_of_rank(ground.topology, 0), ground.bounds))
-    ranks, took = [], []
-    for rank in range(ground.topology.world_size):
-        here, begin = _of_rank(ground.topology, rank), told.clock()
-        ranks.append(count_rank(g, told.draws, seeds, (here, ground.bounds), held=_held(cached, here.server)))
-        took.append((told.clock() - begin) / max(sum(ranks[-1].edges), 1))
-    # What is slower on one rank than on another was disturbed.
-    per_edge = min(took)
+    count_rank(
+        g, replace(config.draws, most_batches=1), seeds, (_of_rank(context.topology, 0), context.bounds)
+    )
+    ranks, seconds_per_edge = [], []
+    for rank in range(context.topology.world_size):
+        here, begin = _of_rank(context.topology, rank), config.clock()
+        ranks.append(
+            count_rank(
+                g, config.draws, seeds, (here, context.bounds), held=[one.held[here.server] for one in cached]
+            )
+        )
+        seconds_per_edge.append((config.clock() - begin) / max(sum(ranks[-1].edges), 1))
     rows = {one.alpha: sum(int(mask.sum()) for mask in one.held) for one in cached}
-    return work_of_counts(ranks, ground.topology, sizes, cached=rows), per_edge
-
-
-def _held(cached: Iterable[CachedRows], server: int) -> list[Array]:
-    return [one.held[server] for one in cached]
+    # The minimum, because slower ranks were disturbed.
+    return work_of_counts(ranks, context.topology, sizes, cached=rows), min(seconds_per_edge)
 
 
 def _rates(
     g: DistGraph,
     module: nn.Module,
     shape: ModelShape,
-    told: DryRun,
-    ground: PartitionContext,
+    config: DryRunConfig,
+    context: PartitionContext,
     seeds: Array,
     sampled: float,
 ) -> tuple[Rates, Rates | None]:
     """Return the rates of steps on mini-batches, and on whole graphs."""
-    layers, clock = len(shape.layers), told.clock
-    with neighbours(told.beside):
+    layers, clock = len(shape.layers), config.clock
+    with busy_cores(config.other_ranks):
         moved = byte_rates(g, seeds, clock)
-        neighbourhoods = list(plan_trials(ground, seeds, layers)) if told.ways else []
-        found = time_on_plans(module, shape, neighbourhoods, clock) if told.ways else None
+        neighbourhoods = list(plan_trials(context, seeds, layers)) if config.schemes else []
+        found = time_on_plans(module, shape, neighbourhoods, clock) if config.schemes else None
         plan_rates = None if found is None else measured_rates([found], moved, sampled, layers)
-        if told.draws is None and plan_rates is not None:
+        if config.draws is None and plan_rates is not None:
             return plan_rates, plan_rates
-        tried = trials(g, seeds, told.draws, layers, whole=plan_rates is None and bool(told.ways))
+        tried = batch_trials(
+            g, seeds, config.draws, layers, whole=plan_rates is None and bool(config.schemes)
+        )
         of_batches = time_batches(module, shape, list(tried), clock=clock)
     return measured_rates([of_batches], moved, sampled, layers), plan_rates
 
 
 def row_sizes(g: DistGraph, shape: ModelShape, *, partitioned: bool) -> RowSizes:
-    """Return the bytes of rows and gradients."""
-
     def of(name: str) -> int:
         column = g.ndata[name]
         return int(np.prod(column.shape[1:], dtype=np.int64)) * column.dtype.itemsize
@@ -267,45 +279,37 @@ def _of_rank(topology: Topology, rank: int) -> Topology:
     return Topology(rank, topology.world_size, topology.server_of_rank)
 
 
-def _named(way: Way, shape: ModelShape) -> str:
-    hops, kind, number = way
-    batches = f" in {number} co-batches" if number > 1 else ""
-    return f"{hops} of {len(shape.layers)} layers preloaded{', sampled' if kind else ''}{batches}"
+def _named(scheme: FullGraphScheme, shape: ModelShape) -> str:
+    batches = f" in {scheme.co_batches} co-batches" if scheme.co_batches > 1 else ""
+    sampled = ", sampled" if scheme.limit else ""
+    return f"{scheme.hops} of {len(shape.layers)} layers preloaded{sampled}{batches}"
 
 
 class _Clock:
-    """Notes how long each part takes."""
-
-    def __init__(self, tell: Callable[[str], None] | None) -> None:
-        self._tell = tell
-        self._seconds: dict[str, float] = {}
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """By part."""
-        return dict(self._seconds)
+    def __init__(self, on_step: Callable[[str], None] | None) -> None:
+        self._on_step = on_step
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Time a part."""
-        if self._tell is not None:
-            self._tell(name)
+        if self._on_step is not None:
+            self._on_step(name)
         begin = time.perf_counter()
         yield
-        self._seconds[name] = time.perf_counter() - begin
+        self.seconds[name] = time.perf_counter() - begin
 
 
 def live_run(
-    g: DistGraph, module: nn.Module, shape: ModelShape, told: DryRun, tell: Callable[[str], None]
+    g: DistGraph, module: nn.Module, shape: ModelShape, config: DryRunConfig, on_step: Callable[[str], None]
 ) -> Measured:
-    """Count and measure; every rank must call it alike, and all get the same.
+    """Count and measure in a running job. Collective; all ranks get the same.
 
     Args:
         g: Of one node and edge type, with features, labels and training nodes.
         module: Called as ``module(blocks, features)``; not changed.
         shape: Of it.
-        told: What to find out; the cluster is that of ``g``'s session.
-        tell: Called with what is done next.
+        config: What to count; the cluster is that of ``g``'s session.
+        on_step: Called with a description of each step.
 
     Raises:
         ConfigError: the model fails on the graph.
@@ -314,82 +318,66 @@ def live_run(
     session = g.session
     seeds = marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     batches, per_edge = None, 0.0
-    if told.draws is not None:
-        tell("counting batches")
-        batches, per_edge = _batches_live_run(g, seeds, told, told.draws, shape)
-    tell("timing the model")
-    rates, plan_rates = _rates_live_run(g, module, shape, told, seeds, per_edge)
-    whole: dict[Way, FullWork] = {}
-    graph = of_manifest(g.dataset.manifest, session.topology.num_servers, len(seeds))
-    for way in told.ways:
-        tell(f"counting plans of {way[0]} of {len(shape.layers)} layers preloaded")
-        whole[way] = (
-            _way(g, seeds, way, len(shape.layers))
-            if worth_counting(g.num_edges(), len(shape.layers), way)
-            else expected.closures(graph, told.cluster, way, len(shape.layers))
+    if config.draws is not None:
+        on_step("counting batches")
+        batches, per_edge = _count_live(g, seeds, config, config.draws, shape)
+    on_step("timing the model")
+    rates = _rates_live(g, module, shape, config, seeds, per_edge)
+    whole: dict[FullGraphScheme, FullWork] = {}
+    graph = stats_of_manifest(g.dataset.manifest, session.topology.num_servers, len(seeds))
+    for scheme in config.schemes:
+        on_step(f"counting plans of {scheme.hops} of {len(shape.layers)} layers preloaded")
+        whole[scheme] = (
+            _count_scheme_live(g, seeds, scheme, len(shape.layers))
+            if worth_counting(g.num_edges(), len(shape.layers), scheme)
+            else expected.closures(graph, config.cluster, scheme, len(shape.layers))
         )
-    pairs = whole.get((0, "", 1))
-    programs = [int(str(one)) for one in gather_json(told.program_bytes, session)]
-    fixed = MemoryModel(
-        graph=graph,
-        shape=shape,
-        cluster=told.cluster,
-        program_bytes=max(PROGRAM_BYTES, *programs),
-        replicated=not told.partitioned,
-    )
-    return Measured(
-        graph=graph,
-        shape=shape,
-        cluster=told.cluster,
-        rates=rates,
-        memory=with_rehearsals(fixed, module, whole=bool(told.ways)),
-        batches=batches,
-        whole=whole,
-        ghosts=None if pairs is None else _ghosts(pairs),
-        structure_partitioned=told.partitioned,
-        epoch=told.epoch,
-        plan_rates=plan_rates,
-        assumptions=(*told.assumptions, *expected.of_ways(whole)),
-        draws=told.draws,
-    )
+    programs = [int(str(one)) for one in gather_json(config.program_bytes, session)]
+    config = replace(config, program_bytes=max(PROGRAM_BYTES, *programs))
+    ghosts, exchanged = None, whole.get(FullGraphScheme(0))
+    if exchanged is not None:
+        # Only rows that training needs, mostly in the first layer; intervals compute every node.
+        outside, inside = exchanged.pairs.outside[0], exchanged.pairs.inside[0]
+        ghosts = Ghosts(outside=outside, inside=inside, counted=False)
+    return _measured(config, module, graph, shape, rates, batches, whole, ghosts)
 
 
-def _batches_live_run(
-    g: DistGraph, seeds: Array, told: DryRun, draws: Draws, shape: ModelShape
+def _count_live(
+    g: DistGraph, seeds: Array, config: DryRunConfig, draws: Draws, shape: ModelShape
 ) -> tuple[BatchWork, float]:
     """Return the work of an epoch, and the seconds of drawing one edge on the slowest rank."""
     session = g.session
     place = session.topology, g.get_node_partition_policy(g.ntypes[0]).bounds
-    held, rows = _caches(g, told, draws)
+    held, rows = _caches(g, config, draws)
     # The first batch compiles kernels.
     count_rank(g, replace(draws, most_batches=1), seeds, place)
     begin = time.perf_counter()
-    mine = count_rank(g, draws, seeds, place, held=held)
-    per_edge = (time.perf_counter() - begin) / max(sum(mine.edges), 1)
-    requests: Sequence[Any] = gather_json([asdict(mine), per_edge, rows], session)
-    ranks = [RankCount(**one[0]) for one in requests]
+    local = count_rank(g, draws, seeds, place, held=held)
+    per_edge = (time.perf_counter() - begin) / max(sum(local.edges), 1)
+    per_rank: Sequence[Any] = gather_json([asdict(local), per_edge, rows], session)
+    ranks = [RankCount(**one[0]) for one in per_rank]
     leaders = [session.topology.ranks_of_server(server)[0] for server in range(session.topology.num_servers)]
     cached = {
-        alpha: sum(requests[leader][2][at] for leader in leaders) for at, alpha in enumerate(told.caches)
+        alpha: sum(per_rank[leader][2][at] for leader in leaders) for at, alpha in enumerate(config.caches)
     }
     work = work_of_counts(
         ranks,
         session.topology,
-        row_sizes(g, shape, partitioned=told.partitioned),
+        row_sizes(g, shape, partitioned=config.partitioned),
         cached=cached if held else {},
     )
-    return work, max(float(one[1]) for one in requests)
+    return work, max(float(one[1]) for one in per_rank)
 
 
-def _caches(g: DistGraph, told: DryRun, draws: Draws) -> tuple[list[Array], list[int]]:
-    """Return what caches of each size would hold on this server, as masks, and how many rows."""
+def _caches(g: DistGraph, config: DryRunConfig, draws: Draws) -> tuple[list[Array], list[int]]:
+    """Return the rows that caches of each size would hold on this server, as masks, and their numbers."""
     topology = g.session.topology
-    if topology.num_servers == 1 or not told.caches or not g.structure().is_whole:
+    if topology.num_servers == 1 or not config.caches or not g.structure().is_whole:
         return [], []
     request = CacheRequest(
         name=FEATURE,
         ntype=g.ntypes[0],
-        alpha=told.caches[0],
+        alpha=config.caches[0],
         policy="vip",
         seeds=None,
         fanouts=list(draws.fanouts),
@@ -399,39 +387,38 @@ def _caches(g: DistGraph, told: DryRun, draws: Draws) -> tuple[list[Array], list
     bounds = g.get_node_partition_policy(g.ntypes[0]).bounds
     own = int(bounds[topology.server]), int(bounds[topology.server + 1])
     held = []
-    for alpha in told.caches:
+    for alpha in config.caches:
         mask = np.zeros(g.num_nodes(), np.bool_)
         mask[most_wanted(scores, own, int(alpha * (own[1] - own[0])))] = True
         held.append(mask)
     return held, [int(mask.sum()) for mask in held]
 
 
-def _rates_live_run(
-    g: DistGraph, module: nn.Module, shape: ModelShape, told: DryRun, seeds: Array, per_edge: float
+def _rates_live(
+    g: DistGraph, module: nn.Module, shape: ModelShape, config: DryRunConfig, seeds: Array, per_edge: float
 ) -> tuple[Rates, Rates | None]:
-    """Return the rates of a rank while all others compute too: on mini-batches, and on whole graphs."""
     session = g.session
-    layers, first = len(shape.layers), _own(g)[0]
-    own = seeds[(seeds >= first) & (seeds < _own(g)[1])]
+    layers, first = len(shape.layers), _own_range(g)[0]
+    own = seeds[(seeds >= first) & (seeds < _own_range(g)[1])]
     moved = asdict(byte_rates(g, own if len(own) else np.array([first])))
     every: Sequence[Any] = gather_json(moved, session)
     slowest = ByteRates(**{name: max(float(one[name]) for one in every) for name in moved})
 
     def of_all(tried: tuple[Array, Array, float] | None) -> Rates | None:
-        mine = None if tried is None else [tried[0].tolist(), tried[1].tolist(), tried[2]]
-        found: Sequence[Any] = gather_json(mine, session)
+        local = None if tried is None else [tried[0].tolist(), tried[1].tolist(), tried[2]]
+        found: Sequence[Any] = gather_json(local, session)
         if any(one is None for one in found):
             return None
         ranks = [(np.array(one[0]), np.array(one[1]), float(one[2])) for one in found]
         return measured_rates(ranks, slowest, per_edge, layers)
 
     plan_rates = None
-    if told.ways and g.structure().is_whole:
-        neighbourhoods = list(plan_trials(_ground(g), seeds, layers, session.topology.server))
+    if config.schemes and g.structure().is_whole:
+        neighbourhoods = list(plan_trials(_context_of(g), seeds, layers, session.topology.server))
         plan_rates = of_all(time_on_plans(module, shape, neighbourhoods, time.perf_counter))
-    if told.draws is None and plan_rates is not None:
+    if config.draws is None and plan_rates is not None:
         return plan_rates, plan_rates
-    tried = trials(g, seeds, told.draws, layers, whole=plan_rates is None and bool(told.ways))
+    tried = batch_trials(g, seeds, config.draws, layers, whole=plan_rates is None and bool(config.schemes))
     batches = list(tried)
     # A model that fails on one rank alone must not leave the others waiting.
     rates = of_all(together(session, lambda: time_batches(module, shape, batches), ConfigError))
@@ -439,7 +426,7 @@ def _rates_live_run(
     return rates, plan_rates
 
 
-def _ground(g: DistGraph) -> PartitionContext:
+def _context_of(g: DistGraph) -> PartitionContext:
     return PartitionContext(
         structure=g.structure(),
         bounds=g.get_node_partition_policy(g.ntypes[0]).bounds,
@@ -448,21 +435,21 @@ def _ground(g: DistGraph) -> PartitionContext:
     )
 
 
-def _way(g: DistGraph, seeds: Array, way: Way, num_layers: int) -> FullWork:
-    """Return the work of one way of training on whole graphs, from the very plans of training."""
-    hops, kind, number = way
-    first, last = _own(g)
+def _count_scheme_live(g: DistGraph, seeds: Array, scheme: FullGraphScheme, num_layers: int) -> FullWork:
+    # From the same plans as in training.
+    hops, limit, number = scheme
+    first, last = _own_range(g)
     own = seeds[(seeds >= first) & (seeds < last)]
     session = g.session
-    # One rank of a server names what all of it trains on.
-    named = own if session.topology.local_rank == 0 else own[:0]
+    # One rank of a server gives the seeds of all of it.
+    server_seeds = own if session.topology.local_rank == 0 else own[:0]
     planner = Planner(g)
     eas = None
-    if kind:
-        limits = EasOptions(hops=EAS_HOPS[kind], fanout=EAS_FANOUT)
+    if limit:
+        limits = EasOptions(hops=EAS_HOPS[limit], fanout=EAS_FANOUT)
         eas = EasSelector(g).rule(limits, seed=session.seed)
         g.barrier()
-    pieces = [named] if number == 1 else compose(named, number, "random", seed=session.seed)
+    pieces = [server_seeds] if number == 1 else compose(server_seeds, number, "random", seed=session.seed)
     plans = []
     for piece in pieces:
         made = planner.plan(
@@ -475,19 +462,12 @@ def _way(g: DistGraph, seeds: Array, way: Way, num_layers: int) -> FullWork:
                 show_progress=False,
             )
         )
-        plans.append(asdict(in_numbers(made.layers, made.server_nodes, made.external_nodes)))
+        plans.append(asdict(rank_layers(made.layers, made.server_nodes, made.external_nodes)))
     by_rank: Sequence[Any] = gather_json(plans, session)
     steps = [[RankLayers(**one[step]) for one in by_rank] for step in range(len(pieces))]
-    return gathered(steps, session.topology)
+    return full_work_of(steps, session.topology)
 
 
-def _ghosts(work: FullWork) -> Ghosts:
-    """Return the pairs that intervals exchange: they compute every node, and what is counted is what training
-    needs, which is most in the first layer.
-    """
-    return Ghosts(outside=work.pairs.outside[0], inside=work.pairs.inside[0], counted=False)
-
-
-def _own(g: DistGraph) -> tuple[int, int]:
+def _own_range(g: DistGraph) -> tuple[int, int]:
     bounds, server = g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology.server
     return int(bounds[server]), int(bounds[server + 1])

@@ -1,4 +1,4 @@
-"""A model in figures: what each layer sums and multiplies, what is sent of it, and how large it is."""
+"""Size and work of a model: widths, products, parameters and exchanged rows of each layer."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLayer:
-    """The convolution that takes the features, and the rest."""
+    """The convolution that takes the features, and the other parameters."""
 
     sum_width: int
-    """H: columns of what is summed over the parts for each destination; of all heads together."""
+    """H: columns of the sum over the parts for each destination, of all heads."""
     logit_width: int
-    """K: columns of what is summed and handed back for each source and destination; 0: nothing is."""
+    """K: columns of the sum that is returned for each source and destination; 0: none."""
     itemsize: int
     """s: bytes of an element."""
     cut_bytes: int
-    """Of the parameters that are cut, uncut and together."""
+    """Of the split parameters, all parts together."""
     replicated_bytes: int
     """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
 
 
 def first_layer(model: nn.Module, convolution: nn.Module, heads: int) -> FirstLayer:
-    """Return the numbers of ``model``, which is split at ``convolution``.
+    """Return the sizes of ``model`` split at ``convolution``.
 
     Args:
         model: All of it.
-        convolution: The layer of it that takes the features.
+        convolution: The layer that takes the features.
         heads: Of its attention.
 
     Raises:
@@ -53,7 +53,7 @@ def first_layer(model: nn.Module, convolution: nn.Module, heads: int) -> FirstLa
     weight = stages.get_parameter(name)
     split = {id(parameter) for parameter in cut}
     others = [parameter for parameter in model.parameters() if id(parameter) not in split]
-    # What parts use before the sum has a gradient on every rank, and needs no flag that tells so.
+    # Parameters used before the sum have a gradient on every rank, and need no flag.
     unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
     attends = any("attn" in shared for shared in stages.shared)
     return FirstLayer(
@@ -67,30 +67,29 @@ def first_layer(model: nn.Module, convolution: nn.Module, heads: int) -> FirstLa
     )
 
 
-_RANKS = 64
-"""That fit a word."""
+_MAX_RANKS = 64  # Bits of a word.
 
 
 @dataclass(frozen=True, kw_only=True)
 class HaloPairs:
-    """Pairs of a node and a rank that needs its row without computing it, for each layer's input."""
+    """Pairs of a node and a rank that reads its row without computing it, for each layer's input."""
 
     outside: tuple[int, ...]
-    """(L,) input-most layer first: the node is computed in another server than the rank's (B_ext)."""
+    """(L,) input-most layer first: a rank of another server computes the node (B_ext)."""
     inside: tuple[int, ...]
-    """(L,) it is computed by another rank of the same server."""
+    """(L,) another rank of the same server computes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """What a model sends for a pair, and how large its gradients are."""
+    """Exchanged columns of a model, and the size of its gradients."""
 
     first: int
-    """Columns of what layer 1 takes from its neighbours."""
+    """Columns of a neighbour's row in layer 1."""
     hidden: int
-    """Columns of what every other layer takes."""
+    """The same in every other layer."""
     first_learns: bool
-    """Whether what layer 1 takes has a gradient, as behind an encoder that is trained."""
+    """Whether the input of layer 1 has a gradient, as after a trained encoder."""
     gradient_bytes: int
     """Of all parameters, with a flag of one element for each tensor."""
     itemsize: int = 4
@@ -98,14 +97,13 @@ class Widths:
 
 
 def topology_of(servers: int, ranks_per_server: int) -> Topology:
-    """Return the one of rank 0."""
     return Topology(
         0, servers * ranks_per_server, tuple(np.repeat(range(servers), ranks_per_server).tolist())
     )
 
 
 def count_pairs(dataset: StoredDataset, topology: Topology, layers: int) -> HaloPairs:
-    """Count what ``full_graph`` exchanges: only rows that the training nodes depend on are computed.
+    """Count the rows that ``full_graph`` exchanges: only rows that training nodes depend on are computed.
 
     Args:
         dataset: With all its parts, of one node and edge type, and a ``train_mask``.
@@ -115,8 +113,8 @@ def count_pairs(dataset: StoredDataset, topology: Topology, layers: int) -> Halo
     Raises:
         ConfigError: there are more than 64 ranks, or no training mask.
     """
-    if topology.world_size > _RANKS:
-        raise ConfigError(f"halos of {topology.world_size} ranks cannot be counted; take at most {_RANKS}")
+    if topology.world_size > _MAX_RANKS:
+        raise ConfigError(f"halos of {topology.world_size} ranks cannot be counted; use at most {_MAX_RANKS}")
     manifest = dataset.manifest
     offsets = manifest.node_offsets[NODE_TYPE]
     bounds = Placement(manifest.num_parts, topology).server_offsets(offsets)
@@ -137,15 +135,15 @@ def count_pairs(dataset: StoredDataset, topology: Topology, layers: int) -> Halo
 
 
 def exchanged_bytes(pairs: Sequence[int], widths: Widths, *, use_pp: bool) -> dict[str, int]:
-    """Return the bytes of an epoch by the ledger's phases; phases without any left out.
+    """Return the bytes of an epoch by ledger phase; empty phases are left out.
 
     ``halo`` is s (d_0 B_1 + d_1 B_2 + ...), without its first term where layer-1 rows are cached
     (``use_pp``); ``halo_gradients`` the same without the terms of rows that have no gradient.
 
     Args:
-        pairs: (L,) of each layer, inside or outside of servers.
+        pairs: (L,) of each layer, outside or inside of servers.
         widths: Of the model.
-        use_pp: Whether the features of layer 1's halo are kept; no row of layer 1 travels then.
+        use_pp: Whether the features of layer 1's halo are cached, so that no row of layer 1 is sent.
     """
     above = widths.hidden * sum(pairs[1:])
     first = 0 if use_pp else widths.first * pairs[0]
@@ -154,7 +152,7 @@ def exchanged_bytes(pairs: Sequence[int], widths: Widths, *, use_pp: bool) -> di
 
 
 def gradient_bytes(widths: Widths, topology: Topology) -> int:
-    """Return what crosses between servers in the ring all-reduce of a step's gradients."""
+    """Return the bytes between servers of a step's ring all-reduce of gradients."""
     servers, ranks = topology.server_of_rank, topology.world_size
     return sum(
         ring_bytes(widths.gradient_bytes, ranks, rank)
@@ -166,13 +164,13 @@ def gradient_bytes(widths: Widths, topology: Topology) -> int:
 def outside_bytes(
     pairs: HaloPairs, widths: Widths, topology: Topology, *, preloaded: bool, use_pp: bool
 ) -> Mapping[str, int]:
-    """Return what crosses between servers in an epoch of one step, by the ledger's phases.
+    """Return the bytes between servers in an epoch of one step, by ledger phase.
 
     Args:
         pairs: Of the graph.
         widths: Of the model.
         topology: Of the run.
-        preloaded: Whether servers hold their whole neighbourhood, so that gradients alone cross.
+        preloaded: Whether servers hold their whole neighbourhood, so that only gradients are sent.
         use_pp: See :func:`exchanged_bytes`.
     """
     halo = {} if preloaded else exchanged_bytes(pairs.outside, widths, use_pp=use_pp)
@@ -182,7 +180,7 @@ def outside_bytes(
 
 @njit(cache=True, nogil=True)
 def _mark(indptr: Array, indices: Array, needed: Array, rank_of: Array, readers: Array) -> None:
-    """Set the bit of the rank of each needed node at all its in-neighbours, and at itself."""
+    """Set the bit of each needed node's rank at all its in-neighbours, and at itself."""
     for node in range(len(needed)):
         if needed[node]:
             bit = np.uint64(1) << np.uint64(rank_of[node])
@@ -209,66 +207,62 @@ def _count(readers: Array, rank_of: Array, server_of_rank: Array) -> tuple[int, 
 
 
 _FORWARD_AND_BACK, _FORWARD_AND_WEIGHTS = 3, 2
-"""Products of matrices per layer, by those of forward: a layer whose input learns nothing saves one."""
+"""Matrix products of a layer relative to its forward pass; a layer whose input has no gradient saves one."""
 _SUM_AND_BACK, _SUM_ONLY = 2, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """One convolution."""
+    """Size of one convolution."""
 
     inputs: int
     outputs: int
     summed: int
-    """Columns that travel along an edge."""
+    """Columns that are summed along an edge."""
     per_source: int
-    """Multiply-adds of forward for each row that goes in."""
+    """Forward multiply-adds for each input row."""
     per_target: int
-    """The same for each row that comes out."""
+    """Forward multiply-adds for each output row."""
     exchanged: int
-    """Columns of a row that is exchanged between ranks before this layer."""
+    """Columns of a row that ranks exchange before this layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """All layers, input-most first, and the parameters."""
+    """Sizes of all layers, input-most first, and of the parameters."""
 
     kind: str
     layers: tuple[LayerShape, ...]
     features: int
     hidden: int
-    """Columns between layers."""
     classes: int
     parameters: int
-    """Numbers in all of them."""
+    """Number of scalars in all of them."""
     tensors: int
-    """How many tensors they are in."""
     first: FirstLayer | None
     """What push-pull splits; None: it cannot."""
     why_not_split: str = ""
     first_learns: bool = False
-    """Whether what layer 1 takes has a gradient, as behind an encoder."""
+    """Whether the input of layer 1 has a gradient, as after an encoder."""
     itemsize: int = 4
     why_not_whole: str = ""
-    """Why layers cannot exchange rows, as full-graph strategies do it; empty: they can."""
+    """Why layers cannot exchange rows as full-graph strategies do; empty: they can."""
     why_not_chained: str = ""
-    """Why it is no chain of steps that workers of strategy ``lambda`` can run; empty: it is."""
+    """Why workers of strategy ``lambda`` cannot run it; empty: they can."""
     guessed: bool = False
-    """Whether layers are those of the ready-made model that is most like it."""
+    """Whether the layers are those of the most similar ready-made model."""
 
     @property
     def words(self) -> str:
-        """What tables call it."""
         return f"{self.kind} of {len(self.layers)} layers, hidden width {self.hidden}"
 
     @property
     def gradient_bytes(self) -> int:
-        """Sent for each step: every gradient, and a flag of one element for each tensor."""
+        """Sent in each step: every gradient, and a flag of one element for each tensor."""
         return (self.parameters + self.tensors) * self.itemsize
 
     @property
     def widths(self) -> Widths:
-        """What full-graph training exchanges."""
         rest = self.layers[1:] or self.layers
         return Widths(
             first=self.layers[0].exchanged,
@@ -289,7 +283,7 @@ class ModelShape:
         summed, multiplied = 0, 0
         for place, layer in enumerate(self.layers):
             learns = place > 0 or self.first_learns
-            # Where the product comes first, sums go back to the weights in the first layer too.
+            # If the product comes first, gradients of the sums reach the weights in the first layer too.
             goes_back = learns or layer.per_source > 0
             summed += edges[place] * layer.summed * (_SUM_AND_BACK if goes_back else _SUM_ONLY)
             products = sources[place] * layer.per_source + targets[place] * layer.per_target
@@ -300,7 +294,7 @@ class ModelShape:
 def layers_of_kind(
     kind: str, features: int, hidden: int, classes: int, num_layers: int, heads: int = 4
 ) -> tuple[LayerShape, ...]:
-    """Return the layers of a ready-made model (``training.models.build_model``), without building it."""
+    """Return the layers of a ready-made model (``training.models.build_model``) without building it."""
     if kind == "resgcn":
         return _residual(features, hidden, classes, num_layers)
     if kind == "sgc":
@@ -325,13 +319,13 @@ def layers_of_kind(
 def _layer(kind: str, a: int, b: int, heads: int, *, last: bool) -> LayerShape:
     if kind == "gat":
         wide = b * heads if last else b
-        # Logits, softmax and the weighted sum each touch an edge.
+        # Logits, softmax and the weighted sum each process every edge.
         return LayerShape(
             inputs=a, outputs=wide, summed=wide + 6 * heads, per_source=a * wide, per_target=0, exchanged=a
         )
     if kind == "mlp":
         return LayerShape(inputs=a, outputs=b, summed=0, per_source=0, per_target=a * b, exchanged=a)
-    # dgl.nn multiplies first where that makes rows narrower; SAGE has one more product, of the own row.
+    # dgl.nn multiplies first if that makes rows narrower; SAGE has one more product, of the own row.
     own = a * b if kind == "sage" else 0
     first = a > b
     return LayerShape(
@@ -371,11 +365,11 @@ def shape_of_module(
     *,
     guessed: bool = False,
 ) -> ModelShape:
-    """Return the figures of a model: its parameters and its first layer from the module itself.
+    """Return the shape of a model: parameters and first layer from the module, layers by kind.
 
     Args:
-        module: A ready-made model, or one of the user's.
-        kind: Of the ready-made one; of another, the kind whose layers are most like its.
+        module: A ready-made model, or the user's.
+        kind: Of the ready-made model, or of the most similar one.
         features: F.
         hidden: Width between layers.
         classes: C.
@@ -383,7 +377,7 @@ def shape_of_module(
         heads: Of attention.
         guessed: Whether ``kind`` is that of another model.
     """
-    # Only here: they bring DGL.
+    # Imported here because they import DGL.
     from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
     from dglx_dist.strategies.serverless.model_to_program import chain_of
 
@@ -410,10 +404,10 @@ def shape_of_module(
 def shape_of_kind(
     kind: str, features: int, hidden: int, classes: int, num_layers: int, heads: int = 4
 ) -> ModelShape:
-    """Return the figures of a ready-made model that is not built; parameters to within biases."""
+    """Return the shape of a ready-made model that is not built; parameters without some biases."""
     layers = layers_of_kind(kind, features, hidden, classes, num_layers, heads)
     weights = [layer.per_source + layer.per_target for layer in layers]
-    # Attention has two vectors beside the bias.
+    # Attention has two vectors besides the bias.
     each = {"mlp": 0, "gat": 3}.get(kind, 1)
     biases = [each * layer.outputs for layer in layers]
     tensors = {"sage": 3, "gat": 4, "resgcn": 5}.get(kind, 2) * num_layers
@@ -445,50 +439,48 @@ def shape_of_kind(
 
 
 def _first(module: nn.Module, features: int, heads: int) -> tuple[FirstLayer | None, str]:
-    # Only here: it brings DGL.
+    # Imported here because it imports DGL.
     from dglx_dist.strategies.push_pull.split_model import find_first_layer
 
     try:
         name, _ = find_first_layer(module, features, "columns")
         return first_layer(module, module.get_submodule(name), heads), ""
     except ConfigError as refused:
-        return None, _beginning(refused)
+        return None, _first_clause(refused)
 
 
 def _refusal(check: Callable[[nn.Module], object], module: nn.Module) -> str:
     try:
         check(module)
     except ConfigError as refused:
-        return _beginning(refused)
+        return _first_clause(refused)
     return ""
 
 
-def _beginning(refused: ConfigError) -> str:
-    """Return what is wrong, without the reasons and the remedy that follow."""
+def _first_clause(refused: ConfigError) -> str:
+    # Without the reasons and the remedy that follow.
     return re.split(r"[;:] ", str(refused), maxsplit=1)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLayers:
-    """What one sees of a module from outside."""
+    """Kind and sizes of a module's convolutions."""
 
     kind: str
-    """The ready-made one whose layers are most like it."""
+    """The most similar ready-made kind."""
     hidden: int
-    """Columns that its first convolution gives."""
+    """Output columns of its first convolution."""
     count: int
-    """Convolutions."""
     heads: int = 1
-    """Of its attention."""
 
 
 def layers_in(module: nn.Module) -> FoundLayers:
-    """Return what the convolutions of ``dgl.nn`` in ``module`` tell; a guess where there are none."""
+    """Return kind and sizes of the convolutions of ``dgl.nn`` in ``module``; defaults if there are none."""
     found = [one for one in module.modules() if type(one).__name__ in _KIND_OF]
     if not found:
         return FoundLayers(kind="sage", hidden=_USUAL_WIDTH, count=0)
     kind = _KIND_OF[type(found[0]).__name__]
-    # DGL has no public name for it.
+    # DGL has no public name for these.
     heads = int(getattr(found[0], "_num_heads", 1))
     width = int(getattr(found[0], "_out_feats", _USUAL_WIDTH)) * heads
     deep = type(module).__name__ == "ResGCN"

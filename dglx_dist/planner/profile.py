@@ -1,4 +1,4 @@
-"""Seconds for each unit of work: measured on some batches of the real model, or assumed."""
+"""Measured or assumed speed of links, of memory, and of training steps of the real model."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ if TYPE_CHECKING:
 
 _FIRST_BYTES, _MOST_BYTES = 256 * 1024, 64 * 2**20
 _LONG_ENOUGH_S = 0.3
-"""A round that lasts as long tells the rate: what a limit lets pass at once is little of it."""
+"""A round of this duration shows the rate: bursts beyond a rate limit are a small part of it."""
 _SMALL_ROUNDS = 10
-_NAME = "probe of the links"
+_EXCHANGE_NAME = "probe of the links"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Payload per second, in both directions at once, and how long a small message takes."""
+    """Payload per second in both directions at once, and latency of a small message."""
 
     external_bytes_per_s: float
     """Of the slowest server's card."""
     internal_bytes_per_s: float
-    """Of all ranks of a server together."""
+    """Of all ranks of a server in total."""
     latency_s: float
-    """Between servers; between ranks, where there is one server."""
+    """Between servers; between ranks if there is one server."""
 
 
 def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
-    """Send around rings of ranks, first across servers and then inside of them; every rank must call it.
+    """Time messages around rings of ranks, first between servers and then within them. Collective.
 
-    What is sent is no payload of the run, and is not in the ledger.
+    The messages are not counted in the ledger.
 
     Args:
-        session: Whose ranks; nothing else should be under way.
-        seconds: For both rings together, about.
+        session: Whose ranks; it should be idle.
+        seconds: Approximate duration for both rings.
 
     Returns:
         The same on all ranks; None for one rank, which has no links.
@@ -77,62 +77,62 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
         return None
     wire = wire_of(session)
     leads = topology.local_rank == 0
-    across = _ring(
+    across = _ring_neighbours(
         [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)], topology.rank
     )
     own = list(topology.ranks_of_server(topology.server))
-    inside = _ring(own, topology.rank)
+    inside = _ring_neighbours(own, topology.rank)
     external = (
-        _rate(session, wire, across if leads else None, seconds / 2) if topology.num_servers > 1 else None
+        _bandwidth(session, wire, across if leads else None, seconds / 2)
+        if topology.num_servers > 1
+        else None
     )
     several = any(len(topology.ranks_of_server(s)) > 1 for s in range(topology.num_servers))
-    internal = _rate(session, wire, inside, seconds / 2) if several else None
-    latency = _small(session, wire, (across if leads else None) if external is not None else inside)
-    # A ring of ranks inside a server moves as much for each of them.
-    together = None if internal is None else internal * len(own)
-    found = external if external is not None else together
+    internal = _bandwidth(session, wire, inside, seconds / 2) if several else None
+    latency = _latency(session, wire, (across if leads else None) if external is not None else inside)
+    # Each rank of the ring within a server moves this much.
+    server_rate = None if internal is None else internal * len(own)
+    found = external if external is not None else server_rate
     assert found is not None
     return Links(
         external_bytes_per_s=found,
-        internal_bytes_per_s=together if together is not None else found,
+        internal_bytes_per_s=server_rate if server_rate is not None else found,
         latency_s=latency,
     )
 
 
-def _ring(members: list[int], rank: int) -> tuple[int, int] | None:
-    """Return who comes before and after ``rank``; None where it is alone or no member."""
+def _ring_neighbours(members: list[int], rank: int) -> tuple[int, int] | None:
+    """Return the ranks before and after ``rank``; None if it is the only member or no member."""
     if rank not in members or len(members) == 1:
         return None
     place = members.index(rank)
     return members[place - 1], members[(place + 1) % len(members)]
 
 
-def _rate(session: Session, wire: Wire, neighbours: tuple[int, int] | None, seconds: float) -> float:
-    """Return the bytes per second of the slowest rank, of messages that grow until they last long enough."""
+def _bandwidth(session: Session, wire: Wire, neighbors: tuple[int, int] | None, seconds: float) -> float:
     num_bytes, spent = _FIRST_BYTES, 0.0
     while True:
-        took = _longest(session, _swap(session, wire, neighbours, num_bytes))
+        took = _longest(session, _time_swap(session, wire, neighbors, num_bytes))
         spent += took
         if took >= _LONG_ENOUGH_S or spent >= seconds or num_bytes >= _MOST_BYTES:
             return num_bytes / max(took, 1e-9)
-        # As large as would last long enough, and at most eight times, for a burst says too much.
+        # Large enough to last, but at most eight times larger, because bursts look too fast.
         wanted = num_bytes * 1.2 * _LONG_ENOUGH_S / max(took, 1e-9)
         num_bytes = int(min(max(wanted, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
 
 
-def _small(session: Session, wire: Wire, neighbours: tuple[int, int] | None) -> float:
-    """Return the seconds of a message of a few bytes."""
-    took = sum(_swap(session, wire, neighbours, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
+def _latency(session: Session, wire: Wire, neighbors: tuple[int, int] | None) -> float:
+    took = sum(_time_swap(session, wire, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
     return _longest(session, took)
 
 
-def _swap(session: Session, wire: Wire, neighbours: tuple[int, int] | None, num_bytes: int) -> float:
-    barrier(session, _NAME)
+def _time_swap(session: Session, wire: Wire, neighbors: tuple[int, int] | None, num_bytes: int) -> float:
+    barrier(session, _EXCHANGE_NAME)
     begin = time.perf_counter()
-    if neighbours is not None:
-        before, after = neighbours
+    if neighbors is not None:
+        before, after = neighbors
         outgoing = [Outgoing(rank=after, num_bytes=num_bytes, pieces=_pieces(num_bytes))]
-        wire.swap(outgoing, [Incoming(rank=before, buffer=memoryview(bytearray(num_bytes)))], _NAME)
+        wire.swap(outgoing, [Incoming(rank=before, buffer=memoryview(bytearray(num_bytes)))], _EXCHANGE_NAME)
     return time.perf_counter() - begin
 
 
@@ -151,10 +151,10 @@ _NUMBERS = 4_000_000
 
 
 @contextmanager
-def neighbours(count: int) -> Iterator[None]:
+def busy_cores(count: int) -> Iterator[None]:
     """Keep ``count`` more cores busy with sums over memory, as the layers of other ranks do.
 
-    Who times something meanwhile counts the time of its own thread.
+    The caller must time its own work with the clock of its thread.
     """
     stop = threading.Event()
     threads = [threading.Thread(target=_sum_until, args=(stop,), daemon=True) for _ in range(count)]
@@ -171,11 +171,11 @@ def neighbours(count: int) -> Iterator[None]:
 def _sum_until(stop: threading.Event) -> None:
     rows, out = np.ones(_NUMBERS, np.float32), np.empty(_NUMBERS, np.float32)
     while not stop.is_set():
-        # Lets go of the interpreter meanwhile.
+        # Releases the interpreter lock.
         np.add(rows, 1.0, out=out)
 
 
-_OF_MODELS = (
+_MODEL_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -185,12 +185,12 @@ _OF_MODELS = (
     ValueError,
     dgl.DGLError,
 )
-"""What a model raises that does not fit its batches."""
+"""Errors of a model that does not fit its batches."""
 _TERMS = 3
 _LAYER_S, _USUAL = 2.5e-3, (0.7e-9, 0.025e-9)
-"""Of a layer, to sum a column of an edge, and of a multiply-add, on a core of today."""
+"""Of a layer, to sum a column of an edge, and of a multiply-add, on a current core."""
 _TRUST = 0.1
-"""In that the parts of a step are as usual, by the trust in a trial's seconds."""
+"""Weight of the usual proportions of a step, relative to a trial's seconds."""
 _REPETITIONS = 3
 
 
@@ -201,36 +201,36 @@ class ByteRates:
     gather: float
     """Of a feature row, read from the own server's memory."""
     check: float
-    """To go over it for its checksum, as rows that are kept on disk are."""
+    """To compute its checksum, as for rows read from disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one rank; all terms are at least 0."""
+    """Speed of one rank; all terms are at least 0."""
 
     step_s: float
-    """Of a step, however small its batch: calls, loss, optimizer."""
+    """Fixed cost of a step: calls, loss, optimizer."""
     edge_column_s: float
     """To sum one column along one edge, forward or backward."""
     multiply_add_s: float
     sample_edge_s: float
-    """To draw an edge and to build its block."""
+    """To sample an edge and build its block."""
     gather_byte_s: float
     """To read a byte of a feature row from the own server's memory."""
     fresh_edge_s: float = 0.0
-    """What the first step on a block takes longer than later ones, by its edges: formats that message passing
-    makes of it. Mini-batches and co-batches pay it in every step, whole graphs once."""
+    """Extra time per edge of the first step on a block, for its message-passing formats. Mini-batches and
+    co-batches pay it in every step, whole graphs once."""
     check_byte_s: float = 0.0
-    """To go over a byte for its checksum, as plans and rows do that are read from disk."""
+    """To compute the checksum of plans and rows read from disk."""
     measured: bool = True
 
     def compute_s(self, work: tuple[int, int], steps: int) -> float:
-        """Return the seconds of ``work`` (of :meth:`ModelShape.work`) in so many steps."""
+        """Return the seconds of ``work`` (see :meth:`ModelShape.work`) in ``steps`` steps."""
         summed, multiplied = work
         return steps * self.step_s + summed * self.edge_column_s + multiplied * self.multiply_add_s
 
     def slowed(self, factor: float) -> Rates:
-        """Return the rates of a rank on which everything takes ``factor`` times as long."""
+        """Return the rates of a rank that is ``factor`` times slower."""
         return Rates(
             step_s=factor * self.step_s,
             edge_column_s=factor * self.edge_column_s,
@@ -243,11 +243,11 @@ class Rates:
         )
 
 
-def assumed(*, speed: float = 1.0) -> Rates:
-    """Return the rates of one core of a server of today; the figures are those of this package's own tests.
+def assumed_rates(*, speed: float = 1.0) -> Rates:
+    """Return the rates of one core of a current server, as measured by this package's own tests.
 
     Args:
-        speed: How many such cores a rank is worth; an accelerator some 50.
+        speed: How many such cores a rank is worth; an accelerator about 50.
     """
     one = Rates(
         step_s=2 * _LAYER_S,
@@ -275,13 +275,13 @@ def time_batches(
     Args:
         module: Called as ``module(blocks, features)``; not changed.
         shape: Of it.
-        batches: Blocks of at least two sizes; what they hold is not read.
-        repetitions: Of each, after one on the block as it is new; the median counts.
+        batches: Blocks of at least two sizes; their data is not read.
+        repetitions: Of each, after one on the new block; the median counts.
         clock: Seconds.
 
     Returns:
-        (k, 3) float64 work and (k,) float64 seconds for :func:`fitted`, and what an edge of a new block takes
-        longer.
+        (k, 3) float64 work and (k,) float64 seconds for :func:`fit_rates`, and the extra seconds per edge of
+        a new block.
 
     Raises:
         ConfigError: there are no batches, or the model fails on them.
@@ -294,10 +294,10 @@ def time_batches(
         )
     try:
         copied = copy.deepcopy(module).train()
-    except _OF_MODELS as problem:
+    except _MODEL_ERRORS as problem:
         raise ConfigError(
-            f"the model could not be copied to be tried out ({type(problem).__name__}: {problem}); keep what "
-            "copy.deepcopy refuses out of it"
+            f"the model could not be copied for timing ({type(problem).__name__}: {problem}); remove what "
+            "copy.deepcopy rejects"
         ) from problem
     optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
     rows, seconds, fresh = [], [], []
@@ -306,7 +306,7 @@ def time_batches(
         rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
         first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1))
         seconds.append(statistics.median(later))
-        # The very first step warms up more than its blocks.
+        # The very first step also warms up other things.
         if number:
             fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
     return np.array(rows), np.array(seconds), max(statistics.median(fresh or [0.0]), 0.0)
@@ -335,9 +335,9 @@ def _step(
         loss = cross_entropy(module(blocks, rows), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-    except _OF_MODELS as problem:
+    except _MODEL_ERRORS as problem:
         raise ConfigError(
-            f"the model could not be tried out on a batch ({type(problem).__name__}: {problem}); it "
+            f"the model could not be timed on a batch ({type(problem).__name__}: {problem}); it "
             f"is called as model(blocks, features) with {len(blocks)} blocks, one for each fan-out, and must "
             "return a row of scores for each target"
         ) from problem
@@ -348,15 +348,15 @@ def _step(
 def measured_rates(
     tried: Sequence[tuple[Array, Array, float]], moved: ByteRates, sample_edge_s: float, num_layers: int
 ) -> Rates:
-    """Return the rates that steps of one or several ranks tell.
+    """Fit rates to timed steps of one or several ranks.
 
     Args:
-        tried: What :func:`time_batches` gave on each rank.
+        tried: Result of :func:`time_batches` on each rank.
         moved: Of bytes.
-        sample_edge_s: To draw an edge.
+        sample_edge_s: To sample an edge.
         num_layers: L.
     """
-    step, edge, product = fitted(
+    step, edge, product = fit_rates(
         np.concatenate([work for work, _, _ in tried]),
         np.concatenate([seconds for _, seconds, _ in tried]),
         num_layers,
@@ -372,10 +372,10 @@ def measured_rates(
     )
 
 
-def fitted(work: Array, seconds: Array, num_layers: int = 2) -> tuple[float, float, float]:
-    """Lay seconds through (k, 3) float64 ``work`` by least squares of relative errors, no factor below 0.
+def fit_rates(work: Array, seconds: Array, num_layers: int = 2) -> tuple[float, float, float]:
+    """Fit (k, 3) float64 ``work`` to seconds by least squares of relative errors, with factors of at least 0.
 
-    What trials do not tell apart, as neighbourhoods that are all of the graph, is parted as it usually is.
+    Terms that trials do not separate, as neighbourhoods of the whole graph, get their usual proportions.
 
     Returns:
         (step_s, edge_column_s, multiply_add_s).
@@ -401,65 +401,67 @@ def fitted(work: Array, seconds: Array, num_layers: int = 2) -> tuple[float, flo
 log = logging.getLogger(__name__)
 
 _MOST_EDGES = 3_000_000
-"""Of all layers of a neighbourhood that is tried."""
-_PARTS = (8, 3, 1)
-"""Of a server's training nodes one in so many, the smallest neighbourhood first."""
+"""Of all layers of a timed neighbourhood."""
+_PLAN_PARTS = (8, 3, 1)
+"""Every n-th of a server's training nodes, the smallest neighbourhood first."""
 _FEW_SEEDS = 64
-"""Of which neighbourhoods are tried where those of all are too large."""
+"""Seeds whose neighbourhoods are timed if those of all are too large."""
 
 
 def plan_trials(
-    ground: PartitionContext, seeds: Array, num_layers: int, server: int = 0
+    context: PartitionContext, seeds: Array, num_layers: int, server: int = 0
 ) -> Iterator[list[HaloBlock]]:
     """Yield the blocks of all layers for parts of a server's training nodes, smallest first.
 
-    They are those of shared preloading on a server of one rank, and of its co-batches: of the size, and with
-    the wide ids, that training has; no row comes from elsewhere.
+    They have the size and the wide ids of shared preloading on a server of one rank, and of its co-batches;
+    no row comes from another server.
 
     Args:
-        ground: Of a structure that is whole here.
+        context: Of a structure that is whole here.
         seeds: (K,) ascending int64 training nodes, of all servers.
         num_layers: L.
         server: Whose nodes.
     """
-    first, last = ground.own(server)
-    mine = seeds[(seeds >= first) & (seeds < last)]
-    mine = mine if len(mine) else seeds
-    if ground.structure.num_edges * num_layers > _MOST_EDGES:
-        mine = mine[:: -(-len(mine) // _FEW_SEEDS)]
-    for part in _PARTS:
-        yield _blocks(ground, mine[::part], num_layers, server)
+    first, last = context.own_range(server)
+    own_seeds = seeds[(seeds >= first) & (seeds < last)]
+    own_seeds = own_seeds if len(own_seeds) else seeds
+    if context.structure.num_edges * num_layers > _MOST_EDGES:
+        own_seeds = own_seeds[:: -(-len(own_seeds) // _FEW_SEEDS)]
+    for part in _PLAN_PARTS:
+        yield _plan_blocks(context, own_seeds[::part], num_layers, server)
 
 
-def _blocks(ground: PartitionContext, seeds: Array, num_layers: int, server: int) -> list[HaloBlock]:
-    expander = NeighborhoodExpander(ground.structure, seeds)
+def _plan_blocks(context: PartitionContext, seeds: Array, num_layers: int, server: int) -> list[HaloBlock]:
+    expander = NeighborhoodExpander(context.structure, seeds)
     for _ in range(num_layers):
         expander.add(expander.sources())
     closure = expander.finish()
     held = HeldNeighborhood(closure=closure, holders=np.zeros(len(closure.nodes), np.int32))
     own = own_rows(held, 0)
-    layers = read_layers(own, held, num_layers, ground.own(server), 0, np.zeros_like)
+    layers = read_layers(own, held, num_layers, context.own_range(server), 0, np.zeros_like)
     nodes = torch.from_numpy(own.nodes)
     blocks: list[HaloBlock] = []
     for depth, layer in enumerate(layers):
-        alike = depth and layer is layers[depth - 1]
-        blocks.append(blocks[-1].fresh() if alike else halo_block(layer, nodes, _NoPeers(), etype=EDGE_TYPE))
+        is_same = depth and layer is layers[depth - 1]
+        blocks.append(
+            blocks[-1].fresh() if is_same else halo_block(layer, nodes, _NoPeers(), etype=EDGE_TYPE)
+        )
     return blocks
 
 
 def time_on_plans(
-    module: nn.Module, shape: ModelShape, trials: Sequence[Sequence[Any]], clock: Callable[[], float]
+    module: nn.Module, shape: ModelShape, neighborhoods: Sequence[Sequence[Any]], clock: Callable[[], float]
 ) -> tuple[Array, Array, float] | None:
-    """Return what :func:`time_batches` gives for ``trials``; None for a model that does not run on them."""
+    """Return :func:`time_batches` of ``neighborhoods``; None for a model that does not run on them."""
     try:
-        return time_batches(OnPlans(module), shape, trials, clock=clock)
+        return time_batches(OnPlans(module), shape, neighborhoods, clock=clock)
     except ConfigError as problem:
         log.info("the model is timed on mini-batches alone: %s", problem)
         return None
 
 
 class _NoPeers:
-    """Stands for the exchange of a rank that needs nobody's rows."""
+    """Exchange of a rank that needs no remote rows."""
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
         """Return ``h``."""
@@ -468,10 +470,10 @@ class _NoPeers:
 
 @final
 class OnPlans(nn.Module):
-    """A model that drops entries as strategies of whole graphs do: by node, not by torch's generator.
+    """A model with dropout by node, as full-graph strategies have it, in place of torch's generator.
 
     Args:
-        module: Called as ``module(blocks, features)``; a copy of this changes only its own.
+        module: Called as ``module(blocks, features)``; not changed by a copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -480,49 +482,48 @@ class OnPlans(nn.Module):
         self._dropouts: NodeDropouts | None = None
 
     def forward(self, blocks: Sequence[Any], x: Tensor) -> Any:
-        """Call the module."""
         if self._dropouts is None:
             self._dropouts = install_node_dropouts(self.module, 0)
         self._dropouts.begin(0, blocks[0].srcdata[dgl.NID])
         return self.module(blocks, x)
 
 
-_PARTS_OF_A_BATCH = (1, 2, 4)
+_BATCH_PARTS = (1, 2, 4)
 _MOST_SEEDS = 64
 _GATHERED = 20_000
-_REPETITIONS_TRIALS = 5
+_READ_REPETITIONS = 5
 
 
-def trials(
+def batch_trials(
     g: DistGraph, seeds: Array, draws: Draws | None, num_layers: int, *, whole: bool
 ) -> Iterator[list[Any]]:
-    """Yield blocks; every rank of ``g``'s session must take all of them.
+    """Yield blocks to time; every rank of ``g``'s session must consume all of them.
 
     Args:
         g: Of one node and edge type.
         seeds: (K,) int64 training nodes, at least one.
-        draws: Of mini-batches; None: none are tried.
+        draws: Of mini-batches; None: none are timed.
         num_layers: L.
-        whole: Whether to try neighbourhoods with all edges too, as whole graphs have them.
+        whole: Whether to time neighbourhoods with all edges too, as in full-graph training.
     """
     topology = g.session.topology
     if len(seeds) >= topology.world_size:
-        # Every rank tries other ones, as in training, and all as many.
+        # Every rank takes different seeds, as in training, and the same number.
         seeds = seeds[topology.rank :: topology.world_size][: len(seeds) // topology.world_size]
-    for part in _PARTS_OF_A_BATCH if draws is not None else ():
+    for part in _BATCH_PARTS if draws is not None else ():
         assert draws is not None
         size = min(max(draws.batch_size // part, 1), len(seeds))
-        yield _blocks_trials(g, _spread(seeds, size), draws.fanouts)
+        yield _sampled_blocks(g, _spread(seeds, size), draws.fanouts)
     if not whole:
         return
     small = g.num_edges() * num_layers <= _MOST_EDGES
     size = len(seeds) if small else min(len(seeds), _MOST_SEEDS)
     for count in sorted({max(size // 4, 1), size}):
-        yield _blocks_trials(g, _spread(seeds, count), (-1,) * num_layers)
+        yield _sampled_blocks(g, _spread(seeds, count), (-1,) * num_layers)
 
 
 def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.perf_counter) -> ByteRates:
-    """Return what moving features of some of ``nodes`` takes, which this server should own."""
+    """Time reading and checking features of some of ``nodes``, which this server should own."""
     ids = np.resize(nodes, _GATHERED)
     column = g.ndata[FEATURE]
     # The first time maps the file.
@@ -532,7 +533,7 @@ def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.per
 
     def timed(work: Callable[[], object]) -> float:
         seconds = []
-        for _ in range(_REPETITIONS_TRIALS):
+        for _ in range(_READ_REPETITIONS):
             begin = clock()
             work()
             seconds.append(clock() - begin)
@@ -542,11 +543,11 @@ def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.per
 
 
 def _spread(seeds: Array, count: int) -> Array:
-    """Return ``count`` of ``seeds``, from all over the graph as those of a shuffled batch are."""
+    # From all over the graph, as the seeds of a shuffled batch are.
     return seeds[np.unique(np.linspace(0, len(seeds) - 1, count).astype(np.int64))]
 
 
-def _blocks_trials(g: DistGraph, seeds: Array, fanouts: tuple[int, ...]) -> list[Any]:
+def _sampled_blocks(g: DistGraph, seeds: Array, fanouts: tuple[int, ...]) -> list[Any]:
     sampler = dgl.dataloading.NeighborSampler(list(fanouts))
     loader = DataLoader(g, seeds, sampler, batch_size=len(seeds), num_threads=0)
     ((_, _, blocks),) = list(loader)

@@ -1,7 +1,7 @@
-"""What an epoch of mini-batches moves and computes, counted from the very draws of training.
+"""Bytes and work of an epoch of mini-batches, counted from the draws of training; statistics of graphs.
 
 Draws are keyed by seed, epoch and global id, so one process can make the batches of every rank, and the bytes
-that follow from them are those of the run itself, to the byte.
+that follow from them are exactly those of the run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 _ID_BYTES, _EDGE_BYTES = 8, 24
-"""algorithms 1.3: an id asked for; source, destination and id of an edge that is returned."""
+"""algorithms 1.3: a requested id; source, destination and id of a returned edge."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """Which batches are made."""
+    """Parameters of the counted batches."""
 
     fanouts: tuple[int, ...]
     """Input-most first; -1: all."""
@@ -47,85 +47,80 @@ class Draws:
     """Seeds per rank and step."""
     epoch: int = 1
     force_even: bool = True
-    """As of ``node_split``."""
     most_seeds: int | None = None
-    """Of a rank; what it has more is left out."""
+    """Per rank; others are left out."""
     most_batches: int | None = None
-    """Of a rank that are counted; None: all of the epoch."""
+    """Per rank; None: all of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCount:
-    """What the batches of one rank need. JSON values."""
+    """Counts of one rank's batches. JSON values."""
 
     seeds: int
     steps: int
-    """Batches that this rank has, counted or not."""
+    """Batches of this rank, counted or not."""
     counted: int
-    """Batches that were made."""
     remote_rows: list[int]
-    """(S,) input rows by the server that owns them; none of the own one."""
+    """(S,) input rows by the server that owns them; 0 for its own."""
     remote_seeds: int
     """Targets of the last layer whose labels another server has."""
     sources: list[int]
-    """(L,) rows that go into each layer, input-most first."""
+    """(L,) input rows of each layer, input-most first."""
     targets: list[int]
-    """(L,) rows that come out of each layer."""
+    """(L,) output rows of each layer."""
     edges: list[int]
     """(L,)."""
-    asked: int
+    requested: int
     """Nodes of other servers whose in-edges were drawn."""
     returned: int
     """In-edges drawn for them."""
     largest: list[list[int]]
     """(3, L) sources, targets and edges of the batch with most input rows."""
     hits: list[int] = field(default_factory=list)
-    """Of the remote rows, those that caches of several sizes hold, in the order of these."""
+    """Remote rows held by caches of several sizes, in the order of the sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What an epoch of mini-batches comes to, over all ranks."""
+    """Totals of an epoch of mini-batches over all ranks."""
 
     steps: int
-    """Of every rank: as many as the one with most seeds needs."""
+    """Of every rank: as many as the rank with most seeds needs."""
     input_rows: int
     remote_rows: int
-    """Of them on another server."""
+    """Of these, rows of another server."""
     edges: int
     seeds_per_rank: list[int]
     feature_bytes: int
     """(8 + F s) for each remote row."""
     sampling_bytes: int
-    """8 for each remote node asked for in-edges, 24 for each that is returned; 0 with the whole structure."""
+    """8 for each remote node asked for in-edges, 24 for each returned edge; 0 with the whole structure."""
     label_bytes: int
     gradient_bytes: int
     """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) for each step."""
     first_targets: int = 0
     """D1 of algorithms 2.4: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
     first_edges: int = 0
-    """E1: edges of the layer-1 blocks."""
     ranks_per_server: int = 1
 
     @property
     def ranks(self) -> int:
-        """W."""
         return len(self.seeds_per_rank)
 
     @property
     def payload_bytes(self) -> int:
-        """Payload between ranks; between servers, where each has one rank."""
+        """Payload between ranks; between servers if each has one rank."""
         return self.feature_bytes + self.sampling_bytes + self.label_bytes + self.gradient_bytes
 
     @property
     def seeds_per_server(self) -> list[int]:
-        """(S,)."""
         size = self.ranks_per_server
         return [sum(self.seeds_per_rank[first : first + size]) for first in range(0, self.ranks, size)]
 
     @property
     def seeds_max_over_mean(self) -> float:
-        """Of the servers; 1 is even."""
+        """Over the servers; 1 is balanced."""
         servers = self.seeds_per_server
         return max(servers) * len(servers) / max(sum(servers), 1)
 
@@ -139,20 +134,20 @@ def count_rank(
     held: Sequence[Array] = (),
     keep: list[list[Any]] | None = None,
 ) -> RankCount:
-    """Make the batches of one rank and count them; every rank of ``g``'s session must call it.
+    """Make the batches of one rank and count them. Collective.
 
     Args:
-        g: Of one node and edge type; its session may be of one rank, and the batches those of another.
+        g: Of one node and edge type; its session may have one rank, and the batches be those of another.
         draws: Which batches.
         seeds: (K,) int64 all marked nodes, ascending; the rank's share is taken from them.
         place: Topology of the rank, and the (S + 1,) int64 first node of each server.
-        held: (N,) bool masks, the rows that caches of different sizes hold on the rank's server.
-        keep: Gets the blocks that were made, for whoever wants to compute on them; None: nobody.
+        held: (N,) bool masks: rows that caches of different sizes hold on the rank's server.
+        keep: Receives the blocks; None: they are dropped.
     """
     topology, bounds = place
-    mine = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
+    own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
     sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
-    loader = DataLoader(g, mine, sampler, batch_size=draws.batch_size, shuffle=True, num_threads=0)
+    loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, shuffle=True, num_threads=0)
     loader.set_epoch(draws.epoch)
     count = _Count(len(draws.fanouts), bounds, topology.server, held)
     for number, (inputs, targets, blocks) in enumerate(loader):
@@ -163,29 +158,26 @@ def count_rank(
         count.add(inputs, targets, blocks)
         if keep is not None:
             keep.append(blocks)
-    return count.total(len(mine), -(-len(mine) // draws.batch_size))
+    return count.total(len(own_seeds), -(-len(own_seeds) // draws.batch_size))
 
 
 class _Count:
-    """Adds up what batches need from elsewhere."""
-
     def __init__(self, layers: int, bounds: Array, server: int, held: Sequence[Array]) -> None:
         self._bounds, self._held = bounds, held
-        self._own = int(bounds[server]), int(bounds[server + 1])
+        self._own_range = int(bounds[server]), int(bounds[server + 1])
         self._remote: Array = np.zeros(len(bounds) - 1, np.int64)
         self._sizes: Array = np.zeros((3, layers), np.int64)
         self._largest: Array = np.zeros((3, layers), np.int64)
         self._hits = [0] * len(held)
-        self._seeds, self._asked, self._returned, self._batches = 0, 0, 0, 0
+        self._seeds, self._requested, self._returned, self._batches = 0, 0, 0, 0
 
     def add(self, inputs: Tensor, targets: Tensor, blocks: Sequence[Any]) -> None:
-        """Count one batch."""
         self._batches += 1
         rows = inputs.numpy()
-        remote = rows[_outside(rows, *self._own)]
+        remote = rows[_outside(rows, *self._own_range)]
         owners = np.searchsorted(self._bounds, remote, side="right") - 1
         self._remote += np.bincount(owners, minlength=len(self._remote))
-        self._seeds += int(_outside(targets.numpy(), *self._own).sum())
+        self._seeds += int(_outside(targets.numpy(), *self._own_range).sum())
         for place, mask in enumerate(self._held):
             self._hits[place] += int(mask[remote].sum())
         sizes = np.array(
@@ -198,12 +190,11 @@ class _Count:
         self._sizes += sizes
         self._largest = max(self._largest, sizes, key=lambda one: int(one[0, 0]))
         for block in blocks:
-            away = _outside(block.dstdata[dgl.NID], *self._own)
-            self._asked += int(away.sum())
+            away = _outside(block.dstdata[dgl.NID], *self._own_range)
+            self._requested += int(away.sum())
             self._returned += int(block.in_degrees()[away].sum())
 
     def total(self, seeds: int, steps: int) -> RankCount:
-        """Return the sums so far."""
         return RankCount(
             seeds=seeds,
             steps=steps,
@@ -213,7 +204,7 @@ class _Count:
             sources=self._sizes[0].tolist(),
             targets=self._sizes[1].tolist(),
             edges=self._sizes[2].tolist(),
-            asked=self._asked,
+            requested=self._requested,
             returned=self._returned,
             largest=self._largest.tolist(),
             hits=self._hits,
@@ -228,7 +219,7 @@ def summed(
     partitioned: bool,
     ranks_per_server: int = 1,
 ) -> Survey:
-    """Return the sum over the ranks, of what was counted.
+    """Return the sum over the ranks.
 
     Args:
         ranks: (W,).
@@ -239,7 +230,7 @@ def summed(
     """
     steps = max(one.steps for one in ranks)
     world_size = len(ranks)
-    sampling = sum(_ID_BYTES * one.asked + _EDGE_BYTES * one.returned for one in ranks)
+    sampling = sum(_ID_BYTES * one.requested + _EDGE_BYTES * one.returned for one in ranks)
     remote = sum(sum(one.remote_rows) for one in ranks)
     spread = partitioned and world_size > ranks_per_server
     return Survey(
@@ -264,51 +255,46 @@ def _outside(nodes: Any, first: int, last: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHits:
-    """What a cache of remote rows is worth."""
+    """Size and hits of a cache of remote rows."""
 
     alpha: float
-    """Its size, by the server's own nodes."""
+    """Its size as a fraction of the server's own nodes."""
     rows: int
-    """In the caches of all servers."""
     hits: int
-    """Of the remote rows of an epoch, all ranks."""
+    """Remote rows of an epoch found in a cache, of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchWork:
-    """One epoch of mini-batches."""
+    """Work of one epoch of mini-batches."""
 
     survey: Survey
-    """Totals of all ranks."""
     worked: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    """(L,) sources, targets and edges of the rank with most edges, in an epoch."""
+    """(L,) sources, targets and edges of the rank with most edges, over the epoch."""
     first: tuple[int, int, int]
-    """Sources, targets and edges of layer 1 of all ranks together."""
+    """Sources, targets and edges of layer 1, of all ranks."""
     largest: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     """(L,) the same of the largest batch."""
     card_share: float
-    """Remote rows through the busiest card, by those of all ranks."""
+    """Remote rows through the busiest card, relative to those of all ranks."""
     caches: tuple[CacheHits, ...] = ()
     counted: bool = True
-    """Whether every batch of the epoch was."""
+    """Whether every batch of the epoch was counted."""
 
     @property
     def steps(self) -> int:
-        """Of an epoch."""
         return self.survey.steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSizes:
-    """Bytes, for totals."""
+    """Bytes of rows and gradients."""
 
     feature: int
     label: int | None
-    """None: there are none, so that a loop takes its targets from elsewhere."""
     gradients: int
     """Of all gradients of a step, with their flags."""
     partitioned: bool
-    """Whether servers ask each other for in-edges."""
 
 
 def work_of_counts(
@@ -318,15 +304,15 @@ def work_of_counts(
     *,
     cached: Mapping[float, int] | None = None,
 ) -> BatchWork:
-    """Return what the ranks' counts come to; those of a part of the epoch are scaled to all of it.
+    """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted.
 
     Args:
         ranks: (W,).
         topology: Of the run.
         sizes: Bytes of rows and gradients.
-        cached: Size of a cache to the rows of all of them, in the order in which hits were counted.
+        cached: Cache size to the rows of all caches, in the order in which hits were counted.
     """
-    scaled = [_whole(one) for one in ranks]
+    scaled = [_scaled_to_epoch(one) for one in ranks]
     found = summed(
         scaled,
         row_bytes={"feat": sizes.feature, "label": sizes.label or 0},
@@ -354,7 +340,6 @@ def work_of_counts(
 
 
 def _card_share(ranks: Sequence[RankCount], topology: Topology) -> float:
-    """Return the rows through the busiest card, in or out, by all that cross."""
     pairs: Array = np.zeros((topology.num_servers, topology.num_servers))
     for rank, one in enumerate(ranks):
         pairs[topology.server_of_rank[rank]] += one.remote_rows
@@ -364,11 +349,10 @@ def _card_share(ranks: Sequence[RankCount], topology: Topology) -> float:
     return float(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max())) / total
 
 
-def _whole(one: RankCount) -> RankCount:
-    """Return the counts of all steps, from those of some."""
+def _scaled_to_epoch(one: RankCount) -> RankCount:
     if one.counted >= one.steps or not one.counted:
         return one
-    # The last batch of an epoch may be smaller, so targets tell more than batches do.
+    # By targets rather than batches, because the last batch of an epoch may be smaller.
     factor = one.seeds / max(one.targets[-1], 1)
 
     def scaled(values: Sequence[int]) -> list[int]:
@@ -381,46 +365,46 @@ def _whole(one: RankCount) -> RankCount:
         sources=scaled(one.sources),
         targets=scaled(one.targets),
         edges=scaled(one.edges),
-        asked=round(factor * one.asked),
+        requested=round(factor * one.requested),
         returned=round(factor * one.returned),
         hits=scaled(one.hits),
     )
 
 
 _MOST_EDGES = 2_000_000_000
-"""That are followed, over ranks and hops; beyond it no cache is counted."""
+"""Largest number of edges to follow, over ranks and hops; above it no cache is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedRows:
-    """A cache of one size."""
+    """Rows in caches of one size."""
 
     alpha: float
-    """By the server's own nodes."""
+    """Size as a fraction of the server's own nodes."""
     held: tuple[Array, ...]
     """(S,) masks (N,) bool."""
 
 
 def rows_of_caches(
-    g: DistGraph, ground: PartitionContext, seeds: Array, draws: Draws, sizes: Sequence[float]
+    g: DistGraph, context: PartitionContext, seeds: Array, draws: Draws, sizes: Sequence[float]
 ) -> list[CachedRows]:
-    """Return what caches of ``sizes`` hold under policy ``vip``; none where one server has all.
+    """Return the rows in caches of ``sizes`` under policy ``vip``; none if there is one server.
 
     Args:
         g: Whose structure is whole here.
-        ground: Of the run.
+        context: Of the run.
         seeds: (K,) int64 all training nodes.
         draws: Of the batches.
-        sizes: By the server's own nodes.
+        sizes: As fractions of the server's own nodes.
     """
-    topology = ground.topology
+    topology = context.topology
     work = g.num_edges() * len(draws.fanouts) * topology.world_size
     if topology.num_servers == 1 or not sizes or work > _MOST_EDGES:
         return []
     held: list[list[Array]] = [[] for _ in sizes]
     for server in range(topology.num_servers):
-        scores = _scores(g, ground, seeds, draws, server)
-        first, last = ground.own(server)
+        scores = _scores(g, context, seeds, draws, server)
+        first, last = context.own_range(server)
         for place, alpha in enumerate(sizes):
             mask = np.zeros(g.num_nodes(), np.bool_)
             mask[most_wanted(scores, (first, last), int(alpha * (last - first)))] = True
@@ -428,41 +412,41 @@ def rows_of_caches(
     return [CachedRows(alpha=alpha, held=tuple(masks)) for alpha, masks in zip(sizes, held, strict=True)]
 
 
-def _scores(g: DistGraph, ground: PartitionContext, seeds: Array, draws: Draws, server: int) -> Array:
-    """Return (N,) float64: how many of the server's ranks need each row for a step, on average."""
+def _scores(g: DistGraph, context: PartitionContext, seeds: Array, draws: Draws, server: int) -> Array:
+    """Return (N,) float64: the expected number of the server's ranks that need each row in a step."""
     etype, ntype = g.canonical_etypes[0], g.ntypes[0]
     total = np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]
-    for rank in ground.topology.ranks_of_server(server):
-        here = Topology(rank, ground.topology.world_size, ground.topology.server_of_rank)
-        mine = split_ids(seeds, ground.bounds, here, force_even=draws.force_even)[: draws.most_seeds]
+    for rank in context.topology.ranks_of_server(server):
+        here = Topology(rank, context.topology.world_size, context.topology.server_of_rank)
+        own_seeds = split_ids(seeds, context.bounds, here, force_even=draws.force_even)[: draws.most_seeds]
         shards, counts = {etype: g.structure(etype).shards[0]}, {ntype: g.num_nodes()}
-        total += access_probability(shards, counts, {ntype: mine}, fanouts, draws.batch_size)[ntype]
+        total += access_probability(shards, counts, {ntype: own_seeds}, fanouts, draws.batch_size)[ntype]
     return total
 
 
 DRY_BATCHES = 20
-"""Of each rank, when nobody says; of an epoch that has no more, all are counted."""
+"""Default number of counted batches per rank; shorter epochs are counted completely."""
 
 
 TRAIN_MASK = "train_mask"
 METIS_CUT, METIS_FLOOR = 0.35, 0.05
-"""Of the edges that a random partition cuts, those that METIS still cuts on graphs with communities; and the
-least share of all edges. Told graphs only."""
+"""METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction
+of all edges. For graphs without a dataset only."""
 _SCATTERING = ("random", "hash")
 _MOST_NODES, _MOST_DEGREE, _MOST_COLUMNS = 10**15, 10**6, 10**6
-"""What is above is a slip of the pen."""
+"""Larger values are typing errors."""
 
 
-def of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
-    """Return the figures of a dataset on so many servers; reads all its edges once.
+def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
+    """Return the statistics of a dataset on ``servers`` servers; reads all its edges once.
 
     Args:
         dataset: With all its parts, of one node and edge type, with ``feat`` and ``train_mask``.
-        servers: Each has an equal number of consecutive parts, as far as it goes.
+        servers: Each has an equal number of consecutive parts, up to one.
 
     Raises:
-        ConfigError: several types, columns that are missing, or fewer parts than servers.
+        ConfigError: several types, missing columns, or fewer parts than servers.
         StorageError: a part is missing or damaged.
     """
     manifest = dataset.manifest
@@ -480,23 +464,23 @@ def of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
         train += int(np.count_nonzero(part.node_data(NODE_TYPE, TRAIN_MASK)))
     nodes, edges = manifest.num_nodes(NODE_TYPE), manifest.num_edges(etype)
     return replace(
-        of_manifest(manifest, servers, train),
+        stats_of_manifest(manifest, servers, train),
         edge_cut=cut / max(edges, 1),
         degree_spread=squares * nodes / max(edges, 1) ** 2,
     )
 
 
-def of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
-    """Return the figures of a dataset without reading it: the cut is that of its parts, the spread unknown.
+def stats_of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
+    """Return the statistics of a dataset without reading it: the cut of its parts, default spread of degrees.
 
     Args:
         manifest: Of one node and edge type, with ``feat``.
         servers: S.
-        train_nodes: How many are trained on.
+        train_nodes: Number of training nodes.
     """
     info, etype = manifest.node_columns[NODE_TYPE][FEATURE], manifest.edge_types[0]
     cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
-    # Of P parts on fewer servers, neighbours on one server are no longer cut.
+    # With P parts on fewer servers, edges between parts of one server are not cut.
     fewer = (servers - 1) / servers * parts / max(parts - 1, 1)
     return GraphStats(
         name=manifest.name,
@@ -513,25 +497,25 @@ def of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStat
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What somebody tells of a graph that is not here."""
+    """User-given statistics of a graph without a dataset."""
 
     nodes: float
     edges: float
     features: int
     classes: int = 50
     train_share: float = 0.1
-    """Of the nodes, those that are trained on."""
+    """Fraction of the nodes that are trained on."""
     method: str = "metis"
     """``random`` or ``hash``, or anything that keeps neighbours together."""
     edge_cut: float | None = None
-    """Share of edges between servers; None: assumed from the method."""
+    """Fraction of edges between servers; None: assumed from the method."""
     degree_spread: float = 4.0
     """E[d^2] / E[d]^2 of the in-degrees."""
     feature_itemsize: int = 4
 
 
-def told(figures: Figures, servers: int) -> GraphStats:
-    """Return a graph that is known by figures alone, on so many servers.
+def stats_of_figures(figures: Figures, servers: int) -> GraphStats:
+    """Return the statistics of a graph given by ``figures``, on ``servers`` servers.
 
     Raises:
         ConfigError: a figure is out of range.
@@ -547,9 +531,9 @@ def told(figures: Figures, servers: int) -> GraphStats:
             raise ConfigError(f"--{name} {value} must be from {least} to {most:g}")
     random = (servers - 1) / servers
     kept = max(METIS_CUT * random, METIS_FLOOR * (servers > 1))
-    assumed = random if figures.method in _SCATTERING else kept
-    # One server has no other, whatever is told.
-    cut = assumed if figures.edge_cut is None or servers == 1 else figures.edge_cut
+    assumed_cut = random if figures.method in _SCATTERING else kept
+    # With one server no edge is cut, whatever the user says.
+    cut = assumed_cut if figures.edge_cut is None or servers == 1 else figures.edge_cut
     if not 0 < figures.train_share <= 1:
         raise ConfigError(f"--train-share {figures.train_share:g} must be above 0 and at most 1")
     if not 0 <= cut <= 1:
@@ -574,7 +558,7 @@ def check_plannable(manifest: Manifest, where: str) -> None:
     if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
         raise ConfigError(
             f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, and "
-            "only data_parallel trains on several: there is nothing to choose; take --strategy data_parallel"
+            "only data_parallel trains on several: there is nothing to choose; use --strategy data_parallel"
         )
     columns = manifest.node_columns[manifest.node_types[0]]
     for name in (FEATURE, TRAIN_MASK):
@@ -586,7 +570,7 @@ def check_plannable(manifest: Manifest, where: str) -> None:
 
 
 def check_train_nodes(count: int, where: str) -> None:
-    """Raise ConfigError where there is nothing to train on."""
+    """Raise ConfigError if there is no training node."""
     if not count:
         raise ConfigError(
             f"node data {TRAIN_MASK!r} of {where} marks no node: there is nothing to plan for; partition a "

@@ -97,8 +97,8 @@ def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
                 seconds.all_reduce,
             )
         ),
-        about + readable_bytes(one.bytes_outside),
-        about + readable_bytes(one.bytes_inside),
+        about + readable_bytes(one.inter_server_bytes),
+        about + readable_bytes(one.intra_server_bytes),
         readable_bytes(one.memory_bytes),
         _kind(one),
         remark,

@@ -9,7 +9,7 @@ from typing import Any
 
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.cost_model import BoundedSetting, bounded_bytes
+from dglx_dist.planner.cost_model import ServerlessSetting, serverless_bytes
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.phase_table import PREDICTED_BYTES
@@ -131,8 +131,8 @@ def foretold(case: Case, folder: Path, size: Size, classes: int) -> dict[str, in
     manifest = open_dataset(folder).manifest
     halo = manifest.quality["halo_nodes"]
     assert isinstance(halo, Sequence)
-    return bounded_bytes(
-        BoundedSetting(
+    return serverless_bytes(
+        ServerlessSetting(
             widths=(size.features, size.hidden, classes),
             nodes=sum(manifest.num_nodes(kind) for kind in manifest.node_types),
             ghosts=sum(int(count) for count in halo),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dglx_dist.planner.closed_form import predicted_time
 from dglx_dist.report.tables import markdown_table
 from scripts.bench.figures import variant_figures
 from scripts.bench.phase_table import measured_bytes
 from scripts.bench.records import MatchedPhi, Outcome
+from scripts.bench.speedup_model import predicted_time
 
 KAPPA = "kappa: work of the server with most, by the baseline's"
 """The fact of an experiment that has the computing of each variant by that of the baseline of its rate."""

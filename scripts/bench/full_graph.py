@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.closed_form import Counted, count, predicted_time
 from dglx_dist.planner.model_shape import Widths
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
@@ -15,6 +14,7 @@ from scripts.bench import data
 from scripts.bench.closed_form import KAPPA, PREDICTED_ONCE
 from scripts.bench.phase_table import PREDICTED_BYTES
 from scripts.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
+from scripts.bench.speedup_model import Counted, count, predicted_time
 
 SERVERS, RANKS_PER_SERVER = 2, 2
 GIGABIT = Rate.parse("1gbit")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.cost_model import break_even_width, column_bytes, row_bytes, total
+from dglx_dist.planner.cost_model import break_even_width, column_bytes, row_bytes
 from dglx_dist.planner.records import Rate
 from dglx_dist.planner.workload import Survey
 from dglx_dist.prepare import PartitionPlan
@@ -246,7 +246,7 @@ def _ratio(one: Compared, cases: Mapping[str, Case], phases: Mapping[str, Mappin
     over, under = cases[one.over], cases[one.under]
     predicted: float | None
     if one.quantity == "bytes_outside":
-        predicted = total(phases[one.over]) / total(phases[one.under])
+        predicted = sum(phases[one.over].values()) / sum(phases[one.under].values())
     else:
         times = [_predicted_time(case, phases) for case in (over, under)]
         predicted = times[0] / times[1] if all(times) else None
@@ -269,7 +269,7 @@ def _predicted_time(case: Case, phases: Mapping[str, Mapping[str, int]]) -> floa
     """
     if not isinstance(case.rate, MatchedPhi):
         return 0.0
-    network = PHI * total(phases[case.name]) / total(phases[case.rate.baseline])
+    network = PHI * sum(phases[case.name].values()) / sum(phases[case.rate.baseline].values())
     return max(1.0 - PHI, network) if int(case.options.get("depth", 1)) > 1 else 1.0 - PHI + network
 
 

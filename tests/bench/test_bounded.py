@@ -9,7 +9,7 @@ import pytest
 
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.cost_model import BoundedSetting, bounded_bytes
+from dglx_dist.planner.cost_model import ServerlessSetting, serverless_bytes
 from dglx_dist.records import NODE_TYPE, EpochRecord
 from dglx_dist.strategies.serverless.options import read_settings
 from scripts.bench import bounded
@@ -56,8 +56,8 @@ def test_repetitions_of_y1_differ_by_their_seed_alone(bench: BenchPlan) -> None:
 
 def test_bytes_of_a_graph_drawn_by_hand() -> None:
     """2 nodes on 2 servers, each the other's ghost; widths 3, 5, 2; one interval each; float32."""
-    told = BoundedSetting(widths=(3, 5, 2), nodes=2, ghosts=2, intervals=2)
-    assert bounded_bytes(told) == {
+    told = ServerlessSetting(widths=(3, 5, 2), nodes=2, ghosts=2, intervals=2)
+    assert serverless_bytes(told) == {
         "ghosts": 2 * (4 + 20),
         "ghost_gradients": 2 * (4 + 20),
         # AV1: 3 columns; fused AV2: 5 columns and a label; gradAV1: 3 and 5 columns.
@@ -71,11 +71,11 @@ def test_bytes_of_a_graph_drawn_by_hand() -> None:
 
 def test_fusion_and_rematerialisation_save_what_the_formulas_say() -> None:
     """Algorithms 4.6 for 2 layers; labels come as 4 bytes a row, and loss and count go as 32 an interval."""
-    on = BoundedSetting(widths=(3, 5, 2), nodes=10, ghosts=4, intervals=3)
+    on = ServerlessSetting(widths=(3, 5, 2), nodes=10, ghosts=4, intervals=3)
     rows, last_weights = 10 * 4, 6 * 2 * 4
 
     def more(**off: bool) -> dict[str, int]:
-        base, other = bounded_bytes(on), bounded_bytes(replace(on, **off))
+        base, other = serverless_bytes(on), serverless_bytes(replace(on, **off))
         return {name: other[name] - base[name] for name in base if other[name] != base[name]}
 
     assert more(fusion=False) == {

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from dglx_dist.planner.closed_form import predicted_time
 from scripts.bench.closed_form import (
     KAPPA,
     PREDICTED_ONCE,
@@ -14,6 +13,7 @@ from scripts.bench.closed_form import (
     once_table,
 )
 from scripts.bench.records import Measurement, Outcome
+from scripts.bench.speedup_model import predicted_time
 from tests.bench.measured import epoch
 from tests.bench.outcomes import plan_of
 

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner import closed_form
 from dglx_dist.planner.records import Rate
 from dglx_dist.planner.workload import Survey
-from scripts.bench import predict, suites
+from scripts.bench import predict, speedup_model, suites
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import d1, d2, d3
 from scripts.bench.jobs.registry import KINDS
@@ -111,12 +110,12 @@ def found(**changed: Any) -> Survey:
 
 
 def test_the_closed_form() -> None:
-    assert closed_form.speedup_added(0.65, 1.0) == closed_form.speedup_added(0.0, 0.2) == 1.0
-    assert closed_form.speedup_added(0.8, 0.25) == pytest.approx(2.5)
-    assert closed_form.speedup_hidden(0.8, 0.25) == pytest.approx(4.0)
-    assert closed_form.speedup_hidden(0.8, 0.1) == pytest.approx(5.0)
+    assert speedup_model.speedup_added(0.65, 1.0) == speedup_model.speedup_added(0.0, 0.2) == 1.0
+    assert speedup_model.speedup_added(0.8, 0.25) == pytest.approx(2.5)
+    assert speedup_model.speedup_hidden(0.8, 0.25) == pytest.approx(4.0)
+    assert speedup_model.speedup_hidden(0.8, 0.1) == pytest.approx(5.0)
     with pytest.raises(ConfigError, match="phi=1"):
-        closed_form.speedup_added(1.0, 0.5)
+        speedup_model.speedup_added(1.0, 0.5)
 
 
 def test_weak_scaling_by_hand() -> None:

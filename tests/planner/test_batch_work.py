@@ -17,7 +17,7 @@ BUSY = RankCount(
     sources=[200, 60],
     targets=[60, 20],
     edges=[400, 100],
-    asked=0,
+    requested=0,
     returned=0,
     largest=[[110, 30], [30, 10], [210, 55]],
 )
@@ -30,7 +30,7 @@ IDLE = RankCount(
     sources=[0, 0],
     targets=[0, 0],
     edges=[0, 0],
-    asked=0,
+    requested=0,
     returned=0,
     largest=[[0, 0], [0, 0], [0, 0]],
 )

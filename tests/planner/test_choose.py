@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from dglx_dist.planner.candidates import SearchSpace, enumerate_candidates, ways_of
+from dglx_dist.planner.candidates import SearchSpace, enumerate_candidates, schemes_of
 from dglx_dist.planner.choose import Constraints, choose, find_regions
 from dglx_dist.planner.cost_model import predict, ring_split
 from dglx_dist.planner.model_shape import shape_of_kind
@@ -21,8 +21,8 @@ from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, know
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", moves="columns", options={"structure": "push"})
 LATE = replace(COLUMNS, options={"structure": "push", "depth": 3}, exact=False)
-WHOLE = Candidate(strategy="full_graph", unit="full_graph", moves="plans", way=(0, "", 1))
-PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", moves="plans", way=(2, "", 1))
+WHOLE = Candidate(strategy="full_graph", unit="full_graph", moves="plans", scheme=(0, "", 1))
+PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", moves="plans", scheme=(2, "", 1))
 
 
 def test_bytes_of_rows_by_hand() -> None:
@@ -95,14 +95,14 @@ def test_what_a_card_lets_pass_after_a_pause_is_not_waited_for() -> None:
 
 def test_co_batches_are_read_from_disk_in_each_epoch() -> None:
     """3000 rows of 400 bytes and 5000 edges of 16 to check, and 5 ms for each of 3 co-batches."""
-    way = (2, "", 3)
+    scheme = (2, "", 3)
     work = replace(hand_made.WHOLE, steps=3, card_rows=(0, 0), read_rows=3000)
     rates = replace(RATES, check_byte_s=1e-6)
-    co = Candidate(strategy="cooperative", unit="full_graph", moves="plans", way=way)
-    found = predict(co, known(whole={way: work}, plan_rates=rates)).seconds
+    co = Candidate(strategy="cooperative", unit="full_graph", moves="plans", scheme=scheme)
+    found = predict(co, known(whole={scheme: work}, plan_rates=rates)).seconds
     assert found.sampling == pytest.approx((3000 * 400 + 5000 * 16) * 1e-6 + 3 * 5e-3)
     # Where there are cores for it, as much as is computed meanwhile is hidden.
-    many = known(whole={way: work}, plan_rates=rates, cluster=replace(CLUSTER, cores=8.0))
+    many = known(whole={scheme: work}, plan_rates=rates, cluster=replace(CLUSTER, cores=8.0))
     assert predict(co, many).seconds.sampling < found.sampling
     assert predict(PRELOADED, known(plan_rates=rates)).seconds.sampling == 0.0
 
@@ -164,7 +164,7 @@ def test_what_does_not_fit_says_so() -> None:
     unsplit = replace(SHAPE, first=None, why_not_split="no layer takes the features")
     refused = predict(COLUMNS, known(shape=unsplit))
     assert (refused.why_not, refused.epoch_seconds) == ("no layer takes the features", 0.0)
-    assert predict(replace(WHOLE, way=(1, "", 1)), known()).why_not == "its plans were not counted"
+    assert predict(replace(WHOLE, scheme=(1, "", 1)), known()).why_not == "its plans were not counted"
 
 
 def test_a_choice_is_json_with_its_outcome() -> None:
@@ -203,7 +203,7 @@ def test_candidates_follow_the_servers() -> None:
     many = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=3))
     assert {one.options.get("hops") for one in many if one.strategy == "shared_preload"} == {None, 1, 2}
     assert {one.options.get("group_size") for one in many if one.moves == "columns"} == {None, 1, 2}
-    assert (3, "", 3) in ways_of(many)
+    assert (3, "", 3) in schemes_of(many)
     # Sixteen co-batches are no epoch of a hundred steps.
     long = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=100))
     assert {one.unit for one in long if one.strategy == "cooperative"} == {"full_graph"}
@@ -247,7 +247,7 @@ def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
 
 
 def test_what_a_model_cannot_be_is_no_choice() -> None:
-    workers = Candidate(strategy="lambda", unit="full_graph", moves="intervals", way=(0, "", 1))
+    workers = Candidate(strategy="lambda", unit="full_graph", moves="intervals", scheme=(0, "", 1))
     assert predict(workers, known()).feasible
     dropping = known(shape=replace(SHAPE, why_not_chained="'dropout' drops with probability 0.5"))
     assert predict(workers, dropping).why_not == "'dropout' drops with probability 0.5"

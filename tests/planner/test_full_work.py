@@ -15,26 +15,25 @@ from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.closures import (
     PartitionContext,
     RankLayers,
-    exchanging_work,
-    gathered,
+    full_work_of,
     plan_all,
-    preloading_work,
     seeds_by_server,
     worth_counting,
 )
 from dglx_dist.planner.dry_run import count_ghosts
 from dglx_dist.planner.model_shape import count_pairs, shape_of_kind, topology_of
-from dglx_dist.planner.profile import neighbours, plan_trials, time_on_plans
-from dglx_dist.planner.workload import of_dataset
+from dglx_dist.planner.profile import busy_cores, plan_trials, time_on_plans
+from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.training.models import build_model
+from scripts.bench.speedup_model import exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PartitionContext, np.ndarray]:
+def context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PartitionContext, np.ndarray]:
     folder = equality.write_parts(tmp_path_factory.mktemp("plans"))
     dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
     offsets = dataset.manifest.node_offsets["_N"]
@@ -49,9 +48,11 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PartitionCon
     return folder, found, np.flatnonzero(mask)
 
 
-def test_trials_are_the_neighbourhoods_of_a_server(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
+def test_trials_are_the_neighbourhoods_of_a_server(
+    context: tuple[Path, PartitionContext, np.ndarray],
+) -> None:
     """The largest is what the server's ranks compute together, and the model runs on it by itself."""
-    _, where, seeds = ground
+    _, where, seeds = context
     alone = replace(where, topology=topology_of(2, 1))
     plan = plan_all(alone, seeds_by_server(alone, seeds), LAYERS, LAYERS)[1]
     *smaller, whole = plan_trials(alone, seeds, LAYERS, server=1)
@@ -62,28 +63,28 @@ def test_trials_are_the_neighbourhoods_of_a_server(ground: tuple[Path, Partition
     assert smaller[0][0].num_edges() < whole[0].num_edges()
     shape = shape_of_kind("sage", 6, 4, 3, LAYERS)
     model = build_model("sage", 6, 4, 3, LAYERS)
-    with neighbours(1):
+    with busy_cores(1):
         found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
     assert found is not None
     assert found[0][2].tolist() == [1.0, *shape.work(plan.sources, plan.rows[1:], plan.edges)]
     assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
 
 
-def test_pairs_are_those_of_plain_counting(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, where, seeds = ground
-    work = gathered([plan_all(where, seeds_by_server(where, seeds), LAYERS, 0)], where.topology)
+def test_pairs_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
+    folder, where, seeds = context
+    work = full_work_of([plan_all(where, seeds_by_server(where, seeds), LAYERS, 0)], where.topology)
     assert work.pairs == count_pairs(open_dataset(folder), where.topology, LAYERS)
     assert work.external_rows == 0
 
 
-def test_closures_are_those_of_plain_counting(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, where, seeds = ground
+def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
+    folder, where, seeds = context
     by_server = seeds_by_server(where, seeds)
     plans = plan_all(where, by_server, LAYERS, LAYERS)
-    work = gathered([plans], where.topology)
+    work = full_work_of([plans], where.topology)
     csc = open_structure(open_dataset(folder), EDGE_TYPE)
     graph = (csc.indptr, csc.indices, where.bounds)
-    plain = preloading_work(*graph, [[mine] for mine in by_server], LAYERS)
+    plain = preloading_work(*graph, [[own_seeds] for own_seeds in by_server], LAYERS)
     assert work.external_rows == sum(plain.foreign)
     assert work.pairs.outside == (0,) * LAYERS
     edges = [
@@ -92,7 +93,7 @@ def test_closures_are_those_of_plain_counting(ground: tuple[Path, PartitionConte
     assert tuple(edges) == plain.edges
     # In between, servers exchange the layers above, fewer for each that is preloaded.
     crossing = [
-        sum(gathered([plan_all(where, by_server, LAYERS, hops)], where.topology).pairs.outside)
+        sum(full_work_of([plan_all(where, by_server, LAYERS, hops)], where.topology).pairs.outside)
         for hops in range(LAYERS + 1)
     ]
     assert crossing == sorted(crossing, reverse=True)
@@ -100,8 +101,8 @@ def test_closures_are_those_of_plain_counting(ground: tuple[Path, PartitionConte
     assert exchanging_work(*graph, seeds, LAYERS).edges <= plain.edges
 
 
-def test_ghosts_are_pairs_over_all_nodes(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, _, _ = ground
+def test_ghosts_are_pairs_over_all_nodes(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
+    folder, _, _ = context
     dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
     offsets = dataset.manifest.node_offsets["_N"]
     found = count_ghosts(csc.indptr, csc.indices, offsets, topology_of(4, 1))
@@ -113,14 +114,14 @@ def test_ghosts_are_pairs_over_all_nodes(ground: tuple[Path, PartitionContext, n
     assert (found.outside, found.inside) == (expected, 0)
 
 
-def test_the_cut_is_that_of_the_servers(ground: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, where, _ = ground
+def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
+    folder, where, _ = context
     csc = open_structure(open_dataset(folder), EDGE_TYPE)
     server_of = np.searchsorted(where.bounds, np.arange(500), side="right") - 1
     targets = np.repeat(np.arange(500), np.diff(csc.indptr))
     crossing = np.count_nonzero(server_of[targets] != server_of[csc.indices])
-    assert of_dataset(open_dataset(folder), 2).edge_cut == pytest.approx(crossing / len(csc.indices))
-    assert of_dataset(open_dataset(folder), 1).edge_cut == 0.0
+    assert stats_of_dataset(open_dataset(folder), 2).edge_cut == pytest.approx(crossing / len(csc.indices))
+    assert stats_of_dataset(open_dataset(folder), 1).edge_cut == 0.0
 
 
 def test_steps_are_summed_and_the_busiest_found() -> None:
@@ -137,7 +138,7 @@ def test_steps_are_summed_and_the_busiest_found() -> None:
         )
 
     steps = [[layers(1, {}), layers(4, {0: 2})], [layers(2, {1: 1}), layers(6, {0: 7})]]
-    work = gathered(steps, topology_of(2, 1))
+    work = full_work_of(steps, topology_of(2, 1))
     assert work.worked == ((30,), (10,), (10,))
     assert (work.edges, work.rows) == ((6,), (10, 5))
     assert (work.pairs.outside, work.card_rows) == ((10,), (9,))

@@ -12,7 +12,7 @@ from torch import nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import layers_in, shape_of_kind, shape_of_module
-from dglx_dist.planner.profile import Rates, assumed, fitted, time_batches
+from dglx_dist.planner.profile import Rates, assumed_rates, fit_rates, time_batches
 from dglx_dist.training.models import build_model
 
 
@@ -20,23 +20,23 @@ def test_factors_are_found_again() -> None:
     random = np.random.default_rng(0)
     work = np.column_stack([np.ones(6), random.uniform(1e6, 1e8, 6), random.uniform(1e7, 1e9, 6)])
     planted = np.array([2e-3, 1e-9, 3e-11])
-    _, edge, product = found = fitted(work, work @ planted)
+    _, edge, product = found = fit_rates(work, work @ planted)
     assert (edge, product) == pytest.approx((1e-9, 3e-11), rel=0.15)
     assert work @ np.array(found) == pytest.approx(work @ planted, rel=0.05)
 
 
 def test_what_trials_do_not_tell_apart_is_parted_as_usual() -> None:
     """Twice the same work, that takes three times what it usually does."""
-    usual = assumed()
+    usual = assumed_rates()
     parts = np.array([usual.step_s, usual.edge_column_s, usual.multiply_add_s])
     work = np.array([[1.0, 2e7, 4e8]] * 2)
-    assert fitted(work, 3 * work @ parts) == pytest.approx((3 * parts).tolist())
+    assert fit_rates(work, 3 * work @ parts) == pytest.approx((3 * parts).tolist())
 
 
 def test_no_factor_is_below_zero() -> None:
     """Seconds fall as work grows: only what is the same for all explains them."""
     work = np.array([[1.0, 1e6, 1e7], [1.0, 2e6, 2e7], [1.0, 3e6, 3e7]])
-    step, edge, product = fitted(work, np.array([3.0, 2.0, 1.0]))
+    step, edge, product = fit_rates(work, np.array([3.0, 2.0, 1.0]))
     assert min(step, edge, product) >= 0
     assert step > 0
 
@@ -45,7 +45,7 @@ def test_seconds_of_work() -> None:
     rates = Rates(step_s=1.0, edge_column_s=2.0, multiply_add_s=3.0, sample_edge_s=0.0, gather_byte_s=0.0)
     assert rates.compute_s((10, 100), 5) == 5 + 20 + 300
     assert rates.slowed(2.0).compute_s((10, 100), 5) == 650
-    assert assumed(speed=50).edge_column_s == pytest.approx(assumed().edge_column_s / 50)
+    assert assumed_rates(speed=50).edge_column_s == pytest.approx(assumed_rates().edge_column_s / 50)
 
 
 def test_a_new_block_takes_longer_by_its_edges() -> None:
@@ -77,7 +77,7 @@ class Fails(nn.Module):
         super().__init__()
         self.problem, self.weights = problem, weights
 
-    def forward(self, _blocks: Any, _rows: Any) -> Any:
+    def forward(self, _plan_blocks: Any, _rows: Any) -> Any:
         raise self.problem
 
 

@@ -1,4 +1,4 @@
-"""Trains on all ranks: each is a graph server, the first ones are parameter servers too (Dorylus)."""
+"""Training engine: every rank is a graph server, the first ones also parameter servers (Dorylus)."""
 
 from __future__ import annotations
 
@@ -48,12 +48,17 @@ from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.ghost_exchange import GhostExchange
 from dglx_dist.strategies.serverless.graph_partition import Part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, Parameters, SubmitResult
-from dglx_dist.strategies.serverless.options import LambdaOptions, LambdaSettings, StalenessPolicy, threads_of
+from dglx_dist.strategies.serverless.options import (
+    LambdaOptions,
+    LambdaSettings,
+    StalenessPolicy,
+    num_threads,
+)
 from dglx_dist.strategies.serverless.scheduler import (
     ControlledWorkers,
     Progress,
     Snapshot,
-    ThreadSchedule,
+    ThreadScheduler,
     Workers,
     WorkerSpans,
 )
@@ -62,28 +67,28 @@ from dglx_dist.strategies.serverless.scheduler import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Of one rank, or of all together."""
+    """Work and server time of one rank, or of all ranks together."""
 
     counts: Counts = field(default_factory=Counts)
     server_seconds: float = 0.0
-    """Seconds that graph servers trained, added over the ranks."""
+    """Seconds that graph servers trained, summed over the ranks."""
 
     def __add__(self, other: Account) -> Account:
         names = [one.name for one in fields(Counts)]
         counts = {name: getattr(self.counts, name) + getattr(other.counts, name) for name in names}
         return Account(counts=Counts(**counts), server_seconds=self.server_seconds + other.server_seconds)
 
-    def bill(self, kind: str, prices: PriceTable, *, simulated: bool, alone: bool = False) -> Bill:
-        """Return the dollars, each graph server a server of ``kind``; ``alone``: there are no functions."""
+    def bill(self, kind: str, prices: PriceTable, *, simulated: bool, servers_only: bool = False) -> Bill:
+        """Return the bill, graph servers priced as ``kind``; ``servers_only``: no function is paid for."""
         servers = [Servers(kind=kind, number=1, seconds=self.server_seconds)]
-        used = Usage() if alone else self.counts.usage
+        used = Usage() if servers_only else self.counts.usage
         return bill(used, servers, prices, simulated=simulated)
 
     def describe(
-        self, kind: str, prices: PriceTable, *, simulated: bool, alone: bool = False
+        self, kind: str, prices: PriceTable, *, simulated: bool, servers_only: bool = False
     ) -> dict[str, object]:
-        """Return numbers, dollars and how to read them, JSON values."""
-        paid = self.bill(kind, prices, simulated=simulated, alone=alone)
+        """Return counts, dollars and labels as JSON values."""
+        paid = self.bill(kind, prices, simulated=simulated, servers_only=servers_only)
         return {
             **asdict(self.counts),
             "server_seconds": self.server_seconds,
@@ -96,17 +101,13 @@ class Account:
         }
 
 
-NOTHING = Account()
-
-
 def as_json(account: Account) -> dict[str, Any]:
-    """Return what :func:`account_of_ranks` reads."""
     return {"counts": asdict(account.counts), "server_seconds": account.server_seconds}
 
 
 def account_of_ranks(ranks: Iterable[Mapping[str, Any]]) -> Account:
-    """Return the sum of what :func:`as_json` gave on each rank."""
-    total = NOTHING
+    """Return the sum of the :func:`as_json` values of all ranks."""
+    total = Account()
     for one in ranks:
         total += Account(counts=Counts(**one["counts"]), server_seconds=one["server_seconds"])
     return total
@@ -129,7 +130,7 @@ def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WorkerPoolPlan:
-    """What a crew works on; equal on all ranks."""
+    """Configuration of a worker pool; equal on all ranks."""
 
     program: Program
     plan: ParameterPlan
@@ -138,20 +139,19 @@ class WorkerPoolPlan:
     executor_options: Mapping[str, object]
     prices: PriceTable
     interface: str = ""
-    """See LambdaSettings."""
 
 
 @final
 class WorkerPool:
-    """Up from now until :meth:`close`.
+    """Workers of this rank, from construction until :meth:`close`.
 
     Args:
         session: The run.
-        plan: What is worked on.
-        handlers: What answers the workers' operations in this process.
+        plan: Program, servers and options.
+        handlers: Handlers of the workers' operations in this process.
 
     Raises:
-        ConfigError: the executor cannot be made with these options, or its workers cannot reach this rank.
+        ConfigError: the executor rejects these options, or its workers cannot reach this rank.
     """
 
     def __init__(self, session: Session, plan: WorkerPoolPlan, handlers: Mapping[str, Handler]) -> None:
@@ -173,7 +173,7 @@ class WorkerPool:
         with ExitStack() as undo:
             executor = EXECUTORS.get(plan.options.executor)(
                 ExecutorContext(
-                    # Gone with the rank, however it ends.
+                    # The session removes it, however the rank ends.
                     folder=session.scratch,
                     stages=stages_of(plan.program.steps),
                     handlers=handlers,
@@ -184,7 +184,7 @@ class WorkerPool:
             undo.callback(executor.close)
             check_reachable(self._own_host, paid=not executor.simulated)
             self.simulated = executor.simulated
-            """Whether no provider is paid."""
+            """True if no provider is paid."""
             self.controller = Controller(
                 executor,
                 self._controller_options(),
@@ -193,17 +193,15 @@ class WorkerPool:
             )
             self._controllers.append(self.controller)
             self.workers = ControlledWorkers(self.controller, self._task_of)
-            """For the engine."""
             undo.enter_context(self.controller.run())
             self._open = undo.pop_all()
 
     @property
     def counts(self) -> Counts:
-        """What has happened so far."""
         return self.controller.counts
 
     def close(self) -> None:
-        """End all workers, at once; may be called twice."""
+        """Stop all workers immediately; idempotent."""
         self._open.close()
 
     def _controller_options(self) -> ControllerOptions:
@@ -218,11 +216,10 @@ class WorkerPool:
 
     @property
     def _own_host(self) -> str:
-        """Numeric address at which this rank answers workers."""
         return self._addresses[self._rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
     def _wake(self) -> None:
-        # The executor may have news before there is a controller.
+        # The executor may call this before the controller exists.
         for controller in self._controllers:
             controller.wake()
 
@@ -241,16 +238,17 @@ class WorkerPool:
 
 
 def check_reachable(host: str, *, paid: bool) -> None:
-    """Raise ConfigError where functions of a provider, which are elsewhere, would call this machine alone.
+    """Raise ConfigError if cloud functions would have to call a loopback address.
 
     Args:
-        host: Numeric address at which this rank answers.
-        paid: Whether a provider runs the workers.
+        host: Numeric address at which this rank answers workers.
+        paid: Whether a cloud provider runs the workers.
     """
     if paid and ip_address(host).is_loopback:
         raise ConfigError(
-            f"workers run in a cloud, and this rank answers at {host}, which is this machine alone; with one "
-            "rank give the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME (see `ip addr`)"
+            f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; "
+            "with one rank set the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME "
+            "(see `ip addr`)"
         )
 
 
@@ -263,40 +261,45 @@ def _text(key: bytes | None) -> str | None:
 
 
 PROGRAM_PHASE, DOWN, UP = "lambda_program", "lambda_down", "lambda_up"
-"""Phases of the ledger; a worker has none, so the graph server counts."""
+"""Ledger phases. Workers have no ledger, so the graph server counts their traffic."""
 
 _MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 
 
 @final
 class WorkerService:
-    """Answers workers from now until :meth:`close`.
+    """RPC service for the workers of one graph server, from construction until :meth:`close`.
 
     Args:
-        rpc: This rank's calls.
-        server: Whose tasks.
-        over: Called with the key and attempt by which a task is over; any thread, quick.
-        refused: Called with those of a duplicate that is whole.
+        rpc: This rank's RPC endpoint.
+        server: The graph server.
+        on_done: Called with key and attempt when a task is complete; from any thread, must not block.
+        on_duplicate: Called with key and attempt when all rows of a duplicate attempt arrived.
     """
 
     def __init__(
         self,
         rpc: Rpc,
         server: GraphServer,
-        over: Callable[[TaskKey, int], None],
-        refused: Callable[[TaskKey, int], None],
+        on_done: Callable[[TaskKey, int], None],
+        on_duplicate: Callable[[TaskKey, int], None],
     ) -> None:
-        self._rpc, self._server, self._over, self._refused = rpc, server, over, refused
+        self._rpc, self._server = rpc, server
+        self._on_done, self._on_duplicate = on_done, on_duplicate
         self._program = np.frombuffer(server.program.to_json(), np.uint8)
-        self._handlers: dict[str, Handler] = {PROGRAM: self._tell, PULL: self._pull, GIVE: self._give}
+        self._handlers: dict[str, Handler] = {
+            PROGRAM: self._send_program,
+            PULL: self._pull,
+            GIVE: self._submit,
+        }
         phases = {PROGRAM: PROGRAM_PHASE, PULL: DOWN, GIVE: UP}
         self.kernels = {kernels()}
-        """Of this process, and those that workers said theirs are."""
+        """Kernels of this process and those that workers reported."""
         for op, handler in self._handlers.items():
             rpc.register(op, self._counted(op, phases[op], handler), for_clients=True)
 
     def handlers(self, parameters: Parameters) -> dict[str, Handler]:
-        """Return what answers the operations of a worker in this process, without a byte on any wire."""
+        """Return the handlers for workers in this process, which send no bytes."""
 
         def weights(name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
             return parameters.weights(TaskKey.parse(name))
@@ -308,7 +311,6 @@ class WorkerService:
         return {**self._handlers, WEIGHTS: weights, GRADIENTS: gradients}
 
     def close(self) -> None:
-        """Answer no more."""
         for op in self._handlers:
             self._rpc.unregister(op)
 
@@ -324,46 +326,46 @@ class WorkerService:
 
         return answer
 
-    def _tell(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
+    def _send_program(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
         if name and len(self.kernels) < _MOST_KERNELS:
             self.kernels.add(printable(name, _LONGEST_KERNELS).replace("\n", " "))
         return [self._program]
 
     def _pull(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
-        return self._server.desk.pull(*parse_half(name)) or []
+        return self._server.task_table.pull(*parse_half(name)) or []
 
-    def _give(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
+    def _submit(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         key, half, attempt = parse_attempt(name)
-        result = self._server.give(key, half, arrays)
+        result = self._server.submit(key, half, arrays)
         if result is SubmitResult.LAST:
-            self._over(key, attempt)
+            self._on_done(key, attempt)
         elif result is SubmitResult.LATE and half == 1:
-            self._refused(key, attempt)
+            self._on_duplicate(key, attempt)
         return [np.array([result.accepted], dtype=np.int64)]
 
 
 _PEER_CHECK_S = 5.0
 
 StartWorkers: TypeAlias = Callable[[Mapping[str, Handler]], Workers]
-"""Makes the workers of this rank from what answers their operations in this process."""
+"""Starts the workers of this rank, given the handlers of their operations in this process."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineConfig:
-    """What all ranks agree on, but for ``threads``."""
+    """Engine configuration; equal on all ranks except ``threads``."""
 
     plan: ParameterPlan
     places: Places
-    pace: StalenessPolicy
+    policy: StalenessPolicy
     threads: int = 1
-    """Threads of this rank that make moves: its cores."""
+    """Compute threads of this rank."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class EpochTotals:
-    """One epoch, over all ranks; equal on all."""
+    """Totals of one epoch over all ranks; equal on all."""
 
     epoch: int
     loss_sum: float
@@ -371,21 +373,21 @@ class EpochTotals:
     correct: int
     """Training nodes whose largest output is at their label."""
     seconds: float
-    """From the update before to the update after it, on the slowest rank: epochs may overlap."""
+    """Between the weight updates before and after the epoch, on the slowest rank. Epochs may overlap."""
 
 
 @final
 class Engine:
-    """Epochs from the first to wherever :meth:`run` is told, on this rank together with all others.
+    """Runs epochs on this rank together with all others.
 
-    Every rank must make it, run it and close it, together.
+    Every rank must construct, run and close it collectively.
 
     Args:
         session: The run.
         server: This rank's graph server.
-        config: How.
+        config: How to train.
         parameters: This rank's parameter server, if it has one.
-        hire: Who does tasks; called once, and what it raises leaves nothing behind.
+        start_workers: Called once; when it raises, the engine is closed before the error is passed on.
     """
 
     def __init__(
@@ -397,15 +399,26 @@ class Engine:
         start_workers: StartWorkers,
     ) -> None:
         self._session, self._server, self._config = session, server, config
-        pace, rank = config.pace, session.topology.rank
+        policy, rank = config.policy, session.topology.rank
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
-        self._progress = Progress(server.course, server.part.num_intervals, pace, self._peers)
-        self._updated_at = {pace.first_epoch: time.perf_counter()}
-        self._worker_service = WorkerService(session.rpc, server, self._given, self._refused)
-        self._mail = GhostExchange(session.rpc, server, self._heard, self._counted)
+        progress = Progress(server.schedule, server.part.num_intervals, policy, self._peers)
+        self._updated_at = {policy.first_epoch: time.perf_counter()}
+        # Lambdas, because the scheduler is constructed after the services that call it.
+        self._worker_service = WorkerService(
+            session.rpc,
+            server,
+            on_done=lambda key, attempt: self.scheduler.task_done(key, attempt),
+            on_duplicate=lambda key, attempt: self.scheduler.duplicate_done(key, attempt),
+        )
+        self._exchange = GhostExchange(
+            session.rpc,
+            server,
+            on_position=lambda peer, position: self.scheduler.peer_reached(peer, position),
+            on_correct=lambda peer, epoch, correct: self.scheduler.peer_counted(peer, epoch, correct),
+        )
         self.parameters = ParameterClient(session.rpc, config.plan, config.places, on_update=self._updated)
         """The latest weights and the optimizer's state, between runs."""
-        self._service = (
+        self._parameter_service = (
             None
             if parameters is None
             else ParameterService(
@@ -413,83 +426,73 @@ class Engine:
             )
         )
         try:
-            self._workers = start_workers(self._worker_service.handlers(self.parameters))
+            workers = start_workers(self._worker_service.handlers(self.parameters))
         except BaseException:
             self.abandon()
             raise
-        self._schedule = ThreadSchedule(
+        self.scheduler = ThreadScheduler(
             server,
-            self._progress,
-            self._workers,
-            self._mail,
+            progress,
+            workers,
+            self._exchange,
             threads=config.threads,
             timeline=session.timeline,
-            early=pace.mode != "no_pipe",
+            early=policy.mode != "no_pipe",
         )
-        self._epoch = pace.first_epoch
+        self.epoch = policy.first_epoch
+        """The next epoch; all intervals have completed the one before it."""
         barrier(session, "making the engines of all graph servers")
 
     @property
-    def epoch(self) -> int:
-        """The epoch that comes next: all intervals ended the one before it."""
-        return self._epoch
-
-    @property
-    def queue_length(self) -> int:
-        """Moves that wait for a thread."""
-        return self._schedule.queue_length
-
-    @property
     def kernels(self) -> list[str]:
-        """What this graph server and its workers compute with; see ``kernels`` of tasks."""
+        """Numerical kernels of this graph server and its workers; see ``kernels`` of tasks."""
         return sorted(self._worker_service.kernels)
 
     def snapshot(self) -> Snapshot:
-        """Return what this graph server does now; any thread."""
-        return self._schedule.snapshot()
+        """Return the current state of this graph server; thread-safe."""
+        return self.scheduler.snapshot()
 
     @property
     def synchronous_from(self) -> int | None:
-        """The epoch from which on asynchronous training is synchronous; None: it is not known yet."""
-        return self._config.pace.synchronous_from
+        """The epoch from which asynchronous training is synchronous; None: not known yet."""
+        return self._config.policy.synchronous_from
 
     def run(self, epochs: int) -> list[EpochTotals]:
-        """Train ``epochs`` more epochs; afterwards nothing is in flight on any rank. Collective.
+        """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
         Raises:
-            PeerError: a rank is dead or silent, or nothing moved for the session's time-out; the message
-                says who is missing. Or no worker did a task in as many attempts as allowed.
+            PeerError: a rank is dead or silent, or the run made no progress for the session's timeout (the
+                message names who is missing); or a task failed in all allowed attempts.
         """
-        first, end = self._epoch, self._epoch + epochs
+        first, end = self.epoch, self.epoch + epochs
         self._updated_at = {first: time.perf_counter()}
-        self._schedule.run(end, self._look)
-        self._epoch = end
+        self.scheduler.run(end, self._check)
+        self.epoch = end
         barrier(self._session, f"the end of epoch {end - 1}")
-        if self._service is not None:
-            self._service.server.drain()
+        if self._parameter_service is not None:
+            self._parameter_service.server.drain()
         return self._totals(first, end)
 
     def close(self) -> None:
-        """Let go of everything, once no rank needs anything of another any more. Collective."""
+        """Release everything once no rank needs another one. Collective."""
         barrier(self._session, "closing the engines of all graph servers")
         self.abandon()
 
     def abandon(self) -> None:
-        """As :meth:`close` where the run has failed: waits for nobody."""
-        self._mail.close()
+        """Release everything after a failure, without waiting for other ranks."""
+        self._exchange.close()
         self._worker_service.close()
         self.parameters.close()
-        if self._service is not None:
-            self._service.close()
+        if self._parameter_service is not None:
+            self._parameter_service.close()
 
     def _totals(self, first: int, end: int) -> list[EpochTotals]:
-        """Sums in the order of the ranks; returns when all ranks have drained."""
-        mine = []
+        local = []
         for epoch in range(first, end):
             loss_sum, correct = self._server.statistics(epoch)
             seconds = self._updated_at[epoch + 1] - self._updated_at[epoch]
-            mine.append([loss_sum, correct, seconds])
-        gathered: Array = np.array(gather_json(mine, self._session), dtype=np.float64)
+            local.append([loss_sum, correct, seconds])
+        gathered: Array = np.array(gather_json(local, self._session), dtype=np.float64)
         per_rank = gathered.reshape(-1, end - first, 3)
         return [
             EpochTotals(
@@ -501,30 +504,18 @@ class Engine:
             for epoch in range(first, end)
         ]
 
-    def _given(self, key: TaskKey, attempt: int) -> None:
-        self._schedule.given(key, attempt)
-
-    def _refused(self, key: TaskKey, attempt: int) -> None:
-        self._schedule.refused(key, attempt)
-
-    def _heard(self, peer: int, position: int) -> None:
-        self._schedule.heard(peer, position)
-
-    def _counted(self, peer: int, epoch: int, correct: int) -> None:
-        self._schedule.counted(peer, epoch, correct)
-
     def _updated(self, updates: int) -> None:
         now = time.perf_counter()
         for number in range(max(self._updated_at) + 1, updates + 1):
             self._updated_at[number] = now
-        self._schedule.updated(updates)
+        self.scheduler.weights_updated(updates)
 
-    def _look(self, quiet_s: float, behind: Sequence[int]) -> None:
+    def _check(self, quiet_s: float, behind: Sequence[int]) -> None:
         self.parameters.raise_if_stopped()
         late = quiet_s >= self._session.timeout_s
         if not late and quiet_s < _PEER_CHECK_S:
             return
-        # At the gate nobody in particular is late, but the update needs all that are alive.
+        # At the staleness bound no particular peer is late, but the update needs all of them.
         if missing := behind or self._peers:
             raise_for_missing(
                 self._session,
@@ -536,51 +527,49 @@ class Engine:
                 late=late and bool(behind),
             )
         if late:
-            raise PeerError(self._standstill(quiet_s))
+            raise PeerError(self._stall_message(quiet_s))
 
-    def _standstill(self, quiet_s: float) -> str:
-        open_tasks = [str(key) for key in self._server.desk.keys[:5]]
+    def _stall_message(self, quiet_s: float) -> str:
+        open_tasks = [str(key) for key in self._server.task_table.keys[:5]]
         tasks = f"no worker gave rows for {', '.join(open_tasks)}; " if open_tasks else ""
-        behind = range(self._config.plan.num_servers)
-        misses = what_misses(self._session.rpc, self._config.places, behind)
+        servers = range(self._config.plan.num_servers)
+        misses = what_misses(self._session.rpc, self._config.places, servers)
         return (
-            f"nothing moved on graph server {self._server.rank} for {quiet_s:.0f} s: {tasks}{misses}; look "
-            "at what the workers say, or raise timeout_s (DGLX_TIMEOUT)"
+            f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: {tasks}{misses}; look "
+            "at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
         )
 
 
 _NUM_RUNS: SessionField[int] = SessionField(int)
-"""Under which a session keeps how many there were."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Start:
-    """What training goes on from; weights and update are equal on all ranks."""
+    """State from which training starts; weights and update are equal on all ranks."""
 
     weights: Sequence[Array]
     """In the order of the program."""
     update: Update
     epoch: int
-    """The one that comes next."""
     is_synchronous: bool = False
-    """Whether training became synchronous before, as ``switch_at`` asks."""
+    """Whether training already became synchronous, as ``switch_at`` requests."""
 
 
 @final
 class TrainingRun:
-    """Up from now until :meth:`close`; every rank makes it and closes it, together.
+    """Engine and workers from construction until :meth:`close`; both are collective.
 
     Args:
         session: The run.
-        program: What is trained.
-        part: This rank's.
+        program: The model as steps.
+        part: This rank's part of the graph.
         interval_sizes: (K,) nodes of every interval of all ranks.
         settings: Of the strategy.
-        start: Where it begins.
+        start: Initial state.
 
     Raises:
-        ConfigError: there are more parameter servers than intervals, or the executor cannot be made.
+        ConfigError: there are more parameter servers than intervals, or the executor rejects its options.
     """
 
     def __init__(
@@ -613,11 +602,11 @@ class TrainingRun:
             prices=settings.prices,
             interface=settings.interface,
         )
-        crews: list[WorkerPool] = []
+        pools: list[WorkerPool] = []
 
         def start_workers(handlers: Mapping[str, Handler]) -> Workers:
-            crews.append(WorkerPool(session, pool_plan, handlers))
-            return crews[0].workers
+            pools.append(WorkerPool(session, pool_plan, handlers))
+            return pools[0].workers
 
         parameters = (
             ParameterServer(plan, topology.rank, start.weights, start.update)
@@ -627,11 +616,11 @@ class TrainingRun:
         config = EngineConfig(
             plan=plan,
             places=places,
-            pace=replace(
-                options.pace(start.epoch, program.num_train),
+            policy=replace(
+                options.staleness_policy(start.epoch, program.num_train),
                 synchronous_from=start.epoch if start.is_synchronous else None,
             ),
-            threads=threads_of(session, options.threads),
+            threads=num_threads(session, options.threads),
         )
         server = GraphServer(
             part,
@@ -643,41 +632,40 @@ class TrainingRun:
         try:
             self.engine = Engine(session, server, config, parameters, start_workers)
         except BaseException:
-            for crew in crews:
-                crew.close()
+            for pool in pools:
+                pool.close()
             raise
-        self.crew = crews[0]
-        self.crew.controller.watch(lambda: self.engine.queue_length)
+        self.pool = pools[0]
+        self.pool.controller.watch(lambda: self.engine.scheduler.queue_length)
 
     def close(self, *, failed: bool = False) -> Counts:
-        """End everything; return what the workers did. After a failure it waits for nobody."""
-        # Workers first. A function cannot be ended: one that is late asks in the name of this run, and the
-        # servers of the next one refuse it.
-        self.crew.close()
+        """Stop workers and engine and return the work done; after a failure it waits for no other rank."""
+        # Workers first. A cloud function cannot be stopped: a late one sends this run's number, which the
+        # servers of the next run reject.
+        self.pool.close()
         if failed:
             self.engine.abandon()
         else:
             self.engine.close()
-        return self.crew.counts
+        return self.pool.counts
 
 
 def _next_run(session: Session) -> int:
-    """Number the runs of a session from 1; equal on all ranks, which make them together."""
     return _NUM_RUNS.set(session, _NUM_RUNS.of(session) + 1)
 
 
-_EVERY_S = 0.5
+_PROGRESS_INTERVAL_S = 0.5
 
 
 @final
-class Live:
-    """A thread that shows a line every half a second, inside a ``with`` block; none where nobody looks.
+class LiveProgress:
+    """Thread that shows a progress line every half a second inside a ``with`` block.
 
     Args:
-        running: What is shown.
-        settings: For the bill.
-        past: What was done before, which the bill has too.
-        show: Called with each line; None: nobody looks.
+        running: The run to show.
+        settings: Prices of the bill.
+        past: Earlier work that the bill includes.
+        show: Called with each line; None: no thread is started.
     """
 
     def __init__(
@@ -692,15 +680,16 @@ class Live:
         self._thread: threading.Thread | None = None
 
     def line(self, seconds: float) -> str:
-        """Return the line, ``seconds`` after the block was entered."""
-        crew = self._running.crew
-        counts = crew.counts
+        pool = self._running.pool
+        counts = pool.counts
         so_far = self._past + Account(counts=counts, server_seconds=seconds)
         settings = self._settings
-        bill = so_far.bill(settings.server, settings.prices, simulated=crew.simulated, alone=settings.alone)
-        return progress_line(self._running.engine.snapshot(), so_far.counts, crew.controller.workers, bill)
+        bill = so_far.bill(
+            settings.server, settings.prices, simulated=pool.simulated, servers_only=settings.servers_only
+        )
+        return progress_line(self._running.engine.snapshot(), so_far.counts, pool.controller.workers, bill)
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> LiveProgress:
         if self._show is not None:
             self._thread = threading.Thread(target=self._repeat, name="lambda-progress", daemon=True)
             self._thread.start()
@@ -716,5 +705,5 @@ class Live:
     def _repeat(self) -> None:
         assert self._show is not None
         began = time.perf_counter()
-        while not self._over.wait(_EVERY_S):
+        while not self._over.wait(_PROGRESS_INTERVAL_S):
             self._show(self.line(time.perf_counter() - began))

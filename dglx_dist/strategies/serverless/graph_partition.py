@@ -1,4 +1,4 @@
-"""What one graph server has of a graph: its nodes' in-edges, their sources by local id, its ghosts."""
+"""One graph server's part of a graph: local edges, ghosts, routes, intervals, features and labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.records import Array
 from dglx_dist.serverless.program import FIXED, Gather, Program
 from dglx_dist.strategies.base import Objective
-from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor, values_of
+from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor, edge_values
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -30,15 +30,14 @@ _MAX_LOCAL = 2**31 - 1
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalGraph:
-    """n own nodes, which are local ids 0 to n - 1, and m ghosts, n to n + m - 1; E edges into own nodes.
+    """n own nodes with local ids 0 to n - 1, m ghosts with ids n to n + m - 1, and E edges into own nodes.
 
     A ghost is a node of another graph server with an edge into an own node. The ghosts of an owner are in
-    the order of their global ids, and so is the owner's list of them (:attr:`LocalGraph.ghost_ids` there,
-    ``boundary`` here): a position in it names a row on both sides.
+    the order of their global ids, and so is the owner's list of them (:attr:`Routes.boundary`): a position in
+    it names a row on both sides.
     """
 
     rank: int
-    """Number of this graph server."""
     starts: Array
     """(W + 1,) int64 global id of the first node of each graph server."""
     indptr: Array
@@ -58,26 +57,22 @@ class LocalGraph:
 
     @property
     def num_own(self) -> int:
-        """n."""
         return len(self.indptr) - 1
 
     @property
     def num_ghosts(self) -> int:
-        """m."""
         return len(self.ghosts)
 
     @property
     def num_local(self) -> int:
-        """n + m."""
         return self.num_own + self.num_ghosts
 
     @property
     def num_servers(self) -> int:
-        """W."""
         return len(self.starts) - 1
 
     def ghost_ids(self, owner: int) -> Array:
-        """Return the global ids of the ghosts that graph server ``owner`` has as its own; ascending."""
+        """Return the global ids of the ghosts that graph server ``owner`` owns; ascending."""
         return self.ghosts[self.ghost_starts[owner] : self.ghost_starts[owner + 1]]
 
     def own_positions(self, ids: Array, asker: int) -> Array:
@@ -91,13 +86,13 @@ class LocalGraph:
         if not ascending or (len(ids) and not first <= ids[0] <= ids[-1] < end):
             raise ConfigError(
                 f"graph server {asker} asked {self.rank} for rows that are not among its nodes {first} to "
-                f"{end - 1}; do both have the same partition?"
+                f"{end - 1}; check that both have the same partition"
             )
         return (ids - first).astype(np.int32)
 
 
 def local_graph(rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array) -> LocalGraph:
-    """Make the part of graph server ``rank`` from the in-edges of its nodes.
+    """Return the local graph of graph server ``rank``.
 
     Args:
         rank: Its number.
@@ -106,7 +101,7 @@ def local_graph(rank: int, starts: Sequence[int] | Array, indptr: Array, sources
         sources: (E,) global ids.
 
     Raises:
-        ConfigError: it has more nodes and ghosts, or edges, than local ids can count.
+        ConfigError: it has more nodes and ghosts than int32 local ids.
     """
     bounds = np.asarray(starts, dtype=np.int64)
     first, end = int(bounds[rank]), int(bounds[rank + 1])
@@ -141,27 +136,22 @@ def local_graph(rank: int, starts: Sequence[int] | Array, indptr: Array, sources
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """Of one graph server, by peer and interval. W graph servers, k intervals."""
+    """Rows that one graph server sends, by peer and interval. W graph servers, k intervals."""
 
     boundary: tuple[Array, ...]
-    """Per peer (b,) int32: own nodes that it has as ghosts, ascending; its position there is its id."""
+    """Per peer (b,) int32: own nodes that are ghosts of the peer, ascending; see :class:`LocalGraph`."""
     boundary_bounds: tuple[Array, ...]
     """Per peer (k + 1,) int64: those of interval i are ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
     returned: tuple[tuple[Array, ...], ...]
     """Per peer and interval (g,) int32: positions, among this server's ghosts that are the peer's, of those
-    whose gradients interval i sends home."""
-
-    @property
-    def num_sent(self) -> int:
-        """Boundary rows that leave in one Scatter: |G| is the sum over all graph servers."""
-        return sum(len(nodes) for nodes in self.boundary)
+    whose gradients the interval sends back."""
 
 
 def routes_of(graph: LocalGraph, bounds: Array, boundary: Sequence[Array]) -> Routes:
     """Return the routes of ``graph``.
 
     A ghost's gradient is sent by its home: the highest interval with an edge from it. In the order of the
-    layers and intervals all others have computed what they add by then.
+    layers and intervals, all others have computed their contributions by then.
 
     Args:
         graph: Of this graph server.
@@ -183,28 +173,18 @@ def routes_of(graph: LocalGraph, bounds: Array, boundary: Sequence[Array]) -> Ro
     )
 
 
-def boundaries_together(graphs: Sequence[LocalGraph]) -> list[list[Array]]:
-    """Return ``boundary`` per graph server and peer, for graph servers of one process."""
-    return [
-        [graph.own_positions(peer.ghost_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
-    ]
-
-
 def _homes(graph: LocalGraph, bounds: Array) -> Array:
-    """(m,) interval of the highest target of each ghost: out-edges are in the order of their targets."""
+    # (m,) interval of the highest target of each ghost: out-edges are in the order of their targets.
     last_edge = graph.out_indptr[graph.num_own + 1 :] - 1
     highest = graph.out_targets[last_edge] if graph.num_ghosts else np.empty(0, dtype=np.int32)
     return np.searchsorted(bounds, highest, side="right") - 1
 
 
-_ROUNDS = 4
-
-
 def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
-    """Cut n nodes into contiguous runs alike in nodes and in edges that come from outside of them.
+    """Cut n nodes into contiguous intervals balanced in nodes and in edges that come from outside.
 
-    Half of a run's share is counted in nodes, half in such edges, so that no run has more than twice the
-    mean of either, but for one node's. Which edges come from outside depends on the cut, so it is refined.
+    Nodes and such edges each count for half of an interval's load, so no interval has more than twice the
+    mean of either, up to one node's share. Which edges cross depends on the cut, so it is refined.
 
     Args:
         indptr: (n + 1,) int64 of the in-edges.
@@ -222,13 +202,14 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
     num_nodes = len(indptr) - 1
     bounds = num_nodes * np.arange(num_intervals + 1, dtype=np.int64) // num_intervals
     best, best_load = bounds, np.inf
-    for _ in range(_ROUNDS):
+    for _ in range(4):
         crossing = crossing_edges(indptr, sources, bounds)
-        load = _load(crossing, bounds)
+        load = _largest_share(crossing, bounds)
         if load < best_load:
             best, best_load = bounds, load
         bounds = _equal_shares(_shares(crossing), num_intervals)
-    return bounds if _load(crossing_edges(indptr, sources, bounds), bounds) < best_load else best
+    last_load = _largest_share(crossing_edges(indptr, sources, bounds), bounds)
+    return bounds if last_load < best_load else best
 
 
 def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
@@ -243,14 +224,13 @@ def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
 
 
 def _shares(crossing: Array) -> Array:
-    """(n,) share of each node, half in nodes, half in edges; together 1."""
+    # (n,) share of each node, half in nodes, half in edges; they sum to 1.
     edges = crossing.sum()
     by_node = np.full(len(crossing), 1 / max(len(crossing), 1))
     return by_node if not edges else (by_node + crossing / edges) / 2
 
 
-def _load(crossing: Array, bounds: Array) -> float:
-    """Largest share of an interval."""
+def _largest_share(crossing: Array, bounds: Array) -> float:
     sums = np.concatenate([[0.0], np.cumsum(_shares(crossing))])
     return float(np.diff(sums[bounds]).max())
 
@@ -265,11 +245,11 @@ def _equal_shares(shares: Array, num_intervals: int) -> Array:
 
 GHOST_IDS = "lambda.ghost_ids"
 PRELOAD = "preload"
-"""Phase of the ledger: 8 bytes per ghost for the lists, 8 + s F per ghost of another server for features."""
+"""Ledger phase: 8 bytes per ghost for the lists, 8 + s F per ghost of another server for features."""
 
 
 def read_structure(g: DistGraph) -> LocalGraph:
-    """Return this rank's part of ``g``, of one edge type: a server's nodes are cut evenly over its ranks.
+    """Return this rank's local graph; a server's nodes are split evenly over its ranks.
 
     Raises:
         ConfigError: the graph has several node or edge types.
@@ -287,7 +267,7 @@ def read_structure(g: DistGraph) -> LocalGraph:
 
 
 def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
-    """Return, per peer, (b,) int32 own nodes that it has as ghosts, ascending. Collective.
+    """Return, per peer, (b,) int32 own nodes that are its ghosts, ascending. Collective.
 
     Raises:
         PeerError: a rank is dead or silent.
@@ -296,16 +276,16 @@ def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
 
     def answer(name: str, _arrays: Sequence[Array]) -> list[Array]:
         if not name.isdecimal() or int(name) >= graph.num_servers:
-            raise ConfigError(f"{name[:20]!r} is no graph server; there are {graph.num_servers}")
+            raise ConfigError(f"{name[:20]!r} is not one of the {graph.num_servers} graph servers")
         return [graph.ghost_ids(int(name))]
 
     session.rpc.register(GHOST_IDS, answer)
     barrier(session, "listing the ghosts of all graph servers")
-    mine = str(graph.rank)
-    asked = [
-        session.rpc.submit(peer, GHOST_IDS, mine, [], phase=PRELOAD) for peer in range(graph.num_servers)
+    name = str(graph.rank)
+    replies = [
+        session.rpc.submit(peer, GHOST_IDS, name, [], phase=PRELOAD) for peer in range(graph.num_servers)
     ]
-    lists = [pending.result()[0] for pending in asked]
+    lists = [pending.result()[0] for pending in replies]
     barrier(session, "exchanging the ghosts of all graph servers")
     session.rpc.unregister(GHOST_IDS)
     return [graph.own_positions(ids, peer) for peer, ids in enumerate(lists)]
@@ -321,7 +301,7 @@ def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Arr
         dtype: Of the result.
 
     Raises:
-        ConfigError: the data has not one row of numbers per node.
+        ConfigError: the data does not have one row of numbers per node.
     """
     column = g.ndata[name]
     if len(column.shape) != 2:
@@ -329,7 +309,7 @@ def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Arr
     own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1], dtype=np.int64)
     ids = np.concatenate([own, graph.ghosts])
     rows = g.kvstore.pull(column.kvstore_key, ids, distinct=True, phase=PRELOAD)
-    # torch converts: NumPy has no bfloat16.
+    # torch converts, because NumPy has no bfloat16.
     return np.ascontiguousarray(rows.to(torch_dtype(dtype)).numpy())
 
 
@@ -342,18 +322,17 @@ class Part:
     bounds: Array
     """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
     first_interval: int
-    """Number of interval 0 among those of all graph servers."""
+    """Global number of this server's interval 0."""
     routes: Routes
     features: Array
-    """(n + m, F) of the program's dtype: own rows, then those of ghosts."""
+    """(n + m, F) of the program's dtype: own rows, then ghosts."""
     labels: Array
-    """(n,) int32, -1 where a node is not trained on."""
+    """(n,) int32, -1 for nodes that are not trained on."""
     fixed: Mapping[str, Array] = field(default_factory=dict)
-    """Values of edges by name ("fixed:0"), (E, 1) of the program's dtype."""
+    """Fixed edge weights by name ("fixed:0"), (E, 1) of the program's dtype."""
 
     @property
     def num_intervals(self) -> int:
-        """k."""
         return len(self.bounds) - 1
 
     def nodes_of(self, interval: int) -> slice:
@@ -370,7 +349,7 @@ class Part:
         graph, edges = self.graph, len(self.graph.sources)
         wanted = {"features": (graph.num_local, program.features), "labels": (graph.num_own,)}
         found: dict[str, Array] = {"features": self.features, "labels": self.labels}
-        for name in sorted(_fixed_names(program)):
+        for name in sorted(_fixed_value_names(program)):
             if name not in self.fixed:
                 raise ConfigError(f"the program reads edge values {name!r}, which are not given")
             wanted[name], found[name] = (edges, 1), self.fixed[name]
@@ -384,62 +363,57 @@ class Part:
         if len(self.labels) and not -1 <= self.labels.min() <= self.labels.max() < program.classes:
             raise ConfigError(
                 f"labels of graph server {graph.rank} run from {self.labels.min()} to {self.labels.max()}; "
-                f"give classes below {program.classes}, and -1 to nodes that are not trained on"
+                f"give classes below {program.classes}, and -1 for nodes that are not trained on"
             )
 
 
-def interval_sizes(bounds_of_servers: Sequence[Array]) -> Array:
-    """Return (K,) nodes of each interval of all graph servers, in order."""
-    return np.concatenate([np.diff(bounds) for bounds in bounds_of_servers])
-
-
-def _fixed_names(program: Program) -> set[str]:
+def _fixed_value_names(program: Program) -> set[str]:
     gathers = [step for step in program.steps if isinstance(step, Gather)]
     return {step.edges for step in gathers if step.edges is not None and step.edges.startswith(FIXED)}
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Wanted:
-    """What a part shall have."""
+class PartRequest:
+    """What to load of a graph for a program."""
 
     program: Program
     factors: Mapping[str, EdgeFactor]
-    """What edges weigh, by the names that the program uses."""
+    """Edge weights by the names that the program uses."""
     objective: Objective
     targets: Array
     """(n,) bool: which of this rank's own nodes are trained on."""
     intervals: int
     """Per graph server."""
     want_in_edges: Sequence[str] = ()
-    """Layers that raise where a node has no in-edge."""
+    """Layers that raise for a node without in-edges."""
 
 
-def open_part(g: DistGraph, wanted: Wanted) -> Part:
-    """Return this rank's part; every rank must call it.
+def open_part(g: DistGraph, request: PartRequest) -> Part:
+    """Return this rank's part. Collective.
 
     Raises:
-        ConfigError: on all ranks, when on one the node data is missing or does not fit the program, a
-            training node has no label, or a node has no in-edge and a layer wants one.
+        ConfigError: on all ranks, when on any rank node data is missing or does not fit the program, a
+            training node has no label, or a node has no in-edge and a layer requires one.
     """
-    session, program = g.session, wanted.program
-    together(session, lambda: check_columns(g, wanted.objective, program.features), ConfigError)
+    session, program = g.session, request.program
+    together(session, lambda: check_columns(g, request.objective, program.features), ConfigError)
     graph = read_structure(g)
     boundary = exchange_boundaries(session, graph)
-    bounds = cut_intervals(graph.indptr, graph.sources, wanted.intervals)
+    bounds = cut_intervals(graph.indptr, graph.sources, request.intervals)
 
     def read() -> Part:
-        _check_in_edges(graph, wanted.want_in_edges)
+        _check_in_edges(graph, request.want_in_edges)
         own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1], dtype=np.int64)
         dtype = np.dtype(program.dtype)
         part = Part(
             graph=graph,
             bounds=bounds,
-            first_interval=graph.rank * wanted.intervals,
+            first_interval=graph.rank * request.intervals,
             routes=routes_of(graph, bounds, boundary),
-            features=read_features(g, graph, wanted.objective.feature, program.dtype),
-            labels=_labels(g, own, wanted),
-            fixed={name: values_of(one, g, own, dtype)[:, None] for name, one in wanted.factors.items()},
+            features=read_features(g, graph, request.objective.feature, program.dtype),
+            labels=_labels(g, own, request),
+            fixed={name: edge_values(one, g, own, dtype)[:, None] for name, one in request.factors.items()},
         )
         part.check(program)
         return part
@@ -448,7 +422,7 @@ def open_part(g: DistGraph, wanted: Wanted) -> Part:
 
 
 def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
-    """Raise ConfigError unless the nodes have features of ``width`` columns, and whole numbers as labels."""
+    """Raise ConfigError unless nodes have features of ``width`` columns, and integer labels."""
     for name in (objective.feature, objective.label):
         if name not in g.ndata:
             known = ", ".join(map(repr, g.ndata)) or "none"
@@ -456,8 +430,8 @@ def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
     shape = tuple(g.ndata[objective.feature].shape)
     if len(shape) != 2 or shape[1] != width:
         raise ConfigError(
-            f"the features {objective.feature!r} have the shape {shape}, and the model's first layer takes "
-            f"{width} columns; build the model with as many"
+            f"the features {objective.feature!r} have the shape {shape}, but the model's first layer takes "
+            f"{width} columns; build the model for this number of columns"
         )
     labels = g.ndata[objective.label]
     if len(labels.shape) != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex:
@@ -468,7 +442,7 @@ def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
 
 
 def _check_in_edges(graph: LocalGraph, layers: Sequence[str]) -> None:
-    """Evaluation, in which the layers themselves are called, would raise after all training."""
+    # Evaluation calls the layers themselves, which would raise only after all training.
     without = np.flatnonzero(np.diff(graph.indptr) == 0)
     if layers and len(without):
         raise ConfigError(
@@ -477,16 +451,15 @@ def _check_in_edges(graph: LocalGraph, layers: Sequence[str]) -> None:
         )
 
 
-def _labels(g: DistGraph, own: Array, wanted: Wanted) -> Array:
-    name = wanted.objective.label
-    labels = g.ndata[name][torch.from_numpy(own)].numpy()
-    classes = wanted.program.classes
-    # Before they are narrowed: a label of 2**32 would be class 0.
-    wrong = np.flatnonzero(wanted.targets & ((labels < 0) | (labels >= classes)))
+def _labels(g: DistGraph, own: Array, request: PartRequest) -> Array:
+    labels = g.ndata[request.objective.label][torch.from_numpy(own)].numpy()
+    classes = request.program.classes
+    # Checked before narrowing to int32: a label of 2**32 would become class 0.
+    wrong = np.flatnonzero(request.targets & ((labels < 0) | (labels >= classes)))
     if len(wrong):
         raise ConfigError(
-            f"training node {int(own[wrong[0]])} has the label {int(labels[wrong[0]])}, and the model has "
-            f"classes from 0 to {classes - 1}; take nodes without a label out of the training nodes, or "
+            f"training node {int(own[wrong[0]])} has the label {int(labels[wrong[0]])}, but the model has "
+            f"classes from 0 to {classes - 1}; remove nodes without a label from the training nodes, or "
             "build the model with more classes"
         )
-    return np.where(wanted.targets, labels, -1).astype(np.int32)
+    return np.where(request.targets, labels, -1).astype(np.int32)

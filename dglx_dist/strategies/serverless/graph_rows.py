@@ -1,9 +1,15 @@
-"""Compiled sums over edges: Gather, its transpose, products per edge. Without the interpreter lock.
+"""Shared rows of a graph server and compiled sums over its edges.
 
-n own nodes, m ghosts, E edges into own nodes, K heads, d columns per head. In-edges are in CSC order: those
-of node v are ``indptr[v]:indptr[v + 1]``, their sources local ids in [0, n + m). Out-edges are the same
-edges by source: those of local id u are ``out_indptr[u]:out_indptr[u + 1]``, with their targets and their
-positions in CSC order. Every sum runs in the order of the edges, so equal rows give equal bits.
+Arrays of the kernels, for n own nodes, m ghosts, E edges into own nodes, K heads:
+
+- ``indptr`` (n + 1,) int64, ``sources`` (E,) int32 local ids in [0, n + m): in-edges in CSC order, those of
+  node v from ``indptr[v]`` to ``indptr[v + 1]``.
+- ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32, ``out_edges`` (E,) positions in CSC order:
+  the same edges by source, those of local id u from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
+- ``rows`` (n + m, w) of sources; ``values`` (E, K) of edges in CSC order, where K divides w.
+- ``first`` is the first of the nodes of ``out``; ``nodes`` (k,) int32 are local ids.
+
+Every sum runs in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,20 +28,12 @@ from dglx_dist.serverless.program import FEATURES, FIXED, Edge, Gather, Program,
 from dglx_dist.strategies.serverless.graph_partition import Part
 
 _AHEAD = 8
-"""So many edges before a row is added the processor is asked for it: sources lie anywhere in memory."""
+"""Rows are prefetched this many edges ahead, because sources are scattered in memory."""
 
 
 @njit(cache=True, nogil=True)
 def gather_sums(indptr: Array, sources: Array, rows: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]`` the sum of the source rows of node ``first + i``.
-
-    Args:
-        indptr: (n + 1,) int64.
-        sources: (E,) int32.
-        rows: (n + m, w).
-        first: First node.
-        out: (nodes, w), overwritten.
-    """
+    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``."""
     last_edge = indptr[first + out.shape[0]]
     for i in range(out.shape[0]):
         out[i, :] = 0
@@ -51,16 +49,7 @@ def gather_sums(indptr: Array, sources: Array, rows: Array, first: int, out: Arr
 def gather_weighted(
     indptr: Array, sources: Array, values: Array, rows: Array, first: int, out: Array
 ) -> None:
-    """As :func:`gather_sums`, each row times the value of its edge, by head.
-
-    Args:
-        indptr: (n + 1,) int64.
-        sources: (E,) int32.
-        values: (E, K); K divides w.
-        rows: (n + m, w).
-        first: First node.
-        out: (nodes, w), overwritten.
-    """
+    """As :func:`gather_sums`, each row multiplied by the value of its edge, by head."""
     width = rows.shape[1] // values.shape[1]
     last_edge = indptr[first + out.shape[0]]
     for i in range(out.shape[0]):
@@ -80,15 +69,7 @@ def gather_weighted(
 
 @njit(cache=True, nogil=True)
 def pull_back_sums(out_indptr: Array, out_targets: Array, gradients: Array, nodes: Array, out: Array) -> None:
-    """Add to ``out[i]`` the gradients of the targets of ``nodes[i]``: the transpose of :func:`gather_sums`.
-
-    Args:
-        out_indptr: (n + m + 1,) int64.
-        out_targets: (E,) int32.
-        slopes: (n, w).
-        nodes: (k,) int32 local ids.
-        out: (k, w).
-    """
+    """Add to ``out[i]``, (k, w), the (n, w) gradients of the targets of ``nodes[i]``: gather transposed."""
     for i in range(len(nodes)):
         for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
             target = out_targets[place]
@@ -106,17 +87,7 @@ def pull_back_weighted(
     nodes: Array,
     out: Array,
 ) -> None:
-    """Add as :func:`pull_back_sums`, each row times the value of its edge: transpose of the weighted gather.
-
-    Args:
-        out_indptr: (n + m + 1,) int64.
-        out_targets: (E,) int32.
-        out_edges: (E,) positions in CSC order.
-        values: (E, K); K divides w.
-        slopes: (n, w).
-        nodes: (k,) int32 local ids.
-        out: (k, w).
-    """
+    """As :func:`pull_back_sums`, each row multiplied by the value of its edge, by head."""
     width = gradients.shape[1] // values.shape[1]
     for i in range(len(nodes)):
         for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
@@ -131,15 +102,7 @@ def pull_back_weighted(
 
 @njit(cache=True, nogil=True)
 def pull_back_edges(out_indptr: Array, out_edges: Array, gradients: Array, nodes: Array, out: Array) -> None:
-    """Add to ``out[i]`` the rows of the out-edges of ``nodes[i]``.
-
-    Args:
-        out_indptr: (n + m + 1,) int64.
-        out_edges: (E,) positions in CSC order.
-        slopes: (E, k), in CSC order.
-        nodes: (k,) int32 local ids.
-        out: (k, k).
-    """
+    """Add to ``out[i]``, (k, K), the (E, K) gradients of the out-edges of ``nodes[i]``."""
     for i in range(len(nodes)):
         for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
             edge = out_edges[place]
@@ -151,15 +114,9 @@ def pull_back_edges(out_indptr: Array, out_edges: Array, gradients: Array, nodes
 def edge_products(
     indptr: Array, sources: Array, gradients: Array, rows: Array, first: int, out: Array
 ) -> None:
-    """Write to ``out`` the product of the target's gradient and the source's row, by head, of each in-edge.
+    """Write to ``out``, (edges, K), the product of the target's gradient and the source's row, by head.
 
-    Args:
-        indptr: (n + 1,) int64.
-        sources: (E,) int32.
-        slopes: (nodes, w) of the nodes from ``first`` on.
-        rows: (n + m, w).
-        first: First node.
-        out: (edges of these nodes, K), overwritten; K divides w.
+    ``gradients`` is (nodes, w), and ``out`` has the in-edges of these nodes.
     """
     width = rows.shape[1] // out.shape[1]
     begin = indptr[first]
@@ -175,13 +132,9 @@ def edge_products(
 
 @njit(cache=True, nogil=True)
 def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]`` the sum over the in-edges of node ``first + i``.
+    """Write to ``out[i]``, (nodes, K), the sum over the in-edges of node ``first + i``.
 
-    Args:
-        indptr: (n + 1,) int64.
-        values: (edges of these nodes, k) in CSC order.
-        first: First node.
-        out: (nodes, k), overwritten.
+    ``values`` (edges, K) has only the in-edges of these nodes.
     """
     begin = indptr[first]
     for i in range(out.shape[0]):
@@ -193,14 +146,7 @@ def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def take_sources(sources: Array, rows: Array, first_edge: int, out: Array) -> None:
-    """Copy to ``out[i]`` the row of the source of edge ``first_edge + i``.
-
-    Args:
-        sources: (E,) int32.
-        rows: (n + m, k).
-        first_edge: Position in CSC order.
-        out: (edges, k), overwritten.
-    """
+    """Copy to ``out[i]``, (edges, w), the row of the source of edge ``first_edge + i``."""
     for i in range(out.shape[0]):
         source = sources[first_edge + i]
         for column in range(rows.shape[1]):
@@ -209,7 +155,7 @@ def take_sources(sources: Array, rows: Array, first_edge: int, out: Array) -> No
 
 @final
 class SharedRows:
-    """An array of rows with a lock: many readers at once, or one writer; whoever writes goes first.
+    """An array of rows behind a readers-writer lock; waiting writers go before new readers.
 
     Args:
         array: (rows, columns), kept and written to.
@@ -217,14 +163,13 @@ class SharedRows:
 
     def __init__(self, array: Array) -> None:
         self.array = array
-        """Only touched inside :meth:`reading` and :meth:`writing`; rows that nobody else writes may be read
-        without either."""
+        """Accessed only inside :meth:`reading` and :meth:`writing`, except by a row's only writer."""
         self._changed = threading.Condition(threading.Lock())
         self._readers, self._writers_waiting, self._is_written = 0, 0, False
 
     @contextmanager
     def reading(self) -> Iterator[Array]:
-        """Hand out the array while nobody writes to it. Not twice at once in one thread."""
+        """Yield the array while nobody writes to it. Not reentrant."""
         with self._changed:
             while self._is_written or self._writers_waiting:
                 self._changed.wait()
@@ -239,7 +184,7 @@ class SharedRows:
 
     @contextmanager
     def writing(self) -> Iterator[Array]:
-        """Hand out the array while nobody else reads or writes it."""
+        """Yield the array while nobody else reads or writes it."""
         with self._changed:
             self._writers_waiting += 1
             while self._is_written or self._readers:
@@ -256,11 +201,11 @@ class SharedRows:
 
 @final
 class Stores:
-    """Always the latest rows; each own row is written by its interval alone.
+    """The latest rows of all slots; each own row is written only by its interval.
 
     Args:
         part: n own nodes, m ghosts, E edges.
-        program: Whose slots are kept.
+        program: Defines the slots.
     """
 
     def __init__(self, part: Part, program: Program) -> None:
@@ -268,16 +213,16 @@ class Stores:
         scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
         self._dtype = program.dtype
         self.rows: dict[str, SharedRows] = {FEATURES: SharedRows(part.features)}
-        """Slot of nodes -> (n, width), (n + m, width) where ghosts have rows."""
+        """Slot of nodes -> (n, width), or (n + m, width) if ghosts have rows."""
         self.values: dict[str, SharedRows] = {
             name: SharedRows(array) for name, array in part.fixed.items() if name.startswith(FIXED)
         }
         """Slot of edges, or name of fixed values -> (E, width)."""
         self.gradients: dict[int, SharedRows] = {}
-        """Step -> gradient that sources pull: of a Gather's output (n, width), of an Edge step's logits
+        """Step -> gradient that sources read: of a Gather's output (n, width), of an Edge step's logits
         (E, width)."""
         self.received: dict[tuple[str, int], SharedRows] = {}
-        """(slot, peer) -> (b, width), the gradient of boundary rows that the peer sent last."""
+        """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         for index, step in enumerate(program.steps):
             for slot in outputs_of(step):
                 if isinstance(step, Edge):
@@ -297,28 +242,22 @@ class Stores:
     def _zeros(self, length: int, width: int) -> SharedRows:
         return SharedRows(np.zeros((length, width), dtype=self._dtype))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all rows, features included."""
-        kept = (*self.rows.values(), *self.values.values(), *self.gradients.values(), *self.received.values())
-        return sum(one.array.nbytes for one in kept)
-
     def own(self, slot: str, nodes: slice) -> Array:
-        """Return the rows of own ``nodes``, a view; for the interval that writes them."""
+        """Return a view of the rows of own ``nodes``, for the interval that writes them."""
         return self.rows[slot].array[nodes]
 
     def write(self, slot: str, nodes: slice, *parts: Array) -> None:
-        """Replace the rows of own ``nodes`` by ``parts``, one after another."""
+        """Overwrite the rows of own ``nodes`` with the concatenated ``parts``."""
         with self.rows[slot].writing() as array:
             _fill(array[nodes], parts)
 
     def write_values(self, slot: str, edges: slice, *parts: Array) -> None:
-        """Replace the values of ``edges`` by ``parts``, one after another."""
+        """Overwrite the values of ``edges`` with the concatenated ``parts``."""
         with self.values[slot].writing() as array:
             _fill(array[edges], parts)
 
     def publish(self, step: int, where: slice, *parts: Array) -> None:
-        """Replace the gradient rows ``where`` of ``step`` by ``parts``, one after another."""
+        """Overwrite the gradient rows ``where`` of ``step`` with the concatenated ``parts``."""
         with self.gradients[step].writing() as array:
             _fill(array[where], parts)
 
@@ -331,13 +270,13 @@ def _fill(out: Array, parts: tuple[Array, ...]) -> None:
 
 
 _PIECE_NUMBERS = 1 << 22
-"""A sum over so many numbers lets go of its rows for a moment: who writes them waits, and it is the threads
-that serve workers and other graph servers who do. Milliseconds, where an interval's whole sum takes tens."""
+"""A sum releases its rows for a moment after this many numbers. Otherwise writers, which are the threads that
+serve workers and other graph servers, would wait tens of milliseconds for an interval's whole sum."""
 
 
 @final
-class OverEdges:
-    """What the moves of a graph server read over its edges; any thread.
+class EdgeOperations:
+    """Reads of a graph server's tasks over its edges. Thread-safe.
 
     Args:
         part: Structure.
@@ -350,7 +289,8 @@ class OverEdges:
         self._readers: dict[str, list[int]] = {}
         for index, step in enumerate(program.steps):
             if index in stores.gradients:
-                source = step.source if isinstance(step, Gather) else _edge(step).sources
+                assert isinstance(step, Gather | Edge)
+                source = step.source if isinstance(step, Gather) else step.sources
                 self._readers.setdefault(source, []).append(index)
 
     def gather(self, step: Gather, interval: int) -> Array:
@@ -372,7 +312,7 @@ class OverEdges:
                 gather_weighted(graph.indptr, graph.sources, values, rows, first, out)
 
     def _pieces(self, nodes: slice, width: int) -> Iterator[tuple[int, int]]:
-        """Yield runs of ``nodes``, each with the in-edges of one piece and those of its last node."""
+        # Runs of nodes, each with the in-edges of one piece and those of its last node.
         indptr, first = self._graph.indptr, nodes.start
         while first < nodes.stop:
             enough = indptr[first] + max(_PIECE_NUMBERS // width, 1)
@@ -406,7 +346,7 @@ class OverEdges:
         return out
 
     def pull_back(self, slot: str, nodes: Array, out: Array) -> None:
-        """Add to ``out`` what flows to ``slot`` over the out-edges of the local ids ``nodes``.
+        """Add to ``out`` the gradients of ``slot`` over the out-edges of the local ids ``nodes``.
 
         Args:
             slot: Of nodes.
@@ -432,8 +372,3 @@ class OverEdges:
                 pull_back_weighted(
                     graph.out_indptr, graph.out_targets, graph.out_edges, values, gradients, nodes, out
                 )
-
-
-def _edge(step: object) -> Edge:
-    assert isinstance(step, Edge)
-    return step

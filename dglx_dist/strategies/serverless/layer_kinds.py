@@ -1,4 +1,4 @@
-"""The layers that can be written as steps: convolutions of ``dgl.nn``, ``nn.Linear``, and declared ones."""
+"""Layers that become program steps: convolutions of ``dgl.nn``, ``nn.Linear``, and declared stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Power: TypeAlias = Literal["one", "root", "whole"]
-"""Divided by nothing, by the square root of a degree, or by the degree."""
+"""Divides by nothing, by the square root of a degree, or by the degree."""
 
 _EXPONENT = {"one": 0.0, "root": -0.5, "whole": -1.0}
 
@@ -38,11 +38,10 @@ class EdgeFactor:
     source: Power = "one"
     """By the out-degree of u."""
     column: str | None = None
-    """Edge data by which it is multiplied."""
+    """Edge data that multiplies the weight."""
 
     @property
     def is_one(self) -> bool:
-        """Whether every edge weighs 1."""
         return self == EdgeFactor()
 
 
@@ -54,18 +53,18 @@ FACTOR_OF_NORM = {
     "left": EdgeFactor(source="whole"),
     "both": EdgeFactor(target="root", source="root"),
 }
-"""By the names that ``DeclaredStage.around`` and ``dgl.nn.GraphConv`` use."""
+"""By the names of ``DeclaredStage.around`` and of ``norm`` in ``dgl.nn.GraphConv``."""
 
 
-def values_of(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np.floating]) -> Array:
-    """Return what the in-edges of ``nodes`` weigh, in the order in which the graph has them.
+def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np.floating]) -> Array:
+    """Return the weights of the in-edges of ``nodes``, in the graph's order.
 
     Asks other servers for degrees of their nodes and for edge data; not collective.
 
     Args:
-        factor: By what.
-        g: Of one edge type.
-        nodes: (K,) int64 ids, this server's.
+        factor: Defines the weights.
+        g: Graph of one edge type.
+        nodes: (K,) int64 ids of this server.
         dtype: Of the result.
 
     Returns:
@@ -88,7 +87,7 @@ def values_of(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np
 
 
 def power_of(degrees: Array, power: Power) -> Array:
-    """Return (n,) float64: what ``power`` of (n,) degrees multiplies by."""
+    """Return (n,) float64 factors of (n,) degrees."""
     found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), _EXPONENT[power])
     return found
 
@@ -97,7 +96,7 @@ def _column(g: DistGraph, name: str, edge_ids: Array) -> Array:
     rows = g.edata[name][torch.from_numpy(edge_ids)].to(torch.float64).numpy()
     if rows.size != len(edge_ids):
         raise ConfigError(
-            f"the edge data {name!r} has {rows.shape[1:]} numbers per edge; a layer takes one, so name a "
+            f"the edge data {name!r} has {rows.shape[1:]} numbers per edge, but a layer takes one; name a "
             "column of one number per edge"
         )
     return rows.reshape(-1)
@@ -107,13 +106,13 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
 
 
 def check_declared(name: str, module: Any, declared: DeclaredStage, stage: VertexStage) -> None:
-    """Compare the module with the stage, by values and gradients, on a few random rows.
+    """Compare a module with its declared stage, by values and gradients, on a few random rows.
 
     Args:
         name: Of the layer, for messages.
-        module: Called as ``module(block, h)``; it is left as it was.
-        declared: What it declares.
-        stage: Made from it.
+        module: Called as ``module(block, h)``; not changed.
+        declared: Its declaration.
+        stage: The stage built from it.
 
     Raises:
         ConfigError: they differ; the message says in what.
@@ -133,20 +132,19 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
 
     inputs, back = _inputs(block, rows.detach().numpy(), declared)
     own = [weight.detach().numpy() for weight in weights]
-    found = stage.forward(own, inputs).outputs[0]
-    _compare(name, declared, "result", out.detach(), found)
-    gradients = stage.backward(own, inputs, [cotangent.numpy()])
-    _compare(name, declared, "gradient of its input", expected[0], back(gradients.inputs))
+    _compare(name, declared, "result", out.detach(), stage.forward(own, inputs).outputs[0])
+    found = stage.backward(own, inputs, [cotangent.numpy()])
+    _compare(name, declared, "gradient of its input", expected[0], back(found.inputs))
     wanted = iter(expected[1:])
-    for weight_name, weight, slope in zip(declared.weights, weights, gradients.weights, strict=True):
+    for weight_name, weight, gradient in zip(declared.weights, weights, found.weights, strict=True):
         if weight.requires_grad:
-            _compare(name, declared, f"gradient of {weight_name!r}", next(wanted), slope)
+            _compare(name, declared, f"gradient of {weight_name!r}", next(wanted), gradient)
 
 
 def _inputs(
     block: Any, rows: Array, declared: DeclaredStage
 ) -> tuple[list[Array], Callable[[Sequence[Array | None]], Array]]:
-    """Return the stage's inputs, and what adds their gradients up to that of ``rows``."""
+    """Return the stage's inputs, and a function that sums their gradients to the gradient of ``rows``."""
     sources, targets = (ends.numpy() for ends in block.edges())
     number = len(rows)
     over_edges = np.zeros((number, number), dtype=rows.dtype)
@@ -159,10 +157,10 @@ def _inputs(
 
     def back(gradients: Sequence[Array | None]) -> Array:
         total: Array = np.zeros_like(rows)
-        for index, slope in enumerate(gradients):
-            assert slope is not None
+        for index, gradient in enumerate(gradients):
+            assert gradient is not None
             is_around = index == 0 and declared.around is not None
-            total = total + (over_edges.T @ slope if is_around else slope)
+            total = total + (over_edges.T @ gradient if is_around else gradient)
         return total
 
     return inputs, back
@@ -174,7 +172,7 @@ def _check_shapes(
     found, wanted = [tuple(weight.shape) for weight in weights], list(stage.weight_shapes.values())
     if found != wanted:
         raise ConfigError(
-            f"layer {name!r} declares weights {list(declared.weights)} of shapes {found}, and its stage "
+            f"layer {name!r} declares weights {list(declared.weights)} of shapes {found}, but its stage "
             f"{declared.stage!r} has {stage.weight_shapes}; name them in this order, with these shapes"
         )
 
@@ -187,23 +185,23 @@ def _compare(name: str, declared: DeclaredStage, what: str, module: Tensor | Non
     if not largest <= tolerance * scale:
         raise ConfigError(
             f"layer {name!r} and the stage {declared.stage!r} that it declares differ in the {what}, by up "
-            f"to {largest:.3g} (shapes {expected.shape} and {stage.shape}); let both compute the same"
+            f"to {largest:.3g} (shapes {expected.shape} and {stage.shape}); make both compute the same"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenHeads:
-    """What an attention layer leaves for the next Vertex step to finish: see stage ``attention_finish``."""
+class PendingAttention:
+    """Output of an attention layer that the next Vertex step finishes: see stage ``attention_finish``."""
 
     inputs: tuple[str, ...]
-    """Slots of the sums, and of the residual where there is one."""
+    """Slots of the sums, and of the residual if there is one."""
     config: Mapping[str, Json]
     bias: tuple[Tensor, ...]
 
 
 @final
 class StepsBuilder:
-    """Steps so far, and where the rows of the layer before are.
+    """Builds the steps of a program, layer by layer.
 
     Args:
         names: id() of each parameter of the model to its name.
@@ -213,23 +211,23 @@ class StepsBuilder:
     def __init__(self, names: Mapping[int, str], features: int) -> None:
         self.steps: list[Step] = []
         self.factors: dict[str, EdgeFactor] = {}
-        self.open_heads: OpenHeads | None = None
+        self.pending_attention: PendingAttention | None = None
         self._names, self._taken = names, set[str]()
-        self._here = Slot(FEATURES, features)
+        self._output = Slot(FEATURES, features)
         self._with_ghosts = {FEATURES}
         self._counts: dict[str, int] = {}
 
     def rows(self) -> Slot:
-        """Return the slot that the layer before left; finishes attention first."""
-        heads = self.open_heads
+        """Return the output slot of the previous layer; finishes pending attention first."""
+        heads = self.pending_attention
         if heads is not None:
-            self.open_heads = None
+            self.pending_attention = None
             (width,) = vertex_stage("attention_finish", heads.config).output_widths
             self.vertex("attention_finish", heads.config, heads.inputs, width, heads.bias)
-        return self._here
+        return self._output
 
     def gather(self, factor: EdgeFactor) -> Slot:
-        """Add the sum over in-edges of the rows of the layer before; return the slot of the sums."""
+        """Add the sum over in-edges of the previous layer's rows; return the slot of the sums."""
         source = self.rows()
         self.scatter(source.name)
         name = self._name("GA")
@@ -247,9 +245,9 @@ class StepsBuilder:
     ) -> Slot:
         """Add a stage with one output, which the next layer reads."""
         name = self._name("AV")
-        self._here = Slot("h" + name[2:], width)
-        self._add_vertex(name, stage, config, inputs, (self._here,), weights)
-        return self._here
+        self._output = Slot("h" + name[2:], width)
+        self._add_vertex(name, stage, config, inputs, (self._output,), weights)
+        return self._output
 
     def attention(
         self,
@@ -265,7 +263,7 @@ class StepsBuilder:
             config: Of the stage ``attention_project``.
             inputs: Its inputs.
             slope: Of the leaky ReLU.
-            widths: Of its outputs, in order: ``z``, ``el``, ``er``, and ``r`` where there is a residual.
+            widths: Of its outputs, in order: ``z``, ``el``, ``er``, and ``r`` if there is a residual.
             weights: Its weights.
         """
         name = self._name("AV")
@@ -290,9 +288,11 @@ class StepsBuilder:
         )
         return sums.name
 
-    def leave_open(self, inputs: Sequence[str], config: Mapping[str, Json], bias: Sequence[Tensor]) -> None:
-        """Let the next Vertex step finish attention: see :class:`OpenHeads`."""
-        self.open_heads = OpenHeads(inputs=tuple(inputs), config=config, bias=tuple(bias))
+    def defer_attention(
+        self, inputs: Sequence[str], config: Mapping[str, Json], bias: Sequence[Tensor]
+    ) -> None:
+        """Leave attention to the next Vertex step: see :class:`PendingAttention`."""
+        self.pending_attention = PendingAttention(inputs=tuple(inputs), config=config, bias=tuple(bias))
 
     def scatter(self, *slots: str) -> None:
         """Send boundary rows of those slots that have no ghosts yet."""
@@ -325,8 +325,8 @@ class StepsBuilder:
         name = self._names[id(parameter)]
         if name in self._taken:
             raise ConfigError(
-                f"the parameter {name!r} belongs to two layers; workers hand in its gradient with one step "
-                "only, so give each layer its own, or use strategy='data_parallel'"
+                f"the parameter {name!r} belongs to two layers, but workers send its gradient with one step "
+                "only; give each layer its own, or use strategy='data_parallel'"
             )
         self._taken.add(name)
         return name
@@ -350,63 +350,61 @@ Function: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Layer(ABC):
-    """One module of the model that becomes steps.
+    """A module of the model that becomes steps.
 
     Args:
         name: Its path in the model.
-        module: The module; its parameters are only named.
+        module: The module.
 
     Raises:
-        ConfigError: it is set to do something that no stage does.
+        ConfigError: its configuration has no stage.
     """
 
     takes_block = True
     own_function: Function | None = None
-    """What it applies to its result at the end."""
+    """The activation that the module applies to its result."""
 
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module
 
     @property
     @abstractmethod
-    def width(self) -> int:
-        """Input columns."""
+    def width(self) -> int: ...
 
     @abstractmethod
     def row_shape(self, width: int) -> tuple[int, ...]:
-        """Shape of one row of its result before ``own_function``, from ``width`` input columns."""
+        """Return the shape of one result row before ``own_function``, for ``width`` input columns."""
 
     @abstractmethod
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         """Add its steps.
 
         Args:
-            builder: To what.
-            then: What becomes of its result, ``own_function`` included, before the next layer.
-            edge_column: Edge data by which its messages are weighed.
+            builder: Receives the steps.
+            then: Function of its result, ``own_function`` included, before the next layer.
+            edge_column: Edge data that weighs its messages.
         """
 
     @property
     def inputs_first(self) -> tuple[Tensor, ...]:
-        """Its weights of shape (inputs, outputs); torch has them the other way round."""
+        """Weights of shape (inputs, outputs); torch has them the other way round."""
         return ()
 
     @property
     def wants_in_edges(self) -> bool:
-        """Whether it raises where a node has no in-edge, as DGL's do unless allowed otherwise."""
+        """True if it raises for a node without in-edges, as DGL's layers do by default."""
         return getattr(self.module, "_allow_zero_in_degree", True) is False
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise ConfigError."""
         kind = type(self.module).__name__
         raise ConfigError(f"layer {self.name!r}, {kind}, {reason}; or use strategy='data_parallel'")
 
     def _check_parameters(self, *used: Tensor | None) -> None:
-        """Refuse parameters that no stage knows, as of an activation with weights."""
+        # Parameters that no stage knows, as of an activation with weights, would not be trained.
         known = {id(parameter) for parameter in used}
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in known:
-                self.refuse(f"has a parameter {name!r} that no stage knows; take it out")
+                self.refuse(f"has a parameter {name!r} that no stage knows; remove it")
 
 
 @final
@@ -420,20 +418,16 @@ class GraphConvLayer(Layer):
 
     @property
     def width(self) -> int:
-        """Input columns."""
         return int(self.module._in_feats)
 
     @property
     def inputs_first(self) -> tuple[Tensor, ...]:
-        """``weight``."""
         return () if self.module.weight is None else (self.module.weight,)
 
     def row_shape(self, width: int) -> tuple[int, ...]:
-        """(out,)."""
         return (self.width if self.module.weight is None else int(self.module._out_feats),)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        """GA, AV."""
         factor = replace(FACTOR_OF_NORM[self.module._norm], column=edge_column)
         weight, bias, (out,) = self.module.weight, self.module.bias, self.row_shape(self.width)
         config: dict[str, Json] = {"width": out} if weight is None else {"in": self.width, "out": out}
@@ -445,12 +439,12 @@ class GraphConvLayer(Layer):
 
 @final
 class SageLayer(Layer):
-    """``dgl.nn.SAGEConv`` with the aggregator mean."""
+    """``dgl.nn.SAGEConv`` with the mean aggregator."""
 
     def __init__(self, name: str, module: Any) -> None:
         super().__init__(name, module)
         if module._aggre_type != "mean":
-            self.refuse(f"has the aggregator {module._aggre_type!r}, and stages know 'mean' only; use it")
+            self.refuse(f"has the aggregator {module._aggre_type!r}, but stages know 'mean' only; use it")
         if module.norm is not None:
             self.refuse("has a norm, which no stage knows; leave it out")
         if module.fc_self.in_features != module.fc_neigh.in_features:
@@ -460,15 +454,13 @@ class SageLayer(Layer):
 
     @property
     def width(self) -> int:
-        """Input columns."""
         return int(self.module.fc_neigh.in_features)
 
     def row_shape(self, width: int) -> tuple[int, ...]:
-        """(out,)."""
         return (int(self.module.fc_neigh.out_features),)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        """GA, AV."""
+        # GA, AV.
         own, bias = builder.rows(), self.module.fc_self.bias
         around = builder.gather(EdgeFactor(target="whole", column=edge_column))
         (out,) = self.row_shape(self.width)
@@ -494,18 +486,16 @@ class GatLayer(Layer):
 
     @property
     def width(self) -> int:
-        """Input columns."""
         return int(self.module.fc.in_features)
 
     def row_shape(self, width: int) -> tuple[int, ...]:
-        """(K, H)."""
         return (int(self.module._num_heads), int(self.module._out_feats))
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        """AV, SC, AE, GA; the next Vertex step finishes."""
+        # AV, SC, AE, GA; the next Vertex step finishes.
         module, linear = self.module, self._linear
         if edge_column is not None:
-            self.refuse("is given edge weights, and no step weighs attention by them; leave them out")
+            self.refuse("is given edge weights, which attention steps do not support; leave them out")
         heads, width = self.row_shape(self.width)
         residual = "none" if module.res_fc is None else "identity" if linear is None else "linear"
         config: dict[str, Json] = {"in": self.width, "heads": heads, "width": width, "residual": residual}
@@ -518,18 +508,18 @@ class GatLayer(Layer):
         widths |= {} if module.res_fc is None else {"r": heads * width}
         sums = builder.attention(config, inputs, module.leaky_relu.negative_slope, widths, weights)
         bias = () if module.bias is None else (module.bias,)
-        self._leave_open(builder, then, (sums, *(["r" + sums[1:]] if "r" in widths else [])), bias)
+        self._defer_attention(builder, then, (sums, *(["r" + sums[1:]] if "r" in widths else [])), bias)
 
     def _begin(self, builder: StepsBuilder, config: dict[str, Json]) -> tuple[tuple[str, ...], list[Tensor]]:
-        """Return the inputs and first weights; an attention layer before is finished in the same step."""
-        heads = builder.open_heads
+        # A pending attention layer is finished in the same step.
+        heads = builder.pending_attention
         if heads is None:
             return (builder.rows().name,), []
-        builder.open_heads = None
+        builder.pending_attention = None
         config["before"] = dict(heads.config)
         return heads.inputs, list(heads.bias)
 
-    def _leave_open(
+    def _defer_attention(
         self,
         builder: StepsBuilder,
         then: RowFunction,
@@ -546,7 +536,7 @@ class GatLayer(Layer):
             "activation": then.inside.json(),
             "after": then.after.json(),
         }
-        builder.leave_open(inputs, config, bias)
+        builder.defer_attention(inputs, config, bias)
 
 
 @final
@@ -557,15 +547,12 @@ class LinearLayer(Layer):
 
     @property
     def width(self) -> int:
-        """Input columns."""
         return int(self.module.in_features)
 
     def row_shape(self, width: int) -> tuple[int, ...]:
-        """(out,)."""
         return (int(self.module.out_features),)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        """AV."""
         bias, out = self.module.bias, int(self.module.out_features)
         config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None, "transposed": True}
         config["activation"] = then.activation.json()
@@ -575,7 +562,7 @@ class LinearLayer(Layer):
 
 @final
 class DeclaredLayer(Layer):
-    """A module that names its stage."""
+    """A module that declares its stage."""
 
     def __init__(self, name: str, module: Any) -> None:
         super().__init__(name, module)
@@ -585,8 +572,8 @@ class DeclaredLayer(Layer):
         inputs = (declared.around is not None) + declared.own
         if len(stage.input_widths) != inputs or len(set(stage.input_widths)) != 1:
             self.refuse(
-                f"declares {inputs} inputs, and its stage {declared.stage!r} takes {stage.input_widths} "
-                "columns; give it as many inputs, all as wide as the layer before"
+                f"declares {inputs} inputs, but its stage {declared.stage!r} takes {stage.input_widths} "
+                "columns; declare the same number of inputs, all as wide as the layer before"
             )
         if len(stage.output_widths) != 1:
             self.refuse(f"has a stage {declared.stage!r} of {len(stage.output_widths)} outputs; give it one")
@@ -598,30 +585,27 @@ class DeclaredLayer(Layer):
 
     @property
     def width(self) -> int:
-        """Input columns."""
         return self._width
 
     def row_shape(self, width: int) -> tuple[int, ...]:
-        """(out,)."""
         return (self._out,)
 
     @property
     def inputs_first(self) -> tuple[Tensor, ...]:
-        """Those whose shape says so; of a square one, both ways are the same."""
+        # Of a square weight both orientations have the same shape.
         return tuple(weight for weight in self._weights if weight.shape == (self._width, self._out))
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        """GA where it looks around, AV."""
         declared, config = self._declared, dict(self._declared.config)
         if then.activation != IDENTITY:
             if not declared.takes_activation:
                 self.refuse(
-                    f"is followed by {then.activation.name}, and its stage takes no activation; put it "
+                    f"is followed by {then.activation.name}, but its stage takes no activation; put it "
                     "into the stage, or declare takes_activation"
                 )
             config["activation"] = then.activation.json()
         if edge_column is not None and declared.around is None:
-            self.refuse("is given edge weights and looks at no edge; leave them out")
+            self.refuse("is given edge weights, but uses no edges; leave them out")
         own, inputs = builder.rows(), []
         if declared.around is not None:
             factor = replace(FACTOR_OF_NORM[declared.around], column=edge_column)
@@ -636,14 +620,13 @@ _OF_DGL: Mapping[str, type[Layer]] = MappingProxyType(
 KNOWN_LAYERS = (
     f"dgl.nn.{', '.join(_OF_DGL)} (SAGEConv with 'mean'), nn.Linear, and modules with vertex_stage()"
 )
-"""For messages."""
 
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:
-    """Return ``module`` as a layer; None: it is none, but may hold some.
+    """Return ``module`` as a layer; None: it is not a layer, but may contain some.
 
     Raises:
-        ConfigError: it is a convolution that nobody knows, or set to do what no stage does.
+        ConfigError: it is an unknown convolution, or its configuration has no stage.
     """
     if isinstance(module, Declares):
         return DeclaredLayer(name, module)
@@ -654,7 +637,7 @@ def layer_of(name: str, module: nn.Module) -> Layer | None:
         return _OF_DGL[kind.__name__](name, module)
     if any(base.__module__.startswith("dgl.nn.") for base in kind.__mro__):
         raise ConfigError(
-            f"layer {name!r}, {kind.__name__}, is known to no worker; known are {KNOWN_LAYERS}. Give it "
+            f"layer {name!r}, {kind.__name__}, is not known to workers; known are {KNOWN_LAYERS}. Give it "
             "vertex_stage() (docs/extending.md), or use strategy='data_parallel'"
         )
     return None

@@ -1,4 +1,4 @@
-"""From the user's model to the steps of a program."""
+"""Conversion of the user's model to the steps of a program."""
 
 from __future__ import annotations
 
@@ -27,99 +27,99 @@ from dglx_dist.strategies.serverless.probe import (
     same_gradient,
 )
 
-_WAY_OUT = "write a layer with vertex_stage() (docs/extending.md), or use strategy='data_parallel'"
+_REMEDY = "write a layer with vertex_stage() (docs/extending.md), or use strategy='data_parallel'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joint:
-    """One joint, as two probes saw it."""
+    """The function between one layer and the next, as seen by two probes."""
 
     layer: Layer
-    """Before it."""
+    """The layer before it."""
     where: str
-    """For messages."""
-    given: tuple[Tensor, Tensor]
+    results: tuple[Tensor, Tensor]
     """The layer's result in evaluation and in training: random leaves."""
     rows: tuple[Tensor, Tensor]
-    """What the model made of it."""
+    """What the model computed from it."""
 
 
-def joints_of(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> list[Joint]:
+def find_joints(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> list[Joint]:
     """Return the joints in the order of the calls; the last one is at the end of the model.
 
     Raises:
-        ConfigError: in training the layers are called otherwise.
+        ConfigError: the model calls its layers differently in training.
     """
-    if _course(evaluating) != _course(training):
+    if _call_order(evaluating) != _call_order(training):
         raise ConfigError(
             "the model calls other layers, or gives them other blocks or edge data, in training than in "
-            "evaluation; let it do the same in both, or use strategy='data_parallel'"
+            "evaluation; make it do the same in both, or use strategy='data_parallel'"
         )
     found = []
     for number, call in enumerate(evaluating.calls):
-        layer, other = layers[call.place], training.calls[number]
+        layer, in_training = layers[call.place], training.calls[number]
         if number + 1 < len(evaluating.calls):
             after = evaluating.calls[number + 1]
             where = f"between the layers {layer.name!r} and {layers[after.place].name!r}"
             rows, between = (after.rows, training.calls[number + 1].rows), after.between
         else:
-            where = f"behind the last layer, {layer.name!r},"
+            where = f"after the last layer, {layer.name!r},"
             rows, between = (evaluating.result, training.result), evaluating.between
         if between:
             where += f" (where {', '.join(between)} is called)"
-        found.append(Joint(layer=layer, where=where, given=(call.result, other.result), rows=rows))
+        results = (call.result, in_training.result)
+        found.append(Joint(layer=layer, where=where, results=results, rows=rows))
     return found
 
 
-def function_at(joint: Joint, others: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
-    """Return what the model does at a joint.
+def function_of(joint: Joint, outside: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
+    """Return the function that the model applies at a joint.
 
     Args:
-        joint: Where.
+        joint: The joint.
         others: The trained parameters that belong to no layer, by name.
 
     Raises:
-        ConfigError: it is none of the known functions, another one in training, or not what its gradients
-            are of.
+        ConfigError: it is not a known function, it differs in training, or its gradients are not its own.
     """
-    (z, in_training), (rows, rows_in_training) = joint.given, joint.rows
+    (z, in_training), (rows, rows_in_training) = joint.results, joint.rows
     function = find_function(z, rows, joint.layer.own_function)
     if function is None:
         hint = (
-            "leave log_softmax out and use cross_entropy, which has it" if _is_log_softmax(rows) else _WAY_OUT
+            "leave log_softmax out and use cross_entropy, which includes it"
+            if _is_log_softmax(rows)
+            else _REMEDY
         )
         raise ConfigError(
-            f"{joint.where} the model does something that no stage does; known are: {KNOWN}. In its "
-            f"place, {hint}"
+            f"{joint.where} the model does something that no stage does; known are: {KNOWN}. Instead, {hint}"
         )
     if not equal(function(in_training), rows_in_training):
         raise ConfigError(
             f"{joint.where} the model does something else in training than in evaluation, as dropout does; "
-            "take it out, or use strategy='data_parallel'"
+            "remove it, or use strategy='data_parallel'"
         )
-    _check_others(joint, rows, others)
+    _check_outside(joint, rows, outside)
     if not same_gradient(z, rows, function, torch.Generator().manual_seed(5)):
         raise ConfigError(
-            f"{joint.where} no gradient flows back, or another than that of the values, as after detach(); "
-            "take it out, or use strategy='data_parallel'"
+            f"{joint.where} no gradient flows back, or not the gradient of the values, as after detach(); "
+            "remove it, or use strategy='data_parallel'"
         )
     return function
 
 
-def _course(seen: Probe) -> list[tuple[int, int | None, str | None]]:
+def _call_order(seen: Probe) -> list[tuple[int, int | None, str | None]]:
     return [(call.place, call.block, call.edge_column) for call in seen.calls]
 
 
-def _check_others(joint: Joint, rows: Tensor, others: Sequence[tuple[str, nn.Parameter]]) -> None:
-    if not others or not rows.requires_grad:
+def _check_outside(joint: Joint, rows: Tensor, outside: Sequence[tuple[str, nn.Parameter]]) -> None:
+    if not outside or not rows.requires_grad:
         return
-    parameters = [parameter for _, parameter in others]
+    parameters = [parameter for _, parameter in outside]
     found = torch.autograd.grad(rows.sum(), parameters, allow_unused=True, retain_graph=True)
-    for (name, _), gradient in zip(others, found, strict=True):
+    for (name, _), gradient in zip(outside, found, strict=True):
         if gradient is not None:
             raise ConfigError(
-                f"{joint.where} the parameter {name!r} is trained, which belongs to no layer that workers "
-                f"know; in its place, {_WAY_OUT}"
+                f"{joint.where} the model trains the parameter {name!r}, which belongs to no layer that "
+                f"workers know; instead, {_REMEDY}"
             )
 
 
@@ -133,7 +133,7 @@ _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """A model as steps."""
+    """A model as a linear chain of steps."""
 
     steps: tuple[Step, ...]
     features: int
@@ -141,14 +141,13 @@ class Chain:
     classes: int
     dtype: str
     factors: Mapping[str, EdgeFactor]
-    """What edges weigh, by the names that steps use."""
+    """Edge weights by the names that steps use."""
     inputs_first: tuple[str, ...] = ()
     """Names of the weights of shape (inputs, outputs)."""
     want_in_edges: tuple[str, ...] = ()
-    """Names of the layers that raise where a node has no in-edge."""
+    """Names of the layers that raise for a node without in-edges."""
 
     def program(self, num_train: int) -> Program:
-        """Return the program for ``num_train`` training nodes on all graph servers."""
         return Program(
             steps=self.steps,
             features=self.features,
@@ -159,17 +158,17 @@ class Chain:
 
 
 def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | None = None) -> Chain:
-    """Find the layers of ``model``, their order, and what stands between them.
+    """Convert ``model``: find its layers, their order, and the functions between them.
 
     The model is called on a few random rows, with stand-ins for its layers, in both modes; neither it nor
-    torch's random state changes. Layers may be nested as deep as one likes.
+    torch's random state changes. Layers may be nested.
 
     Args:
         model: Called as ``model(blocks, x)``, one block for each convolution.
         edge_columns: Edge data of the graph, with the shape of one row; a layer may be given one as weights.
 
     Raises:
-        ConfigError: something in it is no step; the message has the place and the way out.
+        ConfigError: something in it cannot be a step; the message has the place and a remedy.
     """
     _check_parameters(model)
     layers = find_layers(model)
@@ -179,9 +178,9 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
     )
     for seen in (evaluating, training):
         _check_order(layers, seen)
-    others = _outside(layers, model)
-    joints = joints_of(layers, evaluating, training)
-    functions = [function_at(joint, others) for joint in joints]
+    outside = _parameters_outside(layers, model)
+    joints = find_joints(layers, evaluating, training)
+    functions = [function_of(joint, outside) for joint in joints]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     builder = StepsBuilder(names, width)
     for call, joint, function in zip(evaluating.calls, joints, functions, strict=True):
@@ -201,13 +200,13 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """Return the outermost modules that are layers, in the order of the model's modules.
 
     Raises:
-        ConfigError: a convolution is unknown, there is no layer, or something drops at random.
+        ConfigError: a convolution is unknown, there is no layer, or the model has dropout.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ConfigError(
-                f"{name!r} drops with probability {module.p}: a task that is done again, after a worker "
-                "died or because backward computes forward again, would drop other values. Set it to 0 "
+                f"{name!r} drops with probability {module.p}: a task that runs again, after a worker died or "
+                "because backward recomputes forward, would drop other values. Set it to 0 "
                 "(`dglx train --dropout 0`), or use strategy='data_parallel'"
             )
     layers = _outermost("", model)
@@ -233,12 +232,12 @@ def _check_parameters(model: nn.Module) -> None:
         found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)) or "none"
         raise ConfigError(
             f"the model's parameters are {found}; strategy 'lambda' trains float32 or float64, all of one "
-            "kind: call model.float()"
+            "dtype: call model.float()"
         )
 
 
 def _width_of(model: nn.Module, layers: Sequence[Layer], edge_columns: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the columns of x: those of the layer that is called first, wherever the model makes it."""
+    # The columns of x are those of the layer that is called first, which need not be defined first.
     for width in dict.fromkeys(layer.width for layer in layers):
         try:
             probe(model, layers, width, edge_columns, training=False)
@@ -249,11 +248,10 @@ def _width_of(model: nn.Module, layers: Sequence[Layer], edge_columns: Mapping[s
 
 
 def _check_order(layers: Sequence[Layer], seen: Probe) -> None:
-    """Check that every layer is called, on blocks in order, and the first one with x itself."""
     missing = set(range(len(layers))) - {call.place for call in seen.calls}
     if missing:
         raise ConfigError(
-            f"layer {layers[min(missing)].name!r} is never called; take it out of the model, or use "
+            f"layer {layers[min(missing)].name!r} is never called; remove it from the model, or use "
             "strategy='data_parallel'"
         )
     blocks = [call.block for call in seen.calls if call.block is not None]
@@ -266,12 +264,12 @@ def _check_order(layers: Sequence[Layer], seen: Probe) -> None:
     if not equal(seen.x, first.rows):
         done = f" ({', '.join(first.between)} is called before)" if first.between else ""
         raise ConfigError(
-            f"the first layer, {layers[first.place].name!r}, is not given the features themselves{done}; "
+            f"the first layer, {layers[first.place].name!r}, does not get the unchanged features{done}; "
             "change them before partitioning, or use strategy='data_parallel'"
         )
 
 
-def _outside(layers: Sequence[Layer], model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _parameters_outside(layers: Sequence[Layer], model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     inside = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
     return [
         (name, parameter)

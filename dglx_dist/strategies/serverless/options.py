@@ -1,4 +1,4 @@
-"""The options of strategy ``lambda``, read and checked."""
+"""Options of strategy ``lambda``, parsed and validated."""
 
 from __future__ import annotations
 
@@ -23,84 +23,79 @@ Mode: TypeAlias = Literal["no_pipe", "pipe", "async"]
 @final
 @dataclass(kw_only=True)
 class StalenessPolicy:
-    """The one object of a graph server's run that says which epochs are synchronous."""
+    """Which epochs are synchronous; one mutable object per run of a graph server."""
 
     mode: Mode = "pipe"
     staleness: int = 0
-    """S: an interval may begin epoch e once e - S updates were made. Only where epochs are asynchronous."""
+    """S: an interval may begin epoch e after e - S updates. Applies to asynchronous epochs only."""
     first_epoch: int = 0
-    """Always synchronous: there are no values yet to be stale."""
+    """Always synchronous: no stale values exist yet."""
     target: int | None = None
-    """Right answers of an epoch, over all graph servers, that make later ones synchronous; None: none do."""
+    """Correct predictions of an epoch, of all servers, that make later ones synchronous; None: never."""
     synchronous_from: int | None = None
-    """The epoch from which on all are synchronous; None: never. Set while no interval can have begun it."""
+    """The epoch from which all are synchronous; None: never. Set before any interval can have begun it."""
 
     def __post_init__(self) -> None:
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness} must be at least 0")
 
     def is_synchronous(self, epoch: int) -> bool:
-        """Whether ``epoch`` has a barrier at every Scatter."""
+        """True if ``epoch`` has a barrier at every Scatter."""
         late = self.synchronous_from is not None and epoch >= self.synchronous_from
         return self.mode != "async" or epoch <= self.first_epoch or late
 
     def lead(self, epoch: int) -> int:
-        """How many updates may be missing when an interval begins ``epoch``."""
+        """Return how many updates may be missing when an interval begins ``epoch``."""
         return 0 if self.is_synchronous(epoch) else self.staleness
-
-
-_MOST_INTERVALS, _MOST_STALENESS = 10_000, 1000
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LambdaOptions:
-    """What the user said.
+    """The user's options.
 
     Raises:
-        ConfigError: a value cannot be honoured.
+        ConfigError: a value is out of range or conflicts with another one.
     """
 
     mode: Mode = "pipe"
-    """no_pipe: one phase at a time; pipe: exact, intervals overlap in a phase; async: layers do not wait."""
+    """no_pipe: one phase at a time; pipe: exact, intervals overlap in a phase; async: no barriers."""
     staleness: int = 0
-    """S of async: an interval may be so many epochs ahead of the slowest one."""
+    """S of async: how many epochs an interval may be ahead of the slowest one."""
     switch_at: float = 0.0
     """Training accuracy of an epoch after which async trains synchronously; 0: never."""
     intervals: int = 8
-    """Per graph server; its pipeline needs several."""
     threads: int = 0
     """Threads of a graph server; 0: its cores."""
     parameter_servers: int = 1
-    """How many ranks hold weights; the first ones do."""
+    """Number of ranks that hold weights: the first ones."""
     executor: str = "local"
-    """Where tensor work is done: local, inline, aws or http."""
+    """Where workers run: local, inline, aws or http."""
     workers: int = 0
-    """Tasks under way at most, per graph server; 0: tuned while it runs."""
+    """Maximum number of tasks in flight per graph server; 0: tuned at run time."""
     batch: int = 1
     """Tasks that a graph server hands to the executor together; fewer when one has waited 5 ms."""
     retries: int = 4
-    """How often a task is launched again before the run gives up."""
+    """How often a task is launched again before the run fails."""
     fusion: bool = True
-    """Whether the last step goes forward and backward in one task."""
+    """Whether the last step runs forward and backward in one task."""
     rematerialise: bool = True
-    """Whether backward computes again what forward would otherwise send."""
+    """Whether backward recomputes what forward would otherwise send."""
     streaming: bool = True
-    """Whether a worker computes the first half while the second one comes."""
+    """Whether a worker computes the first half while it receives the second."""
     initialise: Scheme | Literal[""] = ""
-    """How the trained weights are drawn when the model is wrapped, by the session's seed: xavier_uniform,
-    xavier_normal, he_uniform or he_normal; biases are 0, other vectors stay. "": all stay as the model has
-    them."""
+    """Initialisation of the trained weights at ``wrap``, by the session's seed: xavier_uniform,
+    xavier_normal, he_uniform or he_normal; biases become 0, other vectors are kept. "": all are kept."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(
-                f"option mode={self.mode!r} must be {' or '.join(map(repr, get_args(Mode)))}; 'async' with "
+                f"option mode={self.mode!r} must be {' or '.join(map(repr, get_args(Mode)))}; 'async' takes "
                 "staleness"
             )
         bounds = {
-            "staleness": (0, _MOST_STALENESS),
-            "intervals": (1, _MOST_INTERVALS),
+            "staleness": (0, 1000),
+            "intervals": (1, 10_000),
             "threads": (0, 1024),
             "parameter_servers": (1, 1024),
             "workers": (0, 10_000),
@@ -114,8 +109,8 @@ class LambdaOptions:
             check_scheme(self.initialise)
         if self.staleness and self.mode != "async":
             raise ConfigError(
-                f"option staleness={self.staleness} has no meaning with mode={self.mode!r}, which waits for "
-                "all at every Scatter; add mode='async', or leave it out"
+                f"option staleness={self.staleness} has no meaning with mode={self.mode!r}, which has a "
+                "barrier at every Scatter; add mode='async', or leave it out"
             )
         if not 0 <= self.switch_at <= 1:
             raise ConfigError(f"option switch_at={self.switch_at} must be an accuracy from 0 to 1")
@@ -125,8 +120,8 @@ class LambdaOptions:
                 "out"
             )
 
-    def pace(self, first_epoch: int, num_train: int) -> StalenessPolicy:
-        """Return how epochs may overlap in a run that begins with ``first_epoch``, on M training nodes."""
+    def staleness_policy(self, first_epoch: int, num_train: int) -> StalenessPolicy:
+        """Return the policy of a run that begins with ``first_epoch`` and trains on ``num_train`` nodes."""
         return StalenessPolicy(
             mode=self.mode,
             staleness=self.staleness,
@@ -136,17 +131,12 @@ class LambdaOptions:
 
 
 def _least_count(accuracy: float, num_train: int) -> int:
-    """Return the least c with c / M at least ``accuracy``, as divided here: 0.55 * 100 is above 55."""
+    # The least c with c / M >= accuracy in floating point: 0.55 * 100 is above 55.
     above = math.ceil(accuracy * num_train)
     return above - 1 if above and (above - 1) / num_train >= accuracy else above
 
 
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
-    """Return the options of the session.
-
-    Raises:
-        ConfigError: one is unknown, of another type, or has a value that cannot be honoured.
-    """
     switch_at = options.get("switch_at")
     if isinstance(switch_at, int) and not isinstance(switch_at, bool):
         # The command line reads switch_at=1 as a whole number.
@@ -156,28 +146,27 @@ def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
 
 
 DEFAULT_SERVER = "c5.2xlarge"
-"""On which the paper's graph servers ran."""
-_OTHERS = {"prices": str, "server": str, "interface": str}
+"""Server type of the paper's graph servers."""
+_SETTING_TYPES = {"prices": str, "server": str, "interface": str}
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LambdaSettings:
-    """Options by who reads them."""
+    """Options grouped by their reader."""
 
     options: LambdaOptions
     executor_options: Mapping[str, object]
-    """Those that the executor takes."""
     prices: PriceTable
     server: str
-    """Which kind of server of ``prices`` a rank stands for."""
+    """Server type of ``prices`` by which a rank is billed."""
     interface: str = ""
-    """On which network interface a run of one rank answers workers; "": on this machine only. Several ranks
-    answer where they answer each other."""
+    """Network interface on which a run of one rank answers workers; "": loopback only. With several ranks,
+    workers use the address at which ranks reach each other."""
 
     @property
-    def alone(self) -> bool:
-        """Whether graph servers do all work themselves, so that no function is paid for."""
+    def servers_only(self) -> bool:
+        """True if graph servers do all work themselves, so that no function is paid for."""
         return EXECUTORS.get(self.options.executor).in_process
 
 
@@ -185,32 +174,32 @@ def read_settings(options: Mapping[str, object]) -> LambdaSettings:
     """Read all options of the strategy.
 
     Raises:
-        ConfigError: one is of another type, has a value that cannot be honoured, or is neither the
-            strategy's nor the executor's.
+        ConfigError: one has the wrong type or an invalid value, or belongs neither to the strategy nor to the
+            executor.
         UnknownNameError: there is no such executor.
     """
     known = [one.name for one in fields(LambdaOptions)]
     own = {name: value for name, value in options.items() if name in known}
-    others = {name: value for name, value in options.items() if name in _OTHERS}
-    check_options("lambda", others, _OTHERS)
-    rest = {name: value for name, value in options.items() if name not in own and name not in others}
+    shared = {name: value for name, value in options.items() if name in _SETTING_TYPES}
+    check_options("lambda", shared, _SETTING_TYPES)
+    rest = {name: value for name, value in options.items() if name not in own and name not in shared}
     read = read_lambda_options(own)
-    _check_rest(rest, [*known, *_OTHERS], read.executor)
-    table = prices(str(others.get("prices", DEFAULT_PRICES)))
-    server = str(others.get("server", DEFAULT_SERVER))
+    _check_executor_options(rest, [*known, *_SETTING_TYPES], read.executor)
+    table = prices(str(shared.get("prices", DEFAULT_PRICES)))
+    server = str(shared.get("server", DEFAULT_SERVER))
     table.server(server)
     return LambdaSettings(
         options=read,
         executor_options=rest,
         prices=table,
         server=server,
-        interface=str(others.get("interface", "")),
+        interface=str(shared.get("interface", "")),
     )
 
 
-def _check_rest(rest: Iterable[str], known: Sequence[str], executor: str) -> None:
+def _check_executor_options(given: Iterable[str], known: Sequence[str], executor: str) -> None:
     own = EXECUTORS.get(executor).option_names
-    for name in rest:
+    for name in given:
         if name not in own:
             hint = did_you_mean(name, [*known, *own])
             raise ConfigError(
@@ -219,9 +208,9 @@ def _check_rest(rest: Iterable[str], known: Sequence[str], executor: str) -> Non
             )
 
 
-def threads_of(session: Session, asked: int) -> int:
-    """Return ``asked``, or for 0 this rank's share of the cores of its machine, at least 1."""
-    if asked:
-        return asked
+def num_threads(session: Session, requested: int) -> int:
+    """Return ``requested``, or for 0 this rank's share of the cores of its machine, at least 1."""
+    if requested:
+        return requested
     on_machine = Counter(session.hosts)[session.hosts[session.topology.rank]]
     return max(1, len(os.sched_getaffinity(0)) // on_machine)

@@ -1,4 +1,4 @@
-"""One forward pass of a model on a few random rows, with stand-ins for its layers: what each is given."""
+"""Tracing of a model by forward passes on random rows, with stand-ins for its layers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.stages.base import Config
 
 Merge: TypeAlias = Literal["none", "flatten", "mean"]
-"""What becomes of the heads of (n, K, H) rows."""
+"""How the heads of (n, K, H) rows are merged."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """A function of single numbers that stages know."""
+    """An elementwise function that stages know."""
 
     name: str
     parameter: str = ""
-    """``slope`` or ``alpha``, of those that have one."""
+    """``slope`` or ``alpha``, for those that have one."""
     value: float = 0.0
 
     def json(self) -> dict[str, Json]:
-        """Return it as stages read it: ``{"name": "leaky_relu", "slope": 0.2}``."""
+        """Return it in the format of stages: ``{"name": "leaky_relu", "slope": 0.2}``."""
         return {"name": self.name} | ({self.parameter: self.value} if self.parameter else {})
 
     def __call__(self, z: Tensor) -> Tensor:
-        """Apply it."""
         if self.name == "leaky_relu":
             return functional.leaky_relu(z, self.value)
         return functional.elu(z, self.value) if self.name == "elu" else _PLAIN[self.name](z)
@@ -42,7 +41,6 @@ class Activation:
 
 IDENTITY = Activation("identity")
 KNOWN = "identity, relu, leaky_relu, elu, tanh, sigmoid, gelu, each alone; heads flattened or averaged"
-"""For messages."""
 
 _PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda z: z,
@@ -69,22 +67,22 @@ class RowFunction:
 
     @property
     def activation(self) -> Activation:
-        """The only activation, of rows without heads."""
+        """The only activation of rows without heads."""
         return self.inside
 
     def __call__(self, z: Tensor) -> Tensor:
-        """Apply it to (n, H), or to (n, K, H) where heads are merged."""
+        """Apply to (n, H), or to (n, K, H) if heads are merged."""
         return self.after(_MERGES[self.merge](self.inside(z)))
 
 
 def find_function(
     z: Tensor, rows: Tensor, own: Callable[[Tensor], Tensor] | None = None
 ) -> RowFunction | None:
-    """Return the function that made ``rows`` of ``z``, by values alone; None: it is none of the known ones.
+    """Return the known function that computed ``rows`` from ``z``, by values alone; None: there is none.
 
     Args:
         z: (n, H) or (n, K, H), random numbers of both signs.
-        rows: What the model made of them; of any shape.
+        rows: The model's result, of any shape.
         own: What the layer itself applied first, to each head, before the model merged them.
     """
     merges: tuple[Merge, ...] = ("flatten", "mean") if z.dim() == 3 else ("none",)
@@ -97,7 +95,7 @@ def find_function(
 
 
 def same_gradient(z: Tensor, rows: Tensor, function: RowFunction, generator: torch.Generator) -> bool:
-    """Whether gradients flow from ``rows`` back to the leaf ``z`` as through ``function``."""
+    """Return True if gradients flow from ``rows`` back to the leaf ``z`` as through ``function``."""
     if not rows.requires_grad:
         return False
     cotangent = torch.randn(rows.shape, dtype=rows.dtype, generator=generator)
@@ -106,12 +104,12 @@ def same_gradient(z: Tensor, rows: Tensor, function: RowFunction, generator: tor
     return found is not None and equal(found, wanted)
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same function's values, up to rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+def equal(left: Tensor, right: Tensor) -> bool:
+    """Return True if two tensors are equal up to rounding."""
+    if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    scale = torch.clamp(one.abs(), min=1.0)
-    return bool(((one - other).abs() <= 16 * torch.finfo(one.dtype).eps * scale).all())
+    scale = torch.clamp(left.abs(), min=1.0)
+    return bool(((left - right).abs() <= 16 * torch.finfo(left.dtype).eps * scale).all())
 
 
 def _candidates(
@@ -129,7 +127,7 @@ def _candidates(
 
 
 def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
-    """Yield all activations, those with a number with the one that fits."""
+    # All activations; those with a parameter with the value that fits.
     yield from (Activation(name) for name in _PLAIN)
     if merge(z).shape != rows.shape:
         return
@@ -140,48 +138,47 @@ def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> 
     ):
         basis = merge(low)
         fitted = float((rest * basis).sum() / (basis * basis).sum())
-        # What the user wrote is a short decimal; the fit has rounding in its last digits.
+        # The user's value is a short decimal; the fit has rounding errors in its last digits.
         for digits in (2, 4, 7, 16):
             yield Activation(name, key, round(fitted, digits))
 
 
 Around: TypeAlias = Literal["sum", "mean", "left", "both"]
-"""How rows of in-neighbours are summed: plainly, divided by the node's in-degree, by the sources'
-out-degrees, or by the square roots of both, as ``norm`` of ``dgl.nn.GraphConv``. Degrees of 0 count as 1."""
+"""Sum over in-neighbours: plain, divided by the node's in-degree, by the sources' out-degrees, or by the
+square roots of both, as ``norm`` of ``dgl.nn.GraphConv``. Degrees of 0 count as 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredStage:
-    """One layer as a sum over in-edges, done by graph servers, and a stage, done by workers."""
+    """A layer as a sum over in-edges, computed by graph servers, and a stage, computed by workers."""
 
     stage: str
     """Name in the registry of stages: see ``dglx_dist.serverless.stages.base.register_stage``."""
     config: Config
-    """What the stage is made from; JSON values."""
+    """Configuration of the stage; JSON values."""
     weights: tuple[str, ...]
     """Names of the module's parameters, in the order in which the stage declares its weights."""
     around: Around | None = "sum"
-    """The stage's first input is this sum; None: the layer looks at no neighbour."""
+    """The sum that is the stage's first input; None: the layer uses no neighbours."""
     own: bool = False
     """Whether the node's own row is the stage's next input; without ``around`` it is the only one."""
     depends_on_the_graph: bool = False
-    """Whether the module looks into the distributed graph, so that it cannot be compared with its stage on a
-    few random rows."""
+    """Whether the module reads the distributed graph, so it cannot be compared with its stage."""
     takes_activation: bool = False
-    """Whether a function of the model's behind the layer may be put into ``config`` as ``activation``."""
+    """Whether an activation after the layer may be put into ``config`` as ``activation``."""
 
 
 @runtime_checkable
 class Declares(Protocol):
-    """A module, called as ``layer(block, h)``, whose work is that of a stage."""
+    """A module, called as ``layer(block, h)``, that declares an equivalent stage."""
 
     def vertex_stage(self) -> DeclaredStage:
-        """Return the stage; (num_dst, width) must come out of both, with the same gradients."""
+        """Return the stage; both must return (num_dst, width), with the same gradients."""
         ...
 
 
 NUM_NODES, NUM_EDGES = 12, 40
-_OF_THE_MODEL = (
+_MODEL_ERRORS = (
     RuntimeError,
     TypeError,
     ValueError,
@@ -190,56 +187,52 @@ _OF_THE_MODEL = (
     AssertionError,
     dgl.DGLError,
 )
-"""What a model raises that was not written to be called so."""
+"""Errors of a model that does not support the call."""
 
 
 class Probed(Protocol):
-    """A layer for which a stand-in is called."""
+    """A layer that is replaced by a stand-in."""
 
     name: str
     module: nn.Module
     takes_block: bool
 
     @property
-    def width(self) -> int:
-        """Input columns."""
-        ...
+    def width(self) -> int: ...
 
     own_function: Callable[[Tensor], Tensor] | None
-    """What the layer applies to its result at the end."""
+    """The activation that the layer applies to its result."""
 
     def row_shape(self, width: int) -> tuple[int, ...]:
-        """Shape of one row of its result before ``own_function``, from ``width`` input columns."""
+        """Return the shape of one result row before ``own_function``, for ``width`` input columns."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One layer's call."""
+    """Call of one layer."""
 
     place: int
-    """Of the layer among those probed."""
     rows: Tensor
-    """(n, F) what it was given."""
+    """(n, F) input."""
     block: int | None
-    """Which of the blocks."""
     edge_column: str | None
-    """Edge data it was given as weights."""
+    """Edge data given as weights."""
     result: Tensor
-    """(n, ...) random leaf that stood for its result, before ``own_function``."""
+    """(n, ...) random leaf that stands for the result before ``own_function``."""
     between: tuple[str, ...]
-    """Modules that were called since the layer before, as "LayerNorm 'norm'"."""
+    """Modules called since the layer before, as "LayerNorm 'norm'"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What was seen."""
+    """Trace of one forward pass."""
 
     x: Tensor
     calls: tuple[Call, ...]
     result: Tensor
     between: tuple[str, ...]
-    """Modules that were called after the last layer."""
+    """Modules called after the last layer."""
 
 
 def probe(
@@ -250,54 +243,51 @@ def probe(
     *,
     training: bool,
 ) -> Probe:
-    """Call ``model(blocks, x)``, one block for each layer that takes one; nothing of the model changes.
+    """Call ``model(blocks, x)``, one block for each layer that takes one; the model does not change.
 
     Args:
         model: The user's module.
-        layers: For which stand-ins are called, that return random rows.
+        layers: Replaced by stand-ins that return random rows.
         width: Columns of x.
-        edge_columns: Edge data that blocks have, with the shape of one row.
-        training: In which mode the model is; the draws differ as well.
+        edge_columns: Edge data of the blocks, with the shape of one row.
+        training: Mode of the model; random rows differ as well.
 
     Raises:
-        ConfigError: the model cannot be called so, or calls a layer in a way that nobody knows.
+        ConfigError: the model cannot be called this way, or calls a layer in an unknown way.
     """
     generator = torch.Generator().manual_seed(17 + training)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     blocks = [probe_block(generator, dtype, edge_columns) for layer in layers if layer.takes_block]
     x = torch.randn(NUM_NODES, width, dtype=dtype, generator=generator)
-    watch = _Watch(blocks, layers, generator)
-    with _as_it_was(model, training), torch.random.fork_rng(devices=[]), watch.standing_in(model):
+    recorder = _Recorder(blocks, layers, generator)
+    with _restored(model, training), torch.random.fork_rng(devices=[]), recorder.layers_replaced(model):
         try:
             result = model(blocks, x)
-        except _OF_THE_MODEL as error:
+        except _MODEL_ERRORS as error:
             raise ConfigError(
                 f"the model could not be called as model(blocks, x) with {len(blocks)} blocks and x of "
-                f"{width} columns: {type(error).__name__}: {error}; write it so, or use "
+                f"{width} columns: {type(error).__name__}: {error}; make it support this call, or use "
                 "strategy='data_parallel'"
             ) from error
     if not isinstance(result, Tensor):
         raise ConfigError(
             f"the model returns {type(result).__name__}; strategy 'lambda' needs one tensor, (nodes, classes)"
         )
-    return Probe(x=x, calls=tuple(watch.calls), result=result, between=watch.taken())
+    return Probe(x=x, calls=tuple(recorder.calls), result=result, between=recorder.take_modules())
 
 
-class _Watch:
-    """Stands in for the layers and writes down what happens."""
-
+class _Recorder:
     def __init__(self, blocks: Sequence[Any], layers: Sequence[Probed], generator: torch.Generator) -> None:
         self.calls: list[Call] = []
         self._blocks, self._layers, self._generator = blocks, layers, generator
         self._between: list[str] = []
 
     @contextmanager
-    def standing_in(self, model: nn.Module) -> Iterator[None]:
-        """Replace the layers' forward meanwhile."""
+    def layers_replaced(self, model: nn.Module) -> Iterator[None]:
         kept = [(layer.module, layer.module.__dict__.get("forward")) for layer in self._layers]
         inside = {id(module) for layer in self._layers for module in layer.module.modules()}
         hooks = [
-            module.register_forward_pre_hook(self._noting(name, module))
+            module.register_forward_pre_hook(self._name_recorder(name, module))
             for name, module in model.named_modules()
             if id(module) not in inside and not any(module.children())
         ]
@@ -313,12 +303,12 @@ class _Watch:
             for hook in hooks:
                 hook.remove()
 
-    def taken(self) -> tuple[str, ...]:
-        """Return the modules called since this was last asked."""
+    def take_modules(self) -> tuple[str, ...]:
+        """Return the modules called since the last call of this method."""
         found, self._between = tuple(self._between), []
         return found
 
-    def _noting(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any], None]:
+    def _name_recorder(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any], None]:
         def note(_module: nn.Module, _given: Any) -> None:
             self._between.append(f"{type(module).__name__} {name!r}")
 
@@ -328,8 +318,8 @@ class _Watch:
         def call(*given: Any, **named: Any) -> Tensor:
             if any(one.place == place for one in self.calls):
                 raise ConfigError(
-                    f"layer {layer.name!r} is called twice; its weights can belong to one step only, so make "
-                    "it two layers, or use strategy='data_parallel'"
+                    f"layer {layer.name!r} is called twice, but its weights can belong to only one step; "
+                    "make it two layers, or use strategy='data_parallel'"
                 )
             block, rows, rest = self._read(layer, given, named)
             column = self._column(layer, block, rest)
@@ -342,10 +332,10 @@ class _Watch:
                     block=block,
                     edge_column=column,
                     result=result,
-                    between=self.taken(),
+                    between=self.take_modules(),
                 )
             )
-            # A copy: what the model does in place must not change the leaf.
+            # A copy, because the model may modify it in place.
             out = result.clone()
             return out if layer.own_function is None else layer.own_function(out)
 
@@ -354,7 +344,7 @@ class _Watch:
     def _read(
         self, layer: Probed, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[int | None, Tensor, dict[str, Any]]:
-        """Return the block's number, the rows, and what else there is."""
+        """Return the index of the block, the rows, and the other arguments."""
         block = None
         if layer.takes_block:
             if not given:
@@ -363,7 +353,7 @@ class _Watch:
             if block is None:
                 raise ConfigError(
                     f"layer {layer.name!r} is called with {type(given[0]).__name__}, not with one of the "
-                    "blocks that the model is given; call it as layer(block, h)"
+                    "model's blocks; call it as layer(block, h)"
                 )
             given = given[1:]
         rows = given[0] if given else None
@@ -374,14 +364,14 @@ class _Watch:
             raise ConfigError(f"layer {layer.name!r} is given {kind}; it must be (nodes, columns)")
         if rows.shape[1] != layer.width:
             raise ConfigError(
-                f"layer {layer.name!r} is given {rows.shape[1]} columns and takes {layer.width}; make it "
-                "with as many, or use strategy='data_parallel'"
+                f"layer {layer.name!r} is given {rows.shape[1]} columns but takes {layer.width}; make them "
+                "equal, or use strategy='data_parallel'"
             )
         others = {str(number): value for number, value in enumerate(given[1:])} | named
         return block, rows, {name: value for name, value in others.items() if value is not None}
 
     def _column(self, layer: Probed, block: int | None, rest: dict[str, Any]) -> str | None:
-        """Return the edge data that is the only other argument, the edges' weights."""
+        # The only other argument allowed is edge data: the edges' weights.
         if not rest:
             return None
         (name, values), *others = rest.items()
@@ -391,7 +381,7 @@ class _Watch:
                     return str(column)
         raise ConfigError(
             f"layer {layer.name!r} is given more than a block and rows ({', '.join(rest)}), and argument "
-            f"{name!r} is no edge data of its block; leave it out, or use strategy='data_parallel'"
+            f"{name!r} is not edge data of its block; leave it out, or use strategy='data_parallel'"
         )
 
 
@@ -401,11 +391,11 @@ def probe_block(
     """Return a random block whose destinations are all its sources, in the same order.
 
     Args:
-        generator: Of the draws.
+        generator: Random generator.
         dtype: Of the edge data.
-        edge_columns: Edge data that it has, with the shape of one row.
+        edge_columns: Its edge data, with the shape of one row.
     """
-    # Every node has an in-edge, as some convolutions want.
+    # Every node has an in-edge, because some convolutions require one.
     loops = torch.arange(NUM_NODES)
     ends = torch.randint(NUM_NODES, (2, NUM_EDGES), generator=generator)
     block = dgl.create_block((torch.cat([loops, ends[0]]), torch.cat([loops, ends[1]])), NUM_NODES, NUM_NODES)
@@ -416,7 +406,7 @@ def probe_block(
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, training: bool) -> Iterator[None]:
+def _restored(model: nn.Module, training: bool) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._NormBase)]
     means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]

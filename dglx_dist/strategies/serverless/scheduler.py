@@ -1,4 +1,4 @@
-"""The task queue of one graph server and its thread pool (Dorylus, section 4): oldest work first."""
+"""Task queues and thread pool of one graph server (Dorylus, section 4): oldest work first."""
 
 from __future__ import annotations
 
@@ -14,156 +14,161 @@ from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.serverless.controller import Controller, Finished
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import Direction, Task, TaskKey
+from dglx_dist.strategies.serverless.ghost_exchange import GhostExchange
 from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
-    GhostMessage,
     GraphServer,
-    Kind,
     ScheduledTask,
+    TaskKind,
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 
 
 @final
 class SyncSwitch:
-    """Sum the right answers of each epoch and set ``StalenessPolicy.synchronous_from``. Not thread-safe.
+    """Sums correct predictions by epoch and sets ``StalenessPolicy.synchronous_from``. Not thread-safe.
 
-    When those of epoch e are known, intervals may be S epochs further, so the first epoch that nobody can
-    have begun is e + S + 1. It is not begun before they are known: else a graph server could begin it
-    otherwise than another.
+    When the sum of epoch e is known, intervals may be S epochs further, so the first epoch that no interval
+    can have begun is e + S + 1. It does not begin before the sum is known, because graph servers would
+    otherwise begin it in different modes.
 
     Args:
-        pace: Of this graph server.
-        num_servers: W graph servers, this one among them.
+        policy: Of this graph server.
+        num_servers: W graph servers, including this one.
     """
 
-    def __init__(self, pace: StalenessPolicy, num_servers: int) -> None:
-        self._pace, self._num_servers = pace, num_servers
-        self._judged = pace.first_epoch
+    def __init__(self, policy: StalenessPolicy, num_servers: int) -> None:
+        self._policy, self._num_servers = policy, num_servers
+        self._undecided = policy.first_epoch
         self._counts: dict[int, dict[int, int]] = {}
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is to be found out: nobody asked, or the epoch is known."""
-        return self._pace.target is None or self._pace.synchronous_from is not None
+        """True if there is nothing to decide: no target is set, or the epoch is known."""
+        return self._policy.target is None or self._policy.synchronous_from is not None
 
     def is_known(self, epoch: int) -> bool:
-        """Whether it is known if ``epoch`` is synchronous."""
-        return self.is_over or epoch - self._pace.staleness - 1 < self._judged
+        """True if it is known whether ``epoch`` is synchronous."""
+        return self.is_over or epoch - self._policy.staleness - 1 < self._undecided
 
-    def has_judged(self, end: int) -> bool:
-        """Whether no count of an epoch before ``end`` is waited for."""
-        return self.is_over or self._judged >= end
+    def has_decided(self, end: int) -> bool:
+        """True if no count of an epoch before ``end`` is missing."""
+        return self.is_over or self._undecided >= end
 
     def missing(self) -> list[int]:
-        """Return the graph servers whose count of the next epoch to judge is waited for."""
-        known = self._counts.get(self._judged, {})
+        """Return the graph servers whose count of the next undecided epoch is missing."""
+        known = self._counts.get(self._undecided, {})
         return [server for server in range(self._num_servers) if server not in known]
 
-    def hear(self, server: int, epoch: int, correct: int) -> None:
-        """Note that ``server`` has ``correct`` right answers in ``epoch``, which may come in any order.
+    def record(self, server: int, epoch: int, correct: int) -> None:
+        """Record that ``server`` has ``correct`` correct predictions in ``epoch``; in any order.
 
         Raises:
-            ConfigError: there is no such graph server, or it said so before.
+            ConfigError: there is no such graph server, or it reported this epoch before.
         """
         known = self._counts.setdefault(epoch, {})
         if not 0 <= server < self._num_servers or server in known:
             raise ConfigError(
-                f"graph server {server} of {self._num_servers} counted the answers of epoch {epoch} twice, "
-                "or is none of them"
+                f"graph server {server} of {self._num_servers} counted the predictions of epoch {epoch} "
+                "twice, or does not exist"
             )
         known[server] = correct
-        while not self.is_over and len(self._counts.get(self._judged, ())) == self._num_servers:
-            self._judge(sum(self._counts.pop(self._judged).values()))
+        while not self.is_over and len(self._counts.get(self._undecided, ())) == self._num_servers:
+            self._decide(sum(self._counts.pop(self._undecided).values()))
 
-    def _judge(self, correct: int) -> None:
-        assert self._pace.target is not None
-        if correct >= self._pace.target:
-            self._pace.synchronous_from = self._judged + self._pace.staleness + 1
-        self._judged += 1
+    def _decide(self, correct: int) -> None:
+        assert self._policy.target is not None
+        if correct >= self._policy.target:
+            self._policy.synchronous_from = self._undecided + self._policy.staleness + 1
+        self._undecided += 1
 
 
 @final
 class Progress:
-    """Positions of the intervals of one graph server. A position is epoch x moves + move. Not thread-safe.
+    """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
 
     Args:
-        course: The moves of an epoch.
+        schedule: The tasks of an epoch.
         num_intervals: k of this graph server, at least 1.
-        pace: See there.
+        policy: Which epochs are synchronous.
         peers: Numbers of the other graph servers.
     """
 
     def __init__(
-        self, course: Sequence[ScheduledTask], num_intervals: int, pace: StalenessPolicy, peers: Sequence[int]
+        self,
+        schedule: Sequence[ScheduledTask],
+        num_intervals: int,
+        policy: StalenessPolicy,
+        peers: Sequence[int],
     ) -> None:
-        self._course, self.pace = tuple(course), pace
-        self.switch = SyncSwitch(pace, len(peers) + 1)
-        """Hears how many answers of each epoch were right, where the pace has a target."""
-        start = pace.first_epoch * len(course)
+        self._schedule, self.policy = tuple(schedule), policy
+        self.switch = SyncSwitch(policy, len(peers) + 1)
+        """Receives the correct predictions of each epoch if the policy has a target."""
+        start = policy.first_epoch * len(schedule)
         self.position = [start] * num_intervals
-        """Of the next move, or of the one that is under way, of each interval."""
+        """Position of the next or running task of each interval."""
         self.running: set[int] = set()
-        """Intervals with a move under way."""
-        self.updates = pace.first_epoch
-        """Updates of the weights that all parameter servers have made."""
-        self.end = pace.first_epoch
-        """The epoch before which everybody stops."""
+        """Intervals with a running task."""
+        self.updates = policy.first_epoch
+        """Weight updates that all parameter servers have made."""
+        self.end = policy.first_epoch
+        """The epoch before which training stops."""
         self.floor = start
-        """The least position of an interval."""
+        """The least position of all intervals."""
         self._at_floor = num_intervals
-        self._heard = dict.fromkeys(peers, start)
-        self._told = start
-        self._answer = next(at for at, move in enumerate(self._course) if _has_loss(move))
-        self._answered = pace.first_epoch
+        self._peer_positions = dict.fromkeys(peers, start)
+        self._announced = start
+        self._loss_index = next(at for at, task in enumerate(self._schedule) if _has_loss(task))
+        self._next_loss_epoch = policy.first_epoch
 
     @property
     def is_done(self) -> bool:
-        """Whether all intervals, and the weights, are at the end, and nobody waits for a count of answers."""
-        over = self.floor >= self.end * len(self._course) and self.updates >= self.end
-        return over and self.switch.has_judged(self.end)
+        """True if all intervals and the weights are at the end, and no count of predictions is missing."""
+        over = self.floor >= self.end * len(self._schedule) and self.updates >= self.end
+        return over and self.switch.has_decided(self.end)
 
-    def move_of(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Return the epoch of ``interval`` and its next move, or the one under way."""
-        epoch, index = divmod(self.position[interval], len(self._course))
-        return epoch, self._course[index]
+    def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
+        """Return the epoch of ``interval`` and its next or running task."""
+        epoch, index = divmod(self.position[interval], len(self._schedule))
+        return epoch, self._schedule[index]
 
-    def following(self, interval: int) -> ScheduledTask | None:
-        """Return the move after that, if it is of the same epoch."""
-        index = self.position[interval] % len(self._course) + 1
-        return self._course[index] if index < len(self._course) else None
+    def next_task(self, interval: int) -> ScheduledTask | None:
+        """Return the task after that, if it is in the same epoch."""
+        index = self.position[interval] % len(self._schedule) + 1
+        return self._schedule[index] if index < len(self._schedule) else None
 
-    def may_go(self, interval: int) -> bool:
-        """Whether ``interval`` may take its next move now."""
+    def can_start(self, interval: int) -> bool:
+        """True if ``interval`` may start its next task now."""
         if interval in self.running:
             return False
         position = self.position[interval]
-        epoch, index = divmod(position, len(self._course))
-        if epoch >= self.end or (index == 0 and not self._may_begin(epoch)):
+        epoch, index = divmod(position, len(self._schedule))
+        may_begin = self.switch.is_known(epoch) and epoch <= self.updates + self.policy.lead(epoch)
+        if epoch >= self.end or (index == 0 and not may_begin):
             return False
-        if not self.pace.is_synchronous(epoch):
+        if not self.policy.is_synchronous(epoch):
             return True
-        barrier = self._course[index].barrier
-        if self.floor < position and (barrier is not Barrier.NONE or self.pace.mode == "no_pipe"):
+        barrier = self._schedule[index].barrier
+        if self.floor < position and (barrier is not Barrier.NONE or self.policy.mode == "no_pipe"):
             return False
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
-    def able(self) -> list[int]:
-        """Return all intervals that may go."""
-        return [interval for interval in range(len(self.position)) if self.may_go(interval)]
+    def startable(self) -> list[int]:
+        """Return all intervals that can start their next task."""
+        return [interval for interval in range(len(self.position)) if self.can_start(interval)]
 
     def behind(self, position: int) -> list[int]:
-        """Return the peers that have not said that they came to ``position``."""
-        return [peer for peer, floor in self._heard.items() if floor < position]
+        """Return the peers that have not reported ``position`` yet."""
+        return [peer for peer, floor in self._peer_positions.items() if floor < position]
 
     def start(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Note that ``interval`` begins its next move; return its epoch and the move."""
-        assert self.may_go(interval), f"interval {interval} may not go"
+        """Mark the next task of ``interval`` as running; return its epoch and the task."""
+        assert self.can_start(interval), f"interval {interval} cannot start"
         self.running.add(interval)
-        return self.move_of(interval)
+        return self.task_of(interval)
 
     def finish(self, interval: int) -> bool:
-        """Note that ``interval`` ended its move; return whether all intervals came further by that."""
+        """Mark the task of ``interval`` as finished; return True if the least position advanced."""
         self.running.remove(interval)
         before = self.position[interval]
         self.position[interval] += 1
@@ -176,87 +181,84 @@ class Progress:
         self._at_floor = self.position.count(self.floor)
         return True
 
-    def news(self) -> int | None:
-        """Return the furthest barrier of all graph servers that this one came to, if it is not told yet."""
-        moves = len(self._course)
-        for position in range(self.floor, self._told, -1):
-            epoch, index = divmod(position, moves)
-            if self._course[index].barrier is Barrier.GLOBAL and self.pace.is_synchronous(epoch):
-                self._told = position
+    def new_barrier(self) -> int | None:
+        """Return the furthest global barrier that all own intervals reached and that is not announced yet."""
+        num_tasks = len(self._schedule)
+        for position in range(self.floor, self._announced, -1):
+            epoch, index = divmod(position, num_tasks)
+            if self._schedule[index].barrier is Barrier.GLOBAL and self.policy.is_synchronous(epoch):
+                self._announced = position
                 return position
-        self._told = self.floor
+        self._announced = self.floor
         return None
 
-    def answered(self) -> range:
-        """Return the epochs whose losses all own intervals have by now, without those returned before.
+    def epochs_with_loss(self) -> range:
+        """Return the epochs whose losses all own intervals have computed, each epoch once.
 
-        Empty where nobody asks how many answers were right.
+        Empty if there is no target accuracy.
         """
         if self.switch.is_over:
             return range(0)
-        end = (self.floor - self._answer - 1) // len(self._course) + 1
-        found = range(self._answered, end)
-        self._answered = max(self._answered, end)
+        end = (self.floor - self._loss_index - 1) // len(self._schedule) + 1
+        found = range(self._next_loss_epoch, end)
+        self._next_loss_epoch = max(self._next_loss_epoch, end)
         return found
 
-    def hear(self, peer: int, position: int) -> None:
-        """Note that all intervals of ``peer`` came to ``position``.
+    def record_peer(self, peer: int, position: int) -> None:
+        """Record that all intervals of ``peer`` reached ``position``.
 
         Raises:
             ConfigError: there is no such peer.
         """
-        if peer not in self._heard:
-            raise ConfigError(f"graph server {peer} is none of the peers {sorted(self._heard)}")
-        self._heard[peer] = max(self._heard[peer], position)
-
-    def _may_begin(self, epoch: int) -> bool:
-        return self.switch.is_known(epoch) and epoch <= self.updates + self.pace.lead(epoch)
+        if peer not in self._peer_positions:
+            raise ConfigError(f"graph server {peer} is not one of the peers {sorted(self._peer_positions)}")
+        self._peer_positions[peer] = max(self._peer_positions[peer], position)
 
 
-def _has_loss(move: ScheduledTask) -> bool:
-    return move.kind is Kind.LOSS or move.direction is Direction.FUSED
+def _has_loss(task: ScheduledTask) -> bool:
+    return task.kind is TaskKind.LOSS or task.direction is Direction.FUSED
 
 
 _NAMES = {
-    Kind.WORK: "open {}",
-    Kind.LOSS: "loss of {}",
-    Kind.PUBLISH: "publish {}",
-    Kind.SEND_BACK: "grad{}",
-    Kind.COLLECT: "collect {}",
+    TaskKind.WORK: "open {}",
+    TaskKind.LOSS: "loss of {}",
+    TaskKind.PUBLISH: "publish {}",
+    TaskKind.SEND_BACK: "grad{}",
+    TaskKind.COLLECT: "collect {}",
 }
 _TASKS = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
 
 
-def move_name(step: str, kind: Kind) -> str:
-    """Return "GA1", "SC1", "gradSC1", "open AV1" and so on for a move of a graph server."""
+def server_span_name(step: str, kind: TaskKind) -> str:
+    """Return "GA1", "SC1", "gradSC1", "open AV1" and so on for a task of a graph server."""
     return _NAMES.get(kind, "{}").format(step)
 
 
-def task_name(program: Program, key: TaskKey) -> str:
-    """Return "AV1", "gradAV1", or "AV2+grad" where forward and backward are one task."""
+def worker_span_name(program: Program, key: TaskKey) -> str:
+    """Return "AV1", "gradAV1", or "AV2+grad" for a fused task."""
     return _TASKS[key.direction].format(program.steps[key.step].name)
 
 
 @final
 class WorkerSpans:
-    """Notes each task that is done; give it to a controller, whose clock must be ``time.perf_counter``.
+    """Records a span for each completed task; an observer for a controller with clock ``time.perf_counter``.
 
     Args:
         timeline: Of the rank.
-        program: What is trained.
+        program: The model as steps.
     """
 
     def __init__(self, timeline: Timeline, program: Program) -> None:
         self._timeline, self._program = timeline, program
 
     def __call__(self, done: Finished) -> None:
-        """Note the wait of a worker that was up before its rows were there, and its work."""
+        """Record the worker's wait for its rows, and its work."""
         if not self._timeline.on:
             return
         work = max(done.sent, done.ready)
         if done.sent < work:
             self._note(done, f"{WAIT} for rows", done.sent, work)
-        self._note(done, task_name(self._program, done.key), work, done.done)
+        self._note(done, worker_span_name(self._program, done.key), work, done.done)
 
     def _note(self, done: Finished, name: str, begin_s: float, end_s: float) -> None:
         self._timeline.note(
@@ -272,105 +274,85 @@ class WorkerSpans:
 
 
 class Workers(Protocol):
-    """Who does tasks. Thread-safe."""
+    """Executes tasks. Thread-safe."""
 
     def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        """Have a task of ``rows`` nodes done; ``ready``: whether its rows can be pulled already."""
+        """Launch a task of ``rows`` nodes; ``ready``: whether its rows can be pulled already."""
 
     def ready(self, key: TaskKey) -> None:
-        """Say that the rows of a task that was launched before can be pulled now."""
+        """Signal that the rows of a launched task can be pulled now."""
 
     def done(self, key: TaskKey, attempt: int) -> None:
-        """Say that all rows of ``attempt`` came; also of one that is refused."""
+        """Signal that all rows of ``attempt`` arrived, including those of a rejected duplicate."""
 
     def raise_if_failed(self) -> None:
-        """Raise what keeps tasks from being done."""
+        """Raise the error that prevents tasks from being executed."""
 
 
 @final
 class ControlledWorkers:
-    """Workers behind a controller, which is run and closed by its owner.
+    """Workers behind a controller, which its owner runs and closes.
 
     Args:
-        controller: Launches, and launches again.
-        task_of: Makes the task from its key and its rows.
+        controller: Launches and relaunches tasks.
+        task_of: Makes the task from its key and its number of rows.
     """
 
     def __init__(self, controller: Controller, task_of: Callable[[TaskKey, int], Task]) -> None:
         self._controller, self._task_of = controller, task_of
 
     def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        """See :class:`Workers`."""
         self._controller.launch(self._task_of(key, rows), ready=ready)
 
     def ready(self, key: TaskKey) -> None:
-        """See :class:`Workers`."""
         self._controller.ready(key)
 
     def done(self, key: TaskKey, attempt: int) -> None:
-        """See :class:`Workers`. Which half of which attempt is used, the graph server has decided."""
         self._controller.finished(key, attempt)
 
     def raise_if_failed(self) -> None:
-        """See :class:`Workers`."""
         self._controller.raise_if_failed()
 
 
-_LOOK_S, _ENDS_WITHIN_S = 0.5, 5.0
-_MAIL_THREADS = 2
-"""They mostly wait for answers: one may while the other packs."""
-_MAIL = (Kind.SCATTER, Kind.SEND_BACK)
-_NEWS, _ANSWERS, _AT_ONCE = -3, -2, -1
-
-
-class Carrier(Protocol):
-    """Who carries letters; see :class:`~dglx_dist.strategies.serverless.ghost_exchange.GhostExchange`."""
-
-    def send(self, move: ScheduledTask, letters: Sequence[GhostMessage]) -> None:
-        """Send all letters and wait until they are read."""
-
-    def announce(self, position: int) -> None:
-        """Tell all others how far this graph server is."""
-
-    def answer(self, epoch: int, correct: int) -> None:
-        """Tell all others how many answers of ``epoch`` were right; returns when they know."""
+_CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
+_NETWORK_THREADS = 2
+"""They mostly wait for replies: one waits while the other packs."""
+_EXCHANGED_KINDS = (TaskKind.SCATTER, TaskKind.SEND_BACK)
+_ANNOUNCE_POSITION, _ANNOUNCE_CORRECT, _IMMEDIATELY = -3, -2, -1
 
 
 class Snapshot(NamedTuple):
-    """What a graph server does at this moment."""
+    """Current state of a graph server."""
 
     epochs: tuple[int, ...]
-    """Of each interval."""
     steps: tuple[str, ...]
     """Name of the step of each interval; "" at the end."""
     queue: int
-    """Moves that wait for a thread."""
+    """Tasks that wait for a thread."""
     tasks: int
     """Tasks that workers have."""
 
 
-class _Queue:
-    """Moves and announcements that wait for threads, the least position first."""
-
+class _TaskQueue:
     def __init__(self, lock: threading.Lock) -> None:
         self.heap: list[tuple[int, int]] = []
-        """(position, interval), where ``_NEWS``, ``_ANSWERS`` and ``_AT_ONCE`` stand for positions before all
-        others, and the first two have a position and an epoch for the interval."""
+        """(position, interval), least position first. ``_ANNOUNCE_POSITION``, ``_ANNOUNCE_CORRECT`` and
+        ``_IMMEDIATELY`` go first; the former two carry a position and an epoch in place of the interval."""
         self.changed = threading.Condition(lock)
 
 
 @final
-class ThreadSchedule:
-    """Runs epochs of one graph server: as many threads as cores make moves, others carry mail.
+class ThreadScheduler:
+    """Runs the epochs of one graph server on compute threads, one per core, and network threads.
 
     Args:
-        server: Whose moves.
+        server: Executes the tasks.
         progress: Of its intervals.
-        workers: Who does tasks.
-        carrier: Who carries letters.
-        threads: Threads that compute; at least 1.
-        timeline: Where spans are noted.
-        early: Whether a task is launched when the move before it starts, so that its worker is up in time.
+        workers: Execute WORK tasks.
+        exchange: Sends messages to other graph servers.
+        threads: Compute threads; at least 1.
+        timeline: Where spans are recorded.
+        early: Whether a worker is launched when the task before its own starts, to hide its start-up.
     """
 
     def __init__(
@@ -378,50 +360,53 @@ class ThreadSchedule:
         server: GraphServer,
         progress: Progress,
         workers: Workers,
-        carrier: Carrier,
+        exchange: GhostExchange,
         *,
         threads: int,
         timeline: Timeline | None = None,
         early: bool = True,
     ) -> None:
         self._server, self._progress = server, progress
-        self._workers, self._carrier = workers, carrier
+        self._workers, self._exchange = workers, exchange
         self._num_threads, self._timeline, self._early = threads, timeline, early
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._moves, self._mail = _Queue(self._lock), _Queue(self._lock)
+        self._compute_queue, self._network_queue = _TaskQueue(self._lock), _TaskQueue(self._lock)
         self._launched: set[TaskKey] = set()
         self._failure: BaseException | None = None
         self._stopping = True
-        self._moved_at = time.monotonic()
+        self._progress_at = time.monotonic()
 
     @property
     def queue_length(self) -> int:
-        """Moves that wait for a thread: what the number of workers is tuned by."""
-        return len(self._moves.heap)
+        """Tasks that wait for a thread; the number of workers is tuned by it."""
+        return len(self._compute_queue.heap)
 
     def snapshot(self) -> Snapshot:
-        """Return what goes on now; any thread."""
+        """Return the current state; thread-safe."""
         with self._lock:
             numbers = range(len(self._progress.position))
-            found = [self._progress.move_of(interval) for interval in numbers]
-            end, queue = self._progress.end, len(self._moves.heap)
-        steps = [self._server.program.steps[move.step].name if epoch < end else "" for epoch, move in found]
-        return Snapshot(tuple(epoch for epoch, _ in found), tuple(steps), queue, len(self._server.desk.keys))
+            found = [self._progress.task_of(interval) for interval in numbers]
+            end, queue = self._progress.end, len(self._compute_queue.heap)
+        steps = [self._server.program.steps[task.step].name if epoch < end else "" for epoch, task in found]
+        return Snapshot(
+            tuple(epoch for epoch, _ in found), tuple(steps), queue, len(self._server.task_table.keys)
+        )
 
-    def run(self, end: int, look: Callable[[float, Sequence[int]], None]) -> None:
-        """Train until all own intervals have ended the epoch before ``end``, and its update is made.
+    def run(self, end: int, check: Callable[[float, Sequence[int]], None]) -> None:
+        """Train until all own intervals have completed the epoch before ``end``, and its update is made.
 
         Args:
-            end: The epoch that is not begun.
-            look: Called now and then, with the seconds in which nothing moved and the peers that are waited
-                for; raises when something is wrong.
+            end: The first epoch that is not begun.
+            check: Called periodically with the seconds without progress and the peers that are waited for;
+                raises if something is wrong.
 
         Raises:
-            DglxError: whatever went wrong, here or on a thread; the schedule cannot run again then.
+            DglxError: any failure, here or on a thread; the scheduler cannot run again afterwards.
         """
         self._stopping, self._failure = False, None
-        targets = [(self._moves, GRAPH_SERVER)] * self._num_threads + [(self._mail, NETWORK)] * _MAIL_THREADS
+        targets = [(self._compute_queue, GRAPH_SERVER)] * self._num_threads
+        targets += [(self._network_queue, NETWORK)] * _NETWORK_THREADS
         threads = [
             threading.Thread(target=self._serve, args=target, name=f"dglx-graph-server-{number}", daemon=True)
             for number, target in enumerate(targets)
@@ -430,123 +415,117 @@ class ThreadSchedule:
             thread.start()
         try:
             with self._lock:
-                self._moved_at = time.monotonic()
+                self._progress_at = time.monotonic()
                 self._progress.end = end
                 self._enqueue_all()
-            self._wait(look)
+            self._wait(check)
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
             raise
         finally:
             with self._lock:
                 self._stopping = True
-                self._moves.heap.clear()
-                self._mail.heap.clear()
-                for queue in (self._moves, self._mail):
+                for queue in (self._compute_queue, self._network_queue):
+                    queue.heap.clear()
                     queue.changed.notify_all()
             for thread in threads:
-                # After a failure one may still wait for an answer that never comes.
-                thread.join(None if self._failure is None else _ENDS_WITHIN_S)
+                # After a failure a thread may wait for a reply that never comes.
+                thread.join(None if self._failure is None else _JOIN_TIMEOUT_S)
 
-    def heard(self, peer: int, position: int) -> None:
-        """Note that ``peer`` came to ``position``; any thread."""
+    def peer_reached(self, peer: int, position: int) -> None:
+        """Record that ``peer`` reached ``position``; thread-safe."""
         with self._lock:
-            self._progress.hear(peer, position)
+            self._progress.record_peer(peer, position)
             self._enqueue_all()
 
-    def counted(self, peer: int, epoch: int, correct: int) -> None:
-        """Note that ``peer`` had ``correct`` right answers in ``epoch``; any thread."""
+    def peer_counted(self, peer: int, epoch: int, correct: int) -> None:
+        """Record that ``peer`` had ``correct`` correct predictions in ``epoch``; thread-safe."""
         with self._lock:
-            self._progress.switch.hear(peer, epoch, correct)
+            self._progress.switch.record(peer, epoch, correct)
             self._enqueue_all()
 
-    def updated(self, updates: int) -> None:
-        """Note that the parameter servers made ``updates`` updates; any thread."""
+    def weights_updated(self, updates: int) -> None:
+        """Record that the parameter servers made ``updates`` updates; thread-safe."""
         with self._lock:
             self._progress.updates = max(self._progress.updates, updates)
             self._enqueue_all()
 
-    def given(self, key: TaskKey, attempt: int) -> None:
-        """Note that a task is over; any thread."""
+    def task_done(self, key: TaskKey, attempt: int) -> None:
+        """Record that a worker completed a task; thread-safe."""
         interval = key.interval - self._server.part.first_interval
         with self._lock:
             self._finish(interval)
-        self._done(key, attempt)
+        self.duplicate_done(key, attempt)
 
-    def refused(self, key: TaskKey, attempt: int) -> None:
-        """Note that a task that was over before is done once more; any thread."""
-        self._done(key, attempt)
+    def duplicate_done(self, key: TaskKey, attempt: int) -> None:
+        """Record that a worker finished an attempt of a task; thread-safe."""
+        try:
+            self._workers.done(key, attempt)
+        except DglxError as error:
+            # The next task could not be sent, which must not fail the call of the worker served here.
+            self._fail(error)
 
-    def fail(self, error: BaseException) -> None:
-        """End :meth:`run` with ``error``, unless it fails already; any thread."""
+    def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def _done(self, key: TaskKey, attempt: int) -> None:
-        try:
-            self._workers.done(key, attempt)
-        except DglxError as error:
-            # The next task could not be sent: no affair of the worker that is served here.
-            self.fail(error)
-
-    def _wait(self, look: Callable[[float, Sequence[int]], None]) -> None:
+    def _wait(self, check: Callable[[float, Sequence[int]], None]) -> None:
         while True:
             with self._lock:
                 over = self._failure is not None or self._progress.is_done
                 if not over:
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_CHECK_INTERVAL_S)
                 failure, done = self._failure, self._progress.is_done
-                quiet_s, behind = time.monotonic() - self._moved_at, self._waited_for()
+                quiet_s, behind = time.monotonic() - self._progress_at, self._waited_for()
             if failure is not None:
                 raise failure
             if done:
                 return
             self._workers.raise_if_failed()
-            look(quiet_s, behind)
+            check(quiet_s, behind)
 
     def _waited_for(self) -> list[int]:
-        """Return the peers at whose barrier all own intervals stand, or whose right answers they wait for."""
+        # The peers at whose barrier all own intervals wait, or whose counts of predictions are missing.
         floor = self._progress.floor
-        epoch, move = self._progress.move_of(self._progress.position.index(floor))
+        epoch, task = self._progress.task_of(self._progress.position.index(floor))
         if not self._progress.switch.is_known(epoch):
             return [peer for peer in self._progress.switch.missing() if peer != self._server.rank]
-        stands = move.barrier is Barrier.GLOBAL and self._progress.pace.is_synchronous(epoch)
+        stands = task.barrier is Barrier.GLOBAL and self._progress.policy.is_synchronous(epoch)
         return self._progress.behind(floor) if stands else []
 
     def _enqueue_all(self) -> None:
-        for interval in self._progress.able():
+        for interval in self._progress.startable():
             self._enqueue(interval)
         if self._progress.is_done:
             self._changed.notify_all()
 
     def _enqueue(self, interval: int) -> None:
         position = self._progress.position[interval]
-        _, move = self._progress.start(interval)
-        queue = self._mail if move.kind in _MAIL else self._moves
-        # Opening a task costs nothing and lets a worker begin; behind all gathers of its phase it would have
-        # workers and graph server take turns.
-        heapq.heappush(queue.heap, (_AT_ONCE if move.kind is Kind.WORK else position, interval))
+        _, task = self._progress.start(interval)
+        queue = self._network_queue if task.kind in _EXCHANGED_KINDS else self._compute_queue
+        # Opening a task costs nothing and lets a worker begin. Queued after all gathers of its phase, workers
+        # and graph server would take turns.
+        heapq.heappush(queue.heap, (_IMMEDIATELY if task.kind is TaskKind.WORK else position, interval))
         queue.changed.notify()
 
     def _finish(self, interval: int) -> None:
-        """Under the lock: the interval's move is over."""
-        self._moved_at = time.monotonic()
+        # The caller holds the lock.
+        self._progress_at = time.monotonic()
         if self._stopping:
             return
         if self._progress.finish(interval):
-            news = self._progress.news()
-            if news is not None:
-                heapq.heappush(self._mail.heap, (_NEWS, news))
-                self._mail.changed.notify()
-            for epoch in self._progress.answered():
-                heapq.heappush(self._mail.heap, (_ANSWERS, epoch))
-                self._mail.changed.notify()
+            barrier = self._progress.new_barrier()
+            announcements = [] if barrier is None else [(_ANNOUNCE_POSITION, barrier)]
+            announcements += [(_ANNOUNCE_CORRECT, epoch) for epoch in self._progress.epochs_with_loss()]
+            for announcement in announcements:
+                heapq.heappush(self._network_queue.heap, announcement)
+                self._network_queue.changed.notify()
             self._enqueue_all()
-        elif self._progress.may_go(interval):
+        elif self._progress.can_start(interval):
             self._enqueue(interval)
 
-    def _serve(self, queue: _Queue, row: str) -> None:
+    def _serve(self, queue: _TaskQueue, row: str) -> None:
         while True:
             with self._lock:
                 while not queue.heap and not self._stopping:
@@ -555,44 +534,44 @@ class ThreadSchedule:
                     return
                 position, interval = heapq.heappop(queue.heap)
             try:
-                if position == _NEWS:
-                    self._carrier.announce(interval)
-                elif position == _ANSWERS:
-                    self._answer(interval)
+                if position == _ANNOUNCE_POSITION:
+                    self._exchange.announce_position(interval)
+                elif position == _ANNOUNCE_CORRECT:
+                    self._announce_correct(interval)
                 else:
-                    self._make(interval, row)
-            except Exception as error:  # noqa: BLE001 - whoever waits for the epoch must hear of it
-                self.fail(error)
+                    self._execute(interval, row)
+            except Exception as error:  # noqa: BLE001 - the thread that waits in run() raises it
+                self._fail(error)
                 return
 
-    def _make(self, interval: int, row: str) -> None:
+    def _execute(self, interval: int, row: str) -> None:
         with self._lock:
-            epoch, move = self._progress.move_of(interval)
-            following = self._progress.following(interval)
-        name = move_name(self._server.program.steps[move.step].name, move.kind)
+            epoch, task = self._progress.task_of(interval)
+            next_task = self._progress.next_task(interval)
+        name = server_span_name(self._server.program.steps[task.step].name, task.kind)
         number = self._server.part.first_interval + interval
         with self._timeline.span(name, row, epoch, number) if self._timeline else nullcontext():
-            if move.kind is Kind.WORK:
-                self._open(interval, epoch, move)
+            if task.kind is TaskKind.WORK:
+                self._open(interval, epoch, task)
                 return
-            if self._early and following is not None and _follows_at_once(following):
-                self._launch_early(self._server.key_of(interval, epoch, following), interval)
-            if move.kind in _MAIL:
-                self._carrier.send(move, self._server.letters(interval, move))
+            if self._early and next_task is not None and _follows_at_once(next_task):
+                self._launch_early(self._server.key_of(interval, epoch, next_task), interval)
+            if task.kind in _EXCHANGED_KINDS:
+                self._exchange.send(task, self._server.ghost_messages(interval, task))
             else:
-                self._server.compute(interval, epoch, move)
+                self._server.compute(interval, epoch, task)
         with self._lock:
             self._finish(interval)
 
-    def _answer(self, epoch: int) -> None:
+    def _announce_correct(self, epoch: int) -> None:
         correct = self._server.correct(epoch)
-        self._carrier.answer(epoch, correct)
-        # Only now: a graph server that is done with all epochs sends no more.
-        self.counted(self._server.rank, epoch, correct)
+        self._exchange.announce_correct(epoch, correct)
+        # Counted only after the peers know it, because a graph server that is done sends nothing more.
+        self.peer_counted(self._server.rank, epoch, correct)
 
-    def _open(self, interval: int, epoch: int, move: ScheduledTask) -> None:
-        key = self._server.key_of(interval, epoch, move)
-        self._server.open(interval, epoch, move)
+    def _open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
+        key = self._server.key_of(interval, epoch, task)
+        self._server.open(interval, epoch, task)
         with self._lock:
             launched = key in self._launched
             self._launched.discard(key)
@@ -607,6 +586,5 @@ class ThreadSchedule:
         self._workers.launch(key, self._server.rows_of(interval), ready=False)
 
 
-def _follows_at_once(move: ScheduledTask) -> bool:
-    """Whether ``move`` is a task that needs nothing but the move before it."""
-    return move.kind is Kind.WORK and move.barrier is Barrier.NONE
+def _follows_at_once(task: ScheduledTask) -> bool:
+    return task.kind is TaskKind.WORK and task.barrier is Barrier.NONE

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @final
 class Lambda(Strategy):
-    """Every rank keeps a part of the graph; workers do the tensor work, wherever an executor runs them.
+    """Graph servers on all ranks; an executor runs the tensor work on stateless workers.
 
-    Options: those of ``LambdaOptions``, ``prices`` (a table's name
-    or file), ``server`` (its kind), and the executor's own. See docs/strategies/lambda.md.
+    Options: those of ``LambdaOptions``; ``prices`` (name or file of a table), ``server`` (its kind),
+    ``interface``; and the executor's own. See docs/strategies/lambda.md.
     """
 
     traits = Traits(
@@ -42,17 +42,11 @@ class Lambda(Strategy):
             )
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
-        """Return what names the training nodes; see :class:`IntervalLoader` for what it raises."""
         from dglx_dist.strategies.serverless.trainer import IntervalLoader
 
         return IntervalLoader(g, indices, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        """Return ``model`` as steps of a program; every rank must call it.
-
-        Raises:
-            ConfigError: see :class:`LambdaModel`; or ``reduction`` is not "mean".
-        """
         from dglx_dist.strategies.serverless.trainer import LambdaModel
 
         if reduction != "mean":

@@ -1,4 +1,4 @@
-"""Trains whole epochs of the user's model by graph servers, parameter servers and workers."""
+"""``dx.fit`` under strategy ``lambda``: loader, wrapped model and epoch trainer."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
-    NOTHING,
     Account,
     EpochTotals,
-    Live,
+    LiveProgress,
     Start,
     TrainingRun,
     account_of_ranks,
     as_json,
 )
-from dglx_dist.strategies.serverless.graph_partition import Wanted, open_part
+from dglx_dist.strategies.serverless.graph_partition import PartRequest, open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import LambdaSettings
 
@@ -55,22 +54,22 @@ OWN_LOOP = (
     "under strategy 'lambda' epochs of different parts of the graph overlap, so no loop can own a step; call "
     "dx.fit(model, g, ...), or use strategy='data_parallel' for a loop of your own"
 )
-_NEEDLESS = ("batch_size", "shuffle", "drop_last", "seed", "depth", "num_threads", "device")
+_IGNORED_OPTIONS = ("batch_size", "shuffle", "drop_last", "seed", "depth", "num_threads", "device")
 
 
 @final
 class IntervalLoader:
-    """The training nodes of all ranks; ``dx.fit`` takes it as it takes any loader. One step per epoch.
+    """The training nodes of all ranks, for ``dx.fit``. One step per epoch.
 
     Args:
         g: The distributed graph, of one node and edge type.
         indices: This rank's training nodes: (K,) ids or a mask; K may be 0. No node on two ranks.
         sampler: Of ``dgl.dataloading``, with all in-neighbours: ``MultiLayerFullNeighborSampler``.
-        options: Of a loader; those that say how batches are made are warned about.
+        options: Loader options; those that define mini-batches only raise a warning.
 
     Raises:
-        ConfigError: on all ranks, when on one the sampler draws some in-neighbours only, an option is unknown
-            or changes what is trained, or a node is given twice; or the graph has several types.
+        ConfigError: on all ranks, when on any rank the sampler draws only some in-neighbours, an option is
+            unknown or changes what is trained, or a node is given twice; or the graph has several types.
     """
 
     def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
@@ -81,77 +80,68 @@ class IntervalLoader:
         )
 
     def __len__(self) -> int:
-        """Return 1, the steps of an epoch."""
         return 1
 
     def __iter__(self) -> Iterator[Any]:
-        """Refuse.
-
-        Raises:
-            ConfigError: always; the message says what to call.
-        """
         raise ConfigError(OWN_LOOP)
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
-        """Return no seconds: nothing is loaded."""
         return LoaderTimes()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values, which other loaders know as theirs."""
+        """Return the position as JSON values, in the format of other loaders."""
         return {"epoch": self._epoch, "step": 0, "seed": self.g.session.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after whole epochs.
+        """Resume after whole epochs.
 
         Raises:
-            CheckpointError: the position is inside an epoch, or none at all.
+            CheckpointError: the position is inside an epoch, or invalid.
         """
         epoch, step = (state.get(name) if isinstance(state, Mapping) else None for name in ("epoch", "step"))
         if not isinstance(epoch, int) or step != 0:
             raise CheckpointError(
-                f"{state!r} is no position between epochs; load a checkpoint that was saved after one"
+                f"{state!r} is not a position between epochs; load a checkpoint that was saved after one"
             )
         self._epoch = epoch
 
     def advance(self, epochs: int) -> None:
-        """Note that so many more epochs are done."""
         self._epoch += epochs
 
     def own_targets(self) -> tuple[Array, int]:
-        """Return which of the rank's own nodes are trained on, and how many all ranks have; collective.
+        """Return which of the rank's own nodes are trained on, and their number over all ranks. Collective.
 
-        Sends 8 bytes per node that another rank owns, and its mark.
+        Sends 16 bytes per training node that another rank owns.
 
         Returns:
             (n,) bool over the rows that ``RowOwners`` gives this rank, and M.
 
         Raises:
-            ConfigError: on all ranks: two of them have the same node, or there is none at all.
+            ConfigError: on all ranks: two of them have the same node, or there is no training node.
         """
         g, (ntype,) = self.g, self.g.ntypes
         policy = g.get_node_partition_policy(ntype)
-        mine = self._seeds.ids[ntype]
-        marks = DistTensor((g.num_nodes(ntype),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
-        marks.push(torch.from_numpy(mine), torch.ones(len(mine), dtype=torch.int64), accumulate=True)
+        seeds = self._seeds.ids[ntype]
+        counts = DistTensor((g.num_nodes(ntype),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
+        counts.push(torch.from_numpy(seeds), torch.ones(len(seeds), dtype=torch.int64), accumulate=True)
         g.barrier()
         first, last = RowOwners(policy.bounds, g.session.topology).range_of(g.session.topology.rank)
-        found: Array = marks[torch.arange(first, last)].numpy()
-        marks.delete()
-        together(g.session, lambda: _check_once(found, first), ConfigError)
-        count = torch.tensor([int(found.sum())])
-        number = int(sum_over_ranks(count, g.session, phase="control")[0])
-        if number == 0:
+        own_counts: Array = counts[torch.arange(first, last)].numpy()
+        counts.delete()
+        together(g.session, lambda: _check_once(own_counts, first), ConfigError)
+        num_own = torch.tensor([int(own_counts.sum())])
+        num_train = int(sum_over_ranks(num_own, g.session, phase="control")[0])
+        if num_train == 0:
             raise ConfigError(
                 "no rank has a training node; pass the loader dx.node_split(g.ndata['train_mask'])"
             )
-        return found > 0, number
+        return own_counts > 0, num_train
 
 
 def check_types(g: DistGraph) -> None:
-    """Raise ConfigError unless there is one node type and one edge type."""
     if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
         raise ConfigError(
-            f"strategy 'lambda' trains on graphs of one node and one edge type, and this one has "
+            f"strategy 'lambda' trains on graphs of one node and one edge type, but this one has "
             f"{', '.join(g.ntypes)} and {len(g.canonical_etypes)} edge types; use strategy='data_parallel'"
         )
 
@@ -159,20 +149,20 @@ def check_types(g: DistGraph) -> None:
 def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
     plan = read_sampler(sampler)
     if plan.fanouts is None:
-        _refuse(f"{type(sampler).__name__} makes blocks by its own code")
+        _refuse(f"{type(sampler).__name__} makes blocks with its own code")
     if any(fanout != -1 for fanout in plan.fanouts):
         _refuse(f"the sampler draws {list(plan.fanouts)} in-neighbours per layer")
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
-        if name not in _NEEDLESS:
+        if name not in _IGNORED_OPTIONS:
             raise ConfigError(
-                f"loader option {name!r} is none of strategy 'lambda', which trains on the whole graph at "
+                f"strategy 'lambda' has no loader option {name!r}, because it trains on the whole graph at "
                 "once; leave it out, or use strategy='data_parallel'"
             )
     if given:
-        told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        ignored = ", ".join(f"{name}={value!r}" for name, value in given.items())
         warnings.warn(
-            f"{told}: without effect, for strategy 'lambda' takes all training nodes in every step",
+            f"{ignored}: without effect, because strategy 'lambda' takes all training nodes in every step",
             stacklevel=2,
         )
     return read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
@@ -180,7 +170,7 @@ def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        f"{what}, and strategy 'lambda' takes all of them, of all training nodes in every step; give it "
+        f"{what}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; give it "
         "dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout out), or use "
         "strategy='data_parallel'"
     )
@@ -190,21 +180,21 @@ def _check_once(counts: Array, first: int) -> None:
     twice = np.flatnonzero(counts > 1)
     if len(twice):
         raise ConfigError(
-            f"node {first + int(twice[0])} is a training node of {int(counts[twice[0]])} ranks; give each to "
-            "one, as dx.node_split(mask) does"
+            f"node {first + int(twice[0])} is a training node of {int(counts[twice[0]])} ranks; give each "
+            "node to one rank, as dx.node_split(mask) does"
         )
 
 
 def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequence[str]) -> Update:
-    """Return the update that goes on where ``optimizer`` is, bit for bit as on the CPU; it is only read.
+    """Return the update that continues from ``optimizer``, bit for bit as on the CPU; it is only read.
 
     Args:
         optimizer: SGD, Adam or AdamW.
         model: The user's module, which names the parameters.
-        names: Of the weights, in the parameter servers' order; those the optimizer lacks stay as they are.
+        names: Of the weights, in the parameter servers' order; others than the optimizer's are not updated.
 
     Raises:
-        ConfigError: it is another optimizer, has settings or parameters that the parameter servers do not.
+        ConfigError: the optimizer, a setting or a parameter is not supported by the parameter servers.
     """
     name_of = _names(optimizer, model)
     groups = [
@@ -222,8 +212,8 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
     return make_update(type(optimizer).__name__, groups, names, state, root=_root)
 
 
-def give_back(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Array]) -> None:
-    """Let ``optimizer`` go on where an update is.
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Array]) -> None:
+    """Write the state of an update into ``optimizer``.
 
     Args:
         optimizer: The one that :func:`update_of` read, or one like it.
@@ -238,7 +228,7 @@ def give_back(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping
     for path, value in state.items():
         name, _, key = path.rpartition("/")
         if name not in known:
-            raise ConfigError(f"the state {path!r} is of no parameter of the optimizer: {sorted(known)}")
+            raise ConfigError(f"the state {path!r} belongs to no parameter of the optimizer: {sorted(known)}")
         parameter = parameter_of[name]
         # torch keeps step counts on the CPU, and all else where the parameter is.
         device = "cpu" if key == "step" else parameter.device
@@ -252,30 +242,29 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]
             if id(parameter) not in named:
                 raise ConfigError(
                     f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                    "is none of the model's; make the optimizer from model.parameters()"
+                    "is not one of the model's; make the optimizer from model.parameters()"
                 )
     return named
 
 
 def _root(values: Array) -> Array:
-    """torch's own square root, which may differ from NumPy's in the last bit."""
+    # torch's square root, which may differ from NumPy's in the last bit.
     return torch.from_numpy(np.ascontiguousarray(values)).sqrt().numpy()
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
-    """Return copies of the parameters ``names``."""
     found = dict(model.named_parameters())
     return [found[name].detach().cpu().numpy().copy() for name in names]
 
 
 def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> None:
-    """Draw the trained weights anew, equal on all ranks, and let biases be 0.
+    """Initialise the trained weights, equal on all ranks, and set biases to 0.
 
-    What is frozen stays as it is, and so do vectors that are no bias, as a scale.
+    Frozen parameters keep their values, and so do vectors that are not a bias, such as a scale.
 
     Args:
         model: The user's module.
-        chain: Which of them have their inputs first.
+        chain: Says which weights have their inputs first.
         scheme: Of :func:`~dglx_dist.serverless.parameter_server.initialise`.
         seed: Equal on all ranks.
     """
@@ -291,19 +280,19 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
             trained[name].copy_(torch.from_numpy(weight))
 
 
-def bring_back(
+def write_back(
     model: nn.Module, optimizer: Optimizer, weights: Mapping[str, Array], state: Mapping[str, Array]
 ) -> None:
-    """Put trained weights and the state of their update into the user's model and optimizer."""
+    """Write trained weights and the state of their update into the user's model and optimizer."""
     found = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
             found[name].copy_(torch.tensor(weight))
-    give_back(optimizer, model, state)
+    restore_optimizer(optimizer, model, state)
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
-    """Return a digest of what training goes on from: parameters, which are frozen, optimizer, its state."""
+    """Return a digest of the training state: parameters, which are frozen, optimizer, and its state."""
     digest = hashlib.sha256(type(optimizer).__name__.encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {parameter.requires_grad}".encode())
@@ -334,19 +323,19 @@ log = logging.getLogger(__name__)
 
 @final
 class LambdaTrainer(EpochTrainer):
-    """One for each call of ``dx.fit``; every rank makes it, runs it and closes it, together.
+    """Trainer of one call of ``dx.fit``; constructed, run and closed collectively.
 
     Args:
         model: The user's module; after each run it has the trained weights.
         optimizer: Read, never stepped; after each run it has the state of the update.
         chain: The model as steps.
-        loader: Says who is trained on.
-        objective: What is trained; checked by the caller.
+        loader: Names the training nodes.
+        objective: Features, labels and loss; checked by the caller.
         settings: Of the strategy.
-        show: Called with lines of live progress; None: nobody looks.
+        show: Called with lines of live progress; None: no progress.
 
     Raises:
-        ConfigError: on all ranks: the optimizer, features or labels cannot be trained with.
+        ConfigError: on all ranks: the optimizer, features or labels are not supported.
     """
 
     def __init__(
@@ -366,7 +355,7 @@ class LambdaTrainer(EpochTrainer):
         self._program = chain.program(self._num_train)
         self._names = list(self._program.weight_shapes)
         together(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
-        wanted = Wanted(
+        request = PartRequest(
             program=self._program,
             factors=chain.factors,
             objective=objective,
@@ -374,24 +363,23 @@ class LambdaTrainer(EpochTrainer):
             intervals=settings.options.intervals,
             want_in_edges=chain.want_in_edges,
         )
-        self._part = open_part(loader.g, wanted)
+        self._part = open_part(loader.g, request)
         bounds = self._part.bounds
         self._interval_sizes = gather_int64((bounds[1:] - bounds[:-1]).tolist(), self._session).reshape(-1)
         self._running: TrainingRun | None = None
-        self._left = ""
+        self._last_fingerprint = ""
         self._synchronous_from: int | None = None
-        self._past, self._simulated, self._warned = NOTHING, True, False
+        self._past, self._simulated, self._warned = Account(), True, False
 
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
-        """See :class:`EpochTrainer`."""
-        running = self._from(first)
+        running = self._run_from(first)
         counted, began = self._session.ledger.snapshot(), time.perf_counter()
-        with Live(running, self._settings, self._past, self._show):
+        with LiveProgress(running, self._settings, self._past, self._show):
             totals = running.engine.run(number)
         parameters = running.engine.parameters
-        bring_back(self._model, self._optimizer, parameters.latest(), parameters.state())
+        write_back(self._model, self._optimizer, parameters.latest(), parameters.state())
         self._past += Account(server_seconds=time.perf_counter() - began)
-        self._left = fingerprint(self._model, self._optimizer)
+        self._last_fingerprint = fingerprint(self._model, self._optimizer)
         self._loader.advance(number)
         if self._synchronous_from is None:
             self._synchronous_from = running.engine.synchronous_from
@@ -399,32 +387,33 @@ class LambdaTrainer(EpochTrainer):
         return self._records(totals, self._session.ledger.since(counted))
 
     def close(self, *, failed: bool = False) -> None:
-        """See :class:`EpochTrainer`."""
         running, self._running = self._running, None
         if running is not None:
-            self._simulated = running.crew.simulated
+            self._simulated = running.pool.simulated
             self._past += Account(counts=running.close(failed=failed))
 
     def account(self) -> dict[str, object]:
-        """See :class:`EpochTrainer`."""
         now, simulated = self._past, self._simulated
         if self._running is not None:
-            now += Account(counts=self._running.crew.counts)
-            simulated = self._running.crew.simulated
+            now += Account(counts=self._running.pool.counts)
+            simulated = self._running.pool.simulated
         rows = gather_json(as_json(now), self._session)
         total = account_of_ranks([row for row in rows if isinstance(row, dict)])
         settings = self._settings
-        found = total.describe(settings.server, settings.prices, simulated=simulated, alone=settings.alone)
+        found = total.describe(
+            settings.server, settings.prices, simulated=simulated, servers_only=settings.servers_only
+        )
         if settings.options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
 
-    def _from(self, epoch: int) -> TrainingRun:
-        """Return what goes on at ``epoch``: made anew where the user changed weights, optimizer or epoch."""
+    def _run_from(self, epoch: int) -> TrainingRun:
         now = fingerprint(self._model, self._optimizer)
-        # Each time: where only some ranks had changed something, the others would wait for them.
+        # Checked each time: if only some ranks had changed something, the others would wait for them.
         self._check_equal(now)
-        if self._running is not None and (self._running.engine.epoch != epoch or now != self._left):
+        # A new run where the user changed weights, optimizer or epoch.
+        changed = now != self._last_fingerprint
+        if self._running is not None and (changed or self._running.engine.epoch != epoch):
             self.close()
         if self._running is None:
             self._running = TrainingRun(
@@ -442,30 +431,29 @@ class LambdaTrainer(EpochTrainer):
             )
         return self._running
 
-    def _check_equal(self, mine: str) -> None:
-        for rank, other in enumerate(gather_json(mine, self._session)):
-            if other != mine:
+    def _check_equal(self, local: str) -> None:
+        for rank, remote in enumerate(gather_json(local, self._session)):
+            if remote != local:
                 raise ConfigError(
                     f"rank {rank} has other weights or another optimizer than rank "
-                    f"{self._session.topology.rank}; make them alike, and change them on all ranks"
+                    f"{self._session.topology.rank}; make them equal, and change them on all ranks"
                 )
 
-    def _compare_kernels(self, mine: Sequence[str]) -> None:
-        """Warn once, on rank 0, where not all graph servers and workers compute with the same."""
-        told = cast("list[list[str]]", gather_json(list(mine), self._session))
-        kinds = {kind for rank in told for kind in rank}
+    def _compare_kernels(self, local: Sequence[str]) -> None:
+        per_rank = cast("list[list[str]]", gather_json(list(local), self._session))
+        kinds = {kind for rank in per_rank for kind in rank}
         if len(kinds) > 1 and not self._warned and self._session.topology.rank == 0:
             log.warning(
-                "graph servers and workers compute with different kernels, so another run may have other "
-                "last bits; see 'Equal bits' in docs/strategies/lambda.md. Seen: %s",
+                "graph servers and workers compute with different kernels, so results of another run may "
+                "differ in the last bits; see 'Equal bits' in docs/strategies/lambda.md. Seen: %s",
                 " | ".join(sorted(kinds)),
             )
         self._warned = self._warned or len(kinds) > 1
 
     def _records(self, totals: Sequence[EpochTotals], moved: Sequence[LedgerRow]) -> list[EpochRecord]:
-        """Epochs that overlap share what moved evenly: in the end all have moved the same."""
-        mine = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
-        both = gather_int64(mine, self._session).sum(axis=0)
+        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
+        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
+        both = gather_int64(local, self._session).sum(axis=0)
         inside, outside = (_shares(int(total), len(totals)) for total in both)
         return [
             EpochRecord(
@@ -493,16 +481,16 @@ def _shares(total: int, number: int) -> list[int]:
 
 @final
 class LambdaModel(WrappedModel):
-    """A model that graph servers, workers and parameter servers train; its module is the user's, unchanged.
+    """A model trained by graph servers, workers and parameter servers; its module is the user's, unchanged.
 
     Args:
-        model: The user's model; all ranks build the same one, rank 0's weights win.
+        model: The user's model; equal on all ranks, except that rank 0's weights are used.
         g: The distributed graph.
         settings: Of the strategy.
 
     Raises:
-        ConfigError: on all ranks: the model is not made of layers that workers know, the message has the
-            place and the way out; or the graph has several types, or the ranks differ.
+        ConfigError: on all ranks: the model has layers that workers do not know (the message has the
+            place and a remedy); or the graph has several types, or the ranks differ.
     """
 
     def __init__(self, model: nn.Module, g: DistGraph, settings: LambdaSettings) -> None:
@@ -520,12 +508,10 @@ class LambdaModel(WrappedModel):
 
     @property
     def parts(self) -> Parts:
-        """All parameters are replicated: between runs every rank has those of the parameter servers."""
         return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        """Return 0: epochs overlap, so nobody stands waiting for exchanges alone."""
-        return 0.0
+        return 0.0  # Epochs overlap, so no rank waits only for exchanges.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module, for evaluation.
@@ -544,12 +530,11 @@ class LambdaModel(WrappedModel):
         objective: Objective,
         show: Callable[[str], None] | None = None,
     ) -> EpochTrainer:
-        """Return what trains; see :meth:`WrappedModel.trainer`.
+        """Return the trainer; see :meth:`WrappedModel.trainer`.
 
         Raises:
-            ConfigError: the loader is another strategy's, the loss is not cross entropy, something takes part
-                in a step that cannot here, the optimizer is none of SGD, Adam and AdamW, or node data is
-                missing.
+            ConfigError: the loader is another strategy's, the loss is not cross entropy, a step has
+                unsupported participants, the optimizer is not SGD, Adam or AdamW, or node data is missing.
         """
         if not isinstance(loader, IntervalLoader):
             raise ConfigError(
@@ -558,8 +543,8 @@ class LambdaModel(WrappedModel):
             )
         if objective.beside:
             raise ConfigError(
-                f"{' and '.join(objective.beside)} would take part in a step, which strategy 'lambda' "
-                "computes from the features alone; leave it out, or use strategy='data_parallel'"
+                f"{' and '.join(objective.beside)} would take part in a step, but strategy 'lambda' "
+                "computes it from the features alone; leave it out, or use strategy='data_parallel'"
             )
         _check_loss(objective.loss)
         return LambdaTrainer(self.module, optimizer, self._chain, loader, objective, self._settings, show)
@@ -575,17 +560,17 @@ def _check_loss(loss: object) -> None:
     if loss is not functional.cross_entropy and not same:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise ConfigError(
-            f"the loss is {name}, and workers know torch.nn.functional.cross_entropy only, without options; "
+            f"the loss is {name}, but workers know torch.nn.functional.cross_entropy only, without options; "
             "use it, or strategy='data_parallel'"
         )
 
 
 Compute: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
-"""Weights and inputs, one (n, width) each, to outputs, one (n, width) each; the same at every call."""
+"""Maps weights and inputs, one (n, width) each, to outputs, one (n, width) each; deterministic."""
 
 
 def forward_by_torch(compute: Compute, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-    """Return what ``VertexStage.forward`` must; nothing is saved for the way back."""
+    """Implement ``VertexStage.forward`` by ``compute``; nothing is saved for backward."""
     with torch.no_grad():
         outputs = compute(_tensors(weights), _tensors(inputs))
     return Forward(tuple(one.contiguous().numpy() for one in outputs), ())
@@ -599,34 +584,36 @@ def backward_by_torch(
     *,
     wanted: Sequence[bool] | None = None,
 ) -> Backward:
-    """Return what ``VertexStage.backward`` must: ``compute`` is called again, and torch goes back through it.
+    """Implement ``VertexStage.backward``: call ``compute`` again and differentiate it with torch.
 
-    What ``compute`` does not depend on has gradient 0.
+    Inputs and weights that ``compute`` does not depend on have gradient 0.
     """
-    asked = [True] * len(inputs) if wanted is None else wanted
+    is_wanted = [True] * len(inputs) if wanted is None else wanted
     of_weights = [one.requires_grad_() for one in _tensors(weights)]
-    of_inputs = [one.requires_grad_(is_asked) for one, is_asked in zip(_tensors(inputs), asked, strict=True)]
+    of_inputs = [one.requires_grad_(want) for one, want in zip(_tensors(inputs), is_wanted, strict=True)]
     with torch.enable_grad():
         outputs = compute(of_weights, of_inputs)
     leaves = [*of_weights, *(one for one in of_inputs if one.requires_grad)]
     roots = [
-        (one, slope) for one, slope in zip(outputs, _tensors(gradients), strict=True) if one.requires_grad
+        (one, gradient)
+        for one, gradient in zip(outputs, _tensors(gradients), strict=True)
+        if one.requires_grad
     ]
     found: list[Array] = [torch.zeros_like(leaf).numpy() for leaf in leaves]
     if roots and leaves:
-        computed = torch.autograd.grad(
-            [one for one, _ in roots], leaves, [slope for _, slope in roots], allow_unused=True
+        of_leaves = torch.autograd.grad(
+            [one for one, _ in roots], leaves, [gradient for _, gradient in roots], allow_unused=True
         )
         found = [
-            zeros if slope is None else slope.contiguous().numpy()
-            for zeros, slope in zip(found, computed, strict=True)
+            zeros if gradient is None else gradient.contiguous().numpy()
+            for zeros, gradient in zip(found, of_leaves, strict=True)
         ]
     rest = iter(found[len(of_weights) :])
     return Backward(
-        tuple(next(rest) if is_asked else None for is_asked in asked), tuple(found[: len(of_weights)])
+        tuple(next(rest) if want else None for want in is_wanted), tuple(found[: len(of_weights)])
     )
 
 
 def _tensors(arrays: Sequence[Array]) -> list[Tensor]:
-    # Copies: rows may be views that others write or that must not be written, of which torch would warn.
+    # Copies, because rows may be views that others write, or read-only, for which torch would warn.
     return [torch.from_numpy(array.copy()) for array in arrays]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.closed_form import speedup_added, speedup_hidden
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
@@ -24,6 +23,7 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
+from scripts.bench.speedup_model import speedup_added, speedup_hidden
 
 _SERVERS = 4
 _PHI = 0.65

@@ -51,9 +51,9 @@ def _in_json(choice: Choice) -> dict[str, Any]:
             one.candidate.name: {
                 "strategy": one.candidate.strategy,
                 "options": dict(one.candidate.options),
-                "whole": one.candidate.way is not None,
+                "whole": one.candidate.scheme is not None,
                 "seconds": one.epoch_seconds,
-                "bytes": one.bytes_outside + one.bytes_inside if one.bytes_exact else None,
+                "bytes": one.inter_server_bytes + one.intra_server_bytes if one.bytes_exact else None,
             }
             for one in choice.predictions
             if one.feasible

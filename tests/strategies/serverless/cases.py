@@ -16,9 +16,7 @@ from dglx_dist.serverless.program import Program
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
     Part,
-    boundaries_together,
     cut_intervals,
-    interval_sizes,
     local_graph,
     routes_of,
 )
@@ -67,11 +65,18 @@ class Case:
 
     def parts(self, starts: Sequence[int], intervals: int) -> list[Part]:
         graphs = self.graphs(starts)
-        boundaries = boundaries_together(graphs)
+        boundaries = boundaries_of(graphs)
         return [
             self.part(graph, boundary, intervals, graph.rank * intervals)
             for graph, boundary in zip(graphs, boundaries, strict=True)
         ]
+
+
+def boundaries_of(graphs: Sequence[LocalGraph]) -> list[list[Array]]:
+    """``Routes.boundary`` per graph server and peer."""
+    return [
+        [graph.own_positions(peer.ghost_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
+    ]
 
 
 @functools.cache
@@ -127,7 +132,7 @@ def plain_answer(name: str, epochs: int) -> tuple[dict[str, Array], list[tuple[f
 def plan_of(
     program: Program, parts: Sequence[Part], num_servers: int = 1, staleness: int = 0
 ) -> ParameterPlan:
-    sizes = interval_sizes([part.bounds for part in parts])
+    sizes = np.concatenate([np.diff(part.bounds) for part in parts])
     return ParameterPlan.of(program, assign(sizes, num_servers), num_servers=num_servers, staleness=staleness)
 
 

@@ -12,18 +12,19 @@ from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
     Part,
-    boundaries_together,
     cut_intervals,
     local_graph,
     routes_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.layer_kinds import values_of
+from dglx_dist.strategies.serverless.layer_kinds import edge_values
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import StalenessPolicy
-from dglx_dist.strategies.serverless.serial_scheduler import SerialSchedule
-from dglx_dist.strategies.serverless.trainer import bring_back, update_of, weights_of
+from dglx_dist.strategies.serverless.trainer import update_of, weights_of, write_back
 from tests.strategies import equality
+
+from .cases import boundaries_of
+from .serial_scheduler import SerialScheduler
 
 INTERVALS = 3
 
@@ -38,7 +39,7 @@ def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> l
     graphs = cut_graph(g, graph_servers)
     parts = [
         part_of(g, chain, graph, boundary, mask)
-        for graph, boundary in zip(graphs, boundaries_together(graphs), strict=True)
+        for graph, boundary in zip(graphs, boundaries_of(graphs), strict=True)
     ]
     sizes = np.concatenate([np.diff(part.bounds) for part in parts])
     num_servers = min(2, graph_servers)
@@ -48,10 +49,10 @@ def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> l
         ParameterServer(plan, index, weights_of(model, names), update_of(optimizer, model, names))
         for index in range(num_servers)
     ]
-    SerialSchedule(
+    SerialScheduler(
         [GraphServer(part, program) for part in parts], parameters, StalenessPolicy(mode="async")
     ).run(epochs)
-    bring_back(model, optimizer, dict(zip(names, parameters[-1].latest(), strict=True)), {})
+    write_back(model, optimizer, dict(zip(names, parameters[-1].latest(), strict=True)), {})
     return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
@@ -69,7 +70,7 @@ def cut_graph(g: DistGraph, graph_servers: int) -> list[LocalGraph]:
 def part_of(g: DistGraph, chain: Chain, graph: LocalGraph, boundary: list[Any], mask: Any) -> Part:
     own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1])
     bounds = cut_intervals(graph.indptr, graph.sources, INTERVALS)
-    factors = {name: values_of(one, g, own, np.dtype(np.float64)) for name, one in chain.factors.items()}
+    factors = {name: edge_values(one, g, own, np.dtype(np.float64)) for name, one in chain.factors.items()}
     return Part(
         graph=graph,
         bounds=bounds,

@@ -8,7 +8,13 @@ import pytest
 
 from dglx_dist.serverless.controller import Counts
 from dglx_dist.serverless.cost import prices
-from dglx_dist.strategies.serverless.engine import Account, Live, account_of_ranks, as_json, progress_line
+from dglx_dist.strategies.serverless.engine import (
+    Account,
+    LiveProgress,
+    account_of_ranks,
+    as_json,
+    progress_line,
+)
 from dglx_dist.strategies.serverless.options import read_settings
 from dglx_dist.strategies.serverless.scheduler import Snapshot
 
@@ -48,8 +54,8 @@ def test_the_line_says_stages_workers_queue_relaunches_and_dollars() -> None:
 
 
 def test_lines_come_while_a_run_goes_on_and_no_longer() -> None:
-    crew = SimpleNamespace(counts=MILLION, simulated=True, controller=SimpleNamespace(workers=3))
-    running: Any = SimpleNamespace(crew=crew, engine=SimpleNamespace(snapshot=lambda: NOW))
+    pool = SimpleNamespace(counts=MILLION, simulated=True, controller=SimpleNamespace(workers=3))
+    running: Any = SimpleNamespace(pool=pool, engine=SimpleNamespace(snapshot=lambda: NOW))
     settings = read_settings({"prices": "dorylus"})
     seen: list[str] = []
     first = threading.Event()
@@ -58,11 +64,11 @@ def test_lines_come_while_a_run_goes_on_and_no_longer() -> None:
         seen.append(line)
         first.set()
 
-    with Live(running, settings, Account(counts=MILLION), show):
+    with LiveProgress(running, settings, Account(counts=MILLION), show):
         assert first.wait(20)
     assert "3 workers" in seen[0]
     # What was done before is in the bill.
     assert "$1.02" in seen[0] or "$1.03" in seen[0]
     assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
-    with Live(running, settings, Account(), None):
+    with LiveProgress(running, settings, Account(), None):
         assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())

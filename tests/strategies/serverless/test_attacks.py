@@ -26,7 +26,7 @@ from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 
 from . import cases
-from .client import Visitor
+from .client import WorkerClient
 
 INTERVALS, EPOCHS, RUN = 3, 3, 2
 NO_KEYS = (
@@ -41,8 +41,8 @@ class Besieged:
     """A worker as workers are, by sockets; before it does a task, others do what they can to that task."""
 
     def __init__(self, access: ClientAccess, program: Program) -> None:
-        self._program, self._visitor = program, Visitor(access)
-        self._attacker = Visitor(access)
+        self._program, self._client = program, WorkerClient(access)
+        self._attacker = WorkerClient(access)
         self._waiting: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._launched: dict[TaskKey, Task] = {}
         self._failure: Exception | None = None
@@ -51,7 +51,7 @@ class Besieged:
         self._thread.start()
 
     def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        client = self._visitor
+        client = self._client
         self._launched[key] = Task(
             key=key,
             rows=rows,
@@ -79,7 +79,7 @@ class Besieged:
         self._thread.join()
 
     def _serve(self) -> None:
-        worker = Worker(self._visitor.caller)
+        worker = Worker(self._client.caller)
         try:
             while (task := self._waiting.get()) is not None:
                 self._attack(task)
@@ -87,7 +87,7 @@ class Besieged:
         except BaseException as error:
             self._failure = PeerError(f"{type(error).__name__}: {error}")
         finally:
-            self._visitor.caller.close()
+            self._client.caller.close()
             self._attacker.caller.close()
 
     def _attack(self, task: Task) -> None:
@@ -203,16 +203,16 @@ def engine_of(session: Session, access: ClientAccess) -> tuple[Engine, Besieged]
     (part,) = cases.case().parts([0, cases.case().num_nodes], INTERVALS)
     plan = cases.plan_of(program, [part])
     config = EngineConfig(
-        plan=plan, places=Places(parameter_servers=(0,), graph_servers=(0,)), pace=StalenessPolicy()
+        plan=plan, places=Places(parameter_servers=(0,), graph_servers=(0,)), policy=StalenessPolicy()
     )
-    hired: list[Besieged] = []
+    started: list[Besieged] = []
 
     def start_workers(_handlers: Mapping[str, Handler]) -> Besieged:
-        hired.append(Besieged(access, program))
-        return hired[0]
+        started.append(Besieged(access, program))
+        return started[0]
 
     parameters = cases.parameter_server(program, plan, 0)
-    return Engine(session, GraphServer(part, program, run=RUN), config, parameters, start_workers), hired[0]
+    return Engine(session, GraphServer(part, program, run=RUN), config, parameters, start_workers), started[0]
 
 
 def test_attacks_on_the_tasks_of_a_run_change_nothing() -> None:
@@ -261,7 +261,7 @@ def test_garbage_from_somebody_with_the_secret_is_dropped(caplog: pytest.LogCapt
             sent = list(garbage())
             for frames in sent:
                 socket.send_multipart(frames)
-            client = Visitor(access)
+            client = WorkerClient(access)
             for _ in range(3):
                 assert client.ask("double", "", [np.array([21])])[0].tolist() == [42]
             client.caller.close()
@@ -274,7 +274,7 @@ def test_the_secret_of_another_job_opens_nothing(caplog: pytest.LogCaptureFixtur
         came: list[str] = []
         session.rpc.register(WEIGHTS, lambda name, _arrays: came.append(name) or [], for_clients=True)
         for secret in ("0" * 64, access.credentials.secret.decode()[:-1], " "):
-            client = Visitor(access, secret)
+            client = WorkerClient(access, secret)
             with pytest.raises(PeerError, match="refused the connection"):
                 client.ask(WEIGHTS, "r0.e0.s1.i0.f")
             client.caller.close()

@@ -268,11 +268,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "attn_drop' drops with probability 0.3",
     ),
     "functional dropout": (lambda: modules(Noisy()), "something else in training"),
-    "features dropped": (lambda: ByMode(drops=True), "is not given the features themselves"),
+    "features dropped": (lambda: ByMode(drops=True), "does not get the unchanged features"),
     "other order": (lambda: ByMode(drops=False), "calls other layers"),
     "unknown function": (lambda: pair(F.silu), "between the layers 'inner.layers.0' and 'inner.layers.1'"),
     "norm": (lambda: modules(nn.ReLU(), nn.BatchNorm1d(4)), "BatchNorm1d 'between.1' is called"),
-    "trained": (lambda: modules(nn.PReLU()), "parameter 'between.0.weight' is trained"),
+    "trained": (lambda: modules(nn.PReLU()), "trains the parameter 'between.0.weight'"),
     "trained inside": (
         lambda: Seq([conv("sage", WIDTH, 4, activation=nn.PReLU())], [same]),
         "parameter 'activation.weight' that no stage knows",
@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "skip": (
         lambda: Skips([conv("sage", WIDTH, 4), conv("sage", 4, 4)], [same, same]),
-        "behind the last layer, 'inner.layers.1'",
+        "after the last layer, 'inner.layers.1'",
     ),
     "features changed": (
         lambda: Seq([nn.Sequential(), conv("sage", WIDTH, 4)], [same, same]),  # type: ignore[list-item]
@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Seq([dgl.nn.SAGEConv(WIDTH, 4, "pool")], [same]),
         "aggregator 'pool'",
     ),
-    "unknown layer": (lambda: Seq([dgl.nn.GINConv(nn.Linear(WIDTH, 4))], [same]), "GINConv, is known to no"),
+    "unknown layer": (lambda: Seq([dgl.nn.GINConv(nn.Linear(WIDTH, 4))], [same]), "GINConv, is not known to"),
     "no layer": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH)), "no layer that workers know"),
     "half": (lambda: pair(torch.relu).half(), "parameters are float16"),
 }

@@ -98,8 +98,8 @@ def test_it_trains_in_processes_as_in_torch(tmp_path: Path) -> None:
             if executor == "local":
                 with pytest.raises(ConfigError, match="which imports torch, and workers of executor 'local'"):
                     dx.wrap(model(stage="tensor_gate"), g)
-        for mine, theirs in zip(trained.parameters(), expected.parameters(), strict=True):
-            assert (mine - theirs).detach().abs().max().item() < 1e-12
+        for local, theirs in zip(trained.parameters(), expected.parameters(), strict=True):
+            assert (local - theirs).detach().abs().max().item() < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -142,5 +142,5 @@ def test_an_activation_behind_it_needs_to_be_taken() -> None:
             scores: Tensor = self.head(self.conv(blocks[1], h))
             return scores
 
-    with pytest.raises(ConfigError, match="followed by relu, and its stage takes no activation"):
+    with pytest.raises(ConfigError, match="followed by relu, but its stage takes no activation"):
         chain_of(Behind())

@@ -9,7 +9,7 @@ import dglx_dist as dx
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
-from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor, values_of
+from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor, edge_values
 
 # 0 -> 1, 0 -> 2, 1 -> 2, 2 -> 2: in-degrees 0, 1, 3; out-degrees 2, 1, 1.
 SOURCES, TARGETS = np.array([0, 0, 1, 2]), np.array([1, 2, 2, 2])
@@ -40,12 +40,12 @@ def test_values(folder: Path) -> None:
         g = dx.DistGraph(folder)
         everyone, float64 = np.arange(3), np.dtype(np.float64)
         for name, values in expected.items():
-            np.testing.assert_allclose(values_of(FACTOR_OF_NORM[name], g, everyone, float64), values)
-        weighed = values_of(EdgeFactor(target="whole", column="w"), g, np.array([2]), np.dtype(np.float32))
+            np.testing.assert_allclose(edge_values(FACTOR_OF_NORM[name], g, everyone, float64), values)
+        weighed = edge_values(EdgeFactor(target="whole", column="w"), g, np.array([2]), np.dtype(np.float32))
         assert weighed.dtype == np.float32
         np.testing.assert_allclose(weighed, [2 / 3, 1, 4 / 3], rtol=1e-6)
         with pytest.raises(ConfigError, match=r"'two' has \(2,\) numbers per edge"):
-            values_of(EdgeFactor(column="two"), g, everyone, float64)
+            edge_values(EdgeFactor(column="two"), g, everyone, float64)
 
 
 def test_sums_need_no_values() -> None:

@@ -49,7 +49,7 @@ STARTS = {1: [0, 40], 2: [0, 17, 40], 4: [0, 9, 9, 24, 40]}
 """The second of four graph servers has no nodes."""
 
 
-class Hands:
+class ThreadWorkers:
     """Workers as threads that ask by the operations of real ones; some tasks are done twice."""
 
     def __init__(
@@ -121,27 +121,27 @@ class Hands:
 def engine_of(
     session: Session,
     program: Program,
-    pace: StalenessPolicy,
+    policy: StalenessPolicy,
     num_servers: int,
     *,
     twice: bool = False,
     **settings: Any,
-) -> tuple[Engine, Hands]:
+) -> tuple[Engine, ThreadWorkers]:
     rank, world = session.topology.rank, session.topology.world_size
     graph = cases.case().graphs(STARTS[world])[rank]
     boundary = exchange_boundaries(session, graph)
     part = cases.case().part(graph, boundary, INTERVALS, rank * INTERVALS)
-    plan = cases.plan_of(program, parts_of(world), num_servers, pace.staleness)
+    plan = cases.plan_of(program, parts_of(world), num_servers, policy.staleness)
     places = Places(parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(world)))
-    config = EngineConfig(plan=plan, places=places, pace=pace, **settings)
-    hired: list[Hands] = []
+    config = EngineConfig(plan=plan, places=places, policy=policy, **settings)
+    started: list[ThreadWorkers] = []
 
-    def start_workers(handlers: Mapping[str, Handler]) -> Hands:
-        hired.append(Hands(session, program, handlers, twice))
-        return hired[0]
+    def start_workers(handlers: Mapping[str, Handler]) -> ThreadWorkers:
+        started.append(ThreadWorkers(session, program, handlers, twice))
+        return started[0]
 
     parameters = cases.parameter_server(program, plan, rank) if rank < num_servers else None
-    return Engine(session, GraphServer(part, program), config, parameters, start_workers), hired[0]
+    return Engine(session, GraphServer(part, program), config, parameters, start_workers), started[0]
 
 
 def parts_of(world: int) -> list[Part]:
@@ -158,25 +158,25 @@ def check_plain(name: str, engine: Engine, totals: list[EpochTotals]) -> None:
     assert all(one.seconds > 0 for one in totals)
 
 
-def train(session: Session, name: str, pace: StalenessPolicy, **settings: Any) -> None:
+def train(session: Session, name: str, policy: StalenessPolicy, **settings: Any) -> None:
     """Two runs of two epochs each, beside the plain answer where the mode is exact."""
-    engine, hands = engine_of(
-        session, cases.PROGRAMS[name](), pace, min(2, session.topology.world_size), **settings
+    engine, workers = engine_of(
+        session, cases.PROGRAMS[name](), policy, min(2, session.topology.world_size), **settings
     )
     totals = engine.run(EPOCHS // 2)
     assert engine.epoch == EPOCHS // 2
     assert engine.snapshot().steps == ("",) * INTERVALS
     totals += engine.run(EPOCHS - EPOCHS // 2)
-    if pace.mode != "async":
+    if policy.mode != "async":
         check_plain(name, engine, totals)
-    assert all(hands.launched.values())
-    behind_gather = {key for key in hands.launched if key.step == 1 and key.direction is Direction.FORWARD}
-    if pace.mode == "no_pipe":
-        assert not hands.early
+    assert all(workers.launched.values())
+    behind_gather = {key for key in workers.launched if key.step == 1 and key.direction is Direction.FORWARD}
+    if policy.mode == "no_pipe":
+        assert not workers.early
     elif name != "gat":
-        assert behind_gather <= hands.early
+        assert behind_gather <= workers.early
     engine.close()
-    hands.close()
+    workers.close()
 
 
 def one_rank() -> None:
@@ -265,10 +265,10 @@ def die_behind_the_barrier(do: Callable[[TaskKey, int], None]) -> Callable[[Task
 
 def a_death() -> str:
     with start_session(timeout_s=20.0) as session:
-        engine, hands = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
+        engine, workers = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
         engine.run(1)
         if session.topology.rank == 1:
-            hands._do = die_behind_the_barrier(hands._do)  # type: ignore[method-assign]
+            workers._do = die_behind_the_barrier(workers._do)  # type: ignore[method-assign]
         with pytest.raises((PeerError, RemoteError)) as caught:
             engine.run(100)
         engine.abandon()
@@ -287,7 +287,7 @@ def test_a_graph_server_that_dies_is_named() -> None:
 def test_what_workers_may_ask() -> None:
     with start_session(timeout_s=30.0) as session:
         program = cases.gcn()
-        engine, hands = engine_of(session, program, StalenessPolicy(), 1)
+        engine, workers = engine_of(session, program, StalenessPolicy(), 1)
 
         def ask(op: str, name: str, arrays: Sequence[Array] = ()) -> list[Array]:
             return session.rpc.call(0, op, name, arrays, phase="test")
@@ -307,49 +307,49 @@ def test_what_workers_may_ask() -> None:
             with pytest.raises(RemoteError, match=message):
                 ask(op, name)
         assert ask(GIVE, "r0.e1.s1.i0.f/0/7")[0].tolist() == [0]
-        assert hands.done_twice == []
+        assert workers.done_twice == []
         assert ask(GIVE, "r0.e1.s1.i0.f/1/7")[0].tolist() == [0]
-        assert hands.done_twice == [TaskKey.parse("r0.e1.s1.i0.f")]
+        assert workers.done_twice == [TaskKey.parse("r0.e1.s1.i0.f")]
         engine.close()
-        hands.close()
+        workers.close()
 
 
 def test_a_standstill_names_tasks_and_what_updates_wait_for() -> None:
     with start_session(timeout_s=1.0) as session:
-        engine, hands = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
-        hands._do = lambda _key, _rows: None  # type: ignore[method-assign]
+        engine, workers = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
+        workers._do = lambda _key, _rows: None  # type: ignore[method-assign]
         with pytest.raises(
             PeerError, match=r"no worker gave rows for r0.e0.s1.i0.f.*gradients of intervals 0, 1, 2"
         ):
             engine.run(1)
         engine.abandon()
-        hands.close()
+        workers.close()
 
 
 def test_what_a_worker_fails_with_ends_the_run() -> None:
     with start_session(timeout_s=30.0) as session:
-        engine, hands = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
+        engine, workers = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
 
         def fail(_key: TaskKey, _rows: int) -> None:
             raise PeerError("no worker did it")
 
-        hands._do = fail  # type: ignore[method-assign]
+        workers._do = fail  # type: ignore[method-assign]
         with pytest.raises(PeerError, match="no worker did it"):
             engine.run(1)
         engine.abandon()
-        hands.close()
+        workers.close()
 
 
 def test_a_next_task_that_cannot_be_sent_ends_the_run_and_not_the_worker() -> None:
     with start_session(timeout_s=30.0) as session:
-        engine, hands = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
+        engine, workers = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
 
         def fail(_key: TaskKey, _attempt: int) -> None:
             raise PeerError("no more workers")
 
-        hands.done = fail  # type: ignore[method-assign]
+        workers.done = fail  # type: ignore[method-assign]
         with pytest.raises(PeerError, match="no more workers"):
             engine.run(1)
-        assert hands.failure is None
+        assert workers.failure is None
         engine.abandon()
-        hands.close()
+        workers.close()

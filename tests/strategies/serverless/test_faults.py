@@ -136,5 +136,5 @@ def test_a_dead_graph_and_parameter_server_is_named_and_the_job_resumes(
     # Any number of ranks goes on; sums in another order are those of a run that never died but for rounding.
     found, result = trained(folder, saving(saved, resume=True), executor="inline")
     assert result.first_epoch == 2
-    for mine, whole in zip(found, faultless, strict=True):
-        assert np.abs(mine - whole).max() < 1e-12
+    for local, whole in zip(found, faultless, strict=True):
+        assert np.abs(local - whole).max() < 1e-12

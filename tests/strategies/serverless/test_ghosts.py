@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.serverless.graph_partition import boundaries_together, local_graph, routes_of
+from dglx_dist.strategies.serverless.graph_partition import local_graph, routes_of
 
 from . import cases
+from .cases import boundaries_of
 
 # Nodes 0 1 | 2 3 | 4; edges 0->1, 1->0, 2->0, 4->0, 4->1, 0->2, 0->3, 1->3.
 STARTS = [0, 2, 4, 5]
@@ -35,14 +36,14 @@ def test_local_ids_and_ghosts_by_hand() -> None:
 def test_routes_by_hand() -> None:
     """One node per interval on the first two; the third has no ghosts."""
     all_graphs = graphs()
-    boundary = boundaries_together(all_graphs)
+    boundary = boundaries_of(all_graphs)
     assert [[nodes.tolist() for nodes in row] for row in boundary] == [
         [[], [0, 1], []],
         [[0], [], []],
         [[0], [], []],
     ]
     first = routes_of(all_graphs[0], np.array([0, 1, 2]), boundary[0])
-    assert first.num_sent == 2
+    assert sum(len(nodes) for nodes in first.boundary) == 2
     assert first.boundary_bounds[1].tolist() == [0, 1, 2]
     # Ghost 2 has an edge to node 0 alone, ghost 4 to both: its home is the higher interval.
     assert [[some.tolist() for some in peer] for peer in first.returned] == [[[], []], [[0], []], [[], [0]]]
@@ -57,11 +58,12 @@ def test_every_ghost_is_sent_by_one_interval_and_returned_by_one() -> None:
     parts = cases.case().parts(starts, 3)
     for part in parts:
         for peer in parts:
-            sent, mine = part.routes.boundary[peer.graph.rank], peer.graph.ghost_ids(part.graph.rank)
-            assert (sent + part.graph.starts[part.graph.rank] == mine).all()
+            sent, local = part.routes.boundary[peer.graph.rank], peer.graph.ghost_ids(part.graph.rank)
+            assert (sent + part.graph.starts[part.graph.rank] == local).all()
             returned = np.concatenate(part.routes.returned[peer.graph.rank])
             assert sorted(returned.tolist()) == list(range(len(part.graph.ghost_ids(peer.graph.rank))))
-    assert sum(part.routes.num_sent for part in parts) == sum(part.graph.num_ghosts for part in parts) > 0
+    num_sent = sum(len(nodes) for part in parts for nodes in part.routes.boundary)
+    assert num_sent == sum(part.graph.num_ghosts for part in parts) > 0
 
 
 def test_lists_of_another_partition_are_refused() -> None:

@@ -13,24 +13,23 @@ from dglx_dist.strategies.serverless import graph_rows as over_edges
 from dglx_dist.strategies.serverless.graph_rows import SharedRows
 from dglx_dist.strategies.serverless.graph_server import (
     GraphServer,
-    Kind,
-    LocalParameters,
     SubmitResult,
-    compute_task,
+    TaskKind,
 )
 
 from . import cases
+from .serial_scheduler import LocalParameters, compute_task
 
 STARTS = [0, 17, 40]
 
 
-def test_letters_that_are_not_what_a_scatter_sends_are_refused() -> None:
+def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
     (server, peer), _ = cases.servers(cases.gcn(), STARTS, 2)
-    letters = peer.letters(1, peer.course[2])
-    (letter,) = letters
-    good = [letter.positions, *letter.rows]
-    assert letter.rows[0].shape == (len(letter.positions), 4)
-    server.receive(1, Kind.SCATTER, 2, good)
+    messages = peer.ghost_messages(1, peer.schedule[2])
+    (message,) = messages
+    good = [message.positions, *message.rows]
+    assert message.rows[0].shape == (len(message.positions), 4)
+    server.receive(1, TaskKind.SCATTER, 2, good)
     size = len(server.part.graph.ghost_ids(1))
     wrong = {
         "not positions and 1 slots": [good[0]],
@@ -43,35 +42,35 @@ def test_letters_that_are_not_what_a_scatter_sends_are_refused() -> None:
     }
     for message, arrays in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            server.receive(1, Kind.SCATTER, 2, arrays)
+            server.receive(1, TaskKind.SCATTER, 2, arrays)
     for peer_number, step in ((1, 1), (1, 99), (1, -1), (2, 2), (-1, 2)):
         with pytest.raises(ConfigError, match="no such Scatter"):
-            server.receive(peer_number, Kind.SCATTER, step, good)
+            server.receive(peer_number, TaskKind.SCATTER, step, good)
 
 
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     (server, _), parameters = cases.servers(cases.gcn(), STARTS, 2)
-    key, move = TaskKey.parse("r0.e0.s1.i0.f"), server.course[1]
-    assert server.desk.pull(key, 0) is None
+    key, task = TaskKey.parse("r0.e0.s1.i0.f"), server.schedule[1]
+    assert server.task_table.pull(key, 0) is None
     with pytest.raises(ConfigError, match="came before it began"):
-        server.give(key, 0, [])
-    server.compute(0, 0, server.course[0])
-    server.open(0, 0, move)
+        server.submit(key, 0, [])
+    server.compute(0, 0, server.schedule[0])
+    server.open(0, 0, task)
     computed = compute_task(server, LocalParameters(parameters), key)
     first, second = computed.halves
     with pytest.raises(ConfigError, match=r"what came of r0\.e0\.s1\.i0\.f has 0 arrays, not 1"):
-        server.give(key, 0, [])
+        server.submit(key, 0, [])
     with pytest.raises(ConfigError, match="output h1 of shape"):
-        server.give(key, 0, [first[0][:-1]])
-    assert server.give(key, 0, first) is SubmitResult.TAKEN
-    assert server.give(key, 0, first) is SubmitResult.AGAIN
-    assert server.desk.keys == [key]
-    assert server.give(key, 1, second) is SubmitResult.LAST
-    assert server.desk.keys == []
+        server.submit(key, 0, [first[0][:-1]])
+    assert server.submit(key, 0, first) is SubmitResult.TAKEN
+    assert server.submit(key, 0, first) is SubmitResult.AGAIN
+    assert server.task_table.keys == [key]
+    assert server.submit(key, 1, second) is SubmitResult.LAST
+    assert server.task_table.keys == []
     for half in (0, 1):
-        assert server.give(key, half, first) is SubmitResult.LATE
+        assert server.submit(key, half, first) is SubmitResult.LATE
     with pytest.raises(ConfigError, match="is over"):
-        server.desk.pull(key, 0)
+        server.task_table.pull(key, 0)
     rows = server.part.nodes_of(0)
     np.testing.assert_array_equal(server._stores.own("h1", rows), np.concatenate([first[0], second[0]]))
 
@@ -88,12 +87,12 @@ def test_a_sum_lets_writers_in_between_pieces_and_is_the_same(monkeypatch: pytes
     monkeypatch.setattr(SharedRows, "reading", counted)
     (step, *_), nodes = server.program.steps, server.part.nodes_of(1)
     assert isinstance(step, Gather)
-    whole = server._over_edges.gather(step, 1)
+    whole = server._edge_operations.gather(step, 1)
     assert held == ["rows", "rows"]  # and the values of its edges
     monkeypatch.setattr(over_edges, "_PIECE_NUMBERS", 3 * whole.shape[1])
     edges = server.part.edges_of(1)
-    np.testing.assert_array_equal(server._over_edges.gather(step, 1), whole)
-    pieces = list(server._over_edges._pieces(nodes, whole.shape[1]))
+    np.testing.assert_array_equal(server._edge_operations.gather(step, 1), whole)
+    pieces = list(server._edge_operations._pieces(nodes, whole.shape[1]))
     assert len(held) == 2 + 2 * len(pieces) > 6
     assert [pieces[0][0], pieces[-1][1]] == [nodes.start, nodes.stop]
     bounds = server.part.graph.indptr
@@ -119,8 +118,10 @@ def test_parts_that_do_not_fit_are_refused() -> None:
             GraphServer(dataclasses.replace(part, **change), program)
 
 
-def test_memory_is_counted() -> None:
+def test_stores_keep_each_row_once() -> None:
     (server, _), _ = cases.servers(cases.gcn(), STARTS, 2)
-    graph, boundary = server.part.graph, server.part.routes.num_sent
+    graph, boundary = server.part.graph, sum(len(nodes) for nodes in server.part.routes.boundary)
     rows = graph.num_local * (5 + 4) + graph.num_own * (5 + 4 + 3) + graph.num_own * 4 + boundary * 4
-    assert server.num_bytes == 8 * (rows + len(graph.sources))
+    kept = [*vars(server._stores).values()]
+    stored = [one for group in kept if isinstance(group, dict) for one in group.values()]
+    assert sum(one.array.nbytes for one in stored) == 8 * (rows + len(graph.sources))

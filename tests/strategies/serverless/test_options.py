@@ -9,8 +9,8 @@ from dglx_dist.strategies.serverless.options import read_lambda_options
 def test_what_is_given_and_what_is_not() -> None:
     found = read_lambda_options({"mode": "async", "staleness": 2, "switch_at": 1})
     assert (found.mode, found.staleness, found.switch_at) == ("async", 2, 1.0)
-    pace = found.pace(4, 30)
-    assert (pace.mode, pace.staleness, pace.first_epoch, pace.target) == ("async", 2, 4, 30)
+    policy = found.staleness_policy(4, 30)
+    assert (policy.mode, policy.staleness, policy.first_epoch, policy.target) == ("async", 2, 4, 30)
     assert read_lambda_options({}).mode == "pipe"
 
 

@@ -10,20 +10,22 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.program import Vertex
 from dglx_dist.serverless.tasks import TaskKey
-from dglx_dist.strategies.serverless.graph_server import GraphServer, Kind, LocalParameters, compute_task
+from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
 from dglx_dist.strategies.serverless.options import StalenessPolicy
-from dglx_dist.strategies.serverless.serial_scheduler import (
+from tests.helpers import wide
+
+from . import cases
+from .serial_scheduler import (
     Choice,
     Event,
-    SerialSchedule,
-    What,
+    EventKind,
+    LocalParameters,
+    SerialScheduler,
+    compute_task,
     first_come,
     replayed,
     seeded,
 )
-from tests.helpers import wide
-
-from . import cases
 
 CUTS = {1: [0, 40], 2: [0, 17, 40], 3: [0, 13, 13, 40], 4: [0, 9, 20, 33, 40]}
 """First nodes of each graph server; one of three has no nodes at all."""
@@ -33,28 +35,28 @@ def train(
     name: str,
     graph_servers: int,
     intervals: int,
-    pace: StalenessPolicy,
+    policy: StalenessPolicy,
     choose: Choice,
     *,
     epochs: int,
     parameter_servers: int = 1,
     **options: bool,
-) -> tuple[SerialSchedule, list[ParameterServer]]:
+) -> tuple[SerialScheduler, list[ParameterServer]]:
     servers, parameters = cases.servers(
         cases.PROGRAMS[name](),
         CUTS[graph_servers],
         intervals,
         num_parameter_servers=parameter_servers,
-        staleness=pace.staleness,
+        staleness=policy.staleness,
         **options,
     )
-    schedule = SerialSchedule(servers, parameters, pace, choose)
+    schedule = SerialScheduler(servers, parameters, policy, choose)
     schedule.run(epochs)
     return schedule, parameters
 
 
 def check_equal_to_plain(
-    name: str, schedule: SerialSchedule, parameters: Sequence[ParameterServer], epochs: int
+    name: str, schedule: SerialScheduler, parameters: Sequence[ParameterServer], epochs: int
 ) -> None:
     weights, losses = cases.plain_answer(name, epochs)
     for server in parameters:
@@ -91,21 +93,21 @@ def test_pipe_is_plain_training(
     [("gcn", 100, {}), ("sage", 3, {"fused": False}), ("gat", 2, {"rematerialise": False, "fused": False})],
 )
 def test_twenty_epochs_and_a_hundred_intervals(name: str, intervals: int, options: dict[str, bool]) -> None:
-    pace = StalenessPolicy(mode="no_pipe" if name == "sage" else "pipe")
+    policy = StalenessPolicy(mode="no_pipe" if name == "sage" else "pipe")
     epochs, graph_servers = (2, 1) if intervals == 100 else (20, 2)
-    schedule, parameters = train(name, graph_servers, intervals, pace, first_come, epochs=epochs, **options)
+    schedule, parameters = train(name, graph_servers, intervals, policy, first_come, epochs=epochs, **options)
     check_equal_to_plain(name, schedule, parameters, epochs)
 
 
 @pytest.mark.parametrize("name", cases.PROGRAMS)
 def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
     found = []
-    for pace, choose in (
+    for policy, choose in (
         (StalenessPolicy(mode="pipe"), seeded(1)),
         (StalenessPolicy(mode="pipe"), first_come),
         (StalenessPolicy(mode="async", staleness=0), first_come),
     ):
-        _, parameters = train(name, 3, 3, pace, choose, epochs=4, parameter_servers=2)
+        _, parameters = train(name, 3, 3, policy, choose, epochs=4, parameter_servers=2)
         found.append([value.tobytes() for value in parameters[0].latest()])
     assert found[0] == found[1] == found[2]
 
@@ -120,13 +122,13 @@ def test_options_and_modes_change_no_bit() -> None:
 
 
 def test_runs_go_on_where_they_ended_and_async_can_become_synchronous() -> None:
-    pace = StalenessPolicy(mode="async", staleness=2)
+    policy = StalenessPolicy(mode="async", staleness=2)
     servers, parameters = cases.servers(cases.gcn(), CUTS[2], 2, staleness=2)
-    schedule = SerialSchedule(servers, parameters, pace, seeded(5))
+    schedule = SerialScheduler(servers, parameters, policy, seeded(5))
     schedule.run(3)
     between = cases.latest(parameters[0])
     for progress in schedule.progress:
-        progress.pace.synchronous_from = 3
+        progress.policy.synchronous_from = 3
     schedule.run(5)
     program, graph = cases.gcn(), cases.case()
     for _ in range(2):
@@ -137,14 +139,14 @@ def test_runs_go_on_where_they_ended_and_async_can_become_synchronous() -> None:
 
 
 def test_a_record_is_replayed_and_another_runs_record_is_refused() -> None:
-    pace = StalenessPolicy(mode="async", staleness=1)
-    first, parameters = train("sage", 2, 3, pace, seeded(7), epochs=4)
-    again, repeated = train("sage", 2, 3, pace, replayed(first.record), epochs=4)
+    policy = StalenessPolicy(mode="async", staleness=1)
+    first, parameters = train("sage", 2, 3, policy, seeded(7), epochs=4)
+    again, repeated = train("sage", 2, 3, policy, replayed(first.record), epochs=4)
     assert again.record == first.record
     assert [one.tobytes() for one in repeated[0].latest()] == [
         one.tobytes() for one in parameters[0].latest()
     ]
-    other, changed = train("sage", 2, 3, pace, seeded(8), epochs=4)
+    other, changed = train("sage", 2, 3, policy, seeded(8), epochs=4)
     assert other.record != first.record
     assert any((a != b).any() for a, b in zip(changed[0].latest(), parameters[0].latest(), strict=True))
     with pytest.raises(ConfigError, match="is it of another run"):
@@ -171,8 +173,8 @@ def test_gradients_of_intervals_add_up_to_those_of_the_graph() -> None:
                 total[name] += array
             LocalParameters(parameters).gradients(key, arrays)
 
-    schedule = SerialSchedule(servers, parameters, StalenessPolicy())
-    schedule._hands = Listening()  # type: ignore[assignment]
+    schedule = SerialScheduler(servers, parameters, StalenessPolicy())
+    schedule._local_parameters = Listening()  # type: ignore[assignment]
     schedule.run(1)
     plain = cases.plain_run(program, cases.first_weights(program), graph)
     for name, gradient in plain.gradients.items():
@@ -185,7 +187,7 @@ class Bounds:
     """Watches a schedule and checks every bound of bounded asynchrony after each event."""
 
     def __init__(
-        self, schedule: SerialSchedule, parameters: Sequence[ParameterServer], staleness: int
+        self, schedule: SerialScheduler, parameters: Sequence[ParameterServer], staleness: int
     ) -> None:
         self.schedule, self.parameters, self.staleness = schedule, parameters, staleness
         self.written: dict[tuple[int, int], int] = {}
@@ -200,28 +202,28 @@ class Bounds:
         alive = max(len(server.alive) for server in self.parameters)
         assert alive <= self.staleness + 2
         self.alive = max(self.alive, alive)
-        if event.what is What.UPDATE:
+        if event.kind is EventKind.UPDATE:
             return
         server = self.schedule.servers[event.server]
-        epoch, index = divmod(event.position, len(server.course))
+        epoch, index = divmod(event.position, len(server.schedule))
         assert epoch - updates <= self.staleness
         self.spread = max(self.spread, epoch - updates)
-        move, place = server.course[index], (event.server, event.interval)
-        if move.kind is Kind.GATHER and move.step > 0:
+        task, place = server.schedule[index], (event.server, event.interval)
+        if task.kind is TaskKind.GATHER and task.step > 0:
             oldest = min(
                 (self.value_of(place, at) for at in self.sources[event.server][event.interval]), default=epoch
             )
             self.lag = max(self.lag, epoch - oldest)
             assert epoch - oldest <= self.staleness + 1
-        elif move.kind is Kind.SCATTER:
+        elif task.kind is TaskKind.SCATTER:
             self.seen[place] = epoch
-        elif move.kind is Kind.WORK and event.what is What.SUBMIT and index == 1:
+        elif task.kind is TaskKind.WORK and event.kind is EventKind.SUBMIT and index == 1:
             self.written[place] = epoch
-        if event.what is What.COMPUTE:
+        if event.kind is EventKind.COMPUTE:
             self.check_version(server, event, epoch)
 
     def value_of(self, reader: tuple[int, int], source: tuple[int, int]) -> int:
-        """Epoch of the rows of ``source`` that ``reader`` sees: ghosts are as old as the last letter."""
+        """Epoch of the rows of ``source`` that ``reader`` sees: ghosts are as old as the last message."""
         return (self.written if source[0] == reader[0] else self.seen)[source]
 
     def check_version(self, server: GraphServer, event: Event, epoch: int) -> None:
@@ -278,8 +280,8 @@ def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -
             staleness=staleness,
             graph=SMALL(),
         )
-        pace = StalenessPolicy(mode="async", staleness=staleness)
-        schedule = SerialSchedule(servers, parameters, pace, uneven(seed))
+        policy = StalenessPolicy(mode="async", staleness=staleness)
+        schedule = SerialScheduler(servers, parameters, policy, uneven(seed))
         bounds = Bounds(schedule, parameters, staleness)
         schedule.run(epochs)
         for server in parameters:
@@ -287,7 +289,7 @@ def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -
             assert server.updates == epochs
             assert server.stashes == {}
             assert server.alive == (epochs,)
-        assert not any(server.desk.keys for server in servers)
+        assert not any(server.task_table.keys for server in servers)
         worst = {name: max(value, getattr(bounds, name)) for name, value in worst.items()}
     # The bounds are reached, so that the test would see one that is exceeded.
     assert worst == {"spread": staleness, "lag": staleness + 1, "alive": staleness + 2}
@@ -308,7 +310,7 @@ def uneven(seed: int) -> Choice:
 def test_the_watch_sees_a_gate_that_is_left_open() -> None:
     program = cases.gcn((5, 2, 3))
     servers, parameters = cases.servers(program, [0, 7, 12], 1, staleness=3, graph=SMALL())
-    schedule = SerialSchedule(servers, parameters, StalenessPolicy(mode="async", staleness=3), uneven(0))
+    schedule = SerialScheduler(servers, parameters, StalenessPolicy(mode="async", staleness=3), uneven(0))
     Bounds(schedule, parameters, 1)
     with pytest.raises(AssertionError):
         schedule.run(8)
@@ -316,28 +318,28 @@ def test_the_watch_sees_a_gate_that_is_left_open() -> None:
 
 def test_a_second_attempt_gives_the_same_and_is_dropped() -> None:
     servers, parameters = cases.servers(cases.gcn(), CUTS[2], 2)
-    schedule = SerialSchedule(servers, parameters, StalenessPolicy())
-    hands = LocalParameters(parameters)
+    schedule = SerialScheduler(servers, parameters, StalenessPolicy())
+    workers = LocalParameters(parameters)
     twice: list[bool] = []
-    inner: Callable[[Event], None] = schedule._happen
+    inner: Callable[[Event], None] = schedule._apply
 
-    def happen(event: Event) -> None:
+    def apply(event: Event) -> None:
         place = event.server, event.interval
-        if event.what is What.SUBMIT:
+        if event.kind is EventKind.SUBMIT:
             key, computed = schedule._computed[place]
             server = servers[event.server]
-            again = compute_task(server, hands, key)
+            again = compute_task(server, workers, key)
             inner(event)
             for half in (0, 1):
                 first, second = computed.halves[half], again.halves[half]
                 assert [one.tobytes() for one in first] == [one.tobytes() for one in second]
-                twice.append(server.give(key, half, second).accepted)
+                twice.append(server.submit(key, half, second).accepted)
             if isinstance(server.program.steps[key.step], Vertex) and again.gradients:
-                hands.gradients(key, again.gradients)
+                workers.gradients(key, again.gradients)
         else:
             inner(event)
 
-    schedule._happen = happen  # type: ignore[method-assign]
+    schedule._apply = apply  # type: ignore[method-assign]
     schedule.run(3)
     assert twice
     assert not any(twice)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.serverless.trainer import give_back, update_of
+from dglx_dist.strategies.serverless.trainer import restore_optimizer, update_of
 
 fused = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch does not fuse")
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -61,7 +61,7 @@ def test_there_and_back_is_as_if_torch_had_gone_on(kind: Any, settings: dict[str
             parameter.copy_(torch.tensor(weight))
     fresh = make(kind, settings)
     fresh[0].load_state_dict(model.state_dict())
-    give_back(fresh[1], fresh[0], update.state)
+    restore_optimizer(fresh[1], fresh[0], update.state)
     for number in range(4, 6):
         step(*fresh, number)
     for ours, theirs in zip(fresh[0].parameters(), expected.parameters(), strict=True):
@@ -78,9 +78,9 @@ def test_what_does_not_fit_is_refused() -> None:
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ConfigError, match="no optimizer 'RMSprop'"):
         update_of(torch.optim.RMSprop(model.parameters()), model, names)
-    with pytest.raises(ConfigError, match=r"shape \(3, 4\) that is none of the model's"):
+    with pytest.raises(ConfigError, match=r"shape \(3, 4\) that is not one of the model's"):
         update_of(optimizer, nn.Linear(1, 1), names)
     with pytest.raises(ConfigError, match=r"has '0\.weight', the model only"):
         update_of(optimizer, model, names[1:])
-    with pytest.raises(ConfigError, match="is of no parameter of the optimizer"):
-        give_back(optimizer, model, {"9.bias/momentum_buffer": np.zeros(3)})
+    with pytest.raises(ConfigError, match="belongs to no parameter of the optimizer"):
+        restore_optimizer(optimizer, model, {"9.bias/momentum_buffer": np.zeros(3)})

@@ -1,4 +1,4 @@
-"""What a crew refuses before a worker is paid for."""
+"""Checks of a worker pool before a worker is paid for."""
 
 import pytest
 

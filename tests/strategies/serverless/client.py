@@ -1,4 +1,4 @@
-"""Who asks a rank as a worker does, by sockets and with a worker's secret."""
+"""A client that calls a rank as a worker does: by sockets, with a worker's secret."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dglx_dist.serverless.tasks import Address, Secrets
 from dglx_dist.serverless.worker import RemoteCaller
 
 
-class Visitor:
+class WorkerClient:
     """Asks one rank of a job.
 
     Args:
-        visiting: Where the ranks answer, and what visitors show.
-        secret: Shown in place of the right one.
-        rank: Who is asked.
+        access: Addresses of the ranks, and the workers' credentials.
+        secret: Replaces the right one.
+        rank: The rank to call.
     """
 
     def __init__(self, access: ClientAccess, secret: str = "", rank: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""What a worker's secret opens: the operations of workers, at their own door, and nothing else of a rank."""
+"""A worker's secret opens the operations of workers, at a port of their own, and nothing else of a rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dglx_dist.strategies.serverless.options import StalenessPolicy
 from tests.helpers.ranks import run_ranks
 
 from . import cases
-from .client import Visitor
+from .client import WorkerClient
 
 OF_RANKS = {
     *("kv.pull", "kv.push", "kv.add", "kv.handle", "cluster.ping", "lambda.ghosts", "lambda.reached"),
@@ -55,12 +55,12 @@ def idle_engine(session: Session) -> Engine:
     program, parts, rank = cases.gcn(), cases.case().parts([0, 17, 40], 3), session.topology.rank
     plan = cases.plan_of(program, parts, 2)
     places = Places(parameter_servers=(0, 1), graph_servers=(0, 1))
-    config = EngineConfig(plan=plan, places=places, pace=StalenessPolicy())
+    config = EngineConfig(plan=plan, places=places, policy=StalenessPolicy())
     parameters = cases.parameter_server(program, plan, rank)
     return Engine(session, GraphServer(parts[rank], program), config, parameters, lambda _handlers: Idle())
 
 
-def asked(client: Visitor, op: str) -> str:
+def asked(client: WorkerClient, op: str) -> str:
     """Return what ``op`` is answered with."""
     try:
         found = client.ask(op, "r0.e0.s1.i0.f", [LARGE])
@@ -71,7 +71,7 @@ def asked(client: Visitor, op: str) -> str:
 
 def is_kept_out(access: ClientAccess, rank: int) -> None:
     """Check that whoever shows and asks so is not let in by ``rank``."""
-    client = Visitor(access, rank=rank)
+    client = WorkerClient(access, rank=rank)
     with pytest.raises(PeerError, match="refused the connection"):
         client.ask(PROGRAM, "")
     client.caller.close()
@@ -84,7 +84,7 @@ def knock() -> dict[str, str]:
         engine, access, other = idle_engine(session), open_client_access(session), 1 - session.topology.rank
         assert open_client_access(session) is access
         before = engine.parameters.latest()
-        client = Visitor(access, rank=other)
+        client = WorkerClient(access, rank=other)
         answers = {op: asked(client, op) for op in sorted(session.rpc._handlers)}
         client.caller.close()
         assert session.rpc.credentials is not None

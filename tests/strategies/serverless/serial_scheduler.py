@@ -1,0 +1,259 @@
+"""Deterministic single-threaded simulation of graph servers, parameter servers and workers.
+
+Whatever can happen next is an event, and a choice function picks one. So any interleaving of a real run can
+be tried, and repeated from its record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple, TypeAlias, final
+
+import numpy as np
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Array
+from dglx_dist.serverless.parameter_server import ParameterServer, exchange
+from dglx_dist.serverless.stages.base import Arrays
+from dglx_dist.serverless.tasks import TaskKey, add_gradients, half_rows
+from dglx_dist.strategies.serverless.graph_server import (
+    GraphServer,
+    Parameters,
+    ScheduledTask,
+    SubmitResult,
+    TaskKind,
+)
+from dglx_dist.strategies.serverless.options import StalenessPolicy
+from dglx_dist.strategies.serverless.scheduler import Progress
+
+
+@final
+class LocalParameters:
+    """The parameter servers of one process.
+
+    Args:
+        servers: All of a plan, in order.
+    """
+
+    def __init__(self, servers: Sequence[ParameterServer]) -> None:
+        self._servers = servers
+
+    def weights(self, key: TaskKey) -> list[Array]:
+        return self._of(key).weights(key.interval, key.epoch, key.step)
+
+    def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> None:
+        self._of(key).gradients(key.interval, key.epoch, key.step, arrays)
+
+    def _of(self, key: TaskKey) -> ParameterServer:
+        return self._servers[int(self._servers[0].plan.server_of_interval[key.interval])]
+
+
+class Computed(NamedTuple):
+    """Results of a task that are not yet submitted."""
+
+    halves: tuple[Arrays, Arrays]
+    gradients: Arrays
+
+
+def compute_task(server: GraphServer, parameters: Parameters, key: TaskKey) -> Computed:
+    """Pull weights and rows of the open task ``key``, and compute it in its two halves."""
+    work = server.works[key.step, key.direction]
+    rows = server.rows_of(key.interval - server.part.first_interval)
+    weights = parameters.weights(key) if work.weights else []
+    found = []
+    for half in (0, 1):
+        arrays = server.task_table.pull(key, half)
+        assert arrays is not None, f"task {key} is not open"
+        nodes = half_rows(rows, half)
+        found.append(work.half(weights, arrays, nodes.stop - nodes.start))
+    gradients = add_gradients(found[0].gradients, found[1].gradients) if work.pushes else ()
+    return Computed((found[0].rows, found[1].rows), gradients)
+
+
+def submit(server: GraphServer, parameters: Parameters, key: TaskKey, computed: Computed) -> bool:
+    """Push the gradients, then submit the rows; return whether that completes the task."""
+    work = server.works[key.step, key.direction]
+    if work.pushes and work.weights:
+        parameters.gradients(key, computed.gradients)
+    return [server.submit(key, half, computed.halves[half]) for half in (0, 1)][-1] is SubmitResult.LAST
+
+
+class EventKind(Enum):
+    START = "start"
+    """A graph server executes a task, or opens it for workers."""
+    COMPUTE = "compute"
+    """A worker pulls weights and rows, and computes."""
+    SUBMIT = "submit"
+    """It pushes gradients and submits rows."""
+    UPDATE = "update"
+    """The parameter servers update the weights."""
+    ANNOUNCE = "announce"
+    """A graph server announces how many predictions of an epoch were correct."""
+
+
+@final
+@dataclass(frozen=True)
+class Event:
+    """One thing that can happen next."""
+
+    kind: EventKind
+    server: int = -1
+    """Graph server; -1 for an update."""
+    interval: int = -1
+    """Local number of the interval; the epoch for ANNOUNCE."""
+    position: int = field(default=-1, compare=False)
+    """Position of the interval."""
+
+
+Choice: TypeAlias = Callable[[Sequence[Event]], int]
+"""Maps the possible events, at least one, in a fixed order, to the index of the next one."""
+
+
+def first_come(events: Sequence[Event]) -> int:
+    """Choose in the order of layers: the interval that is furthest behind, updates at once."""
+    return min(
+        range(len(events)), key=lambda at: (events[at].position, events[at].server, events[at].interval)
+    )
+
+
+def seeded(seed: int) -> Choice:
+    """Return a choice at random, the same for the same seed."""
+    draw = np.random.default_rng(seed)
+    return lambda events: int(draw.integers(len(events)))
+
+
+def replayed(record: Sequence[Event]) -> Choice:
+    """Return the choice that repeats ``record``.
+
+    Raises:
+        ConfigError: when called and the recorded event cannot happen: the run is another one.
+    """
+    recorded = iter(record)
+
+    def choose(events: Sequence[Event]) -> int:
+        wanted = next(recorded, None)
+        if wanted not in events:
+            raise ConfigError(f"the record has {wanted}, which cannot happen; is it of another run?")
+        return events.index(wanted)
+
+    return choose
+
+
+@final
+class SerialScheduler:
+    """Runs epochs of all graph servers in this thread.
+
+    Args:
+        servers: All graph servers, by number.
+        parameters: All parameter servers of one plan, in order.
+        pace: How epochs may overlap; each graph server goes on with a copy.
+        choose: Which event comes next.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[GraphServer],
+        parameters: Sequence[ParameterServer],
+        policy: StalenessPolicy,
+        choose: Choice = first_come,
+    ) -> None:
+        self.servers, self._parameters, self._choose = servers, parameters, choose
+        self._local_parameters = LocalParameters(parameters)
+        numbers = range(len(servers))
+        self.progress = [
+            Progress(
+                one.schedule,
+                one.part.num_intervals,
+                replace(policy),  # as on ranks, each finds out for itself when to switch
+                [peer for peer in numbers if peer != one.rank],
+            )
+            for one in servers
+        ]
+        self._waiting: dict[tuple[int, int], TaskKey] = {}
+        self._computed: dict[tuple[int, int], tuple[TaskKey, Computed]] = {}
+        self._unannounced: list[tuple[int, int]] = []
+        self.record: list[Event] = []
+        """What happened."""
+        self.watch: Callable[[Event], None] = lambda _event: None
+        """Called after each event."""
+
+    def run(self, end: int) -> None:
+        """Train until all intervals have ended the epoch before ``end``, and its update is made."""
+        for progress in self.progress:
+            progress.end = end
+        while not all(progress.is_done for progress in self.progress):
+            events = self.events()
+            assert events, f"nothing can happen: {[one.position for one in self.progress]}"
+            event = events[self._choose(events)]
+            self.record.append(event)
+            self._apply(event)
+            self.watch(event)
+
+    def events(self) -> list[Event]:
+        """Return what can happen now."""
+        found = [
+            Event(EventKind.START, server, interval, progress.position[interval])
+            for server, progress in enumerate(self.progress)
+            for interval in progress.startable()
+        ]
+        for kind, tasks in ((EventKind.COMPUTE, self._waiting), (EventKind.SUBMIT, self._computed)):
+            found += [
+                Event(kind, server, interval, self.progress[server].position[interval])
+                for server, interval in sorted(tasks)
+            ]
+        found += [Event(EventKind.ANNOUNCE, server, epoch) for server, epoch in self._unannounced]
+        ready = all(one.own_sums() is not None for one in self._parameters)
+        return [*found, Event(EventKind.UPDATE)] if ready else found
+
+    def _apply(self, event: Event) -> None:
+        if event.kind is EventKind.UPDATE:
+            updates = exchange(self._parameters)
+            assert updates is not None
+            for progress in self.progress:
+                progress.updates = updates
+        elif event.kind is EventKind.ANNOUNCE:
+            self._unannounced.remove((event.server, event.interval))
+            correct = self.servers[event.server].correct(event.interval)
+            for progress in self.progress:
+                progress.switch.record(event.server, event.interval, correct)
+        elif event.kind is EventKind.START:
+            self._move(event.server, event.interval)
+        elif event.kind is EventKind.COMPUTE:
+            key = self._waiting.pop((event.server, event.interval))
+            computed = compute_task(self.servers[event.server], self._local_parameters, key)
+            self._computed[event.server, event.interval] = key, computed
+        else:
+            key, computed = self._computed.pop((event.server, event.interval))
+            over = submit(self.servers[event.server], self._local_parameters, key, computed)
+            assert over, f"task {key} is not over with all it gives"
+            self._finish(event.server, event.interval)
+
+    def _move(self, number: int, interval: int) -> None:
+        server = self.servers[number]
+        epoch, task = self.progress[number].start(interval)
+        if task.kind is TaskKind.WORK:
+            server.open(interval, epoch, task)
+            self._waiting[number, interval] = server.key_of(interval, epoch, task)
+            return
+        if task.kind in (TaskKind.SCATTER, TaskKind.SEND_BACK):
+            self._send(server, interval, task)
+        else:
+            server.compute(interval, epoch, task)
+        self._finish(number, interval)
+
+    def _send(self, server: GraphServer, interval: int, task: ScheduledTask) -> None:
+        for message in server.ghost_messages(interval, task):
+            arrays = [message.positions, *message.rows]
+            self.servers[message.peer].receive(server.rank, task.kind, task.step, arrays)
+
+    def _finish(self, number: int, interval: int) -> None:
+        progress = self.progress[number]
+        if not progress.finish(interval):
+            return
+        self._unannounced += [(number, epoch) for epoch in progress.epochs_with_loss()]
+        if (new_barrier := progress.new_barrier()) is not None:
+            for other in self.progress:
+                if other is not progress:
+                    other.record_peer(number, new_barrier)
