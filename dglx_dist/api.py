@@ -1,4 +1,4 @@
-"""``partition_graph`` and ``distribute``: how a graph in memory becomes one that many ranks share."""
+"""The public functions: init, partition_graph, distribute, DataLoader, wrap, fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.auto import adopt_earlier, default_batch_size, default_fanouts, facts_of, outcome_of
+from dglx_dist.auto import adopt_checkpointed, default_batch_size, default_fanouts, facts_of, outcome_of
 from dglx_dist.auto_options import Training, check_session_options
 from dglx_dist.comm.collectives import broadcast_json, sum_over_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
@@ -59,18 +59,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def cut_once(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
-    """Return the folder in ``cache`` of ``graph`` cut as ``plan`` says, cut now unless it is there and whole.
+def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
+    """Return the folder in ``cache`` with the partitions of ``graph``; partition it unless they are intact.
 
-    One process calls it. Another run may cut the same graph into the same cache meanwhile: the first to
-    finish counts. What runs that were killed have left half written is removed.
+    One process calls it. If another run partitions the same graph into the same cache meanwhile, the first
+    to finish counts. Incomplete folders of killed runs are removed.
 
     Raises:
         ConfigError: plan and graph do not fit.
-        StorageError: the cache cannot be written; told before the work of cutting.
+        StorageError: the cache cannot be written; raised before the partitioning.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
-    if (folder / MANIFEST).is_file() and _is_whole(folder):
+    if (folder / MANIFEST).is_file() and _is_intact(folder):
         return folder
     with named_failures(cache), partial_folder(folder):
         remove_abandoned(folder.parent, below=False)
@@ -82,13 +82,13 @@ def cut_once(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a cut is what was written; a damaged one is removed."""
+def _is_intact(folder: Path) -> bool:
+    """Whether the cached partitions are undamaged; damaged ones are removed."""
     try:
-        # All of it: naming it has read every byte of the graph too.
+        # verify="full" costs little here: the key of the folder has read every byte of the graph, too.
         open_dataset(folder, verify="full")
     except (DatasetError, StorageError) as problem:
-        log.warning("%s is cut again: %s", folder, problem)
+        log.warning("%s is partitioned again: %s", folder, problem)
         with named_failures(folder), partial_folder(folder) as aside:
             folder.rename(aside)
         return False
@@ -122,24 +122,24 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     overwrite: bool = False,
     feature_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
 ) -> tuple[OriginalIds, OriginalIds] | None:
-    """Cut ``g`` and write it to ``out_path/graph_name``, with the arguments of DGL's function and ours.
+    """Partition ``g`` into ``out_path/graph_name``, with the arguments of DGL's function and ours.
 
     One process calls it, without :func:`init`. Open the result with ``DistGraph(out_path/graph_name)``.
 
     Args:
         g: Homogeneous or heterogeneous; nodes and edges with their data.
         graph_name: Name of the graph and of its folder.
-        num_parts: P; independent of how many ranks and servers train later.
-        out_path: Folder in which the folder of the graph appears.
+        num_parts: P; independent of the number of ranks and servers that train later.
+        out_path: Parent of the graph's folder.
         num_hops: 1: in-edges of owned nodes are stored, and nothing beyond is needed.
         part_method: Name of any partitioner.
-        balance_ntypes: (N,) integers; each value is balanced by itself. Homogeneous graphs only.
+        balance_ntypes: (N,) integers; each value is balanced separately. Homogeneous graphs only.
         balance_edges: Balance the in-edges too: of each edge type where there are several, as
             ``balance=["etype"]`` does, else as ``balance=["degree"]``.
         return_mapping: Whether to return the original ids.
-        num_trainers_per_machine: t above 1: each part is cut once more by the same method, and node data
-            ``trainer_id`` in [0, P x t) says by which trainer's nodes a node lies, edge data of that name
-            the same of an edge's destination; :func:`node_split` takes it as ``node_trainer_ids``.
+        num_trainers_per_machine: t above 1: each part is partitioned once more by the same method. Node
+            data ``trainer_id`` in [0, P x t) is the trainer nearest to a node, and edge data of that name
+            that of an edge's destination; :func:`node_split` takes it as ``node_trainer_ids``.
         objtype: Minimise cut edges (``cut``) or communicated nodes (``vol``).
         graph_formats: None or ``csc``, the only one that is stored.
         use_graphbolt: False.
@@ -150,8 +150,8 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         seed: The same seed gives the same parts.
         format: ``dgl`` writes files that DGL's own ``load_partition`` reads, into ``out_path`` itself.
         overwrite: Replace what is there.
-        feature_dtype: float16, bfloat16 or float32: how features are stored, all of them or by the name of
-            the column. Blocks get what is stored in half precision as float32.
+        feature_dtype: float16, bfloat16 or float32: stored type of all features, or by the name of the
+            column. Blocks get half-precision features as float32.
 
     Returns:
         With ``return_mapping``: original node and edge ids in the new order, int64 tensors, by type for
@@ -218,24 +218,25 @@ def distribute(
 ) -> DistGraph:
     """Return ``graph`` as one that all ranks share; every rank must call it.
 
-    Where no session is open it joins the ranks first, as :func:`init` would without arguments, but leaves
-    torch's generator as the script seeded it.
+    Without a session it opens one first, as :func:`init` without arguments does, but leaves torch's
+    generator as the script seeded it.
 
-    Rank 0 cuts it once: the result lies in ``cache``, named by the content of the graph and by how it was
-    cut, and later runs find it there. The others wait as long as the session's time-out; raise that, or
-    partition beforehand, for graphs that take longer. Several machines need ``cache`` on a shared disk.
+    Rank 0 partitions the graph once, into a folder in ``cache`` that is named by the content of the graph
+    and the options, and later runs reuse it. The other ranks wait as long as the session's time-out; raise
+    that, or partition beforehand, for graphs that take longer. Several machines need ``cache`` on a shared
+    disk.
 
     Args:
         graph: A DGLGraph (rank 0's counts), anything ``load_dataset`` knows, the folder of a partitioned
             dataset, or the JSON file of a partition in DGL's format. The columns of a DGLGraph keep their
-            names, dtypes and shapes, but for masks of splits (bool), whole numbers in ``label`` (int64, (N,))
-            and bfloat16 (float32); others are brought into ours (``feat``, ``label``), see ``load_dataset``.
+            names, dtypes and shapes, but for masks of splits (bool), integers in ``label`` (int64, (N,)) and
+            bfloat16 (float32); others get our names (``feat``, ``label``), see ``load_dataset``.
         strategy: Name or alias of a strategy; None: that of the session, or what :func:`init` takes.
-        parts: P; None: one for each server. Like the next three refused for what is partitioned already.
+        parts: P; None: one per server. Like the next three refused for a partitioned dataset.
         method: Name of a partitioner; None: the default one.
         balance: Weights to balance, see :func:`partition_graph`.
         seed: Of the partitioner; None: 0.
-        cache: Folder for what is cut. What runs that were killed have left half written there is removed.
+        cache: Folder for partitions. Incomplete folders of killed runs in it are removed.
         structure: Whether each server maps the whole structure, see :class:`DistGraph`.
 
     Raises:
@@ -250,8 +251,8 @@ def distribute(
     def located() -> dict[str, str] | None:
         if session.topology.rank != 0:
             return None
-        if isinstance(graph, (str, PathLike)) and (found := _cut_already(Path(graph).expanduser())):
-            _refuse_to_cut(graph, parts=parts, method=method, balance=tuple(balance), seed=seed)
+        if isinstance(graph, (str, PathLike)) and (found := _partitioned_as(Path(graph).expanduser())):
+            _refuse_partitioning(graph, parts=parts, method=method, balance=tuple(balance), seed=seed)
             return {found: str(graph)}
         plan = PartitionPlan(
             num_parts=session.topology.num_servers if parts is None else parts,
@@ -259,57 +260,57 @@ def distribute(
             seed=seed or 0,
             options=PartitionOptions(balance=tuple(balance)),
         )
-        # What a script gave a name it asks for by that name.
+        # Scripts ask for columns by the names that they gave.
         raw = load_dataset(graph) if isinstance(graph, (str, PathLike)) else load_dataset(graph, rename=False)
-        return {"folder": str(cut_once(raw, plan, Path(cache).expanduser()))}
+        return {"folder": str(partition_cached(raw, plan, Path(cache).expanduser()))}
 
-    # Rank 0 alone looks: what it finds on its disk another machine may not see yet.
-    with _configured(session):
-        told: Any = broadcast_json(together(session, located, ConfigError), session)
-    where: dict[str, Any] = {kind: Path(path).expanduser() for kind, path in told.items()}
+    # Rank 0 decides: another machine may not see yet what is on its disk.
+    with _explained_timeout(session):
+        location: Any = broadcast_json(together(session, located, ConfigError), session)
+    where: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
     return DistGraph(**where, structure=structure, session=session)
 
 
 @contextmanager
-def _configured(session: Session) -> Iterator[None]:
-    """Say to ranks that waited in vain for rank 0 why it may take so long."""
+def _explained_timeout(session: Session) -> Iterator[None]:
+    """Add to a time-out of other ranks that rank 0 may still partition the graph."""
     try:
         yield
     except PeerError as error:
         if session.topology.rank == 0:
             raise
         raise PeerError(
-            f"waiting for rank 0, which cuts the graph: {error}. If that takes longer than the time-out, cut "
-            "it beforehand, with `dglx partition` or dx.partition_graph, or give dx.init(timeout=) more"
+            f"waiting for rank 0, which partitions the graph: {error}. If that takes longer than the "
+            "time-out, use `dglx partition` or dx.partition_graph beforehand, or raise dx.init(timeout=)"
         ) from error
 
 
 def _session_for(strategy: str | None) -> Session:
-    """Return the session that is open, or one that is opened for ``strategy``."""
+    """Return the current session, or open one for ``strategy``."""
     session = session_or(
         lambda: begin(resolve_strategy(strategy, auto=True), {}, check=check_session_options)
     )
     if strategy is not None and session.strategy != resolve_strategy(strategy, auto=True):
         raise ConfigError(
-            f"strategy={strategy!r} but the session is open for {session.strategy!r}; name one, once: in "
-            "dx.init, or where the graph is distributed"
+            f"strategy={strategy!r} but the session is open for {session.strategy!r}; name the strategy "
+            "once: in dx.init, or where the graph is distributed"
         )
     return session
 
 
-def _cut_already(path: Path) -> Literal["folder", "part_config"] | None:
-    """Return which of DistGraph's arguments ``path`` is, None where it is no partitioned dataset."""
+def _partitioned_as(path: Path) -> Literal["folder", "part_config"] | None:
+    """Return the argument of DistGraph that takes ``path``; None where it is no partitioned dataset."""
     if (path / MANIFEST).is_file():
         return "folder"
     return "part_config" if _is_part_config(path) else None
 
 
-def _refuse_to_cut(path: str | PathLike[str], **how: object) -> None:
-    told = [name for name, value in how.items() if value not in (None, ())]
-    if told:
+def _refuse_partitioning(path: str | PathLike[str], **options: object) -> None:
+    given = [name for name, value in options.items() if value not in (None, ())]
+    if given:
         raise ConfigError(
-            f"{path} is cut already, so {', '.join(told)} would have no effect; leave that out, or give the "
-            "graph that it was cut from"
+            f"{path} is partitioned already, so {', '.join(given)} would have no effect; leave that out, or "
+            "give the graph that it was made from"
         )
 
 
@@ -333,7 +334,7 @@ def _refuse(
     for wrong, message in (
         (
             num_hops != 1,
-            f"num_hops is {num_hops}; leave it at 1, farther neighbours are fetched when asked for",
+            f"num_hops is {num_hops}; leave it at 1, farther neighbours are fetched on demand",
         ),
         (formats != ["csc"], f"graph_formats is {graph_formats!r}; leave it out, only csc is stored"),
         (use_graphbolt, "use_graphbolt is True; leave it out, there is one format for all strategies"),
@@ -366,7 +367,7 @@ class DistDataset:
 
     Args:
         g: The graph; a split is the mask of that name in the data of its nodes.
-        num_classes: As the dataset tells; None: it does not.
+        num_classes: Of the dataset; None: it has no such attribute.
     """
 
     def __init__(self, g: DistGraph, num_classes: int | None) -> None:
@@ -380,11 +381,10 @@ class DistDataset:
             IndexError: ``index`` is not 0.
         """
         if index not in (0, -1):
-            raise IndexError(f"the dataset has one graph, and {index} is asked for")
+            raise IndexError(f"the dataset has one graph, but index {index} was requested")
         return self._g
 
     def __len__(self) -> int:
-        """1: it has one graph."""
         return 1
 
     @property
@@ -392,7 +392,7 @@ class DistDataset:
         """Classes of the labels.
 
         Raises:
-            ConfigError: neither the dataset nor its labels tell.
+            ConfigError: neither the dataset nor its labels have it.
         """
         return self._g.num_classes() if self._num_classes is None else self._num_classes
 
@@ -412,11 +412,7 @@ class DistDataset:
         return self._share("test_mask")
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what is not carried over.
-
-        Raises:
-            AttributeError: always.
-        """
+        # Attributes of the original dataset have old ids, or are unknown here.
         raise AttributeError(
             f"a distributed dataset has no {name!r}, only [0], num_classes, train_idx, val_idx and test_idx: "
             "nodes have new ids; ask the dataset that you distributed, and g.orig_ids(ids) for its ids"
@@ -426,21 +422,21 @@ class DistDataset:
         having = [ntype for ntype in self._g.ntypes if mask in self._g.nodes[ntype].data]
         if len(having) != 1:
             raise ConfigError(
-                f"the node types with {mask!r} are {', '.join(having) or 'none'}, where one is needed; use "
+                f"the node types with {mask!r} are {', '.join(having) or 'none'}, but one is needed; use "
                 "dx.node_split(g.nodes[ntype].data[mask], ntype=ntype)"
             )
         return node_split(self._g.nodes[having[0]].data[mask], ntype=having[0])
 
 
-def distribute_dataset(dataset: dgl.data.DGLDataset, **how: Any) -> DistDataset:
-    """Return a dataset of DGL, its graph distributed as :func:`distribute` does; every rank must call it.
+def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistDataset:
+    """Return a DGL dataset with its graph distributed by :func:`distribute`; every rank must call it.
 
     Args:
         dataset: Of one graph, like ``AsNodePredDataset(...)`` or ``CoraGraphDataset()``; rank 0's counts.
-        how: As for :func:`distribute`: ``strategy``, ``parts``, ``cache`` and others.
+        options: As for :func:`distribute`: ``strategy``, ``parts``, ``cache`` and others.
 
     Raises:
-        ConfigError: ``dataset`` is none, or has several graphs, or an argument cannot be honoured.
+        ConfigError: ``dataset`` is no dataset, or has several graphs, or an argument cannot be honoured.
         DatasetError: the graph is not sound.
         StorageError: the cache cannot be written.
     """
@@ -452,18 +448,20 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **how: Any) -> DistDataset:
         )
     if count != 1:
         raise ConfigError(
-            f"{type(dataset).__name__} has {count} graphs, and one is distributed; choose it: "
+            f"{type(dataset).__name__} has {count} graphs, but only one can be distributed; choose it: "
             "dx.distribute(dataset[i])"
         )
     graph = dataset[0]
     if isinstance(graph, tuple):
         raise ConfigError(
-            f"{type(dataset).__name__}[0] is a graph and something beside it; make that columns of the "
+            f"{type(dataset).__name__}[0] is a tuple of a graph and other data; store that in columns of the "
             "graph, as dgl.data.AsNodePredDataset(dataset) does"
         )
-    told = getattr(dataset, "num_classes", None)
-    g = distribute(graph, **how)
-    classes = broadcast_json(int(told) if isinstance(told, (int, np.integer)) else None, g.session)
+    num_classes = getattr(dataset, "num_classes", None)
+    g = distribute(graph, **options)
+    classes = broadcast_json(
+        int(num_classes) if isinstance(num_classes, (int, np.integer)) else None, g.session
+    )
     return DistDataset(g, cast("int | None", classes))
 
 
@@ -479,21 +477,21 @@ def init(
 
     Args:
         strategy: Name or alias of a strategy, or ``auto``; None: DGLX_STRATEGY, else ``data_parallel``.
-        timeout: Seconds that a rank may be silent before the others give up, naming it.
-        seed: Of everything random; the same draws on any number of ranks.
+        timeout: Seconds that a rank may be silent before the others raise an error that names it.
+        seed: Of all random numbers, which are the same on any number of ranks.
         backend: Of ``torch.distributed``; None: gloo, and nccl beside it where there is CUDA.
-        options: The strategy's own options; those in DGLX_OPTIONS, which is JSON, count too.
+        options: The strategy's own options; those in DGLX_OPTIONS, which is JSON, are added.
 
     Returns:
-        The session; closes by itself at the end of the process, or by :func:`shutdown`, or as a context.
+        The session; closed at the end of the process, by :func:`shutdown`, or as a context manager.
 
     Raises:
         UnknownNameError: there is no such strategy; the message has the nearest name.
-        ConfigError: the strategy does not know an option, ``seed`` is no seed, ranks disagree, or a session
-            is open already.
+        ConfigError: the strategy does not know an option, ``seed`` is no seed, the ranks' arguments differ,
+            or a session is open already.
         PeerError: ranks are missing after ``timeout``; the message lists them.
     """
-    # Before anything is opened: a wrong name must not cost a rendezvous.
+    # Checked first: a wrong name must not cost a rendezvous.
     seed = whole_number("seed", seed, least=0)
     name = resolve_strategy(strategy, auto=True)
     session = begin(name, options, timeout_s=timeout, seed=seed, backend=backend, check=check_session_options)
@@ -502,17 +500,17 @@ def init(
 
 
 def shutdown() -> None:
-    """Close the current session, once the other ranks close theirs; every rank calls it, or none."""
+    """Close the current session on all ranks; every rank calls it, or none."""
     current_session().close()
 
 
 def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -> Any:
-    """Return what yields ``(input_nodes, output_nodes, blocks)`` for the current strategy.
+    """Return a loader of ``(input_nodes, output_nodes, blocks)`` for the current strategy.
 
     With ``dgl.dataloading.as_edge_prediction_sampler(...)`` it is a :func:`DistEdgeDataLoader`.
 
-    Every rank must call it, and all get the same number of steps; a rank that is out of seeds gets
-    blocks without destinations.
+    Every rank must call it, and all get the same number of steps; a rank without seeds left gets blocks
+    without destinations.
 
     Args:
         g: The distributed graph.
@@ -531,9 +529,9 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
 
 
 def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: Any) -> Any:
-    """Return what yields batches of edges: ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
+    """Return a loader of edge batches: ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
 
-    Every rank must call it, and all get the same number of steps; a rank that is out of edges gets pair
+    Every rank must call it, and all get the same number of steps; a rank without edges left gets pair
     graphs without edges.
 
     Args:
@@ -556,15 +554,15 @@ DistNodeDataLoader = DataLoader
 
 
 def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "mean") -> WrappedModel:
-    """Return ``model`` made to train with the other ranks, as DistributedDataParallel would; collective.
+    """Wrap ``model`` for training with the other ranks, like DistributedDataParallel; collective.
 
-    Build the optimizer afterwards, from the parameters of what comes back.
+    Build the optimizer afterwards, from the parameters of the result.
 
     Args:
-        model: The same on all ranks; rank 0's weights win.
-        g: The distributed graph that it will see. For a script's ``dgl.distributed.DistGraph``, ``.module``
-            of what comes back is always uncut, for inference with code of the script's own.
-        reduction: What the loss of the loop is over its own targets: their mean, or their sum.
+        model: The same on all ranks; rank 0's weights are used.
+        g: The distributed graph of its inputs. For a script's ``dgl.distributed.DistGraph``, ``.module`` of
+            the result is always uncut, for the script's own inference.
+        reduction: Whether the loop's loss is the mean or the sum over its own targets.
 
     Raises:
         ConfigError: the strategy cannot train this model exactly, the ranks built different ones, or ``g``
@@ -573,11 +571,11 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
     if not isinstance(model, nn.Module):
         raise ConfigError(f"wrap takes a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(model, WrappedModel):
-        raise ConfigError("the model is wrapped already; give wrap the module that you built, once")
+        raise ConfigError("the model is wrapped already; call wrap once, with the module that you built")
     inner = _distributed(g)
     wrapped = strategy_of(inner.session).wrap(model, inner, reduction)
     WRAPPED.set(inner.session, True)
-    # Scripts of DistDGL evaluate with code of their own on model.module.
+    # Scripts of DistDGL evaluate model.module with their own code.
     return ScriptModel(wrapped) if g is not inner and wrapped.parts.local else wrapped
 
 
@@ -587,23 +585,23 @@ def local_device() -> torch.device:
 
 
 def reduce_mean(value: float | Tensor, count: int) -> float:
-    """Return the mean over all ranks of means over ``count`` things each; every rank must call it.
+    """Return the mean over all ranks, weighted by ``count``; every rank must call it.
 
     Args:
         value: This rank's mean; ignored where ``count`` is 0.
-        count: Over how many it was taken, at least 0.
+        count: Number of values in this rank's mean, at least 0.
 
     Returns:
-        The mean over all things of all ranks; NaN when there is none.
+        The mean over the values of all ranks; NaN when there are none.
     """
     weighted = float(value) * count if count else 0.0
-    sums = torch.tensor([weighted, float(count)], dtype=torch.float64)
-    total, number = sum_over_ranks(sums, current_session(), phase="metrics").tolist()
+    local = torch.tensor([weighted, float(count)], dtype=torch.float64)
+    total, number = sum_over_ranks(local, current_session(), phase="metrics").tolist()
     return total / number if number else float("nan")
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Return the names that :func:`init` takes, aliases left out; ``auto`` chooses among them."""
+    """Return the names that :func:`init` takes, without aliases; ``auto`` chooses among them."""
     return STRATEGIES.names()
 
 
@@ -644,31 +642,30 @@ def choose_strategy(
     batch_size: int | None = None,
     epochs: int = 20,
 ) -> Choice:
-    """Choose the strategy that trains ``model`` on ``g`` fastest, where the session has ``auto``; collective.
+    """Choose the strategy that trains ``model`` on ``g`` fastest, in a session with ``auto``; collective.
 
-    Before the first loader is made, and before :func:`wrap`; :func:`fit` does it by itself. Some batches and
-    plans are counted, the model is timed on them, and the links for two seconds.
+    Call it before the first loader is created and before :func:`wrap`; :func:`fit` calls it itself. It counts
+    some batches and plans, times the model on them, and the links for two seconds.
 
     Args:
         model: As it will be wrapped; not changed.
         g: The distributed graph, of one node and edge type.
-        fanouts: Of the loader to come, input-most first. None: 25, then 10, as ``fit`` has them.
-        batch_size: Of the loader to come. None: 512.
-        epochs: That will be trained.
+        fanouts: Of the later loader, input-most first. None: 25, then 10, as in ``fit``.
+        batch_size: Of the later loader. None: 512.
+        epochs: Length of the training.
 
     Returns:
-        Every way to train with what an epoch of it is expected to take, which one was taken and why; the same
-        on every rank.
+        The predicted cost of an epoch of every way to train, the choice and its reason; equal on every rank.
 
     Raises:
         ConfigError: the session has a strategy already, a value cannot be honoured or differs between ranks,
             the graph has several types, the model fails on a batch, or nothing fits.
         PeerError: a rank is dead or silent.
     """
-    return choose_for(model, g, fanouts, batch_size, epochs, own_loop=True)
+    return _choose_for(model, g, fanouts, batch_size, epochs, own_loop=True)
 
 
-def choose_for(
+def _choose_for(
     model: nn.Module,
     g: DistGraph,
     fanouts: Sequence[int] | None,
@@ -677,8 +674,8 @@ def choose_for(
     *,
     own_loop: bool,
 ) -> Choice:
-    """See :func:`choose_strategy`; ``own_loop``: whether what can be trained by ``fit`` alone is left out."""
-    # Only here: choosing brings all that it chooses among.
+    # ``own_loop`` excludes strategies that only fit() supports.
+    # Imported here: it loads all strategies.
     from dglx_dist.auto import choose_in_job
 
     if not isinstance(model, nn.Module):
@@ -686,10 +683,10 @@ def choose_for(
     inner = _distributed(g)
 
     def read() -> Training:
-        told = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs)
-        # NumPy's numbers are no JSON.
+        training = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs)
+        # Converted after the checks: JSON does not take NumPy's integers.
         return replace(
-            told,
+            training,
             fanouts=None if fanouts is None else [int(one) for one in fanouts],
             batch_size=None if batch_size is None else int(batch_size),
             num_layers=2 if fanouts is None else len(fanouts),
@@ -702,7 +699,7 @@ def choose_for(
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def fit(  # noqa: PLR0913 - what a first call needs none of
+def fit(  # noqa: PLR0913 - all but two have defaults
     model: nn.Module,
     g: DistGraph,
     *,
@@ -719,37 +716,37 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
 ) -> tuple[WrappedModel, FitResult]:
     """Train ``model`` with the current strategy, which ``auto`` chooses here; every rank must call it.
 
-    A run that goes on is not chosen for anew: it keeps what its checkpoint was trained with.
+    A resumed run keeps the strategy of its checkpoint.
 
-    On the nodes of ``train_mask``, of any graph: with several node types, of the one that has labels. Or on
-    what a ``loader`` of your own yields, edges for instance, with ``config.task``.
+    It trains on the nodes of ``train_mask``; with several node types, of the type that has labels. Or on the
+    batches of a ``loader`` of your own, edges for instance, with ``config.task``.
 
     Args:
         model: Called as ``model(blocks, features)``; one block for each fan-out. With several node types, or
             ``config.inputs``, features and results are ``{node type: rows}``.
         g: With the node data that ``config`` names (``feat`` and ``label``), and ``train_mask``. Types
             without features need ``config.inputs``.
-        config: How long, how often to evaluate, where checkpoints lie; defaults when not given.
-        fanouts: Neighbours drawn per node and layer, input-most layer first; -1: all. None: two layers, 25
-            and 10; all where the strategy takes the whole graph.
+        config: Epochs, evaluation, checkpoints; None: the defaults.
+        fanouts: Neighbours sampled per node and layer, input-most layer first; -1: all. None: two layers, 25
+            and 10; all where steps take the whole graph.
         batch_size: Targets per rank and step. None: 512, where the strategy has mini-batches.
         lr: Of Adam.
-        make_optimizer: Makes another optimizer from the parameters; ``lr`` is then unused.
+        make_optimizer: Builds another optimizer from the parameters; ``lr`` is then unused.
         callbacks: Called after each epoch with its record.
-        sparse: Optimiser of the embeddings in ``config.inputs``; or several.
-        loader: Of :func:`DistEdgeDataLoader` or :func:`DataLoader`, in place of one made by ``fanouts``,
-            ``batch_size`` and ``loader_options``.
-        trace: File for a trace of all ranks, as ``config.trace``, whose first ``config.trace_steps`` steps it
-            holds; open it in Perfetto, or draw it with `dglx report FILE`.
+        sparse: Optimizer of the embeddings in ``config.inputs``; or several.
+        loader: A :func:`DistEdgeDataLoader` or :func:`DataLoader` in place of ``fanouts``, ``batch_size``
+            and ``loader_options``.
+        trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, as ``config.trace``;
+            open it in Perfetto, or draw it with `dglx report FILE`.
         loader_options: More for :func:`DataLoader`.
 
     Returns:
-        The wrapped model (``.module`` is yours) and what training did, equal on all ranks; under ``auto``
-        with what was chosen, and prediction beside outcome.
+        The wrapped model (``.module`` is yours) and the results, equal on all ranks; under ``auto`` with the
+        choice, its prediction and its outcome.
 
     Raises:
-        ConfigError: node data is missing, or an option cannot be honoured, as those of a loader beside
-            ``loader``; or ``auto`` cannot choose for what is trained.
+        ConfigError: node data is missing, an option cannot be honoured, such as ``loader_options`` beside
+            ``loader``, or ``auto`` does not support this training.
         CheckpointError: the checkpoint to resume from does not match.
         StorageError: the trace cannot be written.
     """
@@ -764,17 +761,17 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
     if g.session.strategy == AUTO:
         choice = _settle_strategy(model, g, config, fanouts, batch_size)
         if default_batch_size(g.session.strategy) is None:
-            # They say which mini-batches were weighed against what is trained now.
+            # Steps on the whole graph: these options were for the mini-batches in the comparison.
             fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
     if config.inputs is None and config.task is None and len(g.ntypes) > 1:
         config = replace(config, inputs=EntityInputs(g, feature=config.feature))
     _check_inputs(g, config.inputs)
     if loader is None:
         fanouts = default_fanouts(g.session.strategy, 2) if fanouts is None else fanouts
-        usual = default_batch_size(g.session.strategy)
-        batch_size = usual if batch_size is None else batch_size
-        # Where a step takes everybody, an order means nothing, and a loader says so.
-        options = {"shuffle": True, **loader_options} if usual is not None else loader_options
+        default = default_batch_size(g.session.strategy)
+        batch_size = default if batch_size is None else batch_size
+        # Loaders of whole graphs warn about shuffle, which has no effect there.
+        options = {"shuffle": True, **loader_options} if default is not None else loader_options
         if batch_size is not None:
             options["batch_size"] = batch_size
         loader = _node_loader(g, config, fanouts, options)
@@ -793,32 +790,35 @@ def fit(  # noqa: PLR0913 - what a first call needs none of
 def _settle_strategy(
     model: nn.Module, g: DistGraph, config: FitConfig, fanouts: Sequence[int] | None, batch_size: int | None
 ) -> Choice | None:
-    """Go on with what the checkpoint was trained with, else choose; collective."""
-    for name, is_usual in (
+    """Adopt the strategy of the checkpoint, else choose one; collective."""
+    for name, is_supported in (
         ("config.task", config.task is None),
         ("config.inputs", config.inputs is None),
         ("config.feature", config.feature == FEATURE),
     ):
-        if not is_usual:
+        if not is_supported:
             raise ConfigError(
-                f"strategy 'auto' chooses for the classes of nodes by their {FEATURE!r}, and {name} asks for "
-                "something else; name a strategy in dx.init"
+                f"strategy 'auto' supports node classification by {FEATURE!r}, not {name}; name a "
+                "strategy in dx.init"
             )
     folder = config.checkpoint_folder
-    if config.resume and folder is not None and adopt_earlier(g, folder, fanouts, batch_size) is not None:
+    if (
+        config.resume
+        and folder is not None
+        and adopt_checkpointed(g, folder, fanouts, batch_size) is not None
+    ):
         return None
-    return choose_for(model, g, fanouts, batch_size, config.epochs, own_loop=False)
+    return _choose_for(model, g, fanouts, batch_size, config.epochs, own_loop=False)
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
-    """Raise ConfigError for rows of embeddings where the strategy does not move rows."""
     if inputs is None or strategy_of(g.session).traits.features == "rows":
         return
     embedded = [ntype for ntype in g.ntypes if ntype not in inputs.feature_widths]
     if embedded:
         raise ConfigError(
             f"config.inputs has a DistEmbedding of the nodes {embedded[0]!r}, whose rows strategy "
-            f"{g.session.strategy!r} does not move; put nn.Embedding(g.num_nodes(), width, sparse=True) "
+            f"{g.session.strategy!r} does not fetch; put nn.Embedding(g.num_nodes(), width, sparse=True) "
             "into the model, which is cut by column, or use strategy='data_parallel'"
         )
 

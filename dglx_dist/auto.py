@@ -37,34 +37,34 @@ from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
 
-USUAL = "data_parallel"
-"""The strategy whose fan-outs and batch size are meant by who names none."""
+DEFAULT_STRATEGY = "data_parallel"
+"""Its fan-outs and batch size are the defaults of mini-batches."""
 _DEEP = 4
-"""Layers from which on nobody draws mini-batches unless fan-outs are given."""
+"""Layers from which on mini-batches are not considered without explicit fan-outs."""
 NO_BATCHES = (
-    f"nobody draws mini-batches for {_DEEP} layers and more unless fan-outs are given, so ways to train "
+    f"mini-batches of {_DEEP} layers and more are not considered unless fan-outs are given, so ways to train "
     "on whole graphs are compared (--fanout, --unit)"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What was said."""
+class BatchRequest:
+    """Mini-batches to count, as far as the user specified them."""
 
     unit: str
     """``mini_batch``, ``full_graph`` or ``any``."""
     num_layers: int
     fanouts: Sequence[int] | None
-    """Input-most first; None: nothing was said."""
+    """Input-most first; None: the defaults, or no mini-batches for deep models."""
     batch_size: int | None
     epoch: int
-    """That is counted."""
+    """The counted epoch."""
     dry_batches: int
     """Of each rank; 0: all of the epoch."""
 
     @property
     def is_deep(self) -> bool:
-        """Whether there are no mini-batches though nobody asked for whole graphs alone."""
+        """Whether the depth alone excludes mini-batches."""
         return self.unit != "full_graph" and self.fanouts is None and self.num_layers >= _DEEP
 
 
@@ -72,22 +72,29 @@ def steps_of(draws: Draws | None, seeds: int, ranks: int) -> int:
     """Return the steps of an epoch on ``seeds`` training nodes of all ranks; 0 without mini-batches."""
     if draws is None:
         return 0
-    of_rank = -(-seeds // ranks)
-    return -(-of_rank // draws.batch_size)
+    seeds_per_rank = -(-seeds // ranks)
+    return -(-seeds_per_rank // draws.batch_size)
 
 
-def draws_of(asked: Asked) -> Draws | None:
-    """Return the mini-batches that are counted; None: there are none."""
-    if asked.unit == "full_graph" or asked.is_deep:
+def draws_of(request: BatchRequest) -> Draws | None:
+    """Return the mini-batches to count; None: there are none."""
+    if request.unit == "full_graph" or request.is_deep:
         return None
-    fanouts = default_fanouts(USUAL, asked.num_layers) if asked.fanouts is None else tuple(asked.fanouts)
-    size = asked.batch_size or default_batch_size(USUAL)
+    fanouts = request.fanouts
+    if fanouts is None:
+        fanouts = default_fanouts(DEFAULT_STRATEGY, request.num_layers)
+    size = request.batch_size or default_batch_size(DEFAULT_STRATEGY)
     assert size is not None
-    return Draws(fanouts=fanouts, batch_size=size, epoch=asked.epoch, most_batches=asked.dry_batches or None)
+    return Draws(
+        fanouts=tuple(fanouts),
+        batch_size=size,
+        epoch=request.epoch,
+        most_batches=request.dry_batches or None,
+    )
 
 
 def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
-    """Return one fan-out per layer for who names none: 25 and 10s, or all where steps take whole graphs.
+    """Return the default fan-out of each layer: 25, then 10s; all where steps take whole graphs.
 
     Raises:
         UnknownNameError: there is no such strategy.
@@ -98,7 +105,7 @@ def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
 
 
 def default_batch_size(strategy: str) -> int | None:
-    """Return the targets per rank and step for who names none: 512; None where steps take whole graphs.
+    """Return the default targets per rank and step: 512; None where steps take whole graphs.
 
     Raises:
         UnknownNameError: there is no such strategy.
@@ -107,96 +114,96 @@ def default_batch_size(strategy: str) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """What a checkpoint was trained with."""
+class CheckpointedStrategy:
+    """Strategy, options and cache that a checkpoint was trained with."""
 
     strategy: str
     options: Mapping[str, Any]
     cache: str | None = None
-    """Policy of the cache that ``auto`` chose."""
+    """Policy of the cache that ``auto`` chose; None: no cache."""
     cache_alpha: float = 0.0
 
 
-def adopt_earlier(
+def adopt_checkpointed(
     g: DistGraph, folder: str | Path, fanouts: Sequence[int] | None, batch_size: int | None
-) -> Earlier | None:
-    """Let the session go on with what the newest checkpoint in ``folder`` was trained with. Collective.
+) -> CheckpointedStrategy | None:
+    """Give the session the strategy of the newest checkpoint in ``folder``; collective.
 
-    Another strategy may be another estimator, and have another number of steps.
+    A resumed run is not planned again: another strategy may be another estimator with other steps.
 
     Args:
         g: Of a session that was opened with ``auto``.
-        folder: Of checkpoints.
-        fanouts: Of the batches that are trained on; None: the usual ones of two layers.
-        batch_size: The same.
+        folder: Folder of checkpoints.
+        fanouts: Of the training batches; None: the defaults of two layers.
+        batch_size: Of the training batches; None: the default.
 
     Returns:
-        None: there is no checkpoint, and one may choose.
+        The strategy; None: there is no checkpoint, and a strategy may be chosen.
 
     Raises:
-        ConfigError: the checkpoint does not say, or says what ``auto`` does not choose; or these ranks cannot
-            have the strategy.
+        ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses; or these ranks cannot
+            run it.
         CheckpointError: it is damaged.
         PeerError: a rank is dead or silent.
     """
     extra = checkpoint.read_extra(folder)
     if extra is None:
         return None
-    found = _checked(extra.get(TRAINED_WITH), folder)
+    found = _read_checkpointed(extra.get(TRAINED_WITH), folder)
     g.session.adopt(found.strategy, found.options)
     strategy_of(g.session)
     if found.cache is not None:
-        fanouts = default_fanouts(USUAL, 2) if fanouts is None else fanouts
-        fill_cache(g, found.cache, found.cache_alpha, fanouts, batch_size or default_batch_size(USUAL))
+        fanouts = default_fanouts(DEFAULT_STRATEGY, 2) if fanouts is None else fanouts
+        batch_size = batch_size or default_batch_size(DEFAULT_STRATEGY)
+        _fill_cache(g, found.cache, found.cache_alpha, fanouts, batch_size)
     name = " ".join([found.strategy, *(f"{option}={value}" for option, value in found.options.items())])
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
-        advance.say(f"going on with {name}, which the checkpoint was trained with")
+        advance.say(f"resuming with {name}, the strategy of the checkpoint")
     return found
 
 
-def fill_cache(
+def _fill_cache(
     g: DistGraph, policy: str, alpha: float, fanouts: Sequence[int], batch_size: int | None
 ) -> None:
-    """Fill the cache that was chosen, and note it for checkpoints; collective."""
+    """Fill the chosen cache, and record it for checkpoints; collective."""
     g.cache_rows(FEATURE, alpha=alpha, policy=policy, fanouts=list(fanouts), batch_size=batch_size)
     CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
 
-def _checked(told: object, folder: str | Path) -> Earlier:
-    """Return what a checkpoint tells of its strategy, as far as ``auto`` could have chosen it.
+def _read_checkpointed(value: object, folder: str | Path) -> CheckpointedStrategy:
+    """Return the strategy that a checkpoint names, if ``auto`` could have chosen it.
 
-    A checkpoint is read like any file that somebody else may have written: options that lead to files or
-    addresses are not taken from it.
+    Checkpoints are untrusted files: options that lead to files or addresses are not taken from them.
     """
-    values: Mapping[str, Any] = told if isinstance(told, dict) else {}
+    values: Mapping[str, Any] = value if isinstance(value, dict) else {}
     name, options, cache = values.get("name"), values.get("options"), values.get("cache")
     known = choosable().get(str(name))
     if known is None or not isinstance(options, dict) or not options.keys() <= known:
         raise ConfigError(
-            f"the checkpoint in {folder} does not say that it was trained with what strategy 'auto' chooses "
+            f"the checkpoint in {folder} was not trained with a strategy and options that 'auto' chooses "
             f"(found: {name!r}); name the strategy that it was trained with, and its options"
         )
     if not isinstance(cache, dict):
-        return Earlier(strategy=str(name), options=options)
+        return CheckpointedStrategy(strategy=str(name), options=options)
     policy, alpha = cache.get("policy"), cache.get("alpha")
-    check_budget(policy, alpha)  # type: ignore[arg-type]  # which is what is checked
-    return Earlier(strategy=str(name), options=options, cache=policy, cache_alpha=alpha or 0.0)
+    check_budget(policy, alpha)  # type: ignore[arg-type]  # checked there
+    return CheckpointedStrategy(strategy=str(name), options=options, cache=policy, cache_alpha=alpha or 0.0)
 
 
-def choose_in_job(model: nn.Module, g: DistGraph, told: Training) -> Choice:
-    """Choose the strategy that trains ``model`` on ``g`` fastest, and let the session have it. Collective.
+def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
+    """Choose the strategy that trains ``model`` on ``g`` fastest, and give it to the session; collective.
 
-    Before the first loader is made and before the model is wrapped. Counts some batches and plans, times the
-    model on them, and the links for two seconds; rank 0 says what is chosen and why.
+    Call it before the first loader is created and before the model is wrapped. It counts some batches and
+    plans, times the model on them, and the links for two seconds; rank 0 prints the choice and its reason.
 
     Args:
         model: As it will be wrapped; not changed.
         g: Of a session that was opened with ``auto``.
-        told: Fan-outs, batch size and the like.
+        training: Fan-outs, batch size and the like.
 
     Returns:
-        All candidates with what an epoch of each is expected to take, on every rank the same.
+        All candidates with the predicted cost of an epoch, equal on every rank.
 
     Raises:
         ConfigError: the session has a strategy, the graph has several types, or nothing fits.
@@ -209,46 +216,42 @@ def choose_in_job(model: nn.Module, g: DistGraph, told: Training) -> Choice:
             f"open it with strategy={AUTO!r}"
         )
     options = read_auto_options(session.options)
-    _check_alike(told, options, session)
+    _check_equal_options(training, options, session)
     check_same_model(model, session, "a model")
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
-        # What follows must draw what it would have drawn under the chosen strategy.
+        # Training must draw the same random numbers as if the strategy had been named.
         with torch.random.fork_rng(devices=[]):
-            choice, draws = _chosen(model, g, told, options, advance.show)
+            choice, draws = _choose(model, g, training, options, advance.show)
         advance(1)
         for line in plan_lines(choice):
             advance.say(line)
     taken = choice.taken
     if taken is None:
         raise ConfigError(f"{choice.why[0]}, under auto the option memory=")
-    _adopt(g, taken.candidate, draws)
+    candidate = taken.candidate
+    session.adopt(candidate.strategy, candidate.options)
+    if candidate.cache is not None and draws is not None:
+        _fill_cache(g, candidate.cache, candidate.cache_alpha, draws.fanouts, draws.batch_size)
     return choice
 
 
-def _adopt(g: DistGraph, taken: Candidate, draws: Draws | None) -> None:
-    """Give the session what was chosen; collective."""
-    g.session.adopt(taken.strategy, taken.options)
-    if taken.cache is not None and draws is not None:
-        fill_cache(g, taken.cache, taken.cache_alpha, draws.fanouts, draws.batch_size)
-
-
-def _chosen(
-    model: nn.Module, g: DistGraph, told: Training, options: AutoOptions, tell: Callable[[str], None]
+def _choose(
+    model: nn.Module, g: DistGraph, training: Training, options: AutoOptions, notify: Callable[[str], None]
 ) -> tuple[Choice, Draws | None]:
     session = g.session
-    shape = _shape(model, g, told)
-    tell("probing the links")
+    shape = _shape(model, g, training)
+    notify("probing the links")
     cluster = _cluster(session, options)
-    asked = Asked(
+    request = BatchRequest(
         unit=options.unit,
         num_layers=len(shape.layers),
-        fanouts=told.fanouts,
-        batch_size=told.batch_size,
-        epoch=min(1, told.epochs - 1),
+        fanouts=training.fanouts,
+        batch_size=training.batch_size,
+        epoch=min(1, training.epochs - 1),
         dry_batches=options.dry_batches,
     )
-    draws = draws_of(asked)
+    draws = draws_of(request)
     unit = "full_graph" if draws is None else options.unit
     constraints = Constraints(
         unit=unit,  # type: ignore[arg-type]  # checked by AutoOptions
@@ -256,7 +259,7 @@ def _chosen(
         full_graph_epochs=options.full_graph_epochs,
     )
     candidates = _candidates(g, shape, cluster, draws, constraints, allow_cache=options.caches)
-    if told.own_loop:
+    if training.own_loop:
         candidates = tuple(one for one in candidates if one.moves != "intervals")
     known = live_run(
         g,
@@ -269,32 +272,32 @@ def _chosen(
             caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
             partitioned=not g.structure().is_whole and cluster.servers > 1,
             program_bytes=resident(),
-            epoch=asked.epoch,
-            assumptions=(*((NO_BATCHES,) if asked.is_deep else ()), *_of_model(shape)),
+            epoch=request.epoch,
+            assumptions=(*((NO_BATCHES,) if request.is_deep else ()), *_model_assumptions(shape)),
         ),
-        tell,
+        notify,
     )
-    return _agreed(choose(candidates, known, constraints), session), draws
+    return _agree(choose(candidates, known, constraints), session), draws
 
 
-def _check_alike(told: Training, options: AutoOptions, session: Session) -> None:
-    """Raise ConfigError where ranks, told differently, would count different things; collective."""
-    mine: dict[str, Any] = {**asdict(told), **asdict(options)}
-    for rank, theirs in enumerate(gather_json(mine, session)):
-        assert isinstance(theirs, dict)
-        # As JSON has it: lists for tuples.
-        for name, value in json.loads(json.dumps(mine)).items():
-            if theirs[name] != value:
+def _check_equal_options(training: Training, options: AutoOptions, session: Session) -> None:
+    """Raise ConfigError unless all ranks have the same options; collective."""
+    local: dict[str, Any] = {**asdict(training), **asdict(options)}
+    for rank, remote in enumerate(gather_json(local, session)):
+        assert isinstance(remote, dict)
+        # Through JSON, which turns tuples into lists.
+        for name, value in json.loads(json.dumps(local)).items():
+            if remote[name] != value:
                 raise ConfigError(
-                    f"rank {session.topology.rank} has {name}={value} where rank {rank} has {theirs[name]}; "
-                    "strategy 'auto' must be told the same on every rank"
+                    f"rank {session.topology.rank} has {name}={value} where rank {rank} has {remote[name]}; "
+                    "strategy 'auto' needs the same options on every rank"
                 )
 
 
-def _agreed(choice: Choice, session: Session) -> Choice:
-    """Return ``choice`` with what rank 0 takes: figures are the same, but a rounding would part the ranks."""
-    mine = "" if choice.taken is None else choice.taken.candidate.name
-    name = broadcast_json(mine, session)
+def _agree(choice: Choice, session: Session) -> Choice:
+    """Return ``choice`` with the pick of rank 0: rounding could make ranks pick differently."""
+    picked = "" if choice.taken is None else choice.taken.candidate.name
+    name = broadcast_json(picked, session)
     names = [one.candidate.name for one in choice.predictions]
     return replace(choice, picked=names.index(str(name)) if name else -1)
 
@@ -308,12 +311,12 @@ def _candidates(
     *,
     allow_cache: bool,
 ) -> tuple[Candidate, ...]:
-    """Return what may be chosen, and not more: each is counted."""
+    """Return the candidates that the constraints allow; each is counted."""
     marked = g.ndata[TRAIN_MASK]
     count = marked.kvstore.count_nonzero(marked.kvstore_key)
     check_train_nodes(count, str(g.dataset.folder))
     caches = CACHE_SIZES if allow_cache and g.structure().is_whole else ()
-    frame = SearchSpace(
+    space = SearchSpace(
         ranks=cluster.ranks,
         servers=cluster.servers,
         num_layers=len(shape.layers),
@@ -322,68 +325,68 @@ def _candidates(
     )
     return tuple(
         one
-        for one in enumerate_candidates(frame)
+        for one in enumerate_candidates(space)
         if (one.exact or constraints.estimators) and constraints.unit in ("any", one.unit)
     )
 
 
-def _shape(model: nn.Module, g: DistGraph, told: Training) -> ModelShape:
-    # A loop of one's own may take its targets from elsewhere; the last layer is then of unknown width.
+def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
+    # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
     features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
     found = layers_in(model)
-    layers = told.num_layers or (len(told.fanouts) if told.fanouts else found.count) or 2
-    heads = found.heads if told.kind is None else told.heads
+    layers = training.num_layers or (len(training.fanouts) if training.fanouts else found.count) or 2
+    heads = found.heads if training.kind is None else training.heads
     return shape_of_module(
         model,
-        told.kind or found.kind,
+        training.kind or found.kind,
         features,
-        told.hidden or found.hidden,
+        training.hidden or found.hidden,
         classes,
         layers,
         heads,
-        guessed=told.kind is None,
+        guessed=training.kind is None,
     )
 
 
-def _of_model(shape: ModelShape) -> tuple[str, ...]:
+def _model_assumptions(shape: ModelShape) -> tuple[str, ...]:
     if not shape.guessed:
         return ()
     return (f"layers sum, multiply and exchange as those of a {shape.words}, as its convolutions suggest",)
 
 
-def check_even(topology: Topology) -> None:
-    """Raise ConfigError unless every server has as many ranks, which all that is counted here supposes."""
+def check_equal_servers(topology: Topology) -> None:
+    """Raise ConfigError unless every server has the same number of ranks."""
     found = sorted({len(topology.ranks_of_server(server)) for server in range(topology.num_servers)})
     if len(found) > 1:
         raise ConfigError(
-            f"servers have {' or '.join(map(str, found))} ranks, and strategy 'auto' counts for as many on "
-            "each; start as many on each, or name a strategy"
+            f"servers have {' or '.join(map(str, found))} ranks, but strategy 'auto' needs the same number "
+            "on each; start as many on each, or name a strategy"
         )
 
 
 def _cluster(session: Session, options: AutoOptions) -> Cluster:
     """Return the servers of the running job; collective."""
     topology = session.topology
-    check_even(topology)
+    check_equal_servers(topology)
     links = probe(session)
-    beside = session.hosts.count(session.hosts[topology.rank])
-    cores = len(os.sched_getaffinity(0)) / beside
-    memory = read_size(options.memory) if options.memory else psutil.virtual_memory().total // beside
-    told: Sequence[Any] = gather_json([cores, memory], session)
-    apart = 1e12
+    ranks_of_host = session.hosts.count(session.hosts[topology.rank])
+    cores = len(os.sched_getaffinity(0)) / ranks_of_host
+    memory = read_size(options.memory) if options.memory else psutil.virtual_memory().total // ranks_of_host
+    resources: Sequence[Any] = gather_json([cores, memory], session)
+    unlimited = 1e12
     return Cluster(
         servers=topology.num_servers,
         ranks_per_server=len(topology.ranks_of_server(0)),
-        external_bytes_per_s=apart if links is None else links.external_bytes_per_s,
-        internal_bytes_per_s=apart if links is None else links.internal_bytes_per_s,
+        external_bytes_per_s=unlimited if links is None else links.external_bytes_per_s,
+        internal_bytes_per_s=unlimited if links is None else links.internal_bytes_per_s,
         latency_s=0.0 if links is None else links.latency_s,
-        cores=min(float(one[0]) for one in told),
-        memory_bytes=min(int(one[1]) for one in told),
+        cores=min(float(one[0]) for one in resources),
+        memory_bytes=min(int(one[1]) for one in resources),
     )
 
 
-def earlier_plan(folder: Path) -> dict[str, Any] | None:
-    """Return what ``plan.json`` of a run that goes on says; None: it has none, for nothing was chosen.
+def plan_of_run(folder: Path) -> dict[str, Any] | None:
+    """Return ``plan.json`` of the run in ``folder``; None: it has none, as its strategy was named.
 
     Raises:
         StorageError: the file is damaged.
@@ -392,7 +395,7 @@ def earlier_plan(folder: Path) -> dict[str, Any] | None:
     if value is None:
         return None
     try:
-        described(value)
+        plan_summary(value)
     except (KeyError, IndexError, TypeError) as error:
         raise StorageError(
             f"{folder / PLAN} is damaged ({type(error).__name__}: {error}); delete it, and resume again"
@@ -401,10 +404,10 @@ def earlier_plan(folder: Path) -> dict[str, Any] | None:
 
 
 def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> Outcome:
-    """Return what came out: bytes of the epoch that was counted, else of the last; the rest of the whole run.
+    """Return the measured cost: bytes of the predicted epoch, else of the last; the rest of the whole run.
 
     Args:
-        counted: Number of the epoch whose bytes were foretold.
+        counted: Number of the epoch whose bytes were predicted.
         epochs: Of the run, at least one.
         facts: Of the run.
     """
@@ -419,8 +422,8 @@ def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> 
     )
 
 
-def described(value: Mapping[str, Any]) -> dict[str, object]:
-    """Return what a run's summary says of a plan: prediction beside outcome, where it has one.
+def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
+    """Return the entry of ``summary.json`` for a plan: prediction, and outcome if there is one.
 
     Args:
         value: ``Choice.to_json()``.
@@ -446,7 +449,7 @@ def described(value: Mapping[str, Any]) -> dict[str, object]:
 
 
 def facts_of(session: Session, result: FitResult) -> RunFacts:
-    """Return strategy, ranks, accuracy and the largest memory of any rank; every rank must call it."""
+    """Return strategy, ranks, accuracies and the largest memory of any rank; collective."""
     peaks = [int(str(one)) for one in gather_json(peak(), session)]
     return RunFacts(
         strategy=session.strategy,

@@ -1,4 +1,4 @@
-"""What ``strategy="auto"`` is told: options of the session, and what will be trained."""
+"""Inputs of ``strategy="auto"``: options of the session, and the training to plan for."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _OPTIONS: Mapping[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions:
-    """The options of ``auto``.
+    """Options of ``auto``.
 
     Raises:
         ConfigError: a value cannot be honoured.
     """
 
     unit: str = "mini_batch"
-    """What may be chosen: mini_batch, full_graph, or any."""
+    """Kind of step to choose among: mini_batch, full_graph, or any."""
     allow_estimators: bool = False
     full_graph_epochs: float = FULL_GRAPH_EPOCHS
     memory: str = ""
-    """That a rank may use, as "4GB"; empty: its share of the machine's."""
+    """Limit of a rank, as "4GB"; empty: its share of the machine's."""
     dry_batches: int = DRY_BATCHES
     """0: all of an epoch."""
     caches: bool = True
@@ -53,30 +53,30 @@ class AutoOptions:
         if self.memory:
             try:
                 read_size(self.memory)
-            except ConfigError as wrong:
-                raise ConfigError(f"option memory: {wrong}") from None
+            except ConfigError as error:
+                raise ConfigError(f"option memory: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What will be trained.
+    """Model and batches of the training to plan for.
 
     Raises:
         ConfigError: a value cannot be honoured.
     """
 
     fanouts: Sequence[int] | None = None
-    """Input-most first; None: nobody said."""
+    """Input-most first; None: the defaults."""
     batch_size: int | None = None
     epochs: int = 20
     num_layers: int | None = None
-    """None: as many as the model has convolutions, or fan-outs."""
+    """None: the number of fan-outs, or of the model's convolutions."""
     kind: str | None = None
-    """Of a ready-made model; None: by its convolutions."""
+    """Of a ready-made model; None: derived from its convolutions."""
     heads: int = 4
     hidden: int | None = None
     own_loop: bool = False
-    """Whether steps are in a loop of the user's, which strategy ``lambda`` has no place for."""
+    """Whether the user's loop takes the steps, which strategy ``lambda`` does not support."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:
@@ -101,9 +101,9 @@ def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
     given = dict(options)
     for name, kind in (("full_graph_epochs", float), ("memory", str)):
         if isinstance(given.get(name), int) and not isinstance(given[name], bool):
-            given[name] = kind(given[name])  # type: ignore[arg-type]  # a whole number, one line up
+            given[name] = kind(given[name])  # type: ignore[arg-type]  # an int, checked above
     check_options(AUTO, given, _OPTIONS)
-    return AutoOptions(**given)  # type: ignore[arg-type]  # checked one line up
+    return AutoOptions(**given)  # type: ignore[arg-type]  # checked above
 
 
 def check_session_options(session: Session) -> None:

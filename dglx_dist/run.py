@@ -1,4 +1,4 @@
-"""``torchrun ... -m dglx_dist.run --strategy S -- script.py ARGS``: a script of DistDGL, as it is."""
+"""Run an unchanged DistDGL script: ``torchrun ... -m dglx_dist.run --strategy S -- script.py ARGS``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dglx_dist.strategies.base import resolve_strategy
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script with ``dgl.distributed`` standing for this package, under a strategy.
+    """Run a script with this package in place of ``dgl.distributed``.
 
     Args:
         arguments: ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``.
@@ -36,28 +36,28 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    told = parser.parse_args(arguments)
-    script = Path(told.script)
+    parsed = parser.parse_args(arguments)
+    script = Path(parsed.script)
     if not script.is_file():
-        raise ConfigError(f"there is no script {told.script!r}; give the path of a Python file")
-    options = {**read_settings().options, **dict(_option(word) for word in told.option)}
-    tell_settings(resolve_strategy(told.strategy), options)
-    # Only here: DGL reads what torchrun and the settings say when it is imported.
+        raise ConfigError(f"there is no script {parsed.script!r}; give the path of a Python file")
+    options = {**read_settings().options, **dict(_option(word) for word in parsed.option)}
+    tell_settings(resolve_strategy(parsed.strategy), options)
+    # Imported here: DGL reads the environment when it is imported.
     from dglx_dist.compat import install
 
     install()
-    # As python script.py has it: its own folder first, itself as argv[0].
-    sys.argv = [told.script, *told.arguments]
+    # As under `python script.py`: its folder first, its name as argv[0].
+    sys.argv = [parsed.script, *parsed.arguments]
     sys.path[0] = str(script.resolve().parent)
     try:
-        runpy.run_path(told.script, run_name="__main__")
+        runpy.run_path(parsed.script, run_name="__main__")
     except BaseException as error:
-        _end(error)
+        _close_session(error)
         raise
 
 
-def _end(error: BaseException) -> None:
-    """Tell the other ranks why this one ends, as they would wait for it."""
+def _close_session(error: BaseException) -> None:
+    """Send the error to the other ranks, which would wait for this one."""
     session = session_if_open()
     if session is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         session.fail(error)
@@ -76,7 +76,7 @@ def _option(word: str) -> tuple[str, object]:
         return name, json.loads(json.dumps(value))
     except TypeError:
         raise ConfigError(
-            f"--option {word!r} must be a text, a number, True, False, None, or a list or dict of them"
+            f"--option {word!r} must be a string, a number, True, False, None, or a list or dict of them"
         ) from None
 
 

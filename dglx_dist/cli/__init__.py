@@ -1,4 +1,4 @@
-"""The command line ``dglx``: partition, inspect, train, report."""
+"""The command line ``dglx``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dglx_dist.cli.common import LAUNCHED, report
+from dglx_dist.cli.common import LAUNCHED, report_error
 from dglx_dist.errors import DglxError
 
 __all__ = ["main", "run_command_line"]
 
 
 def main() -> None:
-    """Run the command that the arguments of this process ask for, and end the process."""
+    """Run ``dglx`` on the arguments of this process, and end the process."""
     from dglx_dist.cli.app import app
 
     run_command_line(app, "dglx")
@@ -22,13 +22,13 @@ def main() -> None:
 def run_command_line(app: Callable[..., Any], program: str) -> None:
     """Run ``app``, a ``typer.Typer``, on the arguments of this process, and end the process.
 
-    Exit codes: 0; 2 for what the user can put right (one message, no traceback); 1 for everything else.
+    Exit codes: 0; 2 for what the user can correct (one message, no traceback); 1 for everything else.
 
     Args:
         app: The commands.
         program: Its name in help texts.
     """
-    # What follows -- is another command's, or no option.
+    # Words after -- belong to another command, or are no options.
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     own, others = sys.argv[1:end], sys.argv[end:]
     debug = "--debug" in own
@@ -36,10 +36,10 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
     try:
         app(arguments, prog_name=program)
     except DglxError as error:
-        report(error, debug=debug)
+        report_error(error, debug=debug)
         raise SystemExit(2) from None
     except Exception as error:
-        report(error, debug=debug)
-        # It has been shown; Python shall end with 1, and not show it again.
+        report_error(error, debug=debug)
+        # The error has been shown: Python ends with exit code 1 without showing it again.
         sys.excepthook = lambda *_: None
         raise

@@ -1,4 +1,4 @@
-"""``python -m dglx_dist.cli`` is ``dglx``."""
+"""``dglx`` as ``python -m dglx_dist.cli``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands and their help."""
+"""The commands of ``dglx`` and their help."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from dglx_dist.cli.inspect import inspect
 from dglx_dist.cli.partition import ingest, partition
 from dglx_dist.cli.plan import plan
-from dglx_dist.cli.report import report
+from dglx_dist.cli.report import inspect, report
 from dglx_dist.cli.serverless import lambda_app
 from dglx_dist.cli.train import train
 
@@ -35,7 +34,7 @@ app = typer.Typer(
 On several machines, torchrun starts the ranks: `torchrun --nnodes 2 --nproc-per-node 4
 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dglx_dist.cli train data/demo --out runs/demo`
 
-Exit codes: 0; 2 for what you can put right, with one message that says how; 1 for everything else.
+Exit codes: 0; 2 for what you can correct, with one message that says how; 1 for everything else.
 """
 )
 def root(

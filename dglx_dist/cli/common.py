@@ -1,14 +1,16 @@
-"""Reading what is written on the command line as a list or a set of pairs."""
+"""Console output, errors and option values shared by the commands."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
@@ -17,31 +19,89 @@ LAUNCHED = "--launched"
 """Hidden flag of ranks whose launcher shows their error, so that they need not."""
 
 
-def report(error: Exception, *, debug: bool) -> None:
-    """Show one message on standard error, with ``debug`` a traceback in place of it.
+def report_error(error: Exception, *, debug: bool) -> None:
+    """Show one message on standard error; with ``debug`` a traceback instead.
 
-    A rank leaves its message where torchrun collects it; the launcher of ``dglx train`` shows the first.
+    A rank also leaves its message where torchrun collects it; the launcher of ``dglx train`` shows the first.
     """
-    console = Console(stderr=True, soft_wrap=True)
     if launched_by_torchrun():
-        # Only torchrun's ranks need torch for this; they have it already.
+        # Imported here: it loads torch, which torchrun's ranks have loaded anyway.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
     if debug:
-        console.print_exception()
+        Console(stderr=True, soft_wrap=True).print_exception()
     elif LAUNCHED not in sys.argv:
-        console.print(f"{_who()}{_text(error)}", style="red", highlight=False, markup=False)
+        rank = f"rank {read_topology().rank}: " if launched_by_torchrun() else ""
+        say(f"{rank}{_message(error)}", "red")
 
 
-def _text(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, DglxError):
         return f"error: {error}"
     return f"unexpected {type(error).__name__}: {error}\nrun the same command with --debug for the traceback"
 
 
-def _who() -> str:
-    return f"rank {read_topology().rank}: " if launched_by_torchrun() else ""
+def write(text: str, style: str = "") -> None:
+    """Write a line to standard output, brackets and colons as they are."""
+    Console(highlight=False, soft_wrap=True, markup=False, emoji=False).print(text, style=style)
+
+
+def say(text: str, style: str = "") -> None:
+    """Write a line to standard error."""
+    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
+
+
+def warn(text: str) -> None:
+    """Write a warning to standard error."""
+    say(f"warning: {text}", "yellow")
+
+
+def show(table: Table) -> None:
+    """Print a table; at least 150 columns wide where the output is no terminal."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=max(console.width, 150))
+    console.print(table)
+
+
+def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, quiet: bool = False) -> None:
+    """Call ``draw``, which writes ``target``, and print its path, or warn why it cannot be written.
+
+    Args:
+        draw: Creates the folder of ``target`` too, if need be.
+        target: The picture.
+        remedy: End of the warning, e.g. ``; say where with --picture FILE``.
+        quiet: Do not print the path, as beside JSON.
+    """
+    try:
+        draw()
+    except OSError as error:
+        warn(f"the picture could not be written to {target}: {error.strerror}{remedy}")
+    else:
+        if not quiet:
+            write(f"picture: {target}")
+
+
+def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> None:
+    """Raise ConfigError for the first option that is out of range.
+
+    Args:
+        config: Has the value of ``--some-name`` as ``some_name``.
+        checks: (name without dashes, whether it is wrong, what it must be).
+    """
+    for name, wrong, allowed in checks:
+        if wrong:
+            raise ConfigError(f"--{name} {getattr(config, name.replace('-', '_'))} must be {allowed}")
+
+
+def check_fanouts(fanouts: Sequence[int] | None, layers: int) -> None:
+    """Raise ConfigError unless there is one fan-out per layer, or none at all."""
+    if fanouts is not None and len(fanouts) != layers:
+        raise ConfigError(
+            f"--fanout {','.join(map(str, fanouts))} is for {len(fanouts)} layers, but --layers is {layers}; "
+            "give one fan-out for each layer, input-most first"
+        )
 
 
 def names(text: str | None) -> tuple[str, ...]:
@@ -53,7 +113,7 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     """Read ``25,10`` as (25, 10); -1 is allowed and means all.
 
     Raises:
-        ConfigError: naming the option and the word that is no whole number.
+        ConfigError: a word is no whole number of at least -1.
     """
     try:
         numbers = tuple(int(word) for word in names(text))
@@ -68,7 +128,7 @@ def fractions(text: str | None, option: str) -> tuple[float, ...] | None:
     """Read ``1,1,2`` as (1.0, 1.0, 2.0); nothing is None.
 
     Raises:
-        ConfigError: naming the option and its value.
+        ConfigError: a word is no number.
     """
     if text is None:
         return None
@@ -82,7 +142,7 @@ def tolerances(text: str | None) -> float | dict[str, float]:
     """Read ``0.05`` as 0.05 for all, ``train=0.1,degree=0.02`` as one for each; nothing is {}.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``text`` is neither.
     """
     try:
         if text and "=" not in text:
@@ -119,7 +179,7 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
 
 
 def literals(words: Sequence[str], option: str) -> dict[str, object]:
-    """Read ["a=1", "b=0.5", "c=true", "d=x"] with whole numbers, numbers and booleans as such."""
+    """Read ["a=1", "b=0.5", "c=true", "d=x"] as {"a": 1, "b": 0.5, "c": True, "d": "x"}."""
     return {name: _literal(value) for name, value in pairs(words, option).items()}
 
 
@@ -136,14 +196,14 @@ def _literal(text: str) -> object:
 
 @contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Let what libraries in C print meanwhile go to standard error: METIS complains of tiny graphs there."""
+    """Redirect what C libraries print to standard error: METIS complains about tiny graphs."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        # What they have printed may still be in their buffer.
+        # Their output may still be in the C library's buffer.
         ctypes.CDLL(None).fflush(None)
         os.dup2(kept, 1)
         os.close(kept)

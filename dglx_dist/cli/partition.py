@@ -1,4 +1,4 @@
-"""``dglx partition``."""
+"""``dglx ingest`` and ``dglx partition``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from dglx_dist.cli.common import by_name, fractions, literals, names, tolerances
+from dglx_dist.cli.common import by_name, fractions, literals, names, tolerances, write
 
 
 def ingest(  # noqa: PLR0913  # one argument per option
@@ -71,22 +70,21 @@ def ingest(  # noqa: PLR0913  # one argument per option
         settled=output_conf_file,
     )
     done = build(read_config(config), plan)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     for ntype, columns in done.manifest.node_columns.items():
         kind = done.manifest.user_ids.get(ntype, "row numbers")
-        console.print(
+        write(
             f"{done.manifest.num_nodes(ntype)} nodes {ntype!r}, ids: {kind}; "
             f"{', '.join(columns) or 'no tensors'}"
         )
     for etype, columns in done.manifest.edge_columns.items():
-        console.print(
+        write(
             f"{done.manifest.num_edges(etype)} edges {':'.join(etype)}; {', '.join(columns) or 'no tensors'}"
         )
-    console.print(f"peak memory {done.peak_bytes / 2**20:.0f} MB of {memory}")
+    write(f"peak memory {done.peak_bytes / 2**20:.0f} MB of {memory}")
     if output_conf_file is not None:
         write_settled(done, output_conf_file)
-        console.print(f"settings found are in {output_conf_file}")
-    console.print(f"written to {out}; next: dglx train {out}, or dglx partition {out} --parts 4 --out DIR")
+        write(f"settings found are in {output_conf_file}")
+    write(f"written to {out}; next: dglx train {out}, or dglx partition {out} --parts 4 --out DIR")
 
 
 def partition(  # noqa: PLR0913  # one argument per option
@@ -188,19 +186,18 @@ def partition(  # noqa: PLR0913  # one argument per option
         feature_dtype=by_name(feature_dtype, "--feature-dtype"),
     )
     plan.check_target(out)
-    # A wrong name is found before minutes of loading.
+    # A wrong name is an error before minutes of loading.
     chosen = plan.partitioner
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     graph = load_graph(data, **literals(option or [], "--option"))
-    console.print(
+    write(
         f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {parts} parts by {chosen}"
         + (f", each for {trainers_per_server} trainers" if trainers_per_server > 1 else "")
     )
     quality = partition_to_disk(graph, out, plan)
-    console.print(
+    write(
         f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "
         f"balance {', '.join(f'{name} {ratio:.3f}' for name, ratio in quality.balance.items())}"
     )
     for name, reached in quality.missed.items():
-        console.print(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
-    console.print(f"written to {out}; next: dglx inspect {out}" if format == "dglx" else f"written to {out}")
+        write(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
+    write(f"written to {out}; next: dglx inspect {out}" if format == "dglx" else f"written to {out}")

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from rich.console import Console
 
-from dglx_dist.cli.common import libraries_on_stderr, whole_numbers
-from dglx_dist.cli.report import draw_or_warn, say, show
+from dglx_dist.cli.common import draw_or_warn, libraries_on_stderr, say, show, whole_numbers, write
 from dglx_dist.comm.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
 
@@ -27,20 +25,11 @@ T = TypeVar("T")
 
 _MODEL, _SERVERS, _GRAPH, _CHOICE = "Model", "Servers", "A graph that is not here", "What may be chosen"
 
-_MOST_BITS_PER_S = 10**14
-"""Links of accelerators inside of a server are beyond what tc, and the lab, can be told."""
-_OF_FIGURES = (
-    "features",
-    "classes",
-    "train_share",
-    "partitioner",
-    "edge_cut",
-    "degree_spread",
-    "speed",
-)
-_OF_DATA = ("dry_batches", "seed")
-_OF_BATCHES = ("fanout", "batch_size")
-"""Options that have a meaning for figures alone, for a dataset alone, and for mini-batches alone."""
+_MAX_BITS_PER_S = 10**14
+"""Above the limit of tc, for links between accelerators inside of a server."""
+_FIGURES_OPTIONS = ("features", "classes", "train_share", "partitioner", "edge_cut", "degree_spread", "speed")
+_DATA_OPTIONS = ("dry_batches", "seed")
+_BATCH_OPTIONS = ("fanout", "batch_size")
 
 
 def plan(  # noqa: PLR0913  # one argument per option
@@ -178,7 +167,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     from dglx_dist.planner.workload import Figures
     from dglx_dist.report.tables import plan_head, plan_lines, plan_table
 
-    _check_used(context, of_data=data is not None, unit=unit)
+    _check_no_unused_options(context, has_data=data is not None, unit=unit)
     if (nodes is None) != (edges is None):
         raise ConfigError("--nodes and --edges belong together; give both, or --data DIR")
     figures = None
@@ -193,8 +182,8 @@ def plan(  # noqa: PLR0913  # one argument per option
             edge_cut=edge_cut,
             degree_spread=degree_spread,
         )
-    rate = partial(Rate.parse, most=_MOST_BITS_PER_S)
-    asked = PlanConfig(
+    rate = partial(Rate.parse, most=_MAX_BITS_PER_S)
+    config = PlanConfig(
         data=None if data is None else str(data),
         figures=figures,
         model=model,
@@ -212,47 +201,44 @@ def plan(  # noqa: PLR0913  # one argument per option
         here=here,
         memory_bytes=_read("--memory", read_size, memory),
         speed=speed,
-        unit=unit,  # type: ignore[arg-type]  # checked by PlanPlan
+        unit=unit,  # type: ignore[arg-type]  # checked by PlanConfig
         estimators=allow_estimators,
         full_graph_epochs=full_graph_epochs,
         dry_batches=dry_batches,
         seed=seed,
-        structure=structure,  # type: ignore[arg-type]  # checked by PlanPlan
+        structure=structure,  # type: ignore[arg-type]  # checked by PlanConfig
     )
-    tell = None if as_json else lambda text: say(f"counting: {text}", "dim")
+    notify = None if as_json else lambda text: say(f"counting: {text}", "dim")
     if picture is not None:
         _check_picture(picture)
     with libraries_on_stderr():
-        choice, regions = (make_plan(asked, tell), None) if picture is None else make_map(asked, tell)
+        choice, regions = (make_plan(config, notify), None) if picture is None else make_map(config, notify)
     if picture is not None and regions is not None:
-        _draw(asked, choice, regions, picture, quiet=as_json)
-    # Names of datasets may look like codes of emoji.
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+        _draw(config, choice, regions, picture, quiet=as_json)
     if as_json:
-        console.print(json.dumps(choice.to_json()))
+        write(json.dumps(choice.to_json()))
         return
-    console.print(plan_head(choice))
+    write(plan_head(choice))
     show(plan_table(choice))
     for line in plan_lines(choice):
-        console.print(line)
+        write(line)
 
 
-def _check_used(context: typer.Context, *, of_data: bool, unit: str) -> None:
-    """Raise ConfigError where what was told would be told in vain."""
+def _check_no_unused_options(context: typer.Context, *, has_data: bool, unit: str) -> None:
     if launched_by_torchrun():
         raise ConfigError("dglx plan is one process, and torchrun has started this one; leave torchrun out")
-    for name in _OF_FIGURES if of_data else _OF_DATA:
+    for name in _FIGURES_OPTIONS if has_data else _DATA_OPTIONS:
         if _is_given(context, name):
             option = name.replace("_", "-")
             raise ConfigError(
-                f"--{option} says something of a graph that is not here, and --data is; leave --{option} out"
-                if of_data
-                else f"--{option} is for a dataset that is here (--data DIR), and there is none; leave it out"
+                f"--{option} describes a graph without a dataset, but --data is given; leave --{option} out"
+                if has_data
+                else f"--{option} needs a dataset (--data DIR), but none is given; leave it out"
             )
-    for name in _OF_BATCHES if unit == "full_graph" else ():
+    for name in _BATCH_OPTIONS if unit == "full_graph" else ():
         if _is_given(context, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is of mini-batches, and --unit full_graph has none; leave it "
+                f"--{name.replace('_', '-')} is for mini-batches, and --unit full_graph has none; leave it "
                 "out, or take --unit any"
             )
     if _is_given(context, "full_graph_epochs") and unit != "any":
@@ -268,11 +254,11 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _read(option: str, parse: Callable[[str], T], text: str | None) -> T | None:
-    """Return what ``parse`` makes of an option's value; its error names the option."""
+    # The option's name goes in front of the error.
     try:
         return None if text is None else parse(text)
-    except ConfigError as wrong:
-        raise ConfigError(f"{option}: {wrong}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def _ranks_of_each(ranks: int | None, per_server: int | None, servers: int) -> int:
@@ -287,14 +273,16 @@ def _ranks_of_each(ranks: int | None, per_server: int | None, servers: int) -> i
     return each or (1 if per_server is None else per_server)
 
 
-def _draw(asked: PlanConfig, choice: Choice, regions: Regions, picture: Path, *, quiet: bool) -> None:
+def _draw(config: PlanConfig, choice: Choice, regions: Regions, picture: Path, *, quiet: bool) -> None:
     from dglx_dist.report.pictures import draw_regions
 
-    ranks = f"{asked.servers} x {asked.ranks_per_server} ranks"
-    of = {"mini_batch": " of mini-batches", "full_graph": " of whole graphs"}.get(asked.constraints.unit, "")
-    title = f"{choice.graph.name}, {asked.model} of {asked.layers} layers, {ranks}: the fastest epoch{of}"
-    here = asked.hidden, choice.cluster.external_bytes_per_s
-    # The plan has taken a while: without its picture it is still worth showing.
+    ranks = f"{config.servers} x {config.ranks_per_server} ranks"
+    unit = {"mini_batch": " of mini-batches", "full_graph": " of whole graphs"}.get(
+        config.constraints.unit, ""
+    )
+    title = f"{choice.graph.name}, {config.model} of {config.layers} layers, {ranks}: the fastest epoch{unit}"
+    here = config.hidden, choice.cluster.external_bytes_per_s
+    # A warning only: the plan, which took a while, is still shown.
     draw_or_warn(
         lambda: draw_regions(regions, picture, title=title, here=here),
         picture,
@@ -304,11 +292,6 @@ def _draw(asked: PlanConfig, choice: Choice, regions: Regions, picture: Path, *,
 
 
 def _check_picture(picture: Path) -> None:
-    """Make the folder of ``picture``, before anything is counted.
-
-    Raises:
-        ConfigError: no file can be written there.
-    """
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=picture.parent):

@@ -1,4 +1,4 @@
-"""``dglx plan``: from what is told to a choice, for ready-made models and servers that need not exist."""
+"""Plans of ``dglx plan``: the fastest strategy for ready-made models on real or hypothetical servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from dglx_dist.api import init
-from dglx_dist.auto import NO_BATCHES, USUAL, Asked, draws_of, steps_of
+from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, BatchRequest, draws_of, steps_of
+from dglx_dist.cli.common import check_fanouts, check_values
 from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError
@@ -40,28 +41,28 @@ from dglx_dist.planner.workload import (
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.training.models import MODEL_KINDS, build_model, check_kind
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 _PAYLOAD = 0.94
-"""Of what a link carries; the rest are headers and what goes back (algorithms 0.3)."""
-_INSIDE_BYTES_PER_S = 1.2e9
-"""Between the processes of a server: what sockets of one machine reach."""
+"""Share of a link's rate; the rest are headers and acknowledgements (algorithms 0.3)."""
+_LOOPBACK_BYTES_PER_S = 1.2e9
+"""Rate of sockets between the processes of a server."""
 _LATENCY_MS = 0.5
-"""Of a message of this package, from rank to rank."""
-_USUAL_RATE = "1gbit"
+"""Of a message from rank to rank."""
+_DEFAULT_RATE = "1gbit"
 MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
 MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
-"""The bandwidths of a map, and how many of them."""
+"""Range of the bandwidths of a map, and their number."""
 _STRUCTURES = ("auto", "replicated", "partitioned")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What is planned for.
+    """Graph, model and servers of a plan.
 
     Raises:
         UnknownNameError: there is no such model, or no such partitioner.
-        ConfigError: a value is out of range, or there is neither data nor figures, or both.
+        ConfigError: a value is out of range, or not exactly one of data and figures is given.
     """
 
     data: str | None = None
@@ -78,25 +79,25 @@ class PlanConfig:
     internal: Rate | None = None
     latency_ms: float | None = None
     cores: float | None = None
-    """Of a rank; None: this machine's, by the ranks that share it."""
+    """Of a rank; None: this machine's, divided by the ranks that share it."""
     here: bool = False
-    """Whether all servers are this machine, as under ``dglx train --servers`` and in the lab."""
+    """Whether all servers are this machine, as under ``dglx train --servers`` and scripts/netlab."""
     memory_bytes: int | None = None
     """Of a rank."""
     speed: float = 1.0
-    """With figures: of a rank, by one core of a server."""
+    """With figures: speed of a rank relative to one core of a server."""
     unit: Literal["mini_batch", "full_graph", "any"] = "mini_batch"
     estimators: bool = False
     full_graph_epochs: float = FULL_GRAPH_EPOCHS
     dry_batches: int = DRY_BATCHES
-    """Of each rank that are counted; 0: all of an epoch."""
+    """Counted batches of each rank; 0: all of an epoch."""
     epoch: int = 1
     seed: int = 0
     structure: Literal["auto", "replicated", "partitioned"] = "auto"
 
     def __post_init__(self) -> None:
         check_kind(self.model, MODEL_KINDS)
-        for name, wrong, allowed in (
+        checks = (
             ("servers", self.servers < 1, "at least 1"),
             ("ranks-per-server", self.ranks_per_server < 1, "at least 1"),
             ("layers", self.layers < 1, "at least 1"),
@@ -115,9 +116,8 @@ class PlanConfig:
                 self.model == "gat" and (self.heads < 1 or self.hidden % self.heads > 0),
                 f"a divisor of --hidden {self.hidden}",
             ),
-        ):
-            if wrong:
-                raise ConfigError(f"--{name} {getattr(self, name.replace('-', '_'))} must be {allowed}")
+        )
+        check_values(self, checks)
         if (self.data is None) == (self.figures is None):
             raise ConfigError(
                 "give either the folder of a partitioned dataset (--data DIR), or the figures of a graph "
@@ -125,16 +125,12 @@ class PlanConfig:
             )
         if self.figures is not None:
             PARTITIONERS.resolve(self.figures.method)
-        if self.fanouts is not None and len(self.fanouts) != self.layers:
-            raise ConfigError(
-                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "
-                f"--layers is {self.layers}; give one fan-out for each layer, input-most first"
-            )
+        check_fanouts(self.fanouts, self.layers)
 
     @property
-    def asked(self) -> Asked:
-        """What is said of mini-batches."""
-        return Asked(
+    def batches(self) -> BatchRequest:
+        """Mini-batches to count."""
+        return BatchRequest(
             unit=self.unit,
             num_layers=self.layers,
             fanouts=self.fanouts,
@@ -145,8 +141,8 @@ class PlanConfig:
 
     @property
     def draws(self) -> Draws | None:
-        """The mini-batches; None for a deep model without fan-outs, or for whole graphs alone."""
-        return draws_of(self.asked)
+        """Mini-batches; None for a deep model without fan-outs, or for whole graphs alone."""
+        return draws_of(self.batches)
 
     @property
     def ranks_of_machine(self) -> int:
@@ -155,29 +151,29 @@ class PlanConfig:
 
     @property
     def constraints(self) -> Constraints:
-        """What may be chosen; whole graphs where there are no mini-batches."""
+        """Constraints of the choice: whole graphs where there are no mini-batches."""
         unit = "full_graph" if self.draws is None and self.unit == "mini_batch" else self.unit
         return Constraints(unit=unit, estimators=self.estimators, full_graph_epochs=self.full_graph_epochs)
 
 
-def make_plan(plan: PlanConfig, tell: Tell | None = None) -> Choice:
-    """Return what every way to train is expected to come to, and the one to take; one process calls it.
+def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
+    """Predict every way to train, and choose one; one process calls it.
 
     Args:
-        plan: What is planned for.
-        tell: Called with what is done next.
+        plan: Graph, model and servers.
+        notify: Called with the name of each next step.
 
     Raises:
         ConfigError: the dataset lacks what training needs, or has fewer parts than there are servers.
         StorageError: it is missing or damaged.
     """
-    known, candidates = measured(plan, tell)
+    known, candidates = measured(plan, notify)
     return choose(candidates, known, plan.constraints)
 
 
-def measured(plan: PlanConfig, tell: Tell | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
-    """Return what is known, and the candidates that it suffices for."""
-    return _from_figures(plan, plan.figures) if plan.figures is not None else _from_dataset(plan, tell)
+def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
+    """Return counts and rates, and the candidates that they suffice for."""
+    return _from_figures(plan, plan.figures) if plan.figures is not None else _from_dataset(plan, notify)
 
 
 def _from_figures(plan: PlanConfig, figures: Figures) -> tuple[Measured, tuple[Candidate, ...]]:
@@ -193,8 +189,8 @@ def _from_figures(plan: PlanConfig, figures: Figures) -> tuple[Measured, tuple[C
         batches = expected.batches(
             graph, cluster, draws, gradient_bytes=shape.gradient_bytes, partitioned=partitioned
         )
-    frame = _frame(plan, 0 if batches is None else batches.steps, caches=())
-    candidates = enumerate_candidates(frame)
+    space = _search_space(plan, 0 if batches is None else batches.steps, caches=())
+    candidates = enumerate_candidates(space)
     assumptions = (
         *expected.ASSUMPTIONS,
         f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
@@ -216,26 +212,26 @@ def _from_figures(plan: PlanConfig, figures: Figures) -> tuple[Measured, tuple[C
         ghosts=expected.ghosts(graph, cluster),
         structure_partitioned=partitioned,
         epoch=plan.epoch,
-        assumptions=(*assumptions, *_of_draws(plan)),
+        assumptions=(*assumptions, *_batch_assumptions(plan)),
         draws=draws,
     )
     return known, candidates
 
 
-def _of_draws(plan: PlanConfig) -> tuple[str, ...]:
-    return (NO_BATCHES,) if plan.asked.is_deep else ()
+def _batch_assumptions(plan: PlanConfig) -> tuple[str, ...]:
+    return (NO_BATCHES,) if plan.batches.is_deep else ()
 
 
-def _from_dataset(plan: PlanConfig, tell: Tell | None) -> tuple[Measured, tuple[Candidate, ...]]:
+def _from_dataset(plan: PlanConfig, notify: Notify | None) -> tuple[Measured, tuple[Candidate, ...]]:
     assert plan.data is not None
     check_plannable(read_manifest(Path(plan.data)), plan.data)
     cluster = cluster_of(plan)
     threads, here = torch.get_num_threads(), len(os.sched_getaffinity(0))
     torch.set_num_threads(min(max(int(cluster.cores), 1), here))
     try:
-        with init(USUAL, seed=plan.seed) as session:
+        with init(DEFAULT_STRATEGY, seed=plan.seed) as session:
             g = DistGraph(plan.data, structure="replicated", session=session)
-            known, candidates = _measured_on(plan, g, cluster, tell)
+            known, candidates = _measured_on(plan, g, cluster, notify)
             g.close()
             return known, candidates
     finally:
@@ -243,20 +239,21 @@ def _from_dataset(plan: PlanConfig, tell: Tell | None) -> tuple[Measured, tuple[
 
 
 def _measured_on(
-    plan: PlanConfig, g: DistGraph, cluster: Cluster, tell: Tell | None
+    plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
-    # Strategy lambda trains models without dropout alone, and says so in its row.
+    # Strategy lambda trains only models without dropout, and says so in its row.
     plain = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.0, plan.heads, graph=g)
     shape = shape_of_module(plain, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
     check_train_nodes(seeds, str(plan.data))
     draws = plan.draws
     partitioned = _is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges())
-    # Policy vip follows batches over all edges.
+    # Cache policy vip needs all edges.
     caches = () if partitioned else CACHE_SIZES
-    candidates = enumerate_candidates(_frame(plan, steps_of(draws, seeds, cluster.ranks), caches=caches))
+    steps = steps_of(draws, seeds, cluster.ranks)
+    candidates = enumerate_candidates(_search_space(plan, steps, caches=caches))
     requested = DryRunConfig(
         cluster=cluster,
         draws=draws,
@@ -265,30 +262,29 @@ def _measured_on(
         partitioned=partitioned,
         epoch=plan.epoch,
         clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
-        other_ranks=_beside(plan),
-        assumptions=(*_of_draws(plan), *_of_cores(cluster)),
+        other_ranks=_num_neighbors(plan),
+        assumptions=(*_batch_assumptions(plan), *_core_assumptions(cluster)),
     )
-    known = dry_run(g, module, shape, requested, tell)
+    known = dry_run(g, module, shape, requested, notify)
     if cluster.cores < 1:
         plans = None if known.plan_rates is None else known.plan_rates.slowed(1.0 / cluster.cores)
         known = replace(known, rates=known.rates.slowed(1.0 / cluster.cores), plan_rates=plans)
     return known, candidates
 
 
-def _beside(plan: PlanConfig) -> int:
-    """Return how many other ranks compute on the machine of each, one core each, as far as cores go."""
+def _num_neighbors(plan: PlanConfig) -> int:
+    """Return the number of other ranks that compute on the machine of each, at most one per core."""
     return max(min(plan.ranks_of_machine, len(os.sched_getaffinity(0))) - 1, 0)
 
 
-def _of_cores(cluster: Cluster) -> tuple[str, ...]:
-    """Say it where the model was timed on fewer cores than a rank has."""
+def _core_assumptions(cluster: Cluster) -> tuple[str, ...]:
     here = len(os.sched_getaffinity(0))
     if cluster.cores <= here:
         return ()
     return (f"a rank of {cluster.cores:g} cores computes as fast as the {here} here, on which it was timed",)
 
 
-def _frame(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> SearchSpace:
+def _search_space(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> SearchSpace:
     return SearchSpace(
         ranks=plan.servers * plan.ranks_per_server,
         servers=plan.servers,
@@ -299,14 +295,14 @@ def _frame(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> SearchSpa
 
 
 def cluster_of(plan: PlanConfig) -> Cluster:
-    """Return the servers that are told, the rest assumed and said to be."""
+    """Return the servers of the plan; defaults are listed as assumptions."""
     assumptions = []
-    rate = plan.external or Rate.parse(_USUAL_RATE)
+    rate = plan.external or Rate.parse(_DEFAULT_RATE)
     if plan.external is None and plan.servers > 1:
         assumptions.append(f"{rate} between servers (--bandwidth-external)")
     if plan.latency_ms is None and plan.servers > 1:
         assumptions.append(f"{_LATENCY_MS:g} ms for a message between servers (--latency-ms)")
-    inside = _INSIDE_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
+    inside = _LOOPBACK_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
     if plan.internal is None and plan.ranks_per_server > 1:
         assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
     sharing = plan.ranks_of_machine
@@ -333,7 +329,7 @@ def cluster_of(plan: PlanConfig) -> Cluster:
 
 
 def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
-    """Return whether structure stays where nodes are; the servers of one machine map it once together."""
+    # Servers on the same machine map one copy of the structure.
     if plan.structure != "auto":
         return plan.structure == "partitioned" and plan.servers > 1
     machine = psutil.virtual_memory().total
@@ -342,16 +338,16 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
     return plan.servers > 1 and structure_bytes > machine // 2
 
 
-def make_map(plan: PlanConfig, tell: Tell | None = None) -> tuple[Choice, Regions]:
-    """Return the plan, and who wins at other hidden widths and bandwidths; see :func:`make_plan`.
+def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Regions]:
+    """Return the plan, and the winners at other hidden widths and bandwidths; see :func:`make_plan`.
 
-    One dry run suffices: batches and plans are the same at every width, and rates those that were measured at
+    One dry run suffices: batches and plans are the same at every width, and rates are taken from
     ``plan.hidden``.
     """
-    known, candidates = measured(plan, tell)
-    graph, each = known.graph, plan.heads if plan.model == "gat" else 1
-    # Heads of attention share the width evenly.
-    widths = {plan.hidden, *(-(-hidden // each) * each for hidden in MAP_WIDTHS)}
+    known, candidates = measured(plan, notify)
+    graph, heads = known.graph, plan.heads if plan.model == "gat" else 1
+    # Widths are multiples of the attention heads.
+    widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
     shapes = {
         hidden: shape_of_kind(plan.model, graph.features, hidden, graph.classes, plan.layers, plan.heads)
         for hidden in sorted(widths)

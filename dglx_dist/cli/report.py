@@ -1,23 +1,183 @@
-"""``dglx report``."""
+"""``dglx inspect`` and ``dglx report``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from dglx_dist.cli.common import draw_or_warn, show, warn, write
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import FEATURE
+from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE
 
 if TYPE_CHECKING:
     from dglx_dist.data.storage.manifest import Manifest
     from dglx_dist.data.storage.reader import StoredDataset
+    from dglx_dist.records import ColumnInfo
+
+PICTURE = "partition.png"
+HOPS = 4
+"""Default of ``--hops``."""
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `dglx partition` wrote.")],
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the picture goes; default: cache/partition.png in DIR."),
+    ] = None,
+    verify: Annotated[
+        str, typer.Option(help="auto: read files not read before, full: read all, never: trust them.")
+    ] = "auto",
+    closure: Annotated[
+        bool,
+        typer.Option(
+            "--closure", help="Show how many nodes a server holds that preloads its neighbourhood, by hop."
+        ),
+    ] = False,
+    hops: Annotated[
+        int | None, typer.Option(help=f"Of --closure: as many as the model has layers. Default: {HOPS}.")
+    ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="Of --closure: how many will train. Default: one for each part.")
+    ] = None,
+) -> None:
+    """Show a partitioned dataset: edge cut, balance, halo and replication factors, sizes on disk, a picture.
+
+    Balance is the largest part over the mean; the halo factor is how many foreign nodes a part reads per
+    node that it owns; the replication factor is how many copies of a node there would be if all parts
+    kept theirs.
+
+    Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
+    """
+    from dglx_dist.data.storage.reader import open_dataset
+    from dglx_dist.report.pictures import draw_parts
+    from dglx_dist.report.tables import parts_table, plural, readable_bytes, summary_table
+
+    check_closure(closure, hops=hops, servers=servers)
+    dataset = open_dataset(folder, verify=verify)  # type: ignore[arg-type]  # checked there
+    manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
+    sizes = part_bytes(manifest)
+    console = Console(highlight=False, markup=False)
+    cut = f"{plural(manifest.num_parts, 'part')} by {manifest.method}"
+    console.print(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
+    console.print(summary_table(overview(manifest)))
+    per_part = part_columns(quality)
+    shown: dict[str, Any] = {
+        name: [value if isinstance(value, int) else f"{value:.4f}" for value in values]
+        for name, values in per_part.items()
+    }
+    shown["on disk"] = [readable_bytes(size) for size in sizes]
+    show(parts_table(shown))
+    target = picture or folder / "cache" / PICTURE
+    if closure:
+        _show_closure(dataset, target, hops=hops, servers=servers)
+
+    def draw() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        columns = {**per_part, "MB on disk": [size / 1e6 for size in sizes]}
+        draw_parts(columns, target, title=f"{manifest.name}: {cut}")
+
+    if picture is None:
+        draw_or_warn(draw, target, remedy="; say where with --picture FILE")
+        return
+    try:
+        draw()
+    except OSError as error:
+        raise ConfigError(f"--picture {picture} cannot be written: {error.strerror}") from error
+    console.print(f"picture: {target}", soft_wrap=True)
+
+
+def overview(manifest: Manifest) -> dict[str, object]:
+    """Return the figures of the whole dataset, in the order of display."""
+    quality = manifest.quality
+    found: dict[str, object] = {}
+    for ntype, columns in manifest.node_columns.items():
+        tensors = ", ".join(f"{name} {_row_type(info)}" for name, info in columns.items())
+        name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"
+        found[name] = f"{manifest.num_nodes(ntype)}: {tensors or 'no tensors'}"
+    for etype in manifest.edge_types:
+        found["edges" if etype == EDGE_TYPE else "edges " + ".".join(etype)] = f"{manifest.num_edges(etype)}"
+    for name in ("edge_cut", "replication_factor"):
+        if isinstance(value := quality.get(name), float):
+            found[name.replace("_", " ")] = f"{value:.4f}"
+    balance = quality.get("balance")
+    if isinstance(balance, dict):
+        found |= {f"balance {name} (max/mean)": f"{ratio:.4f}" for name, ratio in balance.items()}
+    trainers = quality.get("trainers")
+    if isinstance(trainers, dict):
+        found["trainers"] = f"{trainers['num_parts']}, edge cut {trainers['edge_cut']:.4f}"
+        found |= {f"balance {name} of trainers": f"{r:.4f}" for name, r in trainers["balance"].items()}
+    found["bytes on disk"] = sum(info.num_bytes for info in manifest.files.values())
+    return found
+
+
+def _row_type(info: ColumnInfo) -> str:
+    """Return dtype and shape of one row: ``float32[5]``, or ``int64`` for a number."""
+    return f"{info.dtype}{list(info.row_shape) or ''}"
+
+
+def part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:
+    """Return figures of each part by heading; empty for a dataset without any."""
+    headings = {
+        "nodes": "num_nodes", "edges": "num_edges", "halo nodes": "halo_nodes",
+        "halo factor": "halo_factor", "remote in-edges": "remote_fraction",
+    }  # fmt: skip
+    return {heading: list(quality[name]) for heading, name in headings.items() if name in quality}
+
+
+def part_bytes(manifest: Manifest) -> list[int]:
+    """Return (P,) bytes on disk of each part."""
+    sizes = [0] * manifest.num_parts
+    for path, info in manifest.files.items():
+        part = path.split("/")[0].removeprefix("part")
+        if part.isdecimal():
+            sizes[int(part)] += info.num_bytes
+    return sizes
+
+
+def check_closure(closure: bool, *, hops: int | None, servers: int | None) -> None:
+    """Raise ConfigError for options of ``--closure`` without it, or out of range."""
+    for name, value, least in (("hops", hops, 0), ("servers", servers, 1)):
+        if value is not None and not closure:
+            raise ConfigError(f"--{name} {value} is for --closure; add that")
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} {value} must be at least {least}")
+
+
+def _show_closure(dataset: StoredDataset, picture: Path, *, hops: int | None, servers: int | None) -> None:
+    from dglx_dist.graph.analysis import measure_expansion
+    from dglx_dist.report.pictures import draw_expansion
+    from dglx_dist.report.tables import expansion_table
+
+    manifest = dataset.manifest
+    found = measure_expansion(
+        dataset, manifest.num_parts if servers is None else servers, HOPS if hops is None else hops
+    )
+    factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
+    show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
+    target = picture.with_name(f"{picture.stem}-closure.png")
+
+    def draw() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draw_expansion(factors, target, title=f"{manifest.name}, {len(factors[0])} servers")
+
+    draw_or_warn(draw, target, remedy="; say where with --picture FILE")
+
+
+def feature_bytes(manifest: Manifest) -> int:
+    """Return the bytes of one node's features; 0 without any."""
+    from dglx_dist.data.storage.columns import numpy_dtype
+
+    info = manifest.node_columns[manifest.node_types[0]].get(FEATURE)
+    if info is None:
+        return 0
+    return numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape)
 
 
 def report(
@@ -51,7 +211,7 @@ def report(
     run = read_run(folder)
     show(epoch_table(run.epochs))
     if run.summary is None:
-        warn(how_to_resume(folder, run.config))
+        warn(_how_to_resume(folder, run.config))
         return
     show(summary_table(run.summary))
     title = run_title(run.summary, run.config)
@@ -59,26 +219,25 @@ def report(
 
 
 def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
-    """Draw the trace ``path`` beside it, as a PNG file, and say how much of the traffic was hidden.
+    """Draw the trace ``path`` as a PNG file beside it, and print how much of the traffic was hidden.
 
     Raises:
-        StorageError: it is no trace, or damaged.
-        ConfigError: it has no such batches.
+        StorageError: the file is no trace, or damaged.
+        ConfigError: the trace has no such batches.
     """
     from dglx_dist.comm.trace import read_trace
-    from dglx_dist.report import pictures as pipeline
-    from dglx_dist.report import pictures as schedule
+    from dglx_dist.report import pictures
 
     trace, target = read_trace(path), path.with_suffix(".png")
     title = " ".join(
         [str(trace.facts.get("strategy", path.stem))]
         + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
     )
-    if pipeline.has_intervals(trace):
-        text, draw = pipeline.pipeline_text(trace), partial(pipeline.draw_pipeline, epochs=batches)
+    if pictures.has_intervals(trace):
+        text, draw = pictures.pipeline_text(trace), partial(pictures.draw_pipeline, epochs=batches)
     else:
-        text, draw = schedule.overlap_text(trace), partial(schedule.draw_schedule, batches=batches)
-    Console(highlight=False, soft_wrap=True, markup=False).print(f"{title}: {text}")
+        text, draw = pictures.overlap_text(trace), partial(pictures.draw_schedule, batches=batches)
+    write(f"{title}: {text}")
     draw_or_warn(lambda: draw(trace, target, title=title), target)
 
 
@@ -86,7 +245,7 @@ def read_batches(text: str | None) -> tuple[int, int] | None:
     """Read ``FIRST:LAST``.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: ``text`` has another form.
     """
     if text is None:
         return None
@@ -96,96 +255,10 @@ def read_batches(text: str | None) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return what to say of a run with this ``config.json`` that lacks its summary."""
+def _how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
     start = "" if config.get("checkpoint_every") else ", from the start, as no checkpoint was asked for"
     return (
         f"the run did not finish, or still goes on; resume it{start}: "
         f"`dglx train {config.get('data', 'DIR')} --resume --out {folder}`, with the options that it had "
         f"({folder / 'config.json'})"
     )
-
-
-def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, quiet: bool = False) -> None:
-    """Call ``draw``, which writes ``target``, and say where the picture is, or why there is none.
-
-    Args:
-        draw: Makes the folder of ``target`` too, if need be.
-        target: The picture.
-        remedy: What follows the warning, e.g. ``; say where with --picture FILE``.
-        quiet: Whether where it is goes without saying, as beside JSON.
-    """
-    try:
-        draw()
-    except OSError as error:
-        warn(f"the picture could not be written to {target}: {error.strerror}{remedy}")
-    else:
-        if not quiet:
-            Console(highlight=False, soft_wrap=True, markup=False).print(f"picture: {target}")
-
-
-def warn(text: str) -> None:
-    """Show a warning on standard error."""
-    say(f"warning: {text}", "yellow")
-
-
-def say(text: str, style: str = "") -> None:
-    """Write a line to standard error."""
-    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
-
-
-def show(table: Table) -> None:
-    """Print a table, as wide as it is when nobody looks at a terminal."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=max(console.width, 150))
-    console.print(table)
-
-
-HOPS = 4
-"""Followed when nobody says how many."""
-
-
-def check_closure(closure: bool, *, hops: int | None, servers: int | None) -> None:
-    """Raise ConfigError for what belongs to ``--closure`` where it is not asked for, or is out of range."""
-    for name, value, least in (("hops", hops, 0), ("servers", servers, 1)):
-        if value is not None and not closure:
-            raise ConfigError(f"--{name} {value} is for --closure; add that")
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} {value} must be at least {least}")
-
-
-def show_closure(dataset: StoredDataset, picture: Path, *, hops: int | None, servers: int | None) -> None:
-    """Print the table and draw it beside ``picture``.
-
-    Raises:
-        ConfigError: the dataset has several types, or fewer parts than ``servers``.
-        StorageError: a part is not on this machine, or damaged.
-    """
-    from dglx_dist.graph.analysis import measure_expansion
-    from dglx_dist.report.pictures import draw_expansion
-    from dglx_dist.report.tables import expansion_table
-
-    manifest = dataset.manifest
-    found = measure_expansion(
-        dataset, manifest.num_parts if servers is None else servers, HOPS if hops is None else hops
-    )
-    factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
-    show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
-    target = picture.with_name(f"{picture.stem}-closure.png")
-
-    def draw() -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draw_expansion(factors, target, title=f"{manifest.name}, {len(factors[0])} servers")
-
-    draw_or_warn(draw, target, remedy="; say where with --picture FILE")
-
-
-def feature_bytes(manifest: Manifest) -> int:
-    """Return the bytes of one node's features; 0 without any."""
-    from dglx_dist.data.storage.columns import numpy_dtype
-
-    info = manifest.node_columns[manifest.node_types[0]].get(FEATURE)
-    if info is None:
-        return 0
-    return numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape)

@@ -1,4 +1,4 @@
-"""``dglx lambda``: workers as functions of AWS."""
+"""``dglx lambda``: workers of strategy ``lambda`` as functions of AWS."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from dglx_dist.cli.common import pairs
-from dglx_dist.cli.report import warn
+from dglx_dist.cli.common import pairs, warn, write
 from dglx_dist.errors import ConfigError
 
 lambda_app = typer.Typer(
@@ -27,9 +25,9 @@ Region = Annotated[
 ]
 EndpointUrl = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Something else that speaks AWS's interface.", show_default=False),
+    typer.Option(metavar="URL", help="Another service with AWS's interface.", show_default=False),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")]
 NETWORK = "Network: a function must reach the graph servers"
 
 
@@ -44,8 +42,8 @@ NETWORK = "Network: a function must reach the graph servers"
 
         --option function=dglx-worker --option interface=eth0
 
-Credentials come from where the AWS command line finds them, and from nowhere else. Each command says what it
-changes before it does; what it did not make, it leaves alone. `dglx lambda remove dglx-worker` removes all of
+Credentials come from where the AWS command line looks, and from nowhere else. Each command prints what it
+changes beforehand, and leaves alone what it did not create. `dglx lambda remove dglx-worker` removes all of
 it.
 """
 )
@@ -92,7 +90,7 @@ def package(
             download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
         stages = pairs(stage or [], "--stage")
         written = write_zip(target, Package(stages=stages, wheels=wheels, libraries=libraries))
-    _say(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")
+    write(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")
     if lacks := what_aws_lacks(target):
         warn(f"AWS cannot run it: {lacks}")
 
@@ -133,9 +131,9 @@ def deploy(  # noqa: PLR0913  # one argument per option
     endpoint_url: EndpointUrl = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Create the function, or bring it up to date; wait until it can be used.
+    """Create the function, or update it; wait until it can be used.
 
-    What is right already stays as it is: called again, it goes on where it stopped.
+    Parts that are up to date are left alone, so a repeated call continues where the last one stopped.
 
     Example: `dglx lambda deploy dglx-worker --package worker.zip --memory 512 --dry-run`
     """
@@ -155,7 +153,7 @@ def deploy(  # noqa: PLR0913  # one argument per option
         architecture=architecture,
         place=Place(region=region, endpoint_url=endpoint_url),
     )
-    _do(lambda: cloud.plan(wanted), lambda: cloud.deploy(wanted, _say), dry_run, f"{name} is as it should be")
+    _do(lambda: cloud.plan(wanted), lambda: cloud.deploy(wanted, write), dry_run, f"{name} is up to date")
 
 
 @lambda_app.command("invoke-test")
@@ -168,9 +166,10 @@ def invoke_test(
     region: Region = None,
     endpoint_url: EndpointUrl = None,
 ) -> None:
-    """Have the function do two small tasks for this machine, and compare what it gives.
+    """Run two small tasks in the function for this machine, and check their results.
 
-    It calls back here, so it shows that network, secret and package are right. Costs two invocations.
+    The function connects back to this machine, so this tests network, secret and package. Costs two
+    invocations.
 
     Example: `dglx lambda invoke-test dglx-worker --address 10.0.0.5`
     """
@@ -178,9 +177,9 @@ def invoke_test(
     from dglx_dist.serverless.aws.deploy import try_function
 
     place = Place(region=region, endpoint_url=endpoint_url)
-    for one in try_function(name, place, _say, address=address):
+    for one in try_function(name, place, write, address=address):
         kind = "cold" if one.cold else "warm"
-        _say(f"{kind}: right after {one.seconds:.3f} s, of which {one.worker_s:.3f} s in the worker")
+        write(f"{kind}: right after {one.seconds:.3f} s, of which {one.worker_s:.3f} s in the worker")
 
 
 @lambda_app.command()
@@ -197,7 +196,7 @@ def remove(
     place = Place(region=region, endpoint_url=endpoint_url)
     _do(
         lambda: cloud.plan_removal(name, place),
-        lambda: cloud.remove(name, place, _say),
+        lambda: cloud.remove(name, place, write),
         dry_run,
         f"nothing is left of {name}",
     )
@@ -212,7 +211,7 @@ def prices(
         ),
     ] = "aws",
 ) -> None:
-    """Print a price table as JSON: change a copy of it, and give that to `--option prices=FILE`.
+    """Print a price table as JSON: edit a copy and give it to `--option prices=FILE`.
 
     Example: `dglx lambda prices > mine.json`
     """
@@ -224,7 +223,6 @@ def prices(
 def _check_sources(
     python: str | None, architecture: str | None, wheels: Path | None, *, libraries: bool
 ) -> None:
-    """Raise ConfigError where an option of ``package`` would have no effect, or is unknown."""
     from dglx_dist.serverless.aws.clients import ARCHITECTURES
 
     if python is not None and wheels is not None:
@@ -244,14 +242,10 @@ def _check_sources(
 def _do(
     plan: Callable[[], tuple[str, ...]], act: Callable[[], tuple[str, ...]], dry_run: bool, nothing: str
 ) -> None:
-    """Show the plan, or do it; say ``nothing`` where it is empty."""
+    """Print the plan, or carry it out; print ``nothing`` if it is empty."""
     done = plan() if dry_run else act()
     if dry_run:
         for text in done:
-            _say(f"would {text}")
+            write(f"would {text}")
     if not done:
-        _say(nothing)
-
-
-def _say(text: str) -> None:
-    Console(highlight=False, soft_wrap=True, markup=False).print(text)
+        write(nothing)

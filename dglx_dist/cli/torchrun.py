@@ -1,12 +1,12 @@
-"""torchrun in a process of its own, ending with the one message that matters.
+"""torchrun with one error message and a rendezvous store on one address.
 
-``dglx train --ranks N`` starts ``python -m dglx_dist.cli.torchrun <torchrun's arguments>``. It is
-torchrun, with two differences. A failed run ends with the message of the rank that failed first, in place of
-a traceback of the launcher. With ``--failure-file FILE`` before torchrun's arguments the message goes to that
-file, as JSON: the lab starts one launcher per server and tells the first failure of all.
+``dglx train --ranks N`` starts ``python -m dglx_dist.cli.torchrun <torchrun's arguments>``. It differs from
+torchrun in two ways. A failed run ends with the message of the rank that failed first, instead of a
+traceback of the launcher. With ``--failure-file FILE`` before torchrun's arguments the message is written to
+that file as JSON: scripts/netlab starts one launcher per server and shows the first failure of all.
 
-And the store where ranks meet listens at one address, with ``--standalone`` on loopback. torchrun's own
-listens on every interface, and its rendezvous for ``--standalone`` unpickles what anybody writes to it.
+The store of the rendezvous listens on one address, with ``--standalone`` on loopback. torchrun's own listens
+on every interface, and its rendezvous for ``--standalone`` unpickles whatever is written to it.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 _PR_SET_PDEATHSIG = 1
-_AT_ONE_ADDRESS = "dglx-static"
-"""The rendezvous of type static, with :class:`_StoreAtOneAddress`."""
+_BACKEND = "dglx-static"
+"""Name of the rendezvous backend of :class:`_OneAddressRendezvous`."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with ``arguments`` and return the exit code of the rank that failed first, or 0."""
     end_with_parent()
     file, arguments = _failure_file(arguments)
-    # The agent logs each rank that it ends; what a user wants to read is why.
+    # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
     try:
-        # torchrun would make such a folder too, and leave it. Beside FILE, whoever removes that removes both.
-        beside = None if file is None else file.parent
-        with tempfile.TemporaryDirectory(prefix="dglx-torchrun-", dir=beside) as logs:
+        # torchrun would create such a folder too, and leave it. It is beside FILE, to be removed with it.
+        parent = None if file is None else file.parent
+        with tempfile.TemporaryDirectory(prefix="dglx-torchrun-", dir=parent) as logs:
             parsed = run.parse_args(["--log-dir", logs, *arguments])  # type: ignore[no-untyped-call]
-            _meet_at_one_address(parsed)
+            _use_one_address(parsed)
             run.run(parsed)  # type: ignore[no-untyped-call]  # torch leaves them bare
-    except SignalException as stopped:
-        return 128 + int(stopped.sigval)
+    except SignalException as error:
+        return 128 + int(error.sigval)
     except ChildFailedError as error:
         rank, failure = first_failure(error.failures)
         if file is not None:
@@ -68,18 +68,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-class _StoreAtOneAddress(StaticTCPRendezvous):
-    """Torch's rendezvous of fixed machines, whose own store listens on every interface."""
+class _OneAddressRendezvous(StaticTCPRendezvous):
+    # The store of the base class listens on every interface.
 
     def get_backend(self) -> str:
-        """Return the name that it is registered by."""
-        return _AT_ONE_ADDRESS
+        return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return where the ranks of the next attempt meet; on one machine that is a store of their own."""
-        alone = self.world_size == 1
-        if self.rank == 0 and (alone or self._store is None):
-            listener = socket.create_server((self.master_addr, 0 if alone else self.master_port))
+        # On one machine each attempt has a store of its own.
+        single = self.world_size == 1
+        if self.rank == 0 and (single or self._store is None):
+            listener = socket.create_server((self.master_addr, 0 if single else self.master_port))
             self.master_port = listener.getsockname()[1]
             self._store = TCPStore(
                 self.master_addr,
@@ -92,40 +91,39 @@ class _StoreAtOneAddress(StaticTCPRendezvous):
         return super().next_rendezvous()
 
 
-def _meet_at_one_address(parsed: argparse.Namespace) -> None:
-    """Have torchrun take :class:`_StoreAtOneAddress` where it would take its own, or c10d on one machine."""
+def _use_one_address(parsed: argparse.Namespace) -> None:
+    """Select :class:`_OneAddressRendezvous` in place of torchrun's static backend, and of --standalone."""
     if parsed.standalone:
         parsed.standalone, parsed.nnodes, parsed.node_rank = False, "1", 0
         parsed.rdzv_backend, parsed.rdzv_endpoint = "static", "127.0.0.1:0"
     if parsed.rdzv_backend != "static":
         return
-    parsed.rdzv_backend = _AT_ONE_ADDRESS
+    parsed.rdzv_backend = _BACKEND
     parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or 29500}"
 
     def make(found: RendezvousParameters) -> StaticTCPRendezvous:
         host, port = parse_rendezvous_endpoint(found.endpoint, default_port=29500)
         limit_s = int(found.get("timeout", 600))
-        return _StoreAtOneAddress(host, port, parsed.node_rank, found.max_nodes, found.run_id, limit_s)
+        return _OneAddressRendezvous(host, port, parsed.node_rank, found.max_nodes, found.run_id, limit_s)
 
-    rendezvous_handler_registry.register(_AT_ONE_ADDRESS, make)
+    rendezvous_handler_registry.register(_BACKEND, make)
 
 
 def end_with_parent() -> None:
-    """Ask the system for SIGTERM when the process that started this one ends, even if it is killed."""
+    """Receive SIGTERM from the kernel when the parent process ends, even if it is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first and how.
+    """Return the rank that failed first, and its failure.
 
-    Times have whole seconds, and a rank that lost its peer fails right after the peer: such a failure
-    comes last, whatever its time.
+    Failures of ranks that lost a peer come last: they follow the peer's within the resolution of a second.
     """
     return min(failures.items(), key=lambda item: (_lost_a_peer(item[1]), item[1].timestamp))
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:
-    """Return one message that names the rank and the reason."""
+    """Return one message with the rank and the reason."""
     recorded = _recorded(failure)
     if recorded:
         return f"rank {rank} failed: {recorded}"
@@ -141,13 +139,13 @@ def describe(rank: int, failure: ProcessFailure) -> str:
 
 
 def exit_code(failure: ProcessFailure) -> int:
-    """Return the rank's own code, or what a shell reports for its signal."""
+    """Return the rank's exit code, or 128 + its signal, as a shell does."""
     return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
 
 
 def write_failure(file: Path, rank: int, failure: ProcessFailure) -> None:
-    """Write ``failure`` to ``file``: rank, message, exit_code, lost_a_peer and the second it was seen in."""
-    told = {
+    """Write rank, message, exit_code, lost_a_peer and second of ``failure`` to ``file``, as JSON."""
+    record = {
         "rank": rank,
         "message": describe(rank, failure),
         "exit_code": exit_code(failure),
@@ -155,7 +153,7 @@ def write_failure(file: Path, rank: int, failure: ProcessFailure) -> None:
         "second": failure.timestamp,
     }
     unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps(told))
+    unfinished.write_text(json.dumps(record))
     unfinished.replace(file)
 
 
@@ -166,7 +164,7 @@ def _failure_file(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]
 
 
 def _recorded(failure: ProcessFailure) -> str:
-    # Torch fills in this word when the rank left no file.
+    # Torch's placeholder for a rank that left no file.
     message = failure.error_file_data.get("message", "") if failure.error_file != "<N/A>" else ""
     return str(message["message"] if isinstance(message, dict) else message)
 

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from dglx_dist.cli.common import LAUNCHED, literals, whole_numbers
-from dglx_dist.cli.report import show
+from dglx_dist.cli.common import LAUNCHED, literals, say, show, whole_numbers, write
 from dglx_dist.comm.topology import launched_by_torchrun, rank_environment, read_topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import plural
@@ -34,7 +32,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
         the launcher; unless it is 0, a message has been shown.
 
     Raises:
-        ConfigError: the ranks are none, or cannot be dealt out to the servers.
+        ConfigError: there are no ranks, or they cannot be divided among the servers.
     """
     command = [
         *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
@@ -43,36 +41,34 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     ]
     environment = rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers))
     process = subprocess.Popen(command, env=environment)
-    # Whoever ends this command means its ranks too.
+    # Ending this command ends its ranks too.
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        # The terminal sends the interrupt to the launcher too, which ends the ranks; wait for that.
+        # The terminal also interrupts the launcher, which ends the ranks; wait for it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         process.wait()
         code = INTERRUPTED
-    # In the background of a script this process ignores the interrupt, and only the launcher has it.
+    # In the background of a script this process ignores the interrupt, and only the launcher receives it.
     if code == INTERRUPTED:
-        _say(
+        say(
             "interrupted; the ranks have ended. The same command with --resume goes on from the newest "
-            "checkpoint, where --checkpoint-every saved any"
+            "checkpoint, where --checkpoint-every saved any",
+            "red",
         )
     if code < 0:
-        _say(f"the launcher of the ranks was ended by {signal.Signals(-code).name}; the ranks end with it")
+        name = signal.Signals(-code).name
+        say(f"the launcher of the ranks was ended by {name}; the ranks end with it", "red")
         return 128 - code
     return code
 
 
-def _say(text: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(text, style="red", highlight=False, markup=False)
-
-
 def ranks_of_each(ranks: int, servers: int | None) -> int | None:
-    """Return how many of ``ranks`` are on each of ``servers``; None where nobody says how many servers.
+    """Return the number of ranks on each server; None without a number of servers.
 
     Raises:
-        ConfigError: there are none, or they cannot be dealt out.
+        ConfigError: there are no ranks, or they cannot be divided among the servers.
     """
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} must be at least 1")
@@ -80,7 +76,7 @@ def ranks_of_each(ranks: int, servers: int | None) -> int | None:
         return None
     if servers < 1 or ranks % servers:
         raise ConfigError(
-            f"--ranks {ranks} cannot be dealt out to --servers {servers}; "
+            f"--ranks {ranks} cannot be divided among --servers {servers}; "
             "make the ranks a multiple of the servers"
         )
     return ranks // servers
@@ -220,7 +216,7 @@ def train(  # noqa: PLR0913  # one argument per option
         typer.Option(
             metavar="FILE",
             rich_help_panel=_RUN,
-            help="Write who did what when, for Perfetto; `dglx report FILE` draws it.",
+            help="Write a timeline of all ranks, for Perfetto; `dglx report FILE` draws it.",
         ),
     ] = None,
     trace_steps: Annotated[
@@ -277,7 +273,7 @@ def train(  # noqa: PLR0913  # one argument per option
         check_names(strategy, data, servers or 1)
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
-        raise ConfigError(f"--servers {servers} deals out ranks; say how many with --ranks")
+        raise ConfigError(f"--servers {servers} divides ranks among servers; give their number with --ranks")
     from dglx_dist.cli.train_job import train_dataset
 
     trained = train_dataset(plan)
@@ -286,9 +282,7 @@ def train(  # noqa: PLR0913  # one argument per option
 
         show(epoch_table(trained.epochs))
         show(summary_table(trained.summary))
-        Console(highlight=False, soft_wrap=True, markup=False).print(
-            f"written to {trained.folder}; again: dglx report {trained.folder}"
-        )
+        write(f"written to {trained.folder}; again: dglx report {trained.folder}")
 
 
 def check_launched(ranks: int | None, servers: int | None) -> None:
@@ -307,12 +301,12 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
 
 
 def check_names(strategy: str, data: Path, servers: int) -> None:
-    """Find the likeliest mistakes, a model's name left to the plan, before any process is started.
+    """Check strategy and dataset before any process is started.
 
     Raises:
         UnknownNameError: there is no such strategy.
         StorageError: there is no partitioned dataset at ``data``.
-        ConfigError: it has fewer parts than there are ``servers``, or nothing for ``auto`` to choose among.
+        ConfigError: it has fewer parts than there are ``servers``, or ``auto`` cannot plan for it.
     """
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable

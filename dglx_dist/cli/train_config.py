@@ -1,4 +1,4 @@
-"""What ``dglx train`` is told, checked before any process is started."""
+"""Options of ``dglx train``, validated before any process is started."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dglx_dist.cli.common import check_fanouts, check_values
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import AUTO
 from dglx_dist.training.models import MODEL_KINDS, RECOMPUTE, RELATIONAL_KINDS, check_kind
 
 _CACHE_POLICIES = ("vip", "degree", "halo")
-_NOT_OF_A_STRATEGY = ("strategy", "timeout", "seed", "backend")
+_INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One run of a ready-made model, as the command line states it.
+    """Configuration of one run of a ready-made model.
 
     Raises:
         UnknownNameError: there is no such model.
-        ConfigError: the fan-outs are not one for each layer, a value is out of range, or an option is none
-            of a strategy.
+        ConfigError: there is not one fan-out per layer, a value is out of range, or a strategy option is an
+            argument of ``init``.
     """
 
     data: str
@@ -35,7 +36,7 @@ class TrainConfig:
     heads: int = 4
     dropout: float = 0.5
     recompute: str = "none"
-    """What backward computes again, for deep models: one of ``training.kinds.RECOMPUTE``."""
+    """What backward computes again, for deep models: one of ``training.models.RECOMPUTE``."""
     fanouts: tuple[int, ...] | None = None
     """One for each layer; None: the strategy's own."""
     batch_size: int | None = None
@@ -52,27 +53,28 @@ class TrainConfig:
     structure: Literal["auto", "replicated", "partitioned"] = "auto"
     verify: Literal["auto", "full", "never"] = "auto"
     cache: str | None = None
-    """Policy by which each server keeps features of others; None: it keeps none."""
+    """Policy of the cache of remote features; None: no cache."""
     cache_alpha: float = 0.2
-    """How many, as a fraction of the server's own."""
+    """Size of the cache, as a fraction of the server's own nodes."""
     depth: int | None = None
+    """None: 1; unused where there are no mini-batches."""
     loader_threads: int | None = None
-    """This and ``depth``: None: 1; unused where there are no mini-batches."""
+    """As ``depth``."""
     timeout_s: float = 300.0
     predictions: str | None = None
     """Folder for the class of every node, as Parquet; None: not written."""
     save_embeddings: str | None = None
-    """Folder for what the last layer but one gives for every node, as Parquet; None: not written."""
+    """Folder for every node's last hidden layer, as Parquet; None: not written."""
     trace: str | None = None
     """File for a trace of all ranks; None: nothing is recorded."""
     trace_steps: int = 200
 
     def __post_init__(self) -> None:
         check_kind(self.model, MODEL_KINDS + RELATIONAL_KINDS)
-        for name in _NOT_OF_A_STRATEGY:
+        for name in _INIT_ARGUMENTS:
             if name in self.strategy_options:
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
-        for name, wrong, allowed in (
+        checks = (
             ("layers", self.layers < 1, "at least 1"),
             ("hidden", self.hidden < 1, "at least 1"),
             ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
@@ -118,7 +120,6 @@ class TrainConfig:
             ),
             ("checkpoint-every", self.checkpoint_every < 0, "at least 0"),
             ("trace-steps", self.trace_steps < 1, "at least 1"),
-            ("timeout", not 0 < self.timeout_s < math.inf, "above 0"),
             (
                 "structure",
                 self.structure not in ("auto", "replicated", "partitioned"),
@@ -130,12 +131,8 @@ class TrainConfig:
                 "left out with --layers 1, whose only layer gives the scores",
             ),
             ("verify", self.verify not in ("auto", "full", "never"), "auto, full or never"),
-        ):
-            if wrong:
-                field_name = {"timeout": "timeout_s"}.get(name, name.replace("-", "_"))
-                raise ConfigError(f"--{name} {getattr(self, field_name)} must be {allowed}")
-        if self.fanouts is not None and len(self.fanouts) != self.layers:
-            raise ConfigError(
-                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, "
-                f"but --layers is {self.layers}; give one fan-out for each layer, input-most first"
-            )
+        )
+        check_values(self, checks)
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"--timeout {self.timeout_s} must be above 0")
+        check_fanouts(self.fanouts, self.layers)

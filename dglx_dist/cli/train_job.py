@@ -1,4 +1,4 @@
-"""What ``dglx train`` does in each rank: open, train, evaluate, write the run folder."""
+"""One rank of ``dglx train``: open, train, evaluate, write the run folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import nn
 import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
 from dglx_dist.auto import (
-    USUAL,
-    Earlier,
-    adopt_earlier,
+    DEFAULT_STRATEGY,
+    CheckpointedStrategy,
+    adopt_checkpointed,
     choose_in_job,
     default_batch_size,
     default_fanouts,
-    described,
-    earlier_plan,
     facts_of,
     outcome_of,
+    plan_of_run,
+    plan_summary,
 )
 from dglx_dist.auto_options import Training
 from dglx_dist.cli.train_config import TrainConfig
@@ -53,35 +53,29 @@ from dglx_dist.training.models import RELATIONAL_KINDS, build_model, build_resgc
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.tracing import check_trace, without_keys
 
+log = logging.getLogger(__name__)
+
 CHECKPOINTS = "checkpoints"
-"""In the folder of a run."""
+"""Folder inside a run folder."""
+PREDICTION, EMBEDDING = "prediction", "embedding"
+"""Names of the columns of written results."""
 
 
-def settle_strategy(
+def _resolve_auto(
     plan: TrainConfig, g: DistGraph, module: nn.Module
 ) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Return ``plan`` with a strategy in place of ``auto``, which the session has from now on; collective.
+    """Choose a strategy in place of ``auto``, or resume with that of the checkpoint; collective.
 
-    Args:
-        plan: With strategy ``auto``.
-        g: Of a session that was opened with it.
-        module: The model; not changed.
-
-    Returns:
-        The plan, and what was chosen among as ``Choice.to_json()``; None where a run goes on that was told
-        its strategy.
-
-    Raises:
-        ConfigError: see :func:`choose_in_job` and :func:`adopt_earlier`.
-        CheckpointError, StorageError: what the run left is damaged.
+    Returns the plan with the strategy, which the session now has, and ``Choice.to_json()``; None for a
+    resumed run whose strategy was named.
     """
     folder = Path(plan.out)
-    taken: Earlier | Candidate | None = None
+    taken: CheckpointedStrategy | Candidate | None = None
     if plan.resume:
-        fanouts = default_fanouts(USUAL, plan.layers) if plan.fanouts is None else plan.fanouts
-        taken = adopt_earlier(g, folder / CHECKPOINTS, fanouts, plan.batch_size)
+        fanouts = default_fanouts(DEFAULT_STRATEGY, plan.layers) if plan.fanouts is None else plan.fanouts
+        taken = adopt_checkpointed(g, folder / CHECKPOINTS, fanouts, plan.batch_size)
     if taken is not None:
-        choice = _of_run(g, folder)
+        choice = _saved_plan(g, folder)
     else:
         chosen = choose_in_job(module, g, _training_of(plan))
         taken, choice = chosen.predictions[chosen.picked].candidate, chosen.to_json()
@@ -89,7 +83,7 @@ def settle_strategy(
     if taken.cache is not None:
         plan = replace(plan, cache=taken.cache, cache_alpha=taken.cache_alpha)
     if default_batch_size(taken.strategy) is None:
-        # They say which mini-batches were weighed against what is trained now.
+        # Steps on the whole graph: these options were for the mini-batches in the comparison.
         plan = replace(plan, fanouts=None, batch_size=None)
     return plan, choice
 
@@ -106,17 +100,17 @@ def _training_of(plan: TrainConfig) -> Training:
     )
 
 
-def _of_run(g: DistGraph, folder: Path) -> dict[str, Any] | None:
-    """Return what rank 0 finds in the folder of the run; collective."""
-    leads = g.session.topology.rank == 0
-    mine = together(g.session, lambda: earlier_plan(folder) if leads else None, StorageError)
-    found = broadcast_json(mine, g.session)
-    return found if isinstance(found, dict) else None
+def _saved_plan(g: DistGraph, folder: Path) -> dict[str, Any] | None:
+    """Return ``plan.json`` of the run as rank 0 reads it; collective."""
+    is_first = g.session.topology.rank == 0
+    found = together(g.session, lambda: plan_of_run(folder) if is_first else None, StorageError)
+    plan = broadcast_json(found, g.session)
+    return plan if isinstance(plan, dict) else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
-    """What is trained together."""
+class BuiltModel:
+    """A model with its inputs and the optimizer of its trainable rows."""
 
     module: nn.Module
     inputs: EntityInputs | None = None
@@ -124,20 +118,20 @@ class Built:
     sparse: SparseOptimizer | None = None
 
 
-def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> Built:
-    """Build ``plan.model``; node types without features get trainable rows. Every rank must call it.
+def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> BuiltModel:
+    """Build ``plan.model``, with trainable rows for node types without features; every rank must call it.
 
     Args:
         plan: The run.
         g: Of one node and edge type unless the model is relational.
-        ntype: Whose nodes are classified.
+        ntype: Node type that is classified.
         classes: Number of classes.
 
     Raises:
-        ConfigError: a number is out of range, or there is no room for the rows.
+        ConfigError: a number is out of range, or memory does not suffice for the rows.
     """
     if plan.model not in RELATIONAL_KINDS:
-        return Built(module=_of_one_type(plan, g, g.nodes[ntype].data[FEATURE].shape[1], classes))
+        return BuiltModel(module=_build_homogeneous(plan, g, g.nodes[ntype].data[FEATURE].shape[1], classes))
     embeddings = {
         name: DistEmbedding(
             g.num_nodes(name),
@@ -166,10 +160,10 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> Built:
         )
     )
     sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
-    return Built(module=module, inputs=inputs, sparse=sparse)
+    return BuiltModel(module=module, inputs=inputs, sparse=sparse)
 
 
-def _of_one_type(plan: TrainConfig, g: DistGraph, width: int, classes: int) -> nn.Module:
+def _build_homogeneous(plan: TrainConfig, g: DistGraph, width: int, classes: int) -> nn.Module:
     if plan.model == "resgcn":
         return build_resgcn(width, plan.hidden, classes, plan.layers, plan.dropout, recompute=plan.recompute)
     return build_model(
@@ -177,15 +171,8 @@ def _of_one_type(plan: TrainConfig, g: DistGraph, width: int, classes: int) -> n
     )
 
 
-PREDICTION, EMBEDDING = "prediction", "embedding"
-
-
-def check_outputs(plan: TrainConfig, g: DistGraph) -> None:
-    """Find out before training whether its results can be written; every rank must call it.
-
-    Raises:
-        StorageError: a folder holds something other than an earlier run's results.
-    """
+def _check_outputs(plan: TrainConfig, g: DistGraph) -> None:
+    """Check before training that results can be written; collective."""
     folders = [Path(name).absolute() for name in (plan.predictions, plan.save_embeddings) if name]
 
     def check() -> None:
@@ -195,22 +182,13 @@ def check_outputs(plan: TrainConfig, g: DistGraph) -> None:
     together(g.session, lambda: check() if g.session.topology.rank == 0 else None)
 
 
-def write_outputs(plan: TrainConfig, wrapped: WrappedModel, built: Built, g: DistGraph, ntype: str) -> None:
-    """Write what ``plan`` asks for, in place of an earlier run's; every rank must call it.
+def _write_outputs(
+    plan: TrainConfig, wrapped: WrappedModel, built: BuiltModel, g: DistGraph, ntype: str
+) -> None:
+    """Write predictions and embeddings over those of an earlier run; collective.
 
-    Predictions are the class of the highest score of each node of ``ntype``, column ``prediction``;
-    embeddings what the last layer but one gives, column ``embedding``, with several node types in a folder
-    for each. Both are exact: over all neighbours.
-
-    Args:
-        plan: What was asked for.
-        wrapped: The trained model.
-        built: What goes into it.
-        g: The graph.
-        ntype: Whose classes are predicted.
-
-    Raises:
-        StorageError: on all ranks, when on one something cannot be written.
+    Predictions are the class of the highest score of each node of ``ntype``; embeddings the output of the
+    last hidden layer, in a folder per node type where there are several. Both use all neighbours.
     """
     if plan.save_embeddings is None and plan.predictions is None:
         return
@@ -220,7 +198,7 @@ def write_outputs(plan: TrainConfig, wrapped: WrappedModel, built: Built, g: Dis
         layers = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
         rows = layerwise_inference(module, g, inputs=inputs, layers=layers[:-1])
         write_embeddings(
-            _only(rows) if len(g.ntypes) == 1 else rows,
+            _only_tensor(rows) if len(g.ntypes) == 1 else rows,
             g,
             plan.save_embeddings,
             name=EMBEDDING,
@@ -229,22 +207,22 @@ def write_outputs(plan: TrainConfig, wrapped: WrappedModel, built: Built, g: Dis
         for tensor in flatten(rows).values():
             tensor.delete()
     if plan.predictions is not None:
-        scores = _only(layerwise_inference(module, g, inputs=inputs, ntypes=[ntype]))
-        classes = _highest(scores, g)
+        scores = _only_tensor(layerwise_inference(module, g, inputs=inputs, ntypes=[ntype]))
+        classes = _argmax(scores, g)
         scores.delete()
         write_embeddings(classes, g, plan.predictions, name=PREDICTION, overwrite=True)
         classes.delete()
 
 
-def _only(rows: object) -> DistTensor:
-    """Return the rows of the only node type, which a relational model gives by its name."""
+def _only_tensor(rows: object) -> DistTensor:
+    # Relational models give a dictionary, also of one node type.
     (tensor,) = flatten(rows).values()
     assert isinstance(tensor, DistTensor)
     return tensor
 
 
-def _highest(scores: DistTensor, g: DistGraph) -> DistTensor:
-    """Return (N,) int64: the column of the highest score; collective."""
+def _argmax(scores: DistTensor, g: DistGraph) -> DistTensor:
+    """Return (N,) int64 columns of the highest scores; collective."""
     policy = scores.part_policy
     classes = DistTensor((len(scores),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
     first, last = RowOwners(policy.bounds, g.session.topology).range_of(g.session.topology.rank)
@@ -256,22 +234,19 @@ def _highest(scores: DistTensor, g: DistGraph) -> DistTensor:
     return classes
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run came to, on every rank."""
+    """Results of a run, equal on every rank but for ``rank``."""
 
     rank: int
     folder: Path
     epochs: tuple[EpochRecord, ...]
-    """Those before a resume included."""
+    """Includes those before a resume."""
     summary: Mapping[str, object]
 
 
 def train_dataset(plan: TrainConfig) -> Trained:
-    """Train as ``plan`` says and write the run folder; every rank that torchrun started must call it.
+    """Train, evaluate and write the run folder; every rank that torchrun started must call it.
 
     Raises:
         ConfigError: the dataset lacks what training needs, or an option cannot be honoured.
@@ -282,20 +257,20 @@ def train_dataset(plan: TrainConfig) -> Trained:
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
-        plan = _going_on_after_restart(plan, session)
+        plan = _resume_after_restart(plan, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
-        plan, choice = _settled_strategy(plan, g)
-        plan = settled(plan)
-        ntype = check_trainable(plan, g)
-        check_outputs(plan, g)
+        plan, choice = _choose_strategy(plan, g)
+        plan = with_defaults(plan)
+        ntype = _check_trainable(plan, g)
+        _check_outputs(plan, g)
         if plan.trace is not None:
             check_trace(Path(plan.trace).absolute(), session)
         writes = session.topology.rank == 0
-        config = resolved(plan, g, session)
+        config = run_config(plan, g, session)
         before = read_epochs(folder) if plan.resume else ()
         if writes:
             if not plan.resume:
-                # A later --resume, or a restart, would go on from those of the run that is replaced.
+                # Otherwise a later --resume or restart would load those of the replaced run.
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
             start_run(folder, config, keep_metrics=plan.resume, plan=choice)
         built = build(plan, g, ntype, g.num_classes(ntype))
@@ -307,28 +282,28 @@ def train_dataset(plan: TrainConfig) -> Trained:
         summary = summarise(facts, epochs)
         if choice is not None:
             choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, facts))
-            summary[AUTO] = described(choice)
+            summary[AUTO] = plan_summary(choice)
         if result.account:
             shown = {name: value for name, value in result.account.items() if name != "text"}
-            # A resumed run has no account of the epochs before.
+            # A resumed run has no account of its earlier epochs.
             summary["account"] = {"epochs": len(result.epochs), **shown}
         if writes:
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, run_title(summary, config))
-        write_outputs(plan, wrapped, built, g, ntype)
+        _write_outputs(plan, wrapped, built, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
 
 
-def _going_on_after_restart(plan: TrainConfig, session: Session) -> TrainConfig:
+def _resume_after_restart(plan: TrainConfig, session: Session) -> TrainConfig:
     """Return ``plan`` with ``resume`` where the launcher has restarted this run; collective."""
-    (launch, restarts), folder, leads = read_launch(), Path(plan.out), session.topology.rank == 0
+    (launch, restarts), folder, is_first = read_launch(), Path(plan.out), session.topology.rank == 0
     if restarts == 0 or plan.resume or plan.checkpoint_every == 0:
         return plan
-    # An attempt may have ended before it replaced an earlier run, whose checkpoints lie there then.
-    mine = together(session, lambda: launch_of(folder) if leads else "", StorageError)
-    if broadcast_json(mine == launch, session) is not True:
+    # The folder may still hold an earlier run that this launch has not replaced yet.
+    found = together(session, lambda: launch_of(folder) if is_first else "", StorageError)
+    if broadcast_json(found == launch, session) is not True:
         return plan
-    if leads:
+    if is_first:
         log.warning(
             "restart %d by the launcher: the run goes on from the newest checkpoint in %s, if there is one",
             restarts,
@@ -337,47 +312,37 @@ def _going_on_after_restart(plan: TrainConfig, session: Session) -> TrainConfig:
     return replace(plan, resume=True)
 
 
-def _settled_strategy(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Return ``plan`` with the strategy that suits it, where it asks for ``auto``; collective."""
+def _choose_strategy(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, dict[str, Any] | None]:
     if plan.strategy != AUTO:
         return plan, None
     check_plannable(g.dataset.manifest, plan.data)
-    # What is trained draws its weights anew, as if the strategy had been named.
+    # The trained model draws its weights later from the same state, as if the strategy had been named.
     with torch.random.fork_rng(devices=[]):
         module = build(plan, g, g.ntypes[0], g.num_classes(g.ntypes[0])).module
-    return settle_strategy(plan, g, module)
+    return _resolve_auto(plan, g, module)
 
 
-def settled(plan: TrainConfig) -> TrainConfig:
-    """Return ``plan`` with what its strategy takes where the plan says nothing.
-
-    Raises:
-        UnknownNameError: there is no such strategy.
-    """
+def with_defaults(plan: TrainConfig) -> TrainConfig:
+    """Return ``plan`` with the defaults of its strategy for batches and loader."""
     fanouts = default_fanouts(plan.strategy, plan.layers) if plan.fanouts is None else plan.fanouts
-    usual = default_batch_size(plan.strategy)
-    ahead = None if usual is None else 1
+    batch_size = default_batch_size(plan.strategy)
+    ahead = None if batch_size is None else 1
     return replace(
         plan,
         fanouts=fanouts,
-        batch_size=usual if plan.batch_size is None else plan.batch_size,
+        batch_size=batch_size if plan.batch_size is None else plan.batch_size,
         depth=ahead if plan.depth is None else plan.depth,
         loader_threads=ahead if plan.loader_threads is None else plan.loader_threads,
     )
 
 
-def check_trainable(plan: TrainConfig, g: DistGraph) -> str:
-    """Return the type of the nodes to classify.
-
-    Raises:
-        ConfigError: ``plan.model`` does not fit the types of ``g``, or features, labels or training nodes are
-            missing.
-    """
+def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
+    """Check that ``g`` has the types and data that the model needs; return the node type to classify."""
     where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
     if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
         raise ConfigError(
             f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, and --model "
-            f"{plan.model} is for one of each; take --model {' or '.join(RELATIONAL_KINDS)}, or write a loop "
+            f"{plan.model} is for one of each; use --model {' or '.join(RELATIONAL_KINDS)}, or write a loop "
             "as in examples/07_rgcn.py"
         )
     ntype = labelled_type(g)
@@ -388,7 +353,7 @@ def check_trainable(plan: TrainConfig, g: DistGraph) -> str:
             known = ", ".join(data) or "none"
             raise ConfigError(
                 f"{where} has no node data {name!r} (known: {known}); partition a graph that has it "
-                "(docs/quickstart.md, Cut a graph, says how columns are called)"
+                "(docs/quickstart.md, Partition a graph, lists the names of columns)"
             )
     traits = strategy_of(g.session).traits
     if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
@@ -403,8 +368,8 @@ def check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     return ntype
 
 
-def resolved(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:
-    """Return what ``config.json`` holds: every option as it was in force, keys left out, and what it met."""
+def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:
+    """Return the content of ``config.json``: effective options without secrets, ranks, graph, versions."""
     return {
         **asdict(plan),
         "strategy": session.strategy,
@@ -427,17 +392,17 @@ def resolved(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, obj
 
 
 def _fit(
-    plan: TrainConfig, g: DistGraph, ntype: str, built: Built, after_epoch: Callback
+    plan: TrainConfig, g: DistGraph, ntype: str, built: BuiltModel, after_epoch: Callback
 ) -> tuple[WrappedModel, FitResult]:
-    # Where the cache was chosen, it is filled.
+    # A cache that auto chose is filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, ntype, plan.cache)
-    keeps = plan.checkpoint_every > 0 or plan.resume
+    has_checkpoints = plan.checkpoint_every > 0 or plan.resume
     config = FitConfig(
         epochs=plan.epochs,
         eval_every=plan.eval_every,
         patience=plan.patience,
-        checkpoint_folder=Path(plan.out) / CHECKPOINTS if keeps else None,
+        checkpoint_folder=Path(plan.out) / CHECKPOINTS if has_checkpoints else None,
         checkpoint_every=max(plan.checkpoint_every, 1),
         resume=plan.resume,
         ntype=ntype,
@@ -445,7 +410,7 @@ def _fit(
         trace=plan.trace,
         trace_steps=plan.trace_steps,
     )
-    of_loader: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
+    loader_options: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         built.module,
         g,
@@ -457,18 +422,18 @@ def _fit(
         ),
         callbacks=[after_epoch],
         sparse=built.sparse,
-        **{name: value for name, value in of_loader.items() if value is not None},
+        **{name: value for name, value in loader_options.items() if value is not None},
     )
 
 
 def _cache_features(plan: TrainConfig, g: DistGraph, ntype: str, policy: str) -> None:
-    of_batches: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     if policy == "vip":
-        of_batches = {"fanouts": list(plan.fanouts or ()), "batch_size": plan.batch_size}
-        of_batches["seeds"] = {ntype: training_nodes(g, ntype)}
+        sampling = {"fanouts": list(plan.fanouts or ()), "batch_size": plan.batch_size}
+        sampling["seeds"] = {ntype: training_nodes(g, ntype)}
     for name in g.ntypes:
         if FEATURE in g.nodes[name].data:
-            g.cache_rows(FEATURE, alpha=plan.cache_alpha, policy=policy, ntype=name, **of_batches)
+            g.cache_rows(FEATURE, alpha=plan.cache_alpha, policy=policy, ntype=name, **sampling)
 
 
 def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:

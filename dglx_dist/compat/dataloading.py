@@ -1,10 +1,10 @@
-"""DGL's distributed loaders, over those of the strategy."""
+"""DGL's distributed loaders and sampling functions around ours."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 import dgl
 import numpy as np
@@ -15,6 +15,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import current_session
 from dglx_dist.compat.dist_graph import DistGraph, inner_graph, without_empty_types
 from dglx_dist.compat.dist_tensor import inner_tensor, remember
+from dglx_dist.compat.wrappers import refuse_graphbolt
 from dglx_dist.dataloading.step_loader import run_ahead, whole_number
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
@@ -26,12 +27,12 @@ from dglx_dist.strategies.data_parallel import DataParallel
 
 @final
 class DistDataLoader:
-    """Calls ``collate_fn`` on lists of items, batch by batch; as with DGL, a rank may use one alone.
+    """Calls ``collate_fn`` on lists of items, batch by batch; as with DGL, one rank may use it alone.
 
     The order of a shuffled epoch is torch's, as with DGL. A rank that has run out of items stops. Once a
-    model was wrapped by ``dglx_dist.wrap``, all ranks must iterate together, and ask for ``len()``: one
-    without items goes on with empty lists until the last rank is done. Made under ``torch.no_grad()`` it is
-    for inference, and stays a matter of one rank.
+    model was wrapped by ``dglx_dist.wrap``, all ranks must call ``iter()`` and ``len()`` together: a rank
+    without items yields empty lists until the last rank is done. A loader created under
+    ``torch.no_grad()`` is for inference, and one rank may always use it alone.
 
     Args:
         dataset: This rank's items: a tensor of ids, or a sequence of ids or (type, id) pairs.
@@ -42,7 +43,8 @@ class DistDataLoader:
         queue_size: Batches made ahead, on one thread; None: none.
 
     Raises:
-        ConfigError: a number is none; with a wrapped model, on all ranks when they differ in one.
+        ConfigError: ``batch_size`` or ``queue_size`` is no number of at least 1; with a wrapped model, on
+            all ranks when they differ in ``batch_size`` or ``drop_last``.
     """
 
     def __init__(
@@ -61,15 +63,15 @@ class DistDataLoader:
         self.collate_fn = collate_fn or list
         self._order = torch.arange(len(dataset))
         self._for_inference = not torch.is_grad_enabled()
-        # (steps,) items of this rank in each step, and (W, steps) of all once they must be in step.
-        self._mine = _sizes(np.array([len(dataset)]), self.batch_size, self.drop_last)[0]
-        self._of_all: np.ndarray[Any, Any] | None = None
+        # Items of each step: (steps,) of this rank, and (W, steps) of all once they iterate together.
+        self._local_sizes = _sizes(np.array([len(dataset)]), self.batch_size, self.drop_last)[0]
+        self._all_sizes: np.ndarray[Any, Any] | None = None
         self._running: Iterator[Any] | None = None
 
     @property
     def expected_idxs(self) -> int:
         """Batches of an epoch on this rank."""
-        return len(self._mine)
+        return len(self._local_sizes)
 
     def __len__(self) -> int:
         return len(self._shares())
@@ -77,16 +79,12 @@ class DistDataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.shuffle:
             self._order = self._order[torch.randperm(len(self._order))]
-        # Not kept: a loop that is left early ends its batches, and their share of the step, there and then.
+        # Not stored in _running: leaving a loop early then closes the generator, whose finally runs at once.
         self._running = None
         return self._batches(self._order, self._shares())
 
     def __next__(self) -> Any:
-        """Return the next batch of the epoch that ``iter()`` began, which it does itself the first time.
-
-        Raises:
-            StopIteration: there is none, until ``iter()`` begins another epoch.
-        """
+        """Return the next batch, for use without a loop; the first call after ``iter()`` begins an epoch."""
         if self._running is None:
             self._running = self._batches(self._order, self._shares())
         return next(self._running)
@@ -107,24 +105,24 @@ class DistDataLoader:
             self._session.step_share = None
 
     def _shares(self) -> list[StepShare]:
-        """Return the items of each step; collective, the first time, once a model was wrapped."""
+        """Return the items of each step; the first call after a model was wrapped is collective."""
         topology = self._session.topology
         if self._for_inference or not WRAPPED.of(self._session):
-            # DistributedDataParallel weighs ranks alike, however many items each has.
+            # DistributedDataParallel weights ranks equally, however many items each has.
             world_size = topology.world_size
-            return [StepShare(num_local=int(n), num_global=int(n) * world_size) for n in self._mine]
-        if self._of_all is None:
-            mine = [len(self.dataset), self.batch_size, int(self.drop_last)]
-            rows = gather_int64(mine, self._session)
+            return [StepShare(num_local=int(n), num_global=int(n) * world_size) for n in self._local_sizes]
+        if self._all_sizes is None:
+            local = [len(self.dataset), self.batch_size, int(self.drop_last)]
+            rows = gather_int64(local, self._session)
             if bool((rows[:, 1:] != rows[0, 1:]).any()):
                 raise ConfigError(f"the ranks differ in batch_size or drop_last: {rows[:, 1:].tolist()}")
-            self._of_all = _sizes(rows[:, 0], self.batch_size, self.drop_last)
-        own, total = self._of_all[topology.rank], self._of_all.sum(axis=0)
-        return [StepShare(num_local=int(n), num_global=int(of)) for n, of in zip(own, total, strict=True)]
+            self._all_sizes = _sizes(rows[:, 0], self.batch_size, self.drop_last)
+        local_sizes, totals = self._all_sizes[topology.rank], self._all_sizes.sum(axis=0)
+        sizes = zip(local_sizes, totals, strict=True)
+        return [StepShare(num_local=int(n), num_global=int(total)) for n, total in sizes]
 
 
 def _item(item: Any) -> Any:
-    """Return an id as an int, alone or with its type."""
     if isinstance(item, tuple):
         return (item[0], _item(item[1]))
     return item.item() if isinstance(item, Tensor | np.generic) else item
@@ -137,15 +135,15 @@ def _sizes(counts: np.ndarray[Any, Any], batch_size: int, drop_last: bool) -> np
 
 
 class _Loader:
-    """Batches of a loader of ours, as DGL yields them."""
+    """Yields the batches of one of our loaders in DGL's form."""
 
     def __init__(self, g: InnerDistGraph, strategy: Strategy, inner: Any, options: Mapping[str, Any]) -> None:
         self._g, self._inner = g, inner
         self._batch_size = int(options.get("batch_size", 1))
         traits = strategy.traits
         self._needs_wrap = traits.unit != "mini_batch" or traits.features != "rows"
-        # Blocks of strategies inside the model are what that model knows.
-        self._as_drawn = len(g.canonical_etypes) > 1 and not self._needs_wrap
+        # Models of strategies that work inside the layers expect the blocks unchanged.
+        self._drops_empty_types = len(g.canonical_etypes) > 1 and not self._needs_wrap
         self._for_inference = not torch.is_grad_enabled()
         self._running: Iterator[Any] | None = None
 
@@ -153,8 +151,8 @@ class _Loader:
         """Steps of an epoch on this rank."""
         if self._needs_wrap or not self._ends_early:
             return len(self._inner)
-        mine, _ = self._inner.num_targets_of_epoch
-        return -(-mine // self._batch_size)
+        num_local, _ = self._inner.num_targets_of_epoch
+        return -(-num_local // self._batch_size)
 
     @property
     def _is_wrapped(self) -> bool:
@@ -162,36 +160,31 @@ class _Loader:
 
     @property
     def _ends_early(self) -> bool:
-        """Whether this rank stops when its items are used up: only a wrapped model takes part without any."""
+        """Whether this rank stops when its items are used up; a wrapped model needs it in every step."""
         return self._for_inference or not self._is_wrapped
 
     def __iter__(self) -> Iterator[Any]:
         """Return the batches of the next epoch.
 
         Raises:
-            ConfigError: the strategy goes into the model's layers, and no model was wrapped.
+            ConfigError: the strategy works inside the model's layers, and no model was wrapped.
         """
-        # Not kept: a loop that is left early ends its batches, and their share of the step, there and then.
+        # Not stored in _running: leaving a loop early then closes the generator at once.
         self._running = None
         return self._batches()
 
     def __next__(self) -> Any:
-        """Return the next batch of the epoch that ``iter()`` began, which it does itself the first time.
-
-        Raises:
-            StopIteration: there is none, until ``iter()`` begins another epoch.
-        """
+        """Return the next batch, for use without a loop; the first call after ``iter()`` begins an epoch."""
         if self._running is None:
             self._running = self._batches()
         return next(self._running)
 
     @property
     def expected_idxs(self) -> int:
-        """As ``len()``."""
         return len(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one: each has an order and draws of its own."""
+        """Make ``epoch`` the next one; each has its own order and samples."""
         self._inner.set_epoch(epoch)
 
     def _batches(self) -> Iterator[Any]:
@@ -201,11 +194,11 @@ class _Loader:
                 "model, g) in the place of DistributedDataParallel, or use strategy data_parallel"
             )
         for batch in self._inner:
-            share = batch[-1][-1].step_share
-            if _is_empty(share) and self._ends_early:
-                return
             blocks = batch[-1]
-            if self._as_drawn:
+            share = blocks[-1].step_share
+            if share is not None and share.num_local == 0 and self._ends_early:
+                return
+            if self._drops_empty_types:
                 blocks = [without_empty_types(block) for block in blocks]
             remember(self._g, batch[0], blocks)
             yield (*batch[:-1], blocks)
@@ -215,18 +208,18 @@ class _Loader:
 class DistNodeDataLoader(_Loader):
     """Yields ``(input_nodes, output_nodes, blocks)``.
 
-    **Every rank must make it**, with its own nodes or none: made on some alone they wait for the others, and
-    after the time-out an error names who is missing. Over a loader, each rank then iterates at its own pace
-    and stops when its nodes are used up, as with DGL. Once a model was wrapped by ``dglx_dist.wrap``, all
-    iterate together and have the same number of steps.
+    **Every rank must construct it**, with its own nodes or none; ranks that do wait for those that do not,
+    and an error names these after the time-out. Each rank then iterates at its own pace and stops when its
+    nodes are used up, as with DGL. Once a model was wrapped by ``dglx_dist.wrap``, all ranks iterate
+    together and have the same number of steps.
 
-    Made under ``torch.no_grad()`` it is for inference: mini-batches, whatever the strategy.
+    A loader created under ``torch.no_grad()`` is for inference: mini-batches, whatever the strategy.
 
     Args:
         g: The graph.
         nids: This rank's nodes, or a dict of them by type.
         graph_sampler: A sampler of ``dgl.dataloading``.
-        device: Where batches shall be; None: the CPU.
+        device: Device of the batches; None: the CPU.
         kwargs: ``batch_size``, ``shuffle``, ``drop_last``, ``queue_size`` (batches made ahead), and the
             options of ``dglx_dist.DataLoader``. ``num_workers`` and ``pin_memory`` are warned about.
 
@@ -247,13 +240,13 @@ class DistNodeDataLoader(_Loader):
 class DistEdgeDataLoader(_Loader):
     """Yields ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``.
 
-    **Every rank must make it**, as a :class:`DistNodeDataLoader`.
+    **Every rank must construct it**, like a :class:`DistNodeDataLoader`.
 
     Args:
         g: The graph.
         eids: This rank's edges, or a dict of them by type.
         graph_sampler: A sampler of ``dgl.dataloading``.
-        device: Where batches shall be; None: the CPU.
+        device: Device of the batches; None: the CPU.
         kwargs: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler``, and those of
             :class:`DistNodeDataLoader`. A ``g_sampling`` other than ``g`` is refused.
 
@@ -268,7 +261,7 @@ class DistEdgeDataLoader(_Loader):
         sampling = kwargs.pop("g_sampling", None)
         if sampling is not None and inner_graph(sampling) is not inner:
             raise ConfigError(
-                "g_sampling is another graph, and blocks are drawn from the edges' own; leave it out"
+                "g_sampling is another graph, but blocks are sampled from that of the edges; leave it out"
             )
         options = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}
         strategy = _strategy(inner)
@@ -278,14 +271,13 @@ class DistEdgeDataLoader(_Loader):
 
 
 def _strategy(g: InnerDistGraph) -> Strategy:
-    """Return the session's strategy; under ``torch.no_grad()`` data parallel: blocks for any model."""
+    """Return the session's strategy; data_parallel under ``torch.no_grad()``, whose blocks suit any model."""
     if torch.is_grad_enabled():
         return strategy_of(g.session)
     return DataParallel(g.session, {})
 
 
 def _options(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Return DGL's options as ours; what is warned about there is, here as well."""
     options = dict(given)
     queue_size = options.pop("queue_size", None)
     if queue_size is not None:
@@ -301,7 +293,7 @@ def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> di
         else inner_tensor(reverse)
     )
     if exclude != "reverse_id":
-        # DGL looks at it in that mode only.
+        # DGL reads it in that mode only.
         reverse = None
     elif _is_identity(reverse):
         if inner.rank() == 0:
@@ -317,7 +309,7 @@ def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> di
         "exclude": exclude,
         "reverse_eids": reverse,
         "reverse_etypes": etypes,
-        "negative_sampler": _with_graph(cast("Any", negative), g) if _is_users_own(negative) else negative,
+        "negative_sampler": _bind_graph(negative, g) if _is_user_function(negative) else negative,
     }
 
 
@@ -328,18 +320,14 @@ def _is_identity(reverse: object) -> bool:
     return ids.ndim == 1 and np.array_equal(ids, np.arange(len(ids)))
 
 
-def _is_users_own(negative: object) -> bool:
-    """Whether a negative sampler is a function of the user's: DGL's own and ours are read, not called."""
+def _is_user_function(negative: object) -> bool:
+    # DGL's negative samplers and ours are read, not called.
     module = type(negative).__module__
     return callable(negative) and not module.startswith(("dgl.dataloading.", "dglx_dist."))
 
 
-def _with_graph(negative: Callable[[Any, Any], Any], g: Any) -> Callable[[Any, Any], Any]:
+def _bind_graph(negative: Any, g: Any) -> Callable[[Any, Any], Any]:
     return lambda _, eids: negative(g, eids)
-
-
-def _is_empty(share: StepShare | None) -> bool:
-    return share is not None and share.num_local == 0
 
 
 def sample_neighbors(
@@ -352,9 +340,9 @@ def sample_neighbors(
     replace: bool = False,
     use_graphbolt: bool = False,
 ) -> dgl.DGLGraph:
-    """Draw in-edges of nodes; a graph of all nodes with the drawn edges, ids in ``edata[dgl.EID]``.
+    """Sample in-edges of nodes into a graph of all nodes, with edge ids in ``edata[dgl.EID]``.
 
-    Edge types of which nothing was drawn are left out, as DGL does.
+    Edge types without sampled edges are left out, as in DGL.
 
     Args:
         g: The graph.
@@ -362,14 +350,14 @@ def sample_neighbors(
         fanout: Edges per node and edge type; -1: all.
         edge_dir: ``in``.
         prob: Name of an edge tensor of weights or a mask.
-        exclude_edges: Edges that are not drawn; a bool is taken for ``replace``, as it stood here in 1.1.3.
-        replace: Whether an edge may be drawn more than once.
+        exclude_edges: Edges that are not sampled; a bool is taken for ``replace``, its place in DGL 1.1.3.
+        replace: Whether an edge may be sampled more than once.
         use_graphbolt: False.
 
     Raises:
         ConfigError: an argument that cannot be honoured.
     """
-    _no_graphbolt(use_graphbolt)
+    refuse_graphbolt(use_graphbolt)
     if isinstance(exclude_edges, bool):
         exclude_edges, replace = None, exclude_edges
     inner = inner_graph(g)
@@ -388,14 +376,8 @@ def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
     etype_sorted: bool = True,
     use_graphbolt: bool = False,
 ) -> dgl.DGLGraph:
-    """Draw in-edges of each edge type; ``nodes`` may be homogeneous ids. As :func:`sample_neighbors`."""
-    _no_graphbolt(use_graphbolt)
-    if isinstance(exclude_edges, bool):
-        # Of 1.1.3: (..., prob, replace, etype_sorted).
-        exclude_edges, replace = None, exclude_edges
-    inner = inner_graph(g)
-    seeds = _by_type(inner, nodes)
-    return without_empty_types(inner.sample_neighbors(seeds, fanout, edge_dir, prob, exclude_edges, replace))
+    """Do the same as :func:`sample_neighbors`, with DGL's other signature."""
+    return sample_neighbors(g, nodes, fanout, edge_dir, prob, exclude_edges, replace, use_graphbolt)
 
 
 def in_subgraph(g: object, nodes: Any) -> dgl.DGLGraph:
@@ -405,7 +387,7 @@ def in_subgraph(g: object, nodes: Any) -> dgl.DGLGraph:
 
 
 def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
-    """Return (sources, destinations) of edges; of several types all ids are homogeneous ones."""
+    """Return (sources, destinations) of edges; with several types all ids are homogeneous."""
     inner = inner_graph(g)
     book = inner.get_partition_book()
     if len(book.etypes) == 1 and len(book.ntypes) == 1:
@@ -421,13 +403,8 @@ def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
 
 
 def _by_type(g: InnerDistGraph, nodes: Any) -> Any:
-    """Return ids by node type where there are several and ``nodes`` are homogeneous ids."""
+    """Return homogeneous ids of a graph of several node types by type, other ids as they are."""
     if isinstance(nodes, Mapping) or len(g.ntypes) == 1:
         return nodes
     kinds, typed = g.get_partition_book().map_to_per_ntype(as_array(nodes))
     return {ntype: typed[kinds == number] for number, ntype in enumerate(g.ntypes)}
-
-
-def _no_graphbolt(use_graphbolt: bool) -> None:
-    if use_graphbolt:
-        raise ConfigError("use_graphbolt=True cannot be honoured: there is one format; leave it out")

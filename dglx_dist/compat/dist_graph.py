@@ -1,4 +1,4 @@
-"""DGL's ``DistGraph``, over ours."""
+"""DGL's ``DistGraph`` around ours."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from dglx_dist.compat.partition_book import (
     outer_policy,
     remember_graph,
 )
+from dglx_dist.compat.wrappers import Forward
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DataView as InnerDataView
@@ -35,17 +36,17 @@ from dglx_dist.records import Array, EdgeType
 
 
 def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
-    """Return the graph or block without edge types that have no edges; where none has any, as it is.
+    """Return the graph or block without its empty edge types; unchanged if all are empty.
 
-    Scripts rely on it: a model over several types then returns rows for the types of the seeds alone. All
-    node types stay, and so does the data of nodes and edges.
+    A model over several types then returns rows for the types of the seeds alone, as scripts expect. Node
+    types and the data of nodes and edges stay.
     """
     kept = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
     if len(kept) in (0, len(graph.canonical_etypes)):
         return graph
     edges = {etype: graph.edges(etype=etype, order="eid") for etype in kept}
     if graph.is_block:
-        made = dgl.create_block(
+        reduced = dgl.create_block(
             edges,
             {ntype: graph.num_src_nodes(ntype) for ntype in graph.srctypes},
             {ntype: graph.num_dst_nodes(ntype) for ntype in graph.dsttypes},
@@ -53,25 +54,25 @@ def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
             device=graph.device,
         )
         for ntype in graph.srctypes:
-            made.srcnodes[ntype].data.update(graph.srcnodes[ntype].data)
+            reduced.srcnodes[ntype].data.update(graph.srcnodes[ntype].data)
         for ntype in graph.dsttypes:
-            made.dstnodes[ntype].data.update(graph.dstnodes[ntype].data)
-        made.step_share = getattr(graph, "step_share", None)
+            reduced.dstnodes[ntype].data.update(graph.dstnodes[ntype].data)
+        reduced.step_share = getattr(graph, "step_share", None)
     else:
         counts = {ntype: graph.num_nodes(ntype) for ntype in graph.ntypes}
-        made = dgl.heterograph(edges, counts, idtype=graph.idtype, device=graph.device)
+        reduced = dgl.heterograph(edges, counts, idtype=graph.idtype, device=graph.device)
         for ntype in graph.ntypes:
-            made.nodes[ntype].data.update(graph.nodes[ntype].data)
+            reduced.nodes[ntype].data.update(graph.nodes[ntype].data)
     for etype in kept:
-        made.edges[etype].data.update(graph.edges[etype].data)
-    return made
+        reduced.edges[etype].data.update(graph.edges[etype].data)
+    return reduced
 
 
 def local_partition(g: InnerDistGraph) -> dgl.DGLGraph:
-    """Return the own server's nodes, first, their in-edges, and the other sources of these; made anew.
+    """Build the graph of the own server's nodes, their in-edges, and the remote sources of these.
 
-    Ids are homogeneous. ``ndata`` has ``dgl.NID`` and ``inner_node``; ``edata`` has ``dgl.EID`` and
-    ``inner_edge``, which is 1 for all; where there are several types, ``dgl.NTYPE`` and ``dgl.ETYPE`` too.
+    Own nodes come first. Ids are homogeneous. ``ndata`` has ``dgl.NID`` and ``inner_node``; ``edata`` has
+    ``dgl.EID`` and ``inner_edge``, which is 1; with several types also ``dgl.NTYPE`` and ``dgl.ETYPE``.
     """
     book = g.get_partition_book()
     own = np.concatenate(
@@ -127,7 +128,7 @@ class DataView(MutableMapping[str, DistTensor]):
 
     def __setitem__(self, key: str, val: DistTensor) -> None:
         self._inner[key] = cast("InnerTensor", inner_tensor(val))
-        # From now on the view refers to it, whatever becomes of the script's own name for it.
+        # The view holds a reference to the tensor, so that it outlives the script's variable.
         kept = self._inner[key]
         lifetimes_of(kept.kvstore).use(kept.kvstore_key, kept)
 
@@ -147,14 +148,14 @@ class DataView(MutableMapping[str, DistTensor]):
 @final
 @dataclass(frozen=True)
 class Space:
-    """What ``g.nodes[ntype]`` and ``g.edges[etype]`` are."""
+    """Value of ``g.nodes[ntype]`` and ``g.edges[etype]``."""
 
     data: DataView
 
 
 @final
 class Spaces(Generic[K]):
-    """``g.nodes`` and ``g.edges``."""
+    """Value of ``g.nodes`` and ``g.edges``."""
 
     def __init__(self, view_of: Callable[[K], InnerDataView]) -> None:
         self._view_of = view_of
@@ -165,17 +166,17 @@ class Spaces(Generic[K]):
 
 @final
 class DistGraph(Shared):
-    """A partitioned graph with DGL's methods; ``.inner`` is ours, whose other attributes are here as well.
+    """A partitioned graph with DGL's methods; other attributes are those of ``.inner``, which is ours.
 
-    Opening one is collective, and joins the ranks if they have not met yet.
+    Opening one is collective, and opens the session if there is none.
 
     Args:
         graph_name: As when it was partitioned.
-        gpb: Not needed, with a warning: the book is read from the partition.
+        gpb: Ignored, with a warning: the book is read from the partition.
         part_config: DGL's JSON file, or the folder of a dataset of ours; None: what DGL_CONF_PATH names.
 
     Raises:
-        ConfigError: no partition is named, or it is of a graph of another name.
+        ConfigError: no partition is named, or it holds a graph of another name.
         StorageError: on all ranks, when it cannot be opened on one of them.
     """
 
@@ -186,7 +187,7 @@ class DistGraph(Shared):
         if path is None:
             raise ConfigError(
                 "give DistGraph(..., part_config=), the JSON file that partition_graph wrote: there are no "
-                "servers that would know it"
+                "servers to ask for it"
             )
         session = current_session()
         if (path / MANIFEST).is_file():
@@ -199,7 +200,7 @@ class DistGraph(Shared):
             raise ConfigError(f"{path} is of the graph {self.inner.name!r}, not {graph_name!r}")
 
     def __getattr__(self, name: str) -> Any:
-        """What is ours beyond DGL's, such as ``orig_ids`` and ``cache_rows``."""
+        """Attributes that DGL's graph lacks, such as ``orig_ids`` and ``cache_rows``."""
         if name.startswith("__") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -213,53 +214,35 @@ class DistGraph(Shared):
         """The own server's nodes, their in-edges and the sources of these, as a homogeneous DGLGraph."""
         return local_partition(self.inner)
 
-    @property
-    def ntypes(self) -> list[str]:
-        """Node types."""
-        return self.inner.ntypes
-
-    @property
-    def etypes(self) -> list[str]:
-        """Relations."""
-        return self.inner.etypes
-
-    @property
-    def canonical_etypes(self) -> list[EdgeType]:
-        """Edge types."""
-        return self.inner.canonical_etypes
-
-    @property
-    def idtype(self) -> torch.dtype:
-        """int64."""
-        return self.inner.idtype
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return self.inner.device
+    ntypes = Forward(InnerDistGraph.ntypes)
+    etypes = Forward(InnerDistGraph.etypes)
+    canonical_etypes = Forward(InnerDistGraph.canonical_etypes)
+    idtype = Forward(InnerDistGraph.idtype)
+    device = Forward(InnerDistGraph.device)
+    to_canonical_etype = Forward(InnerDistGraph.to_canonical_etype)
+    find_edges = Forward(InnerDistGraph.find_edges)
+    rank = Forward(InnerDistGraph.rank)
+    barrier = Forward(InnerDistGraph.barrier)
 
     @property
     def ndata(self) -> DataView:
-        """Tensors of the nodes of a graph of one node type."""
+        """Tensors of the nodes, if there is one node type."""
         return DataView(self.inner.ndata)
 
     @property
     def edata(self) -> DataView:
-        """Tensors of the edges of a graph of one edge type."""
+        """Tensors of the edges, if there is one edge type."""
         return DataView(self.inner.edata)
 
     @property
     def nodes(self) -> Spaces[str]:
-        """``g.nodes[ntype].data``."""
         return Spaces(lambda ntype: self.inner.nodes[ntype].data)
 
     @property
     def edges(self) -> Spaces[str | EdgeType]:
-        """``g.edges[etype].data``."""
         return Spaces(lambda etype: self.inner.edges[etype].data)
 
     def is_pinned(self) -> bool:
-        """Return False."""
         return False
 
     def num_nodes(self, ntype: str | None = None) -> int:
@@ -280,16 +263,8 @@ class DistGraph(Shared):
         """Return the numbers of out-edges, of all nodes when None."""
         return self.inner.out_degrees(u)
 
-    def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
-        """Return the triple of an edge type."""
-        return self.inner.to_canonical_etype(etype)
-
     def get_ntype_id(self, ntype: str | None) -> int:
-        """Return the number of a node type; None: of the only one.
-
-        Raises:
-            ConfigError: there is no such type, or None and several.
-        """
+        """Return the number of a node type; None: of the only one, else a ConfigError."""
         known = self.ntypes
         if ntype is None and len(known) == 1:
             return 0
@@ -298,11 +273,7 @@ class DistGraph(Shared):
         return known.index(ntype)
 
     def get_etype_id(self, etype: str | EdgeType | None) -> int:
-        """Return the number of an edge type; None: of the only one.
-
-        Raises:
-            ConfigError: there is no such type, or None and several.
-        """
+        """Return the number of an edge type; None: of the only one, else a ConfigError."""
         if etype is None and len(self.etypes) == 1:
             return 0
         if etype is None:
@@ -317,29 +288,15 @@ class DistGraph(Shared):
         """Return shape and dtype of each tensor of the edges."""
         return {name: Scheme(tensor.shape[1:], tensor.dtype) for name, tensor in self.edata.items()}
 
-    def rank(self) -> int:
-        """Return the rank of this process."""
-        return self.inner.rank()
-
-    def barrier(self) -> None:
-        """Wait until every rank is here; what was written before is seen by all afterwards."""
-        self.inner.barrier()
-
     def get_partition_book(self) -> RangePartitionBook:
-        """Return who owns which ids; the partitions are the servers."""
+        """Return the owners of all ids; partitions are servers."""
         return RangePartitionBook.over(self.inner.get_partition_book())
 
     def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
-        """Return how tensors of the nodes of a type are laid."""
         return outer_policy(self.inner.get_node_partition_policy(ntype))
 
     def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy:
-        """Return how tensors of the edges of a type are laid."""
         return outer_policy(self.inner.get_edge_partition_policy(etype))
-
-    def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
-        """Return (sources, destinations) of edges of one type."""
-        return self.inner.find_edges(edges, etype)
 
     def edge_subgraph(
         self, edges: Tensor | Mapping[Any, Tensor], relabel_nodes: bool = True, store_ids: bool = True
@@ -347,7 +304,7 @@ class DistGraph(Shared):
         """Return the graph of some edges, with ``dgl.EID``, and ``dgl.NID`` when nodes are relabelled.
 
         Raises:
-            ConfigError: ``store_ids`` is False, as with DGL; or ids without a type and several types.
+            ConfigError: ``store_ids`` is False, or ids have no type though there are several.
         """
         if not store_ids:
             raise ConfigError("edge_subgraph always stores the ids; leave store_ids out")
@@ -370,18 +327,14 @@ class DistGraph(Shared):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Draw in-edges of nodes, none of them of ``exclude_edges``, which DGL 1.1.3 ignores."""
+        """Sample in-edges of nodes, without ``exclude_edges``, which DGL 1.1.3 ignores."""
         drawn = self.inner.sample_neighbors(
             seed_nodes, fanout, edge_dir, prob, exclude_edges, replace, etype_sorted, output_device
         )
         return without_empty_types(drawn)
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
-        """Of GraphBolt.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refused: always a ConfigError."""
         raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")
 
     def _only_etype(self) -> EdgeType:
@@ -394,7 +347,7 @@ def inner_graph(g: object) -> InnerDistGraph:
     """Return our graph behind DGL's view of it, or itself.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``g`` is neither.
     """
     if isinstance(g, DistGraph):
         return g.inner

@@ -1,4 +1,4 @@
-"""DGL's ``KVClient``, over our KVStore."""
+"""DGL's ``DistTensor``, ``DistEmbedding`` and ``KVClient`` around ours."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, gather_json
 from dglx_dist.comm.session import SessionField, Shared
 from dglx_dist.compat.partition_book import PartitionPolicy, graph_of_store, inner_policy, outer_policy
+from dglx_dist.compat.wrappers import Forward
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
@@ -30,9 +31,9 @@ _BATCH: SessionField[LastBatch | None] = SessionField(lambda: None)
 
 @final
 class LastBatch:
-    """The batch that was yielded last: its input nodes and the rows on its first block, held weakly.
+    """Weak references to the input nodes of the last batch and to the rows on its first block.
 
-    The rows, not the block: copies that a script makes (``block.int()``) hold the same ones.
+    To the rows, not to the block: copies that a script makes (``block.int()``) hold the same rows.
     """
 
     def __init__(self, g: DistGraph, input_nodes: Tensor, block: Any) -> None:
@@ -41,25 +42,25 @@ class LastBatch:
         self._policy = g.get_node_partition_policy(g.ntypes[0])
 
     def rows(self, tensor: InnerDistTensor, index: object) -> Tensor | None:
-        """Return the rows of ``tensor`` that the block has, if ``index`` is the batch's own tensor of ids."""
+        """Return the rows of ``tensor`` on the block if ``index`` is the batch's own tensor of ids."""
         if index is None or index is not self._nodes() or tensor.name not in self._rows:
             return None
-        # Edges, or another graph, may have something of that name.
+        # Edges, or another graph, may have a tensor of that name.
         is_of_nodes = tensor.kvstore_key == self._policy.key(tensor.name)
         return self._rows[tensor.name]() if is_of_nodes and tensor.kvstore is self._policy.store else None
 
 
 def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:
-    """Note what is yielded now; ids by type are not noted, as strategies that cut columns have one type."""
+    """Keep the batch that is yielded now; ids by type are not needed, as column-wise strategies have one."""
     if isinstance(input_nodes, Tensor):
         _BATCH.set(g.session, LastBatch(g, input_nodes, blocks[0]))
 
 
 def attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
-    """Return what the last batch's first block has of ``tensor`` for its own ids ``index``, or None.
+    """Return the rows of ``tensor`` on the last batch's first block if ``index`` is its input nodes, or None.
 
-    Under a strategy that cuts features by column, ``g.ndata[name][input_nodes]`` is then what the wrapped
-    model takes, this rank's columns, and no row is fetched.
+    Under a strategy that cuts features by column, ``g.ndata[name][input_nodes]`` then gives this rank's
+    columns, which the wrapped model takes, and fetches no row.
     """
     batch = _BATCH.of(tensor.kvstore.session)
     return None if batch is None else batch.rows(tensor, index)
@@ -73,7 +74,7 @@ class KVClient:
     """Named tensors of a graph; ``g._client`` and ``tensor.kvstore`` are one of these.
 
     Raises:
-        ConfigError: it is made by hand: there are no servers to connect to.
+        ConfigError: always when constructed directly: there are no servers to connect to.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -90,7 +91,6 @@ class KVClient:
 
     @property
     def all_possible_part_policy(self) -> dict[str, PartitionPolicy]:
-        """The policies of the graph's nodes and edges by name."""
         g = graph_of_store(self.inner)
         policies = [outer_policy(g.get_node_partition_policy(ntype)) for ntype in g.ntypes]
         policies += [outer_policy(g.get_edge_partition_policy(etype)) for etype in g.canonical_etypes]
@@ -98,17 +98,16 @@ class KVClient:
 
     @property
     def num_servers(self) -> int:
-        """S."""
         return self.inner.placement.topology.num_servers
 
     @property
     def group_count(self) -> int:
-        """1: what DGL calls servers of a machine."""
+        """1: number of DGL's server processes per machine."""
         return 1
 
     @property
     def client_id(self) -> int:
-        """The rank of this process."""
+        """Rank of this process."""
         return self.inner.placement.topology.rank
 
     @property
@@ -118,16 +117,16 @@ class KVClient:
 
     @property
     def role(self) -> str:
-        """``default``, as DGL calls trainers."""
+        """``default``: DGL's role of trainers."""
         return "default"
 
     @property
     def data_store(self) -> Mapping[str, Tensor]:
-        """The own server's rows by name; of the dataset's tensors a copy, made when it is asked for."""
+        """The own server's rows by name; a copy, made on access, for tensors of the dataset."""
         return _LocalRows(self)
 
     def barrier(self) -> None:
-        """Wait until every rank is here; what was pushed before is then seen by all."""
+        """Wait for all ranks; afterwards every rank sees what was pushed before."""
         together(self.inner.session, self.inner.fence)
         barrier(self.inner.session, "client.barrier()")
 
@@ -143,7 +142,7 @@ class KVClient:
         """Create a tensor; every rank must call it.
 
         Args:
-            name: ``<policy>~<tensor>``, as DGL composes it.
+            name: ``<policy>~<tensor>``, DGL's form.
             shape: Of the whole.
             dtype: Torch's.
             part_policy: How its rows are laid.
@@ -165,53 +164,47 @@ class KVClient:
         self._tensor(name).delete()
 
     def push(self, name: str, id_tensor: Ids, data_tensor: Tensor) -> None:
-        """Overwrite rows and wait until they are there, which DGL does not."""
+        """Overwrite rows and wait until their owners have them; DGL does not wait."""
         self._tensor(name)[id_tensor] = data_tensor
 
     def pull(self, name: str, id_tensor: Ids) -> Tensor:
-        """Return rows."""
         return self._tensor(name)[id_tensor]
 
     def register_push_handler(self, name: str, func: Callable[..., None]) -> None:
-        """Let ``func(store, name, local ids, rows)`` do what is pushed, on the rank that owns the rows.
-
-        Every rank must call it.
-        """
+        """Apply pushes with ``func(store, name, local ids, rows)`` on the owner; all ranks must call it."""
         self.inner.register_push_handler(
             self._key(name), lambda rows, ids, values: func({name: rows}, name, ids, values)
         )
 
     def register_pull_handler(self, name: str, func: Callable[..., Tensor]) -> None:
-        """Let ``func(store, name, local ids)`` compute what is pulled. Every rank must call it."""
+        """Answer pulls with ``func(store, name, local ids)``; all ranks must call it."""
         self.inner.register_pull_handler(self._key(name), lambda rows, ids: func({name: rows}, name, ids))
 
     def get_partid(self, name: str, id_tensor: Ids) -> Tensor:
-        """Return the partition of each row."""
         policy = self._tensor(name).part_policy
         return policy.to_partid(torch.from_numpy(as_ids(id_tensor, policy.get_size(), name)))
 
     def data_name_list(self) -> list[str]:
-        """Return the names of all tensors, also those made with ``is_gdata=False``."""
-        stored = {name.removeprefix(_HIDDEN): name for name in self.inner.names() if name.startswith(_HIDDEN)}
-        # What the dataset hides is not the script's.
-        made = [
+        """Return the names of all tensors, including those created with ``is_gdata=False``."""
+        hidden = {name.removeprefix(_HIDDEN): name for name in self.inner.names() if name.startswith(_HIDDEN)}
+        # Hidden columns of the dataset, which are read-only, are none of the script's tensors.
+        created = [
             name
-            for name, key in stored.items()
+            for name, key in hidden.items()
             if name.startswith(_KINDS) and self.inner.column(key).writable
         ]
-        return [*self.gdata_name_list(), *made]
+        return [*self.gdata_name_list(), *created]
 
     def gdata_name_list(self) -> list[str]:
         """Return the names of all tensors that the graph shows."""
         return [name for name in self.inner.names() if name.startswith(_KINDS)]
 
     def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, ...], PartitionPolicy]:
-        """Return dtype, shape and policy."""
         tensor = self._tensor(name)
         return tensor.dtype, tensor.shape, outer_policy(tensor.part_policy)
 
     def union(self, operand1_name: str, operand2_name: str, output_name: str) -> None:
-        """Write the bitwise or of two tensors into a third. Every rank must call it."""
+        """Write the bitwise or of two tensors into a third; every rank must call it."""
         joined = union(self._tensor(operand1_name), self._tensor(operand2_name))
         output = self._tensor(output_name)
         first, last = output.local_range
@@ -221,36 +214,31 @@ class KVClient:
         self.barrier()
 
     def count_nonzero(self, name: str) -> int:
-        """Return how many values of a tensor are not zero."""
         return self.inner.count_nonzero(self._key(name))
 
     def map_shared_data(self, partition_book: object) -> None:
-        """Not needed.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refused: always a ConfigError."""
         raise ConfigError("the ranks of a server share their rows already; leave map_shared_data() out")
 
     def _key(self, name: str) -> str:
-        """Return under which name the store has a tensor, which is another one where the graph hides it."""
+        # The store prefixes the names of tensors that the graph does not show.
         return f"{_HIDDEN}{name}" if not self.inner.has(name) and self.inner.has(f"{_HIDDEN}{name}") else name
 
     def _tensor(self, name: str) -> InnerDistTensor:
         key = self._key(name)
         column, shown = self.inner.column(key), key.removeprefix(_HIDDEN)
-        of_types = self.all_possible_part_policy
-        found = next((one for one in of_types if shown.startswith(f"{one}~")), None)
+        policies = self.all_possible_part_policy
+        found = next((one for one in policies if shown.startswith(f"{one}~")), None)
         if found is None:
-            raise ConfigError(f"{name!r} does not go with the nodes or edges of a type; use its own tensor")
+            raise ConfigError(f"{name!r} is not laid out by nodes or edges of a type; use its own tensor")
         shape, short = (column.num_rows, *column.info.row_shape), shown.removeprefix(f"{found}~")
-        dtype, policy = torch_dtype(column.info.dtype), inner_policy(of_types[found])
+        dtype, policy = torch_dtype(column.info.dtype), inner_policy(policies[found])
         return InnerDistTensor(shape, dtype, short, None, policy, is_gdata=shown == key)
 
 
 @final
 class _LocalRows(Mapping[str, Tensor]):
-    """The own server's rows of each tensor, looked up when they are asked for."""
+    """The own server's rows of each tensor, looked up on access."""
 
     def __init__(self, client: KVClient) -> None:
         self._client = client
@@ -273,37 +261,33 @@ _LIFETIMES: SessionField[dict[str, Lifetimes]] = SessionField(dict)
 
 @final
 class Lifetimes:
-    """Which tensors of a store that are not persistent a script still refers to, on this rank."""
+    """Reference counts of the non-persistent tensors of a store, on this rank."""
 
     def __init__(self) -> None:
         self._users: dict[str, WeakSet[object]] = {}
 
     def add(self, key: str, user: object) -> None:
-        """Free the tensor ``key`` once ``user``, and whoever else uses it by then, is gone."""
+        """Free the tensor ``key`` once ``user``, and all later users, are garbage-collected."""
         self._users[key] = WeakSet([user])
 
     def use(self, key: str, user: object) -> None:
-        """Keep the tensor ``key``, if it is one that may be freed, as long as ``user`` is there."""
+        """Keep the tensor ``key``, if it may be freed, as long as ``user`` exists."""
         if key in self._users:
             self._users[key].add(user)
 
     def free(self, store: KVStore) -> None:
-        """Free what no rank refers to any more. Every rank must call it.
-
-        Args:
-            store: Whose tensors these are.
-        """
+        """Free the tensors that no rank refers to any more; every rank must call it."""
         unused = [key for key, users in self._users.items() if not users and store.has(key)]
-        # The answers come when all have asked, so nobody reads these rows any more.
+        # The gather ends after every rank has entered it, so no rank still reads these rows.
         together(store.session, store.fence)
-        told = [set(one) for one in cast("list[list[str]]", gather_json(unused, store.session))]
-        for key in sorted(set.intersection(*told)):
+        unused_by_rank = cast("list[list[str]]", gather_json(unused, store.session))
+        for key in sorted(set.intersection(*map(set, unused_by_rank))):
             store.remove(key)
             del self._users[key]
 
 
 def lifetimes_of(store: KVStore) -> Lifetimes:
-    """Return those of a graph's store: two graphs may have tensors of the same name."""
+    """Return the lifetimes of one store: two graphs may have tensors of the same name."""
     return _LIFETIMES.of(store.session).setdefault(store.label, Lifetimes())
 
 
@@ -311,18 +295,18 @@ def lifetimes_of(store: KVStore) -> Lifetimes:
 class DistTensor(Shared):
     """Rows on the servers, with DGL's arguments; ``.inner`` is ours.
 
-    Creating one is collective. Writing waits until the rows are there, as DGL's does not. A tensor that is
+    Creating one is collective. Writing waits until the owners have the rows, unlike DGL's. A tensor that is
     not persistent is freed when a later one is created and no rank refers to it any more.
 
     Args:
-        shape: Of the whole.
+        shape: Of the whole tensor.
         dtype: Torch's.
-        name: Attaches to what exists of that name.
+        name: Of a new tensor, or of an existing one to attach to.
         init_func: (shape, dtype) to the first rows; zeros when None.
-        part_policy: Needed where several types have so many nodes or edges.
+        part_policy: Needed where several types have this number of nodes or edges.
         persistent: Whether it stays when nobody refers to it any more.
         is_gdata: Whether ``g.nodes[...].data`` shows it.
-        attach: Of no effect: DGL appends the number of a group of clients, of which there is one here.
+        attach: No effect: DGL appends the number of a group of clients, of which there is one here.
 
     Raises:
         ConfigError: a persistent tensor without a name, or as for ``dglx_dist.DistTensor``.
@@ -340,11 +324,11 @@ class DistTensor(Shared):
         attach: bool = True,
     ) -> None:
         if name is None and persistent:
-            raise ConfigError("a tensor that nobody can find by name cannot be persistent; give it a name")
+            raise ConfigError("a tensor without a name cannot be persistent; give it a name")
         policy = inner_policy(part_policy)
         store = opened_graph().kvstore if policy is None else policy.store
         lifetimes, known = lifetimes_of(store), set(store.names())
-        # Attaching to what exists is not collective, and freeing is.
+        # Freeing is collective, but attaching to an existing tensor is not.
         if name is None or not any(key.endswith(f"~{name}") for key in known):
             lifetimes.free(store)
         self.inner = InnerDistTensor(tuple(shape), dtype, name, init_func, policy, persistent, is_gdata)
@@ -367,11 +351,10 @@ class DistTensor(Shared):
         return self.inner[_many(idx)] if found is None else found
 
     def __setitem__(self, idx: Ids, val: Tensor) -> None:
-        """Overwrite rows, and wait until their owners have them."""
         self.inner[_many(idx)] = val
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return a new tensor, such as the union of two masks. Collective."""
+        """Return the bitwise or as a new tensor, such as the union of two masks; collective."""
         if not isinstance(other, DistTensor):
             return NotImplemented
         made = DistTensor.over(self.inner | other.inner)
@@ -382,7 +365,7 @@ class DistTensor(Shared):
         return len(self.inner)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be saved by ``torch.save`` as the tensor of all rows, which is read without this package."""
+        """Save the tensor of all rows under ``torch.save``, so that it loads without this package."""
         rows = self.inner.to_local()
         return rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
@@ -394,13 +377,11 @@ class DistTensor(Shared):
 
     @property
     def kvstore(self) -> KVClient:
-        """The store, as DGL's client shows it."""
-
         return KVClient.over(self.inner.kvstore)
 
     @property
     def kvstore_key(self) -> str:
-        """Under which ``kvstore`` knows it; as :attr:`name`."""
+        """Its name in ``kvstore``: :attr:`name`."""
         return self.name
 
     @property
@@ -410,36 +391,21 @@ class DistTensor(Shared):
 
     @property
     def part_policy(self) -> PartitionPolicy:
-        """How its rows are laid over the partitions."""
         return outer_policy(self.inner.part_policy)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
-        return self.inner.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Torch's dtype."""
-        return self.inner.dtype
-
-    @property
     def name(self) -> str:
-        """``<policy>~<name given at creation>``, as DGL has it."""
+        """``<policy>~<name given at creation>``, as in DGL."""
         return f"{self.inner.part_policy.policy_str}~{self.inner.name}"
 
-    @property
-    def tensor_name(self) -> str:
-        """The name given at creation."""
-        return self.inner.name
-
-    def count_nonzero(self) -> int:
-        """Return how many values of the whole are not zero."""
-        return self.inner.count_nonzero()
+    shape = Forward(InnerDistTensor.shape)
+    dtype = Forward(InnerDistTensor.dtype)
+    tensor_name = Forward(InnerDistTensor.tensor_name)
+    count_nonzero = Forward(InnerDistTensor.count_nonzero)
 
 
 def inner_tensor(value: object) -> object:
-    """Return ours where ``value`` is DGL's view of it, else ``value``."""
+    """Return our tensor behind DGL's view of it; any other ``value`` as it is."""
     return value.inner if isinstance(value, DistTensor) else value
 
 
@@ -454,9 +420,9 @@ class DistEmbedding(Shared):
     Args:
         num_embeddings: Rows.
         embedding_dim: Columns.
-        name: Attaches to what exists of that name.
+        name: Of new rows, or of existing ones to attach to.
         init_func: (shape, dtype) to the first rows; zeros when None, as with DGL.
-        part_policy: Needed where several types have so many nodes or edges.
+        part_policy: Needed where several types have this number of nodes or edges.
 
     Raises:
         ConfigError: as for ``dglx_dist.DistEmbedding``.
@@ -471,62 +437,40 @@ class DistEmbedding(Shared):
         part_policy: PartitionPolicy | None = None,
     ) -> None:
         policy = inner_policy(part_policy)
-        first = init_func or _zeros
         graph = opened_graph() if policy is None else graph_of_store(policy.store)
-        self.inner = InnerDistEmbedding(num_embeddings, embedding_dim, name, first, policy, graph=graph)
+        init = init_func or _zeros
+        self.inner = InnerDistEmbedding(num_embeddings, embedding_dim, name, init, policy, graph=graph)
 
     def __call__(self, idx: Ids, device: torch.device | str = "cpu") -> Tensor:
-        """Return rows, whose gradients an optimizer of ``dgl.distributed.optim`` will take."""
+        """Return rows; an optimizer of ``dgl.distributed.optim`` takes their gradients."""
         return self.inner(idx, device)
 
-    def reset_trace(self) -> None:
-        """Forget the gradients that are there."""
-        self.inner.reset_trace()
+    reset_trace = Forward(InnerDistEmbedding.reset_trace)
+    name = Forward(InnerDistEmbedding.name)
+    num_embeddings = Forward(InnerDistEmbedding.num_embeddings)
+    embedding_dim = Forward(InnerDistEmbedding.embedding_dim)
 
     @property
     def weight(self) -> DistTensor:
-        """The rows."""
         return DistTensor.over(self.inner.weight)
 
     @property
-    def name(self) -> str:
-        """The name given at creation."""
-        return self.inner.name
-
-    @property
     def data_name(self) -> str:
-        """Under which the store knows the rows."""
+        """Name of the rows in ``kvstore``."""
         return self.inner.weight.kvstore_key
 
     @property
     def kvstore(self) -> KVClient:
-        """The store that holds the rows."""
         return KVClient.over(self.inner.kvstore)
 
     @property
-    def num_embeddings(self) -> int:
-        """Rows."""
-        return self.inner.num_embeddings
-
-    @property
-    def embedding_dim(self) -> int:
-        """Columns."""
-        return self.inner.embedding_dim
-
-    @property
     def part_policy(self) -> PartitionPolicy:
-        """How the rows are laid over the partitions."""
         return outer_policy(self.inner.part_policy)
 
     @property
     def optm_state(self) -> tuple[DistTensor, ...]:
-        """The optimizer's tensors, once there is one."""
+        """The optimizer's tensors; empty without an optimizer."""
         return tuple(DistTensor.over(state) for state in self.inner.optm_state)
-
-
-def inner_embedding(embedding: object) -> object:
-    """Return ours where ``embedding`` is DGL's view of it, else ``embedding``."""
-    return embedding.inner if isinstance(embedding, DistEmbedding) else embedding
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

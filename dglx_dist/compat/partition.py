@@ -1,4 +1,4 @@
-"""DGL's ``partition_graph`` and its files, read and written."""
+"""DGL's partitioning functions: ``partition_graph``, its files, ``node_split`` and ``edge_split``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor
 from dglx_dist.compat.partition_book import RangePartitionBook, edge_type, graph_of_book, node_type
+from dglx_dist.compat.wrappers import refuse_graphbolt
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.hierarchical import TRAINER_ID, assign_two_levels, with_trainer_ids
 from dglx_dist.data.storage.dgl_format import read_part_config, write_dgl_format
@@ -29,25 +30,25 @@ from dglx_dist.graph.split import edge_split as split_edges
 from dglx_dist.graph.split import node_split as split_nodes
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, RawGraph
 
-_OF_DGL = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
-"""Columns that DGL's partitions have of their own."""
+_DGL_COLUMNS = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
+"""Columns that DGL adds to partitions."""
 
 
 def raw_graph(graph: dgl.DGLGraph, name: str) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
-    """Return the graph, and which of its uint16 columns hold bfloat16 bits.
+    """Return the graph, and the names of its uint16 columns that hold bfloat16 bits.
 
-    Nothing is renamed or converted, as ``load_dataset`` would: scripts ask for the names that they gave.
+    Unlike ``load_dataset``, it keeps all names and dtypes, as scripts ask for the names that they gave.
 
     Raises:
         ConfigError: ``graph`` is no DGLGraph.
     """
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(f"partition_graph takes a DGLGraph, not a {type(graph).__name__}")
-    halves: list[tuple[str | EdgeType, str]] = []
+    bfloat16: list[tuple[str | EdgeType, str]] = []
 
     def columns(owner: str | EdgeType, data: Any) -> dict[str, Array]:
-        halves.extend((owner, key) for key, rows in data.items() if rows.dtype == torch.bfloat16)
-        return {key: _as_array(rows) for key, rows in data.items() if key not in _OF_DGL}
+        bfloat16.extend((owner, key) for key, rows in data.items() if rows.dtype == torch.bfloat16)
+        return {key: _as_array(rows) for key, rows in data.items() if key not in _DGL_COLUMNS}
 
     edges = {}
     for etype in graph.canonical_etypes:
@@ -60,7 +61,7 @@ def raw_graph(graph: dgl.DGLGraph, name: str) -> tuple[RawGraph, frozenset[tuple
         node_data={ntype: columns(ntype, graph.nodes[ntype].data) for ntype in graph.ntypes},
         edge_data={etype: columns(etype, graph.edges[etype].data) for etype in graph.canonical_etypes},
     )
-    return raw, frozenset(halves)
+    return raw, frozenset(bfloat16)
 
 
 def _as_array(tensor: torch.Tensor) -> Array:
@@ -92,31 +93,31 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     use_graphbolt: bool = False,
     *,
     seed: int = 0,
-    **of_graphbolt: object,
+    **graphbolt_options: object,
 ) -> tuple[Ids, Ids] | None:
-    """Cut ``g`` and write DGL's files, which DGL and this package read; one process calls it.
+    """Partition ``g`` and write DGL's files, which DGL and this package read; one process calls it.
 
     Nodes are numbered as DGL does: part by part, in the order they had. Edges are numbered by part, then
     destination, then source.
 
     Args:
         g: Homogeneous or heterogeneous.
-        graph_name: Of the graph and of the JSON file.
+        graph_name: Name of the graph and of the JSON file.
         num_parts: P.
         out_path: Folder; files of an earlier partition there are replaced.
         num_hops: 1: nothing beyond the sources of a part's in-edges is stored.
         part_method: ``metis``, ``random``, or another partitioner of this package.
-        balance_ntypes: (N,) integers, or a dict of them by node type; each value is balanced by itself. Of
+        balance_ntypes: (N,) integers, or a dict of them by node type; each value is balanced separately. Of
             several node types each is balanced anyway, where the method can.
         balance_edges: Balance the in-edges too.
         return_mapping: Whether to return the original ids.
-        num_trainers_per_machine: Above 1, each part is cut once more, and nodes and edges get ``trainer_id``:
-            in the files, and in ``g``, where what it had of that name is replaced.
+        num_trainers_per_machine: Above 1, each part is partitioned once more, and nodes and edges get
+            ``trainer_id`` in the files and in ``g``, replacing columns of that name.
         objtype: ``cut`` or ``vol``.
-        graph_formats: None, or ``coo``, ``csc``, ``csr``: as what structure is stored.
+        graph_formats: None, or ``coo``, ``csc``, ``csr``: the stored structure.
         use_graphbolt: False.
         seed: The same seed gives the same parts.
-        of_graphbolt: Refused: what newer versions take for GraphBolt's files.
+        graphbolt_options: Refused: arguments of newer versions for GraphBolt's files.
 
     Returns:
         With ``return_mapping``: original node and edge ids in the new order, by type if there are several.
@@ -128,31 +129,32 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     if num_hops != 1 or use_graphbolt:
         raise ConfigError(
             f"num_hops={num_hops}, use_graphbolt={use_graphbolt}: only 1 and False can be honoured; farther "
-            "neighbours are fetched when they are asked for, and there is one format"
+            "neighbours are fetched on demand, and there is one format"
         )
-    if of_graphbolt:
+    if graphbolt_options:
         raise ConfigError(
-            f"{', '.join(of_graphbolt)}: of GraphBolt's files, of which there are none; leave them out"
+            f"{', '.join(graphbolt_options)}: options of GraphBolt's files, which are not written; "
+            "leave them out"
         )
     whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
     raw, bfloat16 = raw_graph(g, graph_name)
     method = PARTITIONERS.resolve(part_method)
-    weighed, balance = _with_weights(raw, balance_ntypes)
+    weighted, balance = _with_weights(raw, balance_ntypes)
     balance += (("etype",) if len(raw.edges) > 1 else ("degree",)) if balance_edges else ()
     if not balance and len(raw.num_nodes) > 1 and "balance" in PARTITIONERS.get(method).honours:
         balance = ("ntype",)
     options = PartitionOptions(balance=balance, objective=cast("Any", objtype))
     if num_trainers_per_machine > 1:
-        split = assign_two_levels(weighed, method, options, (num_parts, num_trainers_per_machine), seed)
-        assignment, raw = split.parts, with_trainer_ids(_without_trainers(raw), split.trainers)
+        split = assign_two_levels(weighted, method, options, (num_parts, num_trainers_per_machine), seed)
+        assignment, raw = split.parts, with_trainer_ids(_without_trainer_ids(raw), split.trainers)
     else:
-        assignment = PARTITIONERS.get(method)(options).assign(weighed, num_parts, seed)
-    config = _written(
+        assignment = PARTITIONERS.get(method)(options).assign(weighted, num_parts, seed)
+    config = _replace_files(
         Path(out_path),
         lambda folder: write_dgl_format(raw, assignment, folder, bfloat16=bfloat16, formats=graph_formats),
     )
     if num_trainers_per_machine > 1:
-        _tell_trainers(g, raw)
+        _set_trainer_ids(g, raw)
     return _mapping(config, num_parts) if return_mapping else None
 
 
@@ -165,8 +167,7 @@ def load_partition(
         ConfigError: ``use_graphbolt``, or there is no such part.
         StorageError: a file is missing or damaged.
     """
-    if use_graphbolt:
-        raise ConfigError("use_graphbolt=True cannot be honoured: there is one format; leave it out")
+    refuse_graphbolt(use_graphbolt)
     book, name, ntypes, etypes = load_partition_book(part_config, part_id)
     graph = dgl.load_graphs(str(_file(part_config, part_id, "part_graph")))[0][0]
     nodes, edges = load_partition_feats(part_config, part_id) if load_feats else ({}, {})
@@ -176,9 +177,9 @@ def load_partition(
 def load_partition_feats(
     part_config: str | Path, part_id: int, load_nodes: bool = True, load_edges: bool = True
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-    """Return the data of the own nodes by ``type/name`` and of the own edges by ``src:rel:dst/name``.
+    """Return the data of the part's nodes by ``type/name`` and of its edges by ``src:rel:dst/name``.
 
-    None for what is not asked for.
+    None stands for data that is not loaded.
 
     Raises:
         ConfigError: there is no such part.
@@ -196,15 +197,15 @@ def load_partition_book(
 
     Args:
         part_config: DGL's JSON file.
-        part_id: Whose book.
-        part_metadata: None; newer versions take the content of the file, where it was read already.
+        part_id: The own partition of the book.
+        part_metadata: None; newer versions accept the content of the file.
 
     Raises:
         ConfigError: ``part_metadata``, or there is no such part.
         StorageError: the file is missing or damaged.
     """
     if part_metadata is not None:
-        raise ConfigError("part_metadata cannot be honoured: part_config is read anew; leave it out")
+        raise ConfigError("part_metadata cannot be honoured: part_config is read again; leave it out")
     config = read_part_config(Path(part_config).absolute())
     ntypes = {ntype: number for number, ntype in enumerate(config.ntypes)}
     etypes = {etype: number for number, etype in enumerate(config.etypes)}
@@ -215,9 +216,8 @@ def load_partition_book(
     return book, config.name, ntypes, etypes
 
 
-def _without_trainers(graph: RawGraph) -> RawGraph:
-    """Return the graph without the trainers of an earlier cut, which DGL overwrites."""
-
+def _without_trainer_ids(graph: RawGraph) -> RawGraph:
+    # DGL overwrites the trainer ids of an earlier partition.
     def others(data: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
         return {
             owner: {name: rows for name, rows in columns.items() if name != TRAINER_ID}
@@ -227,22 +227,18 @@ def _without_trainers(graph: RawGraph) -> RawGraph:
     return replace(graph, node_data=others(graph.node_data), edge_data=others(graph.edge_data))
 
 
-def _tell_trainers(g: dgl.DGLGraph, cut: RawGraph) -> None:
-    """Write into ``g`` the trainer of each node and edge, int64 as DGL does."""
+def _set_trainer_ids(g: dgl.DGLGraph, raw: RawGraph) -> None:
+    # int64, as DGL has them.
     for ntype in g.ntypes:
-        g.nodes[ntype].data[TRAINER_ID] = torch.as_tensor(cut.node_data[ntype][TRAINER_ID]).long()
+        g.nodes[ntype].data[TRAINER_ID] = torch.as_tensor(raw.node_data[ntype][TRAINER_ID]).long()
     for etype in g.canonical_etypes:
-        g.edges[etype].data[TRAINER_ID] = torch.as_tensor(cut.edge_data[etype][TRAINER_ID]).long()
+        g.edges[etype].data[TRAINER_ID] = torch.as_tensor(raw.edge_data[etype][TRAINER_ID]).long()
 
 
 def _with_weights(
     graph: RawGraph, given: Tensor | Mapping[str, Tensor] | None
 ) -> tuple[RawGraph, tuple[str, ...]]:
-    """Return the graph with a 0/1 column for each value that is balanced by itself, and their names.
-
-    Raises:
-        ConfigError: there is not one value for each node, or a type that the graph does not have.
-    """
+    """Return the graph with a 0/1 column for each value to balance, and the names of these columns."""
     if given is None:
         return graph, ()
     if not isinstance(given, Mapping):
@@ -264,12 +260,11 @@ def _with_weights(
     return replace(graph, node_data=node_data), tuple(names)
 
 
-def _written(out: Path, write: Callable[[Path], Path]) -> Path:
-    """Have DGL's files written into ``out``, in the place of those of an earlier partition."""
+def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partition-", dir=out) as scratch:
         config = write(Path(scratch) / "parts")
-        # The JSON file goes first and comes last: it names the others.
+        # The JSON file, which names the others, is removed first and written last.
         (out / config.name).unlink(missing_ok=True)
         for path in sorted(config.parent.iterdir(), key=lambda one: one == config):
             target = out / path.name
@@ -280,13 +275,13 @@ def _written(out: Path, write: Callable[[Path], Path]) -> Path:
 
 
 def _mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
-    read = read_part_config(config.absolute())
-    found = [
+    types = read_part_config(config.absolute())
+    node_ids, edge_ids = [
         [load_tensors(str(_file(config, part, "part_graph").with_name(name))) for part in range(num_parts)]
         for name in ("orig_nids.dgl", "orig_eids.dgl")
     ]
-    nodes = {ntype: torch.cat([part[ntype] for part in found[0]]) for ntype in read.ntypes}
-    edges = {etype: torch.cat([part[":".join(etype)] for part in found[1]]) for etype in read.etypes}
+    nodes = {ntype: torch.cat([part[ntype] for part in node_ids]) for ntype in types.ntypes}
+    edges = {etype: torch.cat([part[":".join(etype)] for part in edge_ids]) for etype in types.etypes}
     if len(nodes) == len(edges) == 1:
         return next(iter(nodes.values())), next(iter(edges.values()))
     return nodes, edges
@@ -304,7 +299,7 @@ def _file(part_config: str | Path, part: int, kind: str) -> Path:
 
 
 def _tensors(part_config: str | Path, part: int, kind: str, only: str) -> dict[str, Tensor]:
-    """Return the tensors of a file; files of old versions leave out the only type."""
+    # Files of old versions leave out the only type.
     tensors = load_tensors(str(_file(part_config, part, kind)))
     return {name if "/" in name else f"{only}/{name}": tensor for name, tensor in tensors.items()}
 
@@ -317,23 +312,23 @@ def node_split(
     force_even: bool = True,
     node_trainer_ids: Any = None,
 ) -> Tensor:
-    """Return the marked nodes that a rank works on.
+    """Return a rank's share of the marked nodes.
 
     Args:
         nodes: (N,) DistTensor, tensor or array; every value but 0 marks its node.
         partition_book: Of one of the open graphs, also as read from its file; None: that of a DistTensor's
-            graph, or of the only graph that is open.
+            graph, or of the only open graph.
         ntype: Node type.
-        rank: Whose share; None: this rank's.
+        rank: Rank of the share; None: this rank.
         force_even: Whether shares differ by at most one over all ranks.
-        node_trainer_ids: (N,) rank that would like each node.
+        node_trainer_ids: (N,) preferred rank of each node.
 
     Returns:
         (n,) int64 ids, ascending.
 
     Raises:
-        ConfigError: there is not one value for each node, the book is of no open graph or of another than
-            ``nodes``, or of several open graphs any could be meant.
+        ConfigError: there is not one value for each node, the book belongs to no open graph or to another
+            than ``nodes``, or several open graphs match.
     """
     g = _graph(nodes, partition_book)
     kind = node_type(g, ntype)
@@ -350,7 +345,7 @@ def edge_split(
     force_even: bool = True,
     edge_trainer_ids: Any = None,
 ) -> Tensor:
-    """Return the marked edges that a rank works on; as :func:`node_split`."""
+    """Return a rank's share of the marked edges; as :func:`node_split`."""
     g = _graph(edges, partition_book)
     kind = edge_type(g, etype)
     mask = _mask(edges, g, g.num_edges(kind), kind)
@@ -359,11 +354,6 @@ def edge_split(
 
 
 def _mask(marked: Any, g: DistGraph, count: int, what: object) -> Any:
-    """Return what ``marked`` marks, as a mask of bools.
-
-    Raises:
-        ConfigError: there is not one value for each row.
-    """
     if len(marked) != count:
         raise ConfigError(f"the mask has {len(marked)} values for {count} rows of {what!r}; give one a row")
     if isinstance(marked, DistTensor):
@@ -382,11 +372,6 @@ def _mask(marked: Any, g: DistGraph, count: int, what: object) -> Any:
 
 
 def _graph(marked: Any, given: RangePartitionBook | None) -> DistGraph:
-    """Return the graph whose rows are split.
-
-    Raises:
-        ConfigError: it is not known, or the mask and the book are of different ones.
-    """
     if given is not None and not isinstance(given, RangePartitionBook):
         raise ConfigError(f"partition_book is a {type(given).__name__}; give g.get_partition_book()")
     book = None if given is None else given.inner
@@ -394,5 +379,5 @@ def _graph(marked: Any, given: RangePartitionBook | None) -> DistGraph:
         return graph_of_book(book)
     g = graph_of_book(marked.inner.part_policy.partition_book)
     if book is not None and graph_of_book(book) is not g:
-        raise ConfigError(f"the mask {marked.name!r} is of the graph {g.name!r}, and the book of another")
+        raise ConfigError(f"the mask {marked.name!r} belongs to the graph {g.name!r}, the book to another")
     return g

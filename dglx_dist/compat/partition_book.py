@@ -1,4 +1,4 @@
-"""DGL's partition books, over ours."""
+"""DGL's partition books and policies around ours."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.session import SessionField, current_session
+from dglx_dist.compat.wrappers import Forward
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import opened_graph
@@ -25,7 +26,7 @@ K = TypeVar("K")
 
 
 class GraphPartitionBook(ABC):  # noqa: B024 - for isinstance; there is one kind
-    """What every partition book is."""
+    """Base class of partition books, as scripts name it in ``isinstance``."""
 
 
 @final
@@ -43,7 +44,7 @@ class RangePartitionBook(GraphPartitionBook):
         etypes: Edge type to its number.
 
     Raises:
-        ConfigError: the maps do not fit each other, or number the ids otherwise than DGL.
+        ConfigError: the maps do not fit each other, or do not number ids as DGL does.
     """
 
     def __init__(
@@ -72,91 +73,60 @@ class RangePartitionBook(GraphPartitionBook):
         made.inner = book
         return made
 
-    @property
-    def partid(self) -> int:
-        """The own partition."""
-        return self.inner.partid
-
-    @property
-    def ntypes(self) -> list[str]:
-        """Node types by number."""
-        return self.inner.ntypes
-
-    @property
-    def etypes(self) -> list[str]:
-        """Relations by number."""
-        return self.inner.etypes
-
-    @property
-    def canonical_etypes(self) -> list[EdgeType]:
-        """Edge types by number."""
-        return self.inner.canonical_etypes
+    partid = Forward(PartitionBook.partid)
+    ntypes = Forward(PartitionBook.ntypes)
+    etypes = Forward(PartitionBook.etypes)
+    canonical_etypes = Forward(PartitionBook.canonical_etypes)
+    num_partitions = Forward(PartitionBook.num_partitions)
+    metadata = Forward(PartitionBook.metadata)
+    to_canonical_etype = Forward(PartitionBook.to_canonical_etype)
+    map_to_per_ntype = Forward(PartitionBook.map_to_per_ntype)
+    map_to_per_etype = Forward(PartitionBook.map_to_per_etype)
+    map_to_homo_nid = Forward(PartitionBook.map_to_homo_nid)
+    map_to_homo_eid = Forward(PartitionBook.map_to_homo_eid)
 
     @property
     def is_homogeneous(self) -> bool:
-        """Whether there is one node type and one edge type."""
         return len(self.ntypes) == 1 and len(self.etypes) == 1
 
     @property
     def global_nid_dtype(self) -> torch.dtype:
-        """int64, of newer versions."""
+        """int64; newer versions of DGL have it."""
         return torch.int64
 
     @property
     def global_eid_dtype(self) -> torch.dtype:
-        """int64, of newer versions."""
         return torch.int64
 
     @property
     def local_ntype_offset(self) -> list[int]:
-        """Where the nodes of each type begin among the own partition's, and the end."""
+        """(types + 1) offsets of the node types among the own partition's nodes."""
         return _offsets([self.inner.node_bounds(ntype) for ntype in self.ntypes], self.partid)
 
     @property
     def local_etype_offset(self) -> list[int]:
-        """The same of the edges."""
         return _offsets([self.inner.edge_bounds(etype) for etype in self.canonical_etypes], self.partid)
 
     def shared_memory(self, graph_name: str) -> None:
-        """Not needed.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refused: always a ConfigError."""
         raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
 
-    def num_partitions(self) -> int:
-        """Return P; of an open graph, the number of servers."""
-        return self.inner.num_partitions()
-
-    def metadata(self) -> list[dict[str, int]]:
-        """Return ``machine_id``, ``num_nodes``, ``num_edges`` of each partition."""
-        return self.inner.metadata()
-
-    def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
-        """Return the triple of an edge type."""
-        return self.inner.to_canonical_etype(etype)
-
     def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the partition of each node."""
         if self._homogeneous_nodes(ntype):
             return _owner(nids, self._ends(nodes=True))
         return self.inner.nid2partid(nids, ntype)
 
     def eid2partid(self, eids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return the partition of each edge."""
         if self._homogeneous_edges(etype):
             return _owner(eids, self._ends(nodes=False))
         return self.inner.eid2partid(eids, etype)
 
     def partid2nids(self, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the ids of the nodes of a partition."""
         if self._homogeneous_nodes(ntype):
             return torch.arange(*self._range(partid, nodes=True))
         return self.inner.partid2nids(int(partid), ntype)
 
     def partid2eids(self, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return the ids of the edges of a partition."""
         if self._homogeneous_edges(etype):
             return torch.arange(*self._range(partid, nodes=False))
         return self.inner.partid2eids(int(partid), etype)
@@ -172,22 +142,6 @@ class RangePartitionBook(GraphPartitionBook):
         if self._homogeneous_edges(etype):
             return _local(eids, self._range(partid, nodes=False))
         return self.inner.eid2localeid(eids, int(partid), etype)
-
-    def map_to_per_ntype(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        """Return (type number, id within the type) of homogeneous node ids."""
-        return self.inner.map_to_per_ntype(ids)
-
-    def map_to_per_etype(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        """Return (type number, id within the type) of homogeneous edge ids."""
-        return self.inner.map_to_per_etype(ids)
-
-    def map_to_homo_nid(self, ids: Ids, ntype: str) -> Tensor:
-        """Return the homogeneous ids of nodes of a type."""
-        return self.inner.map_to_homo_nid(ids, ntype)
-
-    def map_to_homo_eid(self, ids: Ids, etype: str | EdgeType) -> Tensor:
-        """Return the homogeneous ids of edges of a type."""
-        return self.inner.map_to_homo_eid(ids, etype)
 
     def _homogeneous_nodes(self, ntype: str) -> bool:
         return ntype == NODE_TYPE and NODE_TYPE not in self.ntypes
@@ -250,33 +204,33 @@ _GRAPHS: SessionField[list[DistGraph]] = SessionField(list)
 
 
 def remember_graph(g: DistGraph) -> None:
-    """Note that ``g`` is open, until it is closed or the session ends."""
+    """Register ``g`` as open, until it is closed or the session ends."""
     graphs = _GRAPHS.of(g.session)
     graphs.append(g)
     g.on_close.append(lambda: graphs.remove(g))
 
 
 def graph_of_book(book: PartitionBook | None) -> DistGraph:
-    """Return the open graph whose book this is.
+    """Return the open graph to which a partition book belongs.
 
     Args:
-        book: Of a graph, or read from a file, whose partitions then are not the servers of this run; None:
-            of the only graph.
+        book: Of a graph; or read from a file, so that its partitions are not the servers of this run; None:
+            that of the only open graph.
 
     Raises:
-        ConfigError: no graph is open, ``book`` is of none of them, or several could be meant.
+        ConfigError: no graph is open, ``book`` belongs to none of them, or several match.
     """
     graphs = _open_graphs()
     own = [g for g in graphs if g.get_partition_book() is book]
-    alike = own or [g for g in graphs if book is None or _rows(g.get_partition_book()) == _rows(book)]
+    matching = own or [g for g in graphs if book is None or _rows(g.get_partition_book()) == _rows(book)]
     names = ", ".join(repr(g.name) for g in graphs)
-    if not alike:
+    if not matching:
         raise ConfigError(
             f"the partition book is of none of the open graphs ({names}); give g.get_partition_book()"
         )
-    if len({g.dataset.manifest.checksum for g in alike}) > 1:
+    if len({g.dataset.manifest.checksum for g in matching}) > 1:
         raise ConfigError(f"several graphs are open ({names}); say which: give g.get_partition_book()")
-    return alike[-1]
+    return matching[-1]
 
 
 def graph_of_store(store: KVStore) -> DistGraph:
@@ -292,14 +246,14 @@ def graph_of_store(store: KVStore) -> DistGraph:
 
 
 def node_type(g: DistGraph, ntype: str) -> str:
-    """Return ``ntype``; of a graph of one type, whatever it is called, that one for DGL's default."""
+    """Return ``ntype``; DGL's default stands for the only node type, whatever its name."""
     return g.ntypes[0] if ntype == NODE_TYPE and len(g.ntypes) == 1 else ntype
 
 
 def edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
-    """Return ``etype``; of a graph of one type, whatever it is called, that one for DGL's default."""
-    of_dgl = etype in (EDGE_TYPE, EDGE_TYPE[1])
-    return g.canonical_etypes[0] if of_dgl and len(g.canonical_etypes) == 1 else etype
+    """Return ``etype``; DGL's default stands for the only edge type, whatever its name."""
+    is_default = etype in (EDGE_TYPE, EDGE_TYPE[1])
+    return g.canonical_etypes[0] if is_default and len(g.canonical_etypes) == 1 else etype
 
 
 def _open_graphs() -> Sequence[DistGraph]:
@@ -309,13 +263,12 @@ def _open_graphs() -> Sequence[DistGraph]:
 
 
 def _rows(book: PartitionBook) -> dict[str | EdgeType, int]:
-    """Return the number of rows of each type."""
     nodes: dict[str | EdgeType, int] = {ntype: book.num_nodes(ntype) for ntype in book.ntypes}
     return {**nodes, **{etype: book.num_edges(etype) for etype in book.canonical_etypes}}
 
 
 class PartitionPolicy:
-    """How rows are laid over partitions, as DGL says it.
+    """Assignment of the rows of a tensor to partitions, under DGL's names.
 
     Args:
         policy_str: ``node~<type>`` or ``edge~<source>:<relation>:<destination>``; ``node`` and ``edge`` mean
@@ -323,7 +276,7 @@ class PartitionPolicy:
         partition_book: DGL's view of a book.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``policy_str`` begins with neither, or the book has no such type.
     """
 
     def __init__(self, policy_str: str, partition_book: RangePartitionBook) -> None:
@@ -343,7 +296,6 @@ class PartitionPolicy:
 
     @property
     def policy_str(self) -> str:
-        """The name of the policy."""
         return f"{self._kind}~{type_text(self._type)}"
 
     @property
@@ -358,16 +310,14 @@ class PartitionPolicy:
 
     @property
     def partition_book(self) -> RangePartitionBook:
-        """The book."""
         return self._book
 
     @property
     def is_node(self) -> bool:
-        """Whether the rows are those of nodes."""
         return self._kind == "node"
 
     def get_data_name(self, name: str) -> str:
-        """Return under which the KVStore knows the tensor ``name``."""
+        """Return the name of the tensor ``name`` in the KVStore."""
         return f"{self.policy_str}~{name}"
 
     def to_local(self, id_tensor: Ids) -> Tensor:
@@ -377,17 +327,14 @@ class PartitionPolicy:
         return self._book.eid2localeid(id_tensor, self.part_id, self._type)
 
     def to_partid(self, id_tensor: Ids) -> Tensor:
-        """Return the partition of each row."""
         if self.is_node:
             return self._book.nid2partid(id_tensor, cast("str", self._type))
         return self._book.eid2partid(id_tensor, self._type)
 
     def get_part_size(self) -> int:
-        """Return the number of rows of the own partition."""
         return int(self._bounds[self.part_id + 1] - self._bounds[self.part_id])
 
     def get_size(self) -> int:
-        """Return the number of rows of all partitions."""
         return int(self._bounds[-1])
 
 
@@ -408,10 +355,10 @@ class EdgePartitionPolicy(PartitionPolicy):
 
 
 def inner_policy(policy: PartitionPolicy | InnerPartitionPolicy | None) -> InnerPartitionPolicy | None:
-    """Return our policy for one of DGL's, of the open graph whose book it has.
+    """Return our policy for one of DGL's, from the open graph whose book it has.
 
     Raises:
-        ConfigError: it is no policy, its book is of no open graph, or the graph has no such type.
+        ConfigError: ``policy`` is no policy, its book belongs to no open graph, or the graph lacks the type.
     """
     if policy is None or isinstance(policy, InnerPartitionPolicy):
         return policy

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.cli import run_command_line
-from dglx_dist.cli.report import say, show, warn
+from dglx_dist.cli.common import say, show, warn
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError, LabError, StorageError
 from dglx_dist.planner.records import Rate

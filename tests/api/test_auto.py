@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
-from dglx_dist.auto import adopt_earlier, check_even
+from dglx_dist.auto import adopt_checkpointed, check_equal_servers
 from dglx_dist.auto_options import Training, read_auto_options
 from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
@@ -129,9 +129,9 @@ def test_auto_trains_as_the_strategy_that_it_chose(data: str, tmp_path: Path) ->
 
 
 def test_servers_of_unequal_size_are_not_counted_for() -> None:
-    check_even(Topology(0, 4, (0, 0, 1, 1)))
+    check_equal_servers(Topology(0, 4, (0, 0, 1, 1)))
     with pytest.raises(ConfigError, match="servers have 1 or 2 ranks"):
-        check_even(Topology(0, 3, (0, 0, 1)))
+        check_equal_servers(Topology(0, 3, (0, 0, 1)))
 
 
 def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
@@ -233,8 +233,8 @@ def test_a_checkpoint_that_auto_could_not_have_made_is_not_gone_on_with(
 ) -> None:
     with init(AUTO) as session:
         g = DistGraph(data, session=session)
-        assert adopt_earlier(g, tmp_path, None, None) is None
+        assert adopt_checkpointed(g, tmp_path, None, None) is None
         checkpoint.save(tmp_path, model=torch.nn.Linear(1, 1), extra=told)
         with pytest.raises(ConfigError, match=said):
-            adopt_earlier(g, tmp_path, None, None)
+            adopt_checkpointed(g, tmp_path, None, None)
         g.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist import api as cut_cache
-from dglx_dist.api import cut_once
+from dglx_dist.api import partition_cached
 from dglx_dist.data.storage.columns import CACHE, MANIFEST
 from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.data.storage.reader import open_dataset
@@ -31,9 +31,9 @@ def refuse(*_: object) -> None:
 
 
 def test_what_is_there_is_not_cut_again(tmp_path: Path, instead: Callable[..., None]) -> None:
-    folder = cut_once(two_triangles(), PLAN, tmp_path)
+    folder = partition_cached(two_triangles(), PLAN, tmp_path)
     instead(refuse)
-    assert cut_once(two_triangles(), PLAN, tmp_path) == folder
+    assert partition_cached(two_triangles(), PLAN, tmp_path) == folder
     assert (folder / MANIFEST).is_file()
 
 
@@ -46,16 +46,16 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_a_cut_with_a_flipped_bit_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = cut_once(two_triangles(), PLAN, tmp_path)
+    folder = partition_cached(two_triangles(), PLAN, tmp_path)
     whole = contents(folder)
     for path in files_of(folder):
         # Once as the user of an earlier run left it: found whole.
         open_dataset(folder)
         flip(path, path.stat().st_size // 2)
         caplog.clear()
-        assert cut_once(two_triangles(), PLAN, tmp_path) == folder
+        assert partition_cached(two_triangles(), PLAN, tmp_path) == folder
         assert contents(folder) == whole
-        assert caplog.text.count("is cut again") == 1
+        assert caplog.text.count("is partitioned again") == 1
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -65,10 +65,10 @@ def test_whoever_finishes_first_counts(tmp_path: Path, instead: Callable[..., No
         partition_to_disk(*cut)  # type: ignore[arg-type]
 
     instead(cut_by_another_run_too)
-    assert (cut_once(two_triangles(), PLAN, tmp_path) / MANIFEST).is_file()
+    assert (partition_cached(two_triangles(), PLAN, tmp_path) / MANIFEST).is_file()
     instead(refuse)
     with pytest.raises(StorageError, match="disk is full"):
-        cut_once(two_triangles(), PartitionPlan(num_parts=3, method="hash"), tmp_path)
+        partition_cached(two_triangles(), PartitionPlan(num_parts=3, method="hash"), tmp_path)
 
 
 def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
         left = mine.rename(mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{done.pid}-")))
         (left / "part0").mkdir()
         (tmp_path / "other" / left.name).mkdir(parents=True)
-        folder = cut_once(two_triangles(), PLAN, tmp_path)
+        folder = partition_cached(two_triangles(), PLAN, tmp_path)
     # Not what lies deeper: the cache may be a folder with much else in it.
     assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / "other"])
     assert [path.name for path in (tmp_path / "other").iterdir()] == [left.name]
@@ -93,4 +93,4 @@ def test_a_cache_that_cannot_be_written_is_told_before_the_work(
     instead(cut)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StorageError, match="cannot be written"):
-        cut_once(two_triangles(), PLAN, tmp_path / "file")
+        partition_cached(two_triangles(), PLAN, tmp_path / "file")

@@ -176,7 +176,7 @@ def test_how_to_cut_is_never_ignored(tmp_path: Path) -> None:
     dx.partition_graph(as_dgl(), "t", 2, tmp_path)
     with dx.init():
         for how in ({"parts": 3}, {"method": "hash"}, {"balance": ["train"]}, {"seed": 0}):
-            with pytest.raises(dx.ConfigError, match=f"is cut already, so {next(iter(how))} would"):
+            with pytest.raises(dx.ConfigError, match=f"is partitioned already, so {next(iter(how))} would"):
                 dx.distribute(tmp_path / "t", **how)  # type: ignore[arg-type]
         with pytest.raises(dx.ConfigError, match="number of parts is 0"):
             dx.distribute(as_dgl(), parts=0, cache=tmp_path / "cache")

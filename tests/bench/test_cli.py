@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dglx_dist.cli.report import show
+from dglx_dist.cli.common import show
 from dglx_dist.errors import ConfigError, UnknownNameError
 from scripts.bench import driver, results, suites
 from scripts.bench.cli import Telling, app, choose, outcome_table, readable_minutes

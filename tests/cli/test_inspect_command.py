@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dglx_dist.cli.inspect import overview, part_bytes, part_columns
+from dglx_dist.cli.report import overview, part_bytes, part_columns
 from dglx_dist.data.storage.columns import FileInfo
 from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo

@@ -43,7 +43,7 @@ def test_deploy_try_and_remove(worker_package: Packed) -> None:
         made = functions(*command)
         assert made.exit_code == 0, made.output
         assert "create the function ours" in made.output
-        assert functions(*command).output == "ours is as it should be\n"
+        assert functions(*command).output == "ours is up to date\n"
         tried = functions("invoke-test", "ours", *where)
         assert tried.exit_code == 0, tried.output
         assert [line.split(":")[0] for line in tried.output.splitlines()[1:]] == ["cold", "warm"]

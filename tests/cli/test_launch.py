@@ -27,6 +27,6 @@ def test_a_killed_launcher_is_told_and_ends_as_in_a_shell(
     assert "SIGKILL" in capsys.readouterr().err
 
 
-def test_ranks_that_cannot_be_dealt_out_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--ranks 3 cannot be dealt out to --servers 2"):
+def test_ranks_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--ranks 3 cannot be divided among --servers 2"):
         start_ranks(["train"], ranks=3, servers=2)

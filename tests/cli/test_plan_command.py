@@ -71,7 +71,7 @@ def test_mistakes_are_named(data: str) -> None:
     assert "belong together" in refused("--nodes", "10")
     assert "--unit graph must be" in refused("--data", data, "--unit", "graph")
     assert "4 part" in refused("--data", data, "--servers", "9")
-    assert "--ranks 3 cannot be dealt out to --servers 2" in refused("--data", data, "--ranks", "3")
+    assert "--ranks 3 cannot be divided among --servers 2" in refused("--data", data, "--ranks", "3")
     assert "give one of the two" in refused("--data", data, "--ranks", "4", "--ranks-per-server", "1")
     assert "--structure split must be" in refused("--data", data, "--structure", "split")
     told = refused("--data", data, "--bandwidth-external", "1 lightyear")
@@ -83,12 +83,14 @@ def test_mistakes_are_named(data: str) -> None:
     assert "--seed -1" in refused("--data", data, "--seed", "-1")
 
 
-def test_nothing_is_told_in_vain(data: str) -> None:
+def test_options_without_effect_are_refused(data: str) -> None:
     assert "leave --speed out" in refused("--data", data, "--speed", "50")
     assert "leave --edge-cut out" in refused("--data", data, "--edge-cut", "0.1")
-    assert "--seed is for a dataset" in refused(*FIGURES, "--seed", "1")
+    assert "--seed needs a dataset" in refused(*FIGURES, "--seed", "1")
     assert "add --unit any" in refused(*FIGURES, "--full-graph-epochs", "2")
-    assert "--batch-size is of mini-batches" in refused(*FIGURES, "--unit", "full_graph", "--batch-size", "9")
+    assert "--batch-size is for mini-batches" in refused(
+        *FIGURES, "--unit", "full_graph", "--batch-size", "9"
+    )
     assert "either the folder" in refused("--data", data, "--nodes", "10", "--edges", "10")
     assert "there is no partitioner 'rnadom'; did you mean 'random'?" in refused(
         *FIGURES, "--partitioner", "rnadom"

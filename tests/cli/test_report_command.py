@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cli.report import draw_or_warn, read_batches, report, show
+from dglx_dist.cli.common import draw_or_warn, show
+from dglx_dist.cli.report import read_batches, report
 from dglx_dist.comm.trace import write_trace
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.report.tables import summary_table

@@ -14,7 +14,7 @@ pull, plain = kvstore.default_pull_handler, dgl.dataloading.DistDataLoader
 import dglx_dist.compat
 from dglx_dist.compat.dist_graph import DistGraph
 from dglx_dist.compat.dataloading import DistNodeDataLoader
-installed = dglx_dist.compat.namespace()
+installed = dglx_dist.compat.install()
 from dgl.distributed import DistGraph as found, DistNodeDataLoader as later, RangePartitionBook
 from dgl.distributed.dist_graph import DistGraph as inner
 from dgl.distributed.optim import SparseAdam
@@ -23,7 +23,7 @@ import dgl.distributed.nn
 assert dgl.dataloading.dataloader.DistGraph is dgl.dataloading.DistGraph is DistGraph
 assert dgl.dataloading.DistDataLoader is dgl.distributed.DistDataLoader is not plain
 assert found is inner is DistGraph and later is dgl.dataloading.DistNodeDataLoader is DistNodeDataLoader
-assert SparseAdam.__module__ == "dglx_dist.compat.dist_tensor"
+assert SparseAdam.__module__ == "dglx_dist.compat.optim"
 assert dgl.distributed.nn.DistEmbedding is dgl.distributed.DistEmbedding
 assert dgl.distributed.graph_partition_book.RangePartitionBook is RangePartitionBook
 # What submodules alone have asks this run, or is refused.
@@ -37,7 +37,7 @@ for gone in (role.init_role, rpc.set_num_server, dist_context.finalize_client, k
         assert gone.__name__ in str(error)
     else:
         raise AssertionError(gone)
-with dglx_dist.compat.namespace():
+with dglx_dist.compat.install():
     pass
 assert dgl.distributed.DistGraph is DistGraph
 installed.undo()
@@ -58,9 +58,9 @@ class Refuses(importlib.abc.MetaPathFinder):
         if name == "dgl.distributed" or name.startswith("dgl.distributed."):
             raise ImportError(f"{name} cannot be loaded")
 sys.meta_path.insert(0, Refuses())
-import dglx_dist.compat, dglx_dist.api, dglx_dist.api
+import dglx_dist.compat, dglx_dist.api
 assert "dgl.distributed" not in sys.modules
-installed = dglx_dist.compat.namespace()
+installed = dglx_dist.compat.install()
 import dgl.distributed
 from dgl.distributed import DistEmbedding, DistNodeDataLoader, initialize, optim
 from dgl.distributed.optim import SparseAdagrad

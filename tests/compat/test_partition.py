@@ -108,7 +108,7 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"num_hops": 2}, "fetched when they are asked for"),
+        ({"num_hops": 2}, "fetched on demand"),
         ({"use_graphbolt": True}, "there is one format"),
         ({"store_eids": True}, "store_eids: of GraphBolt"),
         ({"num_trainers_per_machine": 0}, "num_trainers_per_machine=0; give a whole number of at least 1"),

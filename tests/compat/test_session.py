@@ -124,7 +124,7 @@ def test_of_two_graphs_the_one_whose_book_is_given(g: DistGraph, stock_parts: Ma
     assert len(node_split(np.ones(24, dtype=bool), last, "paper")) == 24
     with pytest.raises(ConfigError, match=r"several graphs are open \('two', 'typed'\)"):
         node_split(every)
-    with pytest.raises(ConfigError, match="'node~_N~train_mask' is of the graph 'two', and the book of ano"):
+    with pytest.raises(ConfigError, match="'node~_N~train_mask' belongs to the graph 'two', the book to an"):
         node_split(mask, last)
     with pytest.raises(ConfigError, match="the partition book is of none of the open graphs"):
         node_split(every, RangePartitionBook(0, 1, {"a": [[0, 60]]}, {LOOP: [[0, 9]]}, {"a": 0}, {LOOP: 0}))
