@@ -303,7 +303,7 @@ def edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
 
 
 def _open_graphs() -> Sequence[DistGraph]:
-    last = opened_graph()
+    last = cast("DistGraph", opened_graph())
     graphs = cast("list[DistGraph]", current_session().attached.get(_GRAPHS, []))
     return [*(g for g in graphs if g is not last), last]
 

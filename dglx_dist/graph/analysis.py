@@ -7,7 +7,7 @@ the hop before has found.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -19,15 +19,12 @@ from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType
-
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
-
 
 _TOGETHER = 64
 """Servers whose marks fit a word."""
