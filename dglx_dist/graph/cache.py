@@ -55,7 +55,7 @@ def access_probability(
     """Return the probability that a batch of a rank needs each node as an input (SALIENT++, section 3.2).
 
     A seed is in a batch with p_0 = batch size / number of seeds, and a node u in the batch draws k of its
-    deg(u) in-edges at each later hop, as in DGL's blocks. The hops 1 to h miss an edge v -> u with probability
+    deg(u) in-edges at each later hop, as in DGL's blocks. Hops 1 to h miss an edge v -> u with probability
 
         m_h(v -> u) = 1 - q_{h-1}(u) + sum over j < h of (q_j - q_{j-1})(u) * (1 - min(1, k / deg(u)))^(h-j)
 

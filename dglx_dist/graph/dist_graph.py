@@ -28,7 +28,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
 from dglx_dist.graph.partition_policy import PartitionPolicy, own_policy, policy_of_length
-from dglx_dist.graph.sampling import DrawRule, sampled_graph, serve_uniform
+from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -175,7 +175,7 @@ class DistGraph(Shared):
         )
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
         for opened in self._structures.values():
-            serve_uniform(opened)
+            opened.serve(UNIFORM, draw_uniform)
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
         self._draws = count()

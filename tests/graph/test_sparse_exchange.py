@@ -20,7 +20,6 @@ from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.graph.sparse_gradient_exchange import PHASE
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
@@ -52,7 +51,11 @@ def count_bytes(folder: Path) -> tuple[list[tuple[int, int]], list[int]]:
         if rank == 0:
             two(ids).sum().backward()
         optimizer.step()
-        sent = {row.destination: row.num_bytes for row in session.ledger.since(before) if row.phase == PHASE}
+        sent = {
+            row.destination: row.num_bytes
+            for row in session.ledger.since(before)
+            if row.phase == "sparse_gradients"
+        }
         owners = RowOwners(one.part_policy.bounds, session.topology)
         distinct = np.unique(torch.cat([ids, ids + 1]).numpy())
         rows = np.bincount(owners.rank_of(distinct), minlength=world)
