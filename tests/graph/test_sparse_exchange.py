@@ -185,7 +185,7 @@ def push_to_a_slow_owner(folder: Path) -> Any:
             barrier(session, "two steps done")
             seen = float(embedding.weight.local_rows()[-1])
             # Only when the pushing rank says that it waits.
-            while "pushes of" not in str(session.rpc.what_they_do([0], 5.0)[0]):
+            while "pushes of" not in str(session.rpc.peer_status([0], 5.0)[0]):
                 pass
             slow.open.set()
         else:
