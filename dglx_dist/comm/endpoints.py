@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from dglx_dist.comm.auth import Credentials
+from dglx_dist.comm.auth import Credentials, make_credentials_keys
 from dglx_dist.comm.collectives import barrier, gather_json
 from dglx_dist.comm.rpc import Handler, PeerAddress
 from dglx_dist.comm.session import Session

@@ -315,8 +315,8 @@ class Link:
         self._socket, self._closing = socket, closing
         # ZeroMQ's sockets are not thread-safe: another thread must not close one during a call.
         self._in_use = threading.Lock()
-        # A unique name: pyzmq's is the socket's file descriptor, which a new socket may get before the monitor
-        # of the old one has ended.
+        # A unique name: pyzmq's is the socket's file descriptor, which a new socket may get before the
+        # monitor of the old one has ended.
         self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
         socket.connect(peer.endpoint)
         self._receive_timeout_ms = -1

@@ -54,7 +54,7 @@ _OPTIONS_OF_MACHINE = frozenset({"memory", "threads"})
 
 
 def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, curve: bool) -> dict[str, Any]:
-    """Return what must be equal on all ranks, for :func:`check_agreement`; other than JSON counts by its type."""
+    """Return what must be equal on all ranks, for :func:`check_agreement`; no JSON value: by its type."""
     shared = {name: value for name, value in options.items() if name not in _OPTIONS_OF_MACHINE}
     text = json.dumps(shared, sort_keys=True, default=lambda value: type(value).__name__)
     return {"strategy": strategy, "options": text, "seed": seed, "curve": curve}
@@ -368,7 +368,7 @@ class Session:
         os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
 
     def adopt(self, strategy: str, options: Mapping[str, object]) -> None:
-        """Continue under a chosen ``strategy``; every rank must call it, before it makes a loader or model."""
+        """Continue under a chosen ``strategy``; every rank must call it before it makes a loader or model."""
         self.strategy, self.options = strategy, dict(options)
 
     @property

@@ -26,7 +26,7 @@ from dglx_dist.comm.trace import (
     RankSpans,
     Span,
     TraceFile,
-    deal_out,
+    assign_tracks,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.choose import Regions
@@ -363,7 +363,7 @@ def _rows(rank: RankSpans, begin: float, end: float) -> list[tuple[str, list[Spa
         inside = [
             span for span in rank.spans if span.row == row and span.end_s > begin and span.begin_s < end
         ]
-        lanes = deal_out(inside, nested=False)
+        lanes = assign_tracks(inside, nested=False)
         names = _names(rank.rank, row, len(lanes))
         found += list(zip(names, lanes, strict=True))
     return found
@@ -546,7 +546,7 @@ def overlap_text(trace: TraceFile) -> str:
 
 def _lanes(spans: Sequence[Span], row: str, begin: float, end: float) -> list[list[Span]]:
     inside = [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
-    return deal_out(inside, nested=row == COMPUTE) or [[]]
+    return assign_tracks(inside, nested=row == COMPUTE) or [[]]
 
 
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:

@@ -71,7 +71,7 @@ def hold(pid: int, share: float) -> CpuGroup | None:
 
 def sweep() -> None:
     """Remove groups whose graph server was killed: those without processes."""
-    for folder in cgroups.matching(f"{_PREFIX}-*"):
+    for folder in cgroups.find(f"{_PREFIX}-*"):
         with contextlib.suppress(OSError):  # processes are in it
             folder.rmdir()
 
