@@ -8,8 +8,7 @@ import json
 import os
 import socket
 import struct
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -335,28 +334,6 @@ def rank_environment(
     if ranks_per_server is not None:
         found["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
     return found
-
-
-def torchrun_command(
-    script_args: Sequence[str], ranks: int, servers: int = 1
-) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment that start ``ranks`` ranks on this machine.
-
-    Args:
-        script_args: A script and its arguments, or ``-m``, a module and its arguments.
-        ranks: Processes.
-        servers: Virtual servers; the last may have fewer ranks.
-
-    Raises:
-        ConfigError: the ranks cannot be cut into so many servers.
-    """
-    per_server = -(-ranks // servers) if servers > 0 else 0
-    if ranks < 1 or servers < 1 or -(-ranks // per_server) != servers:
-        raise ConfigError(
-            f"{ranks} ranks cannot be cut into {servers} servers; make the ranks a multiple of the servers"
-        )
-    command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*command, *script_args], rank_environment(ranks, ranks_per_server=per_server)
 
 
 _SIOCGIFADDR = 0x8915
