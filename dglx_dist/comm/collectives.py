@@ -1,6 +1,6 @@
-"""What all ranks do together: sums, gathers, broadcasts, barriers. Counted, and with a time limit.
+"""Collectives: sums, gathers, broadcasts, barriers, comparison of clocks; counted, and with a time limit.
 
-Every function must be called by all ranks in the same order; on one rank it moves nothing.
+All ranks must call every function in the same order; on one rank it sends nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dglx_dist.comm.session import Session
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 
-_SHOWN = 100
-"""Characters of what a rank waits for that others are told and compare with their own."""
+_MAX_STATUS_CHARS = 100
+"""Of the status that a rank reports and others compare with their own."""
 
 CONTROL = "control"
-"""Phase under which what is not data is counted."""
+"""Ledger phase of what is not data."""
 
 
 def sum_over_ranks(
@@ -36,10 +36,9 @@ def sum_over_ranks(
     Counted as a ring all-reduce, 2 (W - 1) / W of its bytes per rank (algorithms 0.4), to the next rank.
 
     Args:
-        tensor: Any shape and dtype, the same on all ranks; carries no gradient through.
-        session: Who takes part.
-        phase: For the ledger.
-        layer: For the ledger.
+        tensor: Any shape and dtype, the same on all ranks; the result carries no gradient.
+        session: The run.
+        phase, layer: For the ledger.
         in_place: Overwrite ``tensor``, which must be contiguous.
 
     Raises:
@@ -56,18 +55,14 @@ def sum_over_ranks(
 
 
 def count_all_reduce(session: Session, phase: str, num_bytes: int, layer: int = 0) -> None:
-    """Count what this rank sends to the next one in a ring all-reduce of ``num_bytes``: 2 (W-1)/W of them."""
+    """Count this rank's bytes to the next one in a ring all-reduce of ``num_bytes``: 2 (W-1)/W of them."""
     topology = session.topology
     sent = ring_bytes(num_bytes, topology.world_size, topology.rank)
     session.ledger.add(phase, layer, topology.rank, _next_rank(session), sent)
 
 
 def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
-    """Collect K whole numbers from every rank.
-
-    Args:
-        values: (K,) with the same K on all ranks.
-        session: Who takes part.
+    """Collect (K,) whole numbers from every rank, with the same K.
 
     Returns:
         (W, K) int64, row r from rank r, on every rank.
@@ -75,10 +70,10 @@ def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
     Raises:
         PeerError: a rank is dead or did not take part within the time-out.
     """
-    mine = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
-    if session.topology.world_size == 1 or not len(mine):
-        return np.broadcast_to(mine, (session.topology.world_size, len(mine))).copy()
-    return _gather(torch.from_numpy(mine), session).numpy()
+    local = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
+    if session.topology.world_size == 1 or not len(local):
+        return np.broadcast_to(local, (session.topology.world_size, len(local))).copy()
+    return _gather(torch.from_numpy(local), session).numpy()
 
 
 def gather_json(value: object, session: Session) -> list[object]:
@@ -99,37 +94,33 @@ def gather_json(value: object, session: Session) -> list[object]:
 
 
 def broadcast_json(value: object, session: Session, source: int = 0) -> object:
-    """Give the JSON value of rank ``source`` to every rank; what the others pass is ignored.
+    """Send the JSON value of rank ``source`` to every rank; the others' values are ignored.
 
     Raises:
         TypeError: ``value`` of ``source`` is no JSON value.
         PeerError: a rank is dead or did not take part within the time-out.
     """
     topology = session.topology
-    mine = topology.rank == source
-    raw = json.dumps(value).encode() if mine or topology.world_size == 1 else b""
+    is_source = topology.rank == source
+    raw = json.dumps(value).encode() if is_source or topology.world_size == 1 else b""
     if topology.world_size == 1:
         return json.loads(raw)
     size = int(gather_int64([len(raw)], session)[source, 0])
-    buffer = (
-        torch.frombuffer(bytearray(raw), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
-    )
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if is_source:
+        buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     with peers_named(session, "broadcast"):
         dist.broadcast(buffer, source)
-    for rank in range(topology.world_size) if mine else ():
+    for rank in range(topology.world_size) if is_source else ():
         session.ledger.add(CONTROL, 0, source, rank, size)
     return json.loads(buffer.numpy().tobytes())
 
 
 def barrier(session: Session, what: str) -> None:
-    """Wait until every rank is here.
-
-    Args:
-        session: Who takes part.
-        what: What is waited for, for the message.
+    """Wait until every rank calls it; ``what`` is for messages.
 
     Raises:
-        PeerError: ranks are missing after the time-out, or dead; they are named.
+        PeerError: ranks are missing after the time-out, or dead; the message names them.
     """
     if session.store is not None:
         with _doing(session, what):
@@ -138,11 +129,7 @@ def barrier(session: Session, what: str) -> None:
 
 @contextmanager
 def peers_named(session: Session, doing: str) -> Iterator[None]:
-    """Turn an error of torch.distributed inside the block into a PeerError that names who is to blame.
-
-    Raises:
-        PeerError: torch.distributed failed inside the block.
-    """
+    """Turn an error of torch.distributed inside the block into a PeerError that names the failed ranks."""
     with _doing(session, doing):
         try:
             yield
@@ -154,20 +141,20 @@ def peers_named(session: Session, doing: str) -> Iterator[None]:
 
 @contextmanager
 def _doing(session: Session, what: str) -> Iterator[None]:
-    """Tell whoever asks what this rank waits for inside the block."""
-    before, session.rpc.doing = session.rpc.doing, what[:_SHOWN]
+    """Set the status that this rank reports to others inside the block."""
+    before, session.rpc.doing = session.rpc.doing, what[:_MAX_STATUS_CHARS]
     try:
         yield
     finally:
         session.rpc.doing = before
 
 
-def _gather(mine: Tensor, session: Session) -> Tensor:
+def _gather(local: Tensor, session: Session) -> Tensor:
     topology = session.topology
-    rows = [torch.empty_like(mine) for _ in range(topology.world_size)]
+    rows = [torch.empty_like(local) for _ in range(topology.world_size)]
     with peers_named(session, "all-gather"):
-        dist.all_gather(rows, mine)
-    size = mine.numel() * mine.element_size()
+        dist.all_gather(rows, local)
+    size = local.numel() * local.element_size()
     session.ledger.add(CONTROL, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
     return torch.stack(rows)
 
@@ -176,57 +163,53 @@ def _next_rank(session: Session) -> int:
     return (session.topology.rank + 1) % session.topology.world_size
 
 
-_OP = "cluster.clock"
+_CLOCK_OP = "cluster.clock"
 _ROUND_TRIPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """This rank's ``time.perf_counter()`` beside rank 0's."""
+    """This rank's ``time.perf_counter()`` relative to rank 0's."""
 
     offset_s: float
-    """What to add to a time of this rank to have it in rank 0's."""
+    """To add to a time of this rank for rank 0's."""
     error_s: float
-    """How wrong ``offset_s`` may be, at the time of measuring: half of the fastest round trip."""
+    """Largest error of ``offset_s`` when measured: half of the fastest round trip."""
 
 
 def measure_clock(session: Session) -> Clock:
-    """Compare this rank's clock with rank 0's; every rank must call it, none twice at a time.
+    """Compare this rank's clock with rank 0's; collective, on one thread at a time.
 
-    Of 20 round trips the fastest counts: rank 0 read its clock somewhere within it, so the middle is wrong by
-    half of it at most. Clocks of machines then drift apart, usually by less than 10 us a second.
+    The fastest of 20 round trips counts: rank 0 read its clock within it, so the middle is wrong by at most
+    half of it. Clocks of machines then drift apart, usually by less than 10 us a second.
 
     Raises:
         PeerError: a rank is dead or did not take part within the time-out.
     """
     if session.topology.world_size == 1:
         return Clock(offset_s=0.0, error_s=0.0)
-    answers = session.topology.rank == 0
-    if answers:
-        session.rpc.register(_OP, _tell_time)
+    serves = session.topology.rank == 0
+    if serves:
+        session.rpc.register(_CLOCK_OP, lambda _name, _arrays: [np.array([time.perf_counter()])])
     try:
         barrier(session, "comparing clocks")
-        clock = Clock(offset_s=0.0, error_s=0.0) if answers else _ask(session)
+        clock = Clock(offset_s=0.0, error_s=0.0) if serves else _clock_by_round_trips(session)
         barrier(session, "clocks compared")
     finally:
-        if answers:
-            session.rpc.unregister(_OP)
+        if serves:
+            session.rpc.unregister(_CLOCK_OP)
     return clock
 
 
-def _ask(session: Session) -> Clock:
+def _clock_by_round_trips(session: Session) -> Clock:
     clocks = []
     for _ in range(_ROUND_TRIPS):
         before = time.perf_counter()
-        (told,) = session.rpc.call(0, _OP, "", [], phase=CONTROL)
+        (reading,) = session.rpc.call(0, _CLOCK_OP, "", [], phase=CONTROL)
         after = time.perf_counter()
-        offset = float(told.reshape(-1)[0]) - (before + after) / 2
+        offset = float(reading.reshape(-1)[0]) - (before + after) / 2
         clocks.append(Clock(offset_s=offset, error_s=(after - before) / 2))
     return min(clocks, key=lambda clock: clock.error_s)
-
-
-def _tell_time(_name: str, _arrays: Sequence[Array]) -> list[Array]:
-    return [np.array([time.perf_counter()])]
 
 
 def raise_for_missing(
@@ -236,11 +219,11 @@ def raise_for_missing(
 
     Args:
         session: The run.
-        missing: Ranks from which something has not come; at least one.
-        what: What is waited for, for those that are asked.
-        before: Before what a rank failed, as "before 'step 1'".
-        undone: What those missing did not do, as "sent nothing for 'step 1'".
-        advice: What to do about it.
+        missing: Ranks that are waited for; at least one.
+        what: What they are waited for.
+        before: When a rank failed, as "before 'step 1'".
+        undone: What the missing ranks did not do, as "sent nothing for 'step 1'".
+        advice: The remedy.
         late: Whether time is up.
     """
     failure = session.store.first_failure() if session.store is not None else None

@@ -1,4 +1,4 @@
-"""Every payload byte between ranks, counted where it is sent or asked for."""
+"""Byte ledger: payload bytes between ranks by phase, layer, source and destination."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LedgerKey: TypeAlias = tuple[str, int, int, int]
 """(phase, layer, source rank, destination rank)."""
 
 WORKER = -1
-"""In the place of a rank: any stateless worker. It has no ledger: the rank that it calls counts for it."""
+"""In place of a rank: any stateless worker. It has no ledger: the rank that it calls counts for it."""
 
 Snapshot: TypeAlias = Mapping[LedgerKey, int]
 
@@ -27,16 +27,16 @@ class LedgerRow:
     source: int
     destination: int
     inside: bool
-    """Whether both ranks are of one server; a worker never is."""
+    """Whether both ranks are on one server; never for a worker."""
     num_bytes: int
 
 
 @final
 class Ledger:
-    """Counts payload bytes, without headers, by phase, layer, source and destination. Thread-safe.
+    """Counts payload bytes, without headers. Thread-safe.
 
-    A one-sided call is counted by its caller in both directions; in a collective each rank counts
-    what it sends. So the sum over ranks counts each byte once.
+    The caller of a one-sided call counts both directions; in a collective each rank counts what it sends. So
+    the sum over ranks counts each byte once.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -45,7 +45,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def add(self, phase: str, layer: int, source: int, destination: int, num_bytes: int) -> None:
-        """Count ``num_bytes`` from rank ``source`` to rank ``destination``; 0 leaves no row."""
+        """Count ``num_bytes`` from rank ``source`` to rank ``destination``; 0 adds no row."""
         if num_bytes == 0 or source == destination:
             return
         key = (phase, layer, source, destination)
@@ -53,12 +53,7 @@ class Ledger:
             self._bytes[key] = self._bytes.get(key, 0) + int(num_bytes)
 
     def total(self, *, phase: str | None = None, outside: bool | None = None) -> int:
-        """Bytes counted here so far.
-
-        Args:
-            phase: Only this phase.
-            outside: True: only between servers; False: only inside one; None: both.
-        """
+        """Return the bytes of one phase (None: all); ``outside``: only between servers, or only within."""
         return sum(
             row.num_bytes
             for row in self.rows()
@@ -75,7 +70,7 @@ class Ledger:
             return dict(self._bytes)
 
     def since(self, snapshot: Snapshot) -> list[LedgerRow]:
-        """Counts added after ``snapshot`` was taken, sorted; unchanged ones are left out."""
+        """Counts added after ``snapshot``, sorted, without unchanged ones."""
         now = self.snapshot()
         return [
             self._row(key, total - snapshot.get(key, 0))
@@ -98,9 +93,8 @@ class Ledger:
 def ring_bytes(num_bytes: int, world_size: int, rank: int) -> int:
     """Bytes that ``rank`` sends in a ring all-reduce of ``num_bytes``: 2 (W - 1) / W of them.
 
-    Where W does not divide, the first ranks send one more, so that the sum over ranks is exactly
-    2 (W - 1) ``num_bytes`` (Patarasuk and Yuan's bound). This is the logical payload: the backend may
-    choose another algorithm.
+    The first ranks send one more where W does not divide, so that the sum over ranks is exactly
+    2 (W - 1) ``num_bytes`` (Patarasuk and Yuan's bound). The backend may choose another algorithm.
     """
     share, rest = divmod(2 * (world_size - 1) * num_bytes, world_size)
     return share + (rank < rest)

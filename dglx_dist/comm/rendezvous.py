@@ -1,4 +1,4 @@
-"""The rendezvous store: where ranks find each other, wait for each other and leave a last word."""
+"""Rendezvous store of a job: exchange of start-up facts, barriers, and the first failure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dglx_dist.comm.topology import Rendezvous
 from dglx_dist.errors import PeerError
 
 _CHECK_EVERY_S = 1.0
-"""How often a waiting rank asks whether those it waits for are still there."""
+"""Period at which a waiting rank probes those it waits for."""
 _FIRST_ERROR = "first_error"
 
 
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
-    """Connect to the store of the job, or host it when this is rank 0 and the launcher does not.
+    """Connect to the store of the job, or host it on rank 0 if the launcher does not.
 
     Raises:
         PeerError: it did not answer within ``timeout_s``.
@@ -33,7 +33,7 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             world_size,
             is_master=hosts_it,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # it would give up without saying who is missing
+            wait_for_workers=False,  # its error would not name the missing ranks
             multi_tenant=True,
         )
     except RuntimeError as error:
@@ -43,13 +43,13 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             f"{who} should serve it: is it running, and is the port open? ({_first_line(error)})"
         ) from error
     job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
-    # Every rank counts its own sessions, so that one after another finds none of its forerunner's keys.
+    # Every rank counts its own sessions, so that a session sees no keys of an earlier one.
     return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
 
 
 @final
 class JobStore:
-    """The store as the ranks of one session use it. Any thread."""
+    """The store as used by the ranks of one session. Any thread."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.raw = store
@@ -57,10 +57,10 @@ class JobStore:
         self._barriers = 0
 
     def exchange(self, what: str, value: object) -> list[object]:
-        """Give ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once.
+        """Send ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once.
 
         Raises:
-            PeerError: somebody is missing after the time-out; the message lists who.
+            PeerError: ranks are missing after the time-out; the message lists them.
         """
         self.raw.set(f"{what}/{self.rank}", json.dumps(value))
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
@@ -70,15 +70,15 @@ class JobStore:
     def barrier(
         self, what: str, timeout_s: float | None = None, check: Callable[[list[int]], None] | None = None
     ) -> None:
-        """Return once every rank has called it; all must call their barriers in the same order.
+        """Return when every rank has called it; all must call their barriers in the same order.
 
         Args:
-            what: What is waited for, for the message.
+            what: For messages.
             timeout_s: None: the session's.
-            check: Called now and then with the ranks that are missing; may raise.
+            check: Called periodically with the missing ranks; may raise.
 
         Raises:
-            PeerError: somebody is missing after the time-out, or at another barrier; they are named.
+            PeerError: ranks are missing after the time-out, or at another barrier; the message names them.
         """
         self._barriers += 1
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
@@ -99,10 +99,10 @@ class JobStore:
         timeout_s: float | None = None,
         check: Callable[[list[int]], None] | None = None,
     ) -> None:
-        """Wait until all of ``keys`` (one per rank) are there.
+        """Wait until all of ``keys`` (one per rank) are set.
 
         Raises:
-            PeerError: some are not after the time-out, the store is gone, or another rank failed.
+            PeerError: some are missing after the time-out, the store is gone, or another rank failed.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
@@ -118,31 +118,31 @@ class JobStore:
                         f"ranks missing: {names} (of {self.world_size}) at {what!r} after {limit_s:g} s; "
                         "look at their output, or raise timeout_s (DGLX_TIMEOUT)"
                     )
-            # Polled, because Store.wait holds the connection that other threads need and warns on stderr.
+            # Polled, because Store.wait blocks the connection that other threads need and warns on stderr.
             time.sleep(min(0.0005 + waited_s / 20, 0.05))
 
     def report_failure(self, text: str) -> None:
-        """Leave ``text`` as the reason why this rank ends, unless another rank was first."""
+        """Store ``text`` as the reason why this rank ends, unless another rank was first."""
         try:
             if not self.raw.check([_FIRST_ERROR]):
                 self.raw.set(_FIRST_ERROR, json.dumps({"rank": self.rank, "text": text[:2000]}))
         except RuntimeError:
-            return  # the store is gone, so nobody could read it
+            return  # the store is gone, so no rank could read it
 
     def first_failure(self) -> tuple[int, str] | None:
         """(rank, text) of the first rank that reported a failure, or None."""
         try:
             if not self.raw.check([_FIRST_ERROR]):
                 return None
-            said = json.loads(self.raw.get(_FIRST_ERROR))
+            failure = json.loads(self.raw.get(_FIRST_ERROR))
         except RuntimeError:
             return None
-        return int(said["rank"]), str(said["text"])
+        return int(failure["rank"]), str(failure["text"])
 
     def _missing(
         self, keys: Sequence[str], what: str, check: Callable[[list[int]], None] | None
     ) -> list[int]:
-        """Return the ranks that are missing, after asking whether one of them failed or is dead."""
+        """Return the missing ranks; raise PeerError if one of them failed or is dead."""
         missing = self._absent(keys)
         while missing:
             try:
@@ -151,7 +151,7 @@ class JobStore:
                     check(missing)
                 break
             except PeerError:
-                # While it was asked, a rank may have come, and even have ended, and is silent rightly.
+                # A rank may have arrived, and even ended, during the check: its silence is no error then.
                 before, missing = missing, self._absent(keys)
                 if missing == before:
                     raise

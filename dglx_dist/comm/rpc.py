@@ -1,4 +1,4 @@
-"""One-sided calls: any thread of a rank asks another rank, which answers from a thread of its own."""
+"""Zero-copy RPC over ZeroMQ: any thread of a rank calls another rank, which answers on its own threads."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 
 Handler: TypeAlias = Callable[[str, Sequence[Array]], Sequence[Array]]
-"""(name, arrays) -> arrays, called from any thread, several at a time; the answer is sent without a copy."""
+"""(name, arrays) -> arrays, called from any thread, several at a time; the result is sent without a copy."""
 
 log = logging.getLogger(__name__)
 
 _SLOW_S = 2e-3
-"""An operation that took longer of late runs on a thread of the pool, any other on the serving thread,
-which saves two thread switches; one never seen before counts as slow."""
+"""An operation that recently took longer runs on a thread of the pool, any other on the serving thread,
+which saves two thread switches; an operation without measurement counts as slow."""
 
 _WAKE = b"wake"
 _WAKE_ENDPOINT = "inproc://serve-wake"
@@ -54,21 +54,21 @@ _WAKE_ENDPOINT = "inproc://serve-wake"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How a rank serves."""
+    """Configuration of calling and serving."""
 
     num_workers: int = 2
-    """Handlers that run at the same time, so that a slow one does not hold up the others."""
+    """Handlers that run at the same time, so that a slow one does not block the others."""
     chunk_bytes: int = 1 << 20
-    """Arrays above this travel in pieces of this size, so that small replies pass between them."""
+    """Larger arrays are sent in chunks of this size, so that small replies pass between them."""
     heartbeat_s: float = 2.0
-    """How often a connection is probed."""
+    """Period of probes of a connection."""
     heartbeat_timeout_s: float = 10.0
-    """After which silence a connection counts as broken."""
+    """Silence after which a connection counts as broken."""
 
 
 @final
 class Server:
-    """Answers calls until closed. Its threads start when it is made."""
+    """Answers calls until closed. Its threads start at construction."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Server:
         self._handlers, self._config = handlers, config
         self._router = context.socket(zmq.ROUTER)
         credentials.guard(self._router)
-        tune(self._router, config)
+        _configure(self._router, config)
         self._authenticator = ZapAuthenticator(context, credentials, self._router)
         self._router.setsockopt(zmq.IPV6, int(":" in address))
         self._router.bind(_WAKE_ENDPOINT)
@@ -100,7 +100,7 @@ class Server:
         self._slow: queue.SimpleQueue[tuple[bytes, Message] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
         # Not those of concurrent.futures: they end before a script's exit handlers run, and a session that
-        # is closed by one still serves the other ranks.
+        # such a handler closes still serves the other ranks.
         self._workers = [
             threading.Thread(target=self._work, name=f"dglx-handler-{number}", daemon=True)
             for number in range(config.num_workers)
@@ -109,7 +109,7 @@ class Server:
             thread.start()
 
     def close(self) -> None:
-        """Stop serving; running handlers are waited for, replies not yet sent are dropped."""
+        """Stop serving: wait for running handlers, drop unsent replies."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -122,7 +122,7 @@ class Server:
         self._waker.close(0)
 
     def _serve(self) -> None:
-        # A plain receive is the quickest way to wait; a socket of our own wakes it for what is not a request.
+        # A plain receive is the fastest way to wait; our own socket wakes it for anything but a request.
         while not self._closing.is_set():
             peer = self._router.recv()
             if peer == _WAKE:
@@ -160,24 +160,24 @@ class Server:
         if head.kind is not Kind.REQUEST:
             log.warning("dropped a message of kind %s, which is no request", head.kind.name)
             return
-        text = f"LookupError: {no_such_operation(head.op, self._handlers)}"
+        text = f"LookupError: {_unknown_operation(head.op, self._handlers)}"
         self._send(
             peer, frames_of(Head(Kind.ERROR, head.request, name=text[:1000]), [], self._config.chunk_bytes)
         )
 
     def _greet(self, peer: bytes, handle: int) -> None:
-        """Note that ``peer`` came, through the connection of file descriptor ``handle``."""
+        """Note that ``peer`` has the connection of file descriptor ``handle``."""
         self._authenticator.passed(handle)
-        # A descriptor comes again when its connection has ended: so what is kept of peers is bounded.
+        # The system reuses the descriptor of an ended connection, which bounds the state of peers.
         gone = self._peer_on.get(handle)
         self._peer_on[handle] = peer
         if gone is not None and gone in self._assemblers and self._assemblers[gone].is_idle:
             del self._assemblers[gone]
 
     def _work(self) -> None:
-        while (asked := self._slow.get()) is not None:
+        while (request := self._slow.get()) is not None:
             if not self._closing.is_set():
-                peer, message = asked
+                peer, message = request
                 self._replies.append((peer, self._answer(message)))
                 self._wake()
 
@@ -187,7 +187,7 @@ class Server:
         try:
             answer = run_handler(self._handlers, message.head.op, message.head.name, message.arrays)
             frames = frames_of(Head(Kind.REPLY, request), answer, chunk)
-        except BaseException as error:  # noqa: BLE001 - the caller's to know, and this thread must go on
+        except BaseException as error:  # noqa: BLE001 - reported to the caller; this thread must continue
             text = f"{type(error).__name__}: {error}"
             frames = frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk)
         took_s, before_s = time.perf_counter() - started, self._seconds_of.get(message.head.op, 0.0)
@@ -203,14 +203,13 @@ class Server:
             copy_bytes = SMALL_BYTES  # chunks follow
 
     def _wake(self) -> None:
-        with self._waker_lock, contextlib.suppress(zmq.Again):  # Again: nobody serves any more
+        with self._waker_lock, contextlib.suppress(zmq.Again):  # Again: the serving thread has ended
             self._waker.send(b"")
 
 
-def tune(socket: zmq.Socket[bytes], config: ServeConfig) -> None:
-    """Set what calling and serving sockets have in common."""
+def _configure(socket: zmq.Socket[bytes], config: ServeConfig) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    # Bounded by the calls in flight; a full queue would drop replies silently.
+    # Queues are bounded by the calls in flight; a full queue would drop replies silently.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.SNDTIMEO, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -220,24 +219,19 @@ def tune(socket: zmq.Socket[bytes], config: ServeConfig) -> None:
 
 
 def run_handler(handlers: Mapping[str, Handler], op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
-    """Run the handler of ``op``.
-
-    Raises:
-        LookupError: nothing is registered as ``op``.
-    """
+    """Run the handler of ``op``; LookupError if there is none."""
     handler = handlers.get(op)
     if handler is None:
-        raise LookupError(no_such_operation(op, handlers))
+        raise LookupError(_unknown_operation(op, handlers))
     return list(handler(name, arrays))
 
 
-def no_such_operation(op: str, handlers: Mapping[str, Handler]) -> str:
-    """Say that nothing is registered as ``op``, and what is."""
+def _unknown_operation(op: str, handlers: Mapping[str, Handler]) -> str:
     return f"no operation {op!r} is registered here (there are: {', '.join(sorted(handlers))})"
 
 
 _POLL_MS = 100
-_RETRIES_OF_A_DEAD_PEER = 3
+_MAX_CONNECT_RETRIES = 3
 _WATCHED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED
@@ -250,7 +244,7 @@ _WATCHED = (
 
 @dataclass(frozen=True, kw_only=True)
 class PeerAddress:
-    """Where a rank serves."""
+    """Endpoint of a rank."""
 
     rank: int
     host: str
@@ -261,14 +255,14 @@ class PeerAddress:
 
 @final
 class Call:
-    """One request on its way. Its reply must be taken on the thread that sent it."""
+    """One request in flight. Its reply must be taken on the thread that sent it."""
 
     def __init__(self, link: Link, request: int, op: str, name: str) -> None:
         self._link, self._request, self._op, self._name = link, request, op, name
         self._started = time.monotonic()
 
     def arrived(self) -> bool:
-        """Whether the reply is there, or never will be; takes in what has come and does not wait.
+        """Whether the reply has arrived, or the connection is broken; reads received messages, does not wait.
 
         Raises:
             PeerError: this rank closed its session.
@@ -282,17 +276,18 @@ class Call:
         """Wait for the reply.
 
         Raises:
-            PeerError: the peer is dead, or silent for ``timeout_s`` since the call; the session was closed.
+            PeerError: the peer is dead, or silent for ``timeout_s`` since the call; the session is closed.
             RemoteError: the handler raised.
         """
         link = self._link
         while self._request not in link.replies:
             left_s = self._started + timeout_s - time.monotonic()
             if link.broken:
-                raise PeerError(f"{link.name} {link.broken} while asked for {self._what()}{self._after()}")
-            # Looked at even when the time is up: the reply may have come long before it is asked for.
-            came = link.pump(min(_POLL_MS, max(int(left_s * 1000) + 1, 0)))
-            if left_s <= 0 and not came:
+                after = f" ({time.monotonic() - self._started:.1f} s after the call)"
+                raise PeerError(f"{link.name} {link.broken} while asked for {self._what()}{after}")
+            # Checked even when the time is up: the reply may have arrived long before.
+            received = link.pump(min(_POLL_MS, max(int(left_s * 1000) + 1, 0)))
+            if left_s <= 0 and not received:
                 raise PeerError(
                     f"{link.name} did not answer {self._what()} within {timeout_s:g} s; it may hang or be "
                     "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
@@ -303,28 +298,25 @@ class Call:
         return reply.arrays
 
     def __del__(self) -> None:
-        # Nobody will ask any more, so the reply can be dropped when it comes.
+        # Nothing can read the reply any more, so it is dropped when it arrives.
         self._link.forget(self._request)
 
     def _what(self) -> str:
         return f"{self._op} {self._name!r}" if self._name else self._op
 
-    def _after(self) -> str:
-        return f" ({time.monotonic() - self._started:.1f} s after the call)"
-
 
 @final
 class Link:
-    """The connection of one thread to one peer; only :meth:`close` and :meth:`forget` are for any thread."""
+    """The connection of one thread to one peer; other threads may only :meth:`close` and :meth:`forget`."""
 
     def __init__(self, socket: zmq.Socket[bytes], peer: PeerAddress, closing: threading.Event) -> None:
         self.name = f"rank {peer.rank} on {peer.host}"
         self.broken = ""
         self._socket, self._closing = socket, closing
-        # ZeroMQ's sockets bear one thread at a time: without it, closing would pull them from under a call.
+        # ZeroMQ's sockets are not thread-safe: another thread must not close one during a call.
         self._in_use = threading.Lock()
-        # A name of its own: pyzmq's is the socket's file descriptor, which a new socket may have again before
-        # the last monitor of that number is gone.
+        # A unique name: pyzmq's is the socket's file descriptor, which a new socket may get before the
+        # monitor of the old one has ended.
         self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
         socket.connect(peer.endpoint)
         self._receive_timeout_ms = -1
@@ -335,7 +327,6 @@ class Link:
         self._retries = 0
 
     def send(self, op: str, name: str, arrays: Sequence[Array], chunk_bytes: int) -> Call:
-        """Send a request and return at once."""
         self._next_request += 1
         call = Call(self, self._next_request, op, name)
         head = Head(Kind.REQUEST, self._next_request, op, name)
@@ -347,18 +338,18 @@ class Link:
                 for frames in messages:
                     send_frames(self._socket, frames)
         except zmq.Again:
-            # Without a limit on the queue this means that ZeroMQ gave up the connection.
+            # Without a limit on the queue this means that ZeroMQ closed the connection.
             self._notice_all()
             raise PeerError(f"{self.name} {self.broken or 'cannot be reached'}; asked for {op}") from None
         return call
 
     def forget(self, request: int) -> None:
-        """Drop the reply of ``request``, also if it is still to come; any thread."""
+        """Drop the reply of ``request``, also a future one; any thread."""
         self._waiting.discard(request)
         self.replies.pop(request, None)
 
     def pump(self, timeout_ms: int) -> bool:
-        """Take in one message, waiting at most ``timeout_ms`` for it; return whether there was one.
+        """Wait at most ``timeout_ms`` for a message and store it; return whether there was one.
 
         Raises:
             PeerError: this rank closed its session.
@@ -371,13 +362,13 @@ class Link:
             try:
                 self._receive()
             except zmq.Again:
-                # Only now, after the replies that came before the connection ended.
+                # Only now, after the replies that arrived before the connection ended.
                 self._notice_all()
                 return False
             return True
 
     def close(self) -> None:
-        """Close the connection, once the thread that waits at it has noticed; the session is closing."""
+        """Close the connection, after the thread that waits for it has returned; the session is closing."""
         with self._in_use:
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -385,7 +376,7 @@ class Link:
 
     def _raise_if_closed(self) -> None:
         if self._closing.is_set():
-            raise PeerError("the session was closed on this rank while a call was under way")
+            raise PeerError("the session was closed on this rank during a call")
 
     def _receive(self) -> None:
         try:
@@ -411,7 +402,7 @@ class Link:
             self.broken = "closed its connection or died"
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._retries += 1
-            if self._retries >= _RETRIES_OF_A_DEAD_PEER:
+            if self._retries >= _MAX_CONNECT_RETRIES:
                 self.broken = "does not accept connections (it is probably dead)"
         else:
             self.broken = "refused the connection (another job, or another secret)"
@@ -419,7 +410,7 @@ class Link:
 
 @final
 class Client:
-    """Opens links when they are first needed, one per thread and peer."""
+    """Opens links at first use, one per thread and peer."""
 
     def __init__(
         self,
@@ -440,7 +431,7 @@ class Client:
         return self._link(rank).send(op, name, arrays, self._config.chunk_bytes)
 
     def close(self) -> None:
-        """Make waiting calls of all threads end with an error, and close their connections."""
+        """End the waiting calls of all threads with an error, and close their connections."""
         self._closing.set()
         with self._links_lock:
             for link in list(self._links):
@@ -448,7 +439,7 @@ class Client:
             self._links.clear()
 
     def forget(self) -> None:
-        """In a forked process: call nobody through connections that belong to the parent."""
+        """In a forked process: refuse calls, since the connections belong to the parent."""
         self._closing.set()
 
     def _link(self, rank: int) -> Link:
@@ -466,7 +457,7 @@ class Client:
 
     def _open(self, peer: PeerAddress) -> Link:
         socket = self._context.socket(zmq.DEALER)
-        tune(socket, self._config)
+        _configure(socket, self._config)
         self._credentials.present(socket, peer.public_key)
         socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
         link = Link(socket, peer, self._closing)
@@ -478,13 +469,13 @@ class Client:
             raise PeerError("the session is closed; start a new one with dglx_dist.init()")
 
 
-PING = "cluster.ping"
-MAX_DOING_BYTES = 400
+_PING = "cluster.ping"
+_MAX_STATUS_BYTES = 400
 
 
 @final
 class Pending:
-    """A call under way. ``result`` must be called on the thread that submitted it."""
+    """A call in flight. ``result`` must be called on the thread that submitted it."""
 
     def __init__(self, rpc: Rpc, rank: int, answer: Call | list[Array], phase: str, layer: int) -> None:
         self._rpc, self._rank, self._answer = rpc, rank, answer
@@ -499,13 +490,10 @@ class Pending:
         return self._answer.arrived() if isinstance(self._answer, Call) else True
 
     def result(self, timeout_s: float | None = None) -> list[Array]:
-        """Wait for the answer; the arrays are the caller's own.
-
-        Args:
-            timeout_s: Seconds since the call was submitted; None: the session's.
+        """Wait for the answer, at most ``timeout_s`` since the call (None: the session's time-out).
 
         Raises:
-            PeerError: the rank is dead or silent; it is named.
+            PeerError: the rank is dead or silent; the message names it.
             RemoteError: the handler there raised.
         """
         if isinstance(self._answer, Call):
@@ -521,7 +509,7 @@ class Rpc:
 
     Args:
         rank: This rank.
-        ledger: Where calls are counted.
+        ledger: Counts the calls.
         timeout_s: How long an answer may take.
         config: Chunk size, workers, heartbeat.
     """
@@ -532,22 +520,22 @@ class Rpc:
         self.rank, self.timeout_s = rank, timeout_s
         self._ledger, self._config = ledger, config or ServeConfig()
         self.doing = ""
-        """What this rank waits for together with the others, told to whoever asks; "" when for nothing."""
-        self._handlers: dict[str, Handler] = {PING: self._tell}
+        """The collective that this rank waits in, reported to other ranks on request; "" for none."""
+        self._handlers: dict[str, Handler] = {_PING: self._report_status}
         self._client_handlers: dict[str, Handler] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._server: Server | None = None
-        self._client_authenticator: tuple[zmq.Context[zmq.Socket[bytes]], Server] | None = None
+        self._client_server: tuple[zmq.Context[zmq.Socket[bytes]], Server] | None = None
         self._client: Client | None = None
         self.credentials: Credentials | None = None
-        """What this rank shows and accepts; None: it does not listen."""
+        """Presented and accepted by this rank; None: it does not listen."""
         self.addresses: Mapping[int, PeerAddress] = {}
-        """Where ranks answer, this one included; none where this session runs alone."""
+        """Of all ranks, this one included; empty in a session of one rank."""
         self.address = ""
         """Numeric address this rank listens on, for other sockets of the job; "" before :meth:`listen`."""
 
     def listen(self, address: str, credentials: Credentials) -> str:
-        """Serve on ``address`` from now on; return the endpoint to publish."""
+        """Start serving on ``address``; return the endpoint to publish."""
         self._context = zmq.Context()
         self.address = address
         self._server = Server(self._context, address, credentials, self._handlers, self._config)
@@ -562,26 +550,25 @@ class Rpc:
         self._client = Client(self._context, peers, self.credentials, self._config)
 
     def listen_to_clients(self, address: str, credentials: Credentials) -> str:
-        """Serve those who are no ranks on ``address``, at a port of their own; return the endpoint.
+        """Serve external clients at another port of ``address``; return the endpoint.
 
-        What was registered for visitors is answered there, and nothing else.
+        Only what was registered for clients is answered there.
         """
-        # A context of its own: ZeroMQ asks one door for all sockets of a context.
+        # Another context: ZeroMQ has one authenticator for all sockets of a context.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         server = Server(context, address, credentials, self._client_handlers, self._config)
-        self._client_authenticator = context, server
+        self._client_server = context, server
         return server.endpoint
 
     def register(self, op: str, handler: Handler, *, for_clients: bool = False) -> None:
-        """Answer calls of ``op`` with ``handler`` from now on.
+        """Answer calls of ``op`` with ``handler``, called from any thread, several at a time.
 
-        ``handler`` is called from any thread, several at a time. The arrays it returns are sent without
-        a copy and must not be changed afterwards.
+        The arrays it returns are sent without a copy and must not be changed afterwards.
 
         Args:
             op: Name of the operation.
-            handler: What answers it.
-            for_visitors: Whether those may call it, too, who are no ranks and are trusted with no more.
+            handler: Answers it.
+            for_clients: Whether external clients may call it, too.
 
         Raises:
             ConfigError: ``op`` is taken.
@@ -593,23 +580,23 @@ class Rpc:
             self._client_handlers[op] = handler
 
     def unregister(self, op: str) -> None:
-        """Answer calls of ``op`` with an error from now on; unknown names are ignored."""
+        """Answer calls of ``op`` with an error; unknown names are ignored."""
         self._handlers.pop(op, None)
         self._client_handlers.pop(op, None)
 
     def submit(
         self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
     ) -> Pending:
-        """Ask ``rank`` and return at once; any thread. ``arrays`` must not change until the result is there.
+        """Call ``rank`` and return at once; any thread. ``arrays`` must not change until the result arrives.
 
-        A call to one's own rank runs the handler here and now: no socket, no bytes.
+        A call to the own rank runs the handler at once, without socket or bytes.
 
         Raises:
-            RemoteError: the call was to one's own rank and the handler raised.
+            RemoteError: the call was to the own rank and the handler raised.
             PeerError: there is no such rank, or the session is closed.
         """
         if rank == self.rank:
-            return Pending(self, rank, self._call_myself(op, name, arrays), phase, layer)
+            return Pending(self, rank, self._call_locally(op, name, arrays), phase, layer)
         if self._client is None:
             raise PeerError(f"there is no rank {rank}: this session runs alone")
         call = self._client.send(rank, op, name, arrays)
@@ -619,31 +606,27 @@ class Rpc:
     def call(
         self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
     ) -> list[Array]:
-        """Ask ``rank`` and wait for the answer; see :meth:`submit` and :meth:`Pending.result`."""
+        """Call ``rank`` and wait for the answer; see :meth:`submit` and :meth:`Pending.result`."""
         return self.submit(rank, op, name, arrays, phase=phase, layer=layer).result()
-
-    def alive(self, rank: int, timeout_s: float) -> bool:
-        """Whether ``rank`` answers within ``timeout_s``; nothing is counted."""
-        return not self.silent([rank], timeout_s)
 
     def silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of ``ranks`` that do not answer within ``timeout_s``; all are asked at once."""
-        return [rank for rank, doing in self.what_they_do(ranks, timeout_s).items() if doing is None]
+        return [rank for rank, status in self.peer_status(ranks, timeout_s).items() if status is None]
 
-    def what_they_do(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
-        """Return what each of ``ranks`` waits for ("" for nothing), None where one does not answer.
+    def peer_status(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
+        """Return the collective that each of ``ranks`` waits in ("" for none), None for a silent rank.
 
         All are asked at once; a rank counts as silent after ``timeout_s``.
         """
-        asked: dict[int, Pending] = {}
+        pings: dict[int, Pending] = {}
         found: dict[int, str | None] = dict.fromkeys(sorted(ranks))
         for rank in found:
             with contextlib.suppress(PeerError):
-                asked[rank] = self.submit(rank, PING, "", [], phase="control")
-        for rank, pending in asked.items():
+                pings[rank] = self.submit(rank, _PING, "", [], phase="control")
+        for rank, ping in pings.items():
             with contextlib.suppress(PeerError):
-                (told,) = pending.result(timeout_s)
-                found[rank] = told.tobytes().decode(errors="replace")
+                (status,) = ping.result(timeout_s)
+                found[rank] = status.tobytes().decode(errors="replace")
         return found
 
     def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
@@ -657,7 +640,7 @@ class Rpc:
         )
 
     def close(self) -> None:
-        """Stop serving and calling; may be called twice. Waits for nobody."""
+        """Stop serving and calling; may be called twice. Does not wait for other ranks."""
         if self._client is not None:
             self._client.close()
         if self._server is not None:
@@ -666,22 +649,22 @@ class Rpc:
             with contextlib.suppress(zmq.ZMQError):
                 self._context.destroy(linger=0)
         self._context = self._server = None
-        if self._client_authenticator is not None:
-            context, server = self._client_authenticator
+        if self._client_server is not None:
+            context, server = self._client_server
             server.close()
             with contextlib.suppress(zmq.ZMQError):
                 context.destroy(linger=0)
-            self._client_authenticator = None
+            self._client_server = None
 
     def forget(self) -> None:
-        """In a forked process: leave sockets and threads to the parent and call nobody any more."""
+        """In a forked process: leave sockets and threads to the parent and refuse calls."""
         if self._client is not None:
             self._client.forget()
 
-    def _tell(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
-        return [np.frombuffer(self.doing.encode()[:MAX_DOING_BYTES], dtype=np.uint8)]
+    def _report_status(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
+        return [np.frombuffer(self.doing.encode()[:_MAX_STATUS_BYTES], dtype=np.uint8)]
 
-    def _call_myself(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
+    def _call_locally(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
         try:
             return run_handler(self._handlers, op, name, arrays)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""One run of one rank: who takes part, how to reach them, what was counted, and a clean end."""
+"""Sessions: start and end of one rank's run, with its RPC, ledger, scratch folder and failure reports."""
 
 from __future__ import annotations
 
@@ -49,31 +49,20 @@ from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import StepShare
 
-_OF_ONE_MACHINE = frozenset({"memory", "threads"})
-"""Options that a machine may have of its own."""
+_OPTIONS_OF_MACHINE = frozenset({"memory", "threads"})
+"""Options that may differ between machines."""
 
 
-def must_be_alike(strategy: str, options: Mapping[str, object], seed: int, curve: bool) -> dict[str, Any]:
-    """Return what a rank tells the others of what must be the same, for :func:`check_agreement`.
-
-    Args:
-        strategy: Name of the strategy.
-        options: The strategy's; values that JSON does not know count by their type.
-        seed: Of everything random.
-        curve: Whether one-sided calls are encrypted.
-    """
-    told = {name: value for name, value in options.items() if name not in _OF_ONE_MACHINE}
-    text = json.dumps(told, sort_keys=True, default=lambda value: type(value).__name__)
+def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, curve: bool) -> dict[str, Any]:
+    """Return what must be equal on all ranks, for :func:`check_agreement`; no JSON value: by its type."""
+    shared = {name: value for name, value in options.items() if name not in _OPTIONS_OF_MACHINE}
+    text = json.dumps(shared, sort_keys=True, default=lambda value: type(value).__name__)
     return {"strategy": strategy, "options": text, "seed": seed, "curve": curve}
 
 
-def check_agreement(said: list[Any]) -> None:
-    """Raise ConfigError unless all ranks said the same of what must be the same.
-
-    Args:
-        said: (W,) what each rank told when it joined.
-    """
-    for one in said:
+def check_agreement(facts: list[Any]) -> None:
+    """Raise ConfigError unless the (W,) facts of all ranks agree."""
+    for one in facts:
         if one["no_trace"]:
             raise ConfigError(one["no_trace"])
     for name, remedy in (
@@ -82,10 +71,10 @@ def check_agreement(said: list[Any]) -> None:
         ("seed", "give the same seed"),
         ("curve", "set DGLX_CURVE alike"),
     ):
-        for rank, one in enumerate(said):
-            if one[name] != said[0][name]:
+        for rank, one in enumerate(facts):
+            if one[name] != facts[0][name]:
                 raise ConfigError(
-                    f"rank 0 has {name} {said[0][name]!r} and rank {rank} has {one[name]!r}; "
+                    f"rank 0 has {name} {facts[0][name]!r} and rank {rank} has {one[name]!r}; "
                     f"{remedy} on all ranks"
                 )
 
@@ -99,42 +88,42 @@ _EXIT_CODE = 128 + signal.SIGTERM
 
 @final
 class FailureWatch:
-    """Reports this rank's first error to the others, and says who is dead when something goes wrong.
+    """Reports this rank's first error to the others, and names dead ranks after a failure.
 
-    While it is open, an uncaught exception is left in the store before Python ends, and SIGTERM (which
-    torchrun sends to the survivors of a dead rank) ends the process with status 143 after naming who does
-    not answer, even while the main thread hangs in a collective. A handler of the user's own is left alone,
-    whether it was there before or came later.
+    While it is open, an uncaught exception is written to the store before Python ends, and SIGTERM (which
+    torchrun sends to the survivors of a dead rank) ends the process with status 143 after naming the silent
+    ranks, even while the main thread hangs in a collective. The user's own handler stays in effect, whether
+    installed before or later.
 
-    ``leave`` is called before SIGTERM ends the process, to let go of what would stay on the machine.
+    ``release`` is called before SIGTERM ends the process, to remove what would stay on the machine.
     """
 
-    def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str], leave: Callable[[], None]) -> None:
-        self._store, self._rpc, self._hosts, self._leave = store, rpc, hosts, leave
+    def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str], release: Callable[[], None]) -> None:
+        self._store, self._rpc, self._hosts, self._release = store, rpc, hosts, release
         self.failed = False
-        self._hook_before = sys.excepthook
+        self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
-        self._terminal = _SignalPipe(self._terminate)
+        self._signals = _SignalPipe(self._terminate)
 
     def close(self) -> None:
-        """Put everything back as it was."""
+        """Restore the previous handlers."""
         if sys.excepthook == self._hook:
-            sys.excepthook = self._hook_before
-        self._terminal.close()
+            sys.excepthook = self._previous_hook
+        self._signals.close()
 
     def forget(self) -> None:
-        """In a forked process: put everything back, so that nothing of it reaches the parent."""
+        """In a forked process: restore the previous handlers without effect on the parent."""
         if sys.excepthook == self._hook:
-            sys.excepthook = self._hook_before
-        self._terminal.forget()
+            sys.excepthook = self._previous_hook
+        self._signals.forget()
 
     def describe(self, doing: str, probe_s: float = _PROBE_S) -> str:
-        """Say what is known of the others: who failed first and why, who is silent, who is elsewhere."""
+        """Describe the other ranks: the first failure, silent ranks, ranks in another collective."""
         failure = self._store.first_failure()
         others = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
-        told = self._rpc.what_they_do(others, probe_s)
-        dead = [rank for rank, at in told.items() if at is None]
-        elsewhere = {rank: at for rank, at in told.items() if at is not None and at != self._rpc.doing}
+        statuses = self._rpc.peer_status(others, probe_s)
+        dead = [rank for rank, at in statuses.items() if at is None]
+        elsewhere = {rank: at for rank, at in statuses.items() if at is not None and at != self._rpc.doing}
         parts = []
         if failure is not None and failure[0] != self._store.rank:
             parts.append(f"rank {failure[0]} failed first: {failure[1]}")
@@ -142,7 +131,7 @@ class FailureWatch:
             names = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in dead)
             parts.append(f"{names} did not answer within {probe_s:g} s and is probably dead")
         if not parts:
-            # Everybody lives, so the ranks do not agree on what comes next.
+            # All ranks are alive, so they are in different collectives.
             parts = [
                 f"rank {rank} on {self._hosts[rank]} is not in it, but "
                 + (f"waits at {at!r}" if at else "computes")
@@ -153,7 +142,7 @@ class FailureWatch:
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.failed = True
         self._store.report_failure(f"{kind.__name__}: {error}")
-        self._hook_before(kind, error, trace)
+        self._previous_hook(kind, error, trace)
 
     def _terminate(self) -> None:
         text = self.describe(f"rank {self._store.rank} was told to end (SIGTERM)", _PROBE_AT_END_S)
@@ -161,17 +150,17 @@ class FailureWatch:
         sys.stdout.flush()
         sys.stderr.flush()
         with contextlib.suppress(OSError):
-            self._leave()
-        # The main thread may hang in a collective for ever, so there is no way back through it.
+            self._release()
+        # The main thread may hang in a collective for ever, so it cannot end the process.
         _end_process()
 
 
 @final
 class _SignalPipe:
-    """Runs ``action`` on a thread when SIGTERM arrives, whatever the main thread is doing.
+    """Runs ``action`` on a thread when SIGTERM arrives, even while the main thread is blocked.
 
-    Python runs signal handlers between two steps of the main thread only; the wake-up descriptor is written
-    by the interpreter's C handler at once.
+    Python runs signal handlers only between two steps of the main thread; the interpreter's C handler writes
+    to the wake-up descriptor at once.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -183,48 +172,48 @@ class _SignalPipe:
         self._action = action
         self._read, self._write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._write, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._handle)
         self._installed = True
         threading.Thread(target=self._listen, name="dglx-signals", daemon=True).start()
 
     def close(self) -> None:
-        """Give the signal back; from another thread than the main one, SIGTERM just ends the process."""
+        """Restore the signal; closed from another thread than the main one, SIGTERM just ends the process."""
         if not self._installed:
             return
         if threading.current_thread() is not threading.main_thread():
             self._action = _end_process  # only the main thread may set handlers, so the pipe must stay
             return
-        self._give_back()
+        self._restore()
         os.close(self._write)
 
     def forget(self) -> None:
-        """In a forked process: a signal to it must not be told to the parent's thread."""
+        """In a forked process: keep its signals from the parent's thread."""
         if self._installed:
-            self._give_back()
+            self._restore()
             os.close(self._write)
             os.close(self._read)
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         self._installed = False
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        in_place = signal.set_wakeup_fd(self._wakeup_before)
+        in_place = signal.set_wakeup_fd(self._previous_wakeup)
         if in_place != self._write:
-            signal.set_wakeup_fd(in_place)  # somebody else's by now
+            signal.set_wakeup_fd(in_place)  # another owner's by now
 
     def _listen(self) -> None:
         while received := os.read(self._read, 64):
-            if self._wakeup_before >= 0:
+            if self._previous_wakeup >= 0:
                 with contextlib.suppress(OSError):
-                    os.write(self._wakeup_before, received)
+                    os.write(self._previous_wakeup, received)
             if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) == self._handle:
                 self._action()
         os.close(self._read)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """Take the place of the default action, which would end the process before it said why."""
-        # The interpreter has told the pipe already, unless the wake-up descriptor is somebody else's by now.
+        # Replaces the default action, which would end the process without a message. The interpreter has
+        # written to the pipe already, unless the wake-up descriptor has another owner by now.
         with contextlib.suppress(BlockingIOError):
             os.write(self._write, bytes([number]))
 
@@ -242,18 +231,18 @@ _SHARED_MEMORY = Path("/dev/shm")
 class Scratch:
     """The folder ``path``. Every rank of the server opens it with the same ``job`` and ``server``.
 
-    Each holds a shared lock on it, which the kernel gives up when the process ends however it ends; folders
-    whose lock is free belong to the dead and are removed by whoever comes next.
+    Each holds a shared lock on it, which the kernel releases however the process ends; a folder without lock
+    is abandoned, and the next Scratch removes it.
     """
 
     def __init__(self, job: str, server: int) -> None:
         base = _base()
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base, self.path)
-        self._lock = _joined_scratch(self.path)
+        self._lock = _lock_folder(self.path)
 
     def close(self) -> None:
-        """Leave the folder; the last one to leave removes it, and those of the dead. May be called twice."""
+        """Release the folder; the last rank removes it, and abandoned ones. May be called twice."""
         if self._lock < 0:
             return
         with contextlib.suppress(BlockingIOError):
@@ -268,8 +257,8 @@ def _base() -> Path:
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def _joined_scratch(path: Path) -> int:
-    """Make the folder if need be, and return the descriptor whose shared lock keeps it."""
+def _lock_folder(path: Path) -> int:
+    """Make the folder if needed, and return the descriptor whose shared lock keeps it."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -302,11 +291,11 @@ def _remove_abandoned(base: Path, keep: Path) -> None:
 
 
 def if_alive(method: Callable[[], None]) -> Callable[[], None]:
-    """Return what calls the bound ``method`` if its object is still there, and does not keep it."""
-    known = weakref.WeakMethod(method)
+    """Return a function that calls the bound ``method`` while its object exists, by a weak reference."""
+    reference = weakref.WeakMethod(method)
 
     def call() -> None:
-        found = known()
+        found = reference()
         if found is not None:
             found()
 
@@ -315,16 +304,16 @@ def if_alive(method: Callable[[], None]) -> Callable[[], None]:
 
 _END = "the end of the session"
 
-# The one module-level slot of the package: user code calls dx.init() once and then names no session. What
-# is inside the package takes the session as an argument, or reads it from here by current_session().
+# The only module-level state of the package: user code calls dx.init() once and then names no session.
+# The package takes the session as an argument, or reads it from here by current_session().
 _CURRENT: list[Session] = []
-# Beside it: how to start the session that is wanted, where user code said so before it could be started.
+# Starts a requested session that could not start yet.
 _LATER: list[Callable[[], Session]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """What the user said."""
+    """The user's settings of a session."""
 
     strategy: str
     options: Mapping[str, object]
@@ -333,9 +322,7 @@ class SessionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """What a session is made of."""
-
+class _SessionParts:
     topology: Topology
     rpc: Rpc
     ledger: Ledger
@@ -345,7 +332,7 @@ class _Parts:
     device: torch.device
     owns_group: bool
     job: str
-    """Equal on all ranks of this session, and on no other."""
+    """Unique name of the session, equal on its ranks."""
     trace: TraceWriter | None
 
 
@@ -378,9 +365,9 @@ class SessionField(Generic[V]):
 
 @final
 class Session:
-    """What :func:`start_session` made. Close it, or use it as a context manager."""
+    """One rank's run, see :func:`start_session`. Close it, or use it as a context manager."""
 
-    def __init__(self, config: SessionConfig, parts: _Parts) -> None:
+    def __init__(self, config: SessionConfig, parts: _SessionParts) -> None:
         self.strategy, self.options = config.strategy, dict(config.options)
         self.timeout_s, self.seed = config.timeout_s, config.seed
         self.topology, self.device = parts.topology, parts.device
@@ -392,13 +379,13 @@ class Session:
         self.step_share: StepShare | None = None
         """Set by the loader when it yields a batch."""
         self.timeline = Timeline()
-        """Off until somebody turns it on."""
+        """Off until started."""
         self._fields: dict[object, Any] = {}
         """By :class:`SessionField`."""
         self.before_close: list[Callable[[], None]] = []
-        """Called by :meth:`close` before anything ends, unless it failed: work that is still under way."""
+        """Called first by :meth:`close`, unless the session failed, to finish outstanding work."""
         self.on_close: list[Callable[[], None]] = []
-        """Called by :meth:`close` behind these, also when it failed: what is open; waits for nobody."""
+        """Called next by :meth:`close`, also after a failure, to release resources; must not wait."""
         self._scratch, self._owns_group, self._job = parts.scratch, parts.owns_group, parts.job
         self._closed = False
         self._watch: FailureWatch | None = None
@@ -408,31 +395,31 @@ class Session:
         os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
 
     def adopt(self, strategy: str, options: Mapping[str, object]) -> None:
-        """Go on under ``strategy``, which was chosen; every rank must, before any loader or model is made."""
+        """Continue under a chosen ``strategy``; every rank must call it before it makes a loader or model."""
         self.strategy, self.options = strategy, dict(options)
 
     @property
     def scratch(self) -> Path:
-        """Folder shared by the ranks of this server, in memory where possible; removed at the end."""
+        """Folder shared by the ranks of this server, in memory if possible; removed at the end."""
         return self._scratch.path
 
     def describe_failure(self, doing: str) -> str:
-        """Say who is dead or failed first, after ``doing`` went wrong; asks every rank, for seconds."""
+        """Name the dead or failed ranks after ``doing`` failed; asks every rank, which takes seconds."""
         return "" if self._watch is None else self._watch.describe(doing)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends because of ``error``."""
+        """Report to the other ranks that this one ends because of ``error``."""
         if self.store is not None and not self._closed:
             self.store.report_failure(f"{type(error).__name__}: {error}")
 
     def close(self, *, failed: bool = False) -> None:
         """End the session. May be called twice.
 
-        Waits, serving, until the other ranks close theirs too, because they may still read from here;
-        not when ``failed``, nor for a rank that failed or died.
+        Keeps serving until the other ranks close theirs too, because they may still read from here; but does
+        not wait when ``failed``, nor for a failed or dead rank.
 
         Raises:
-            DglxError: what was still under way went wrong; the session has then ended as one that failed.
+            DglxError: outstanding work failed; the session has then ended as a failed one.
         """
         if self._closed:
             return
@@ -440,8 +427,8 @@ class Session:
             self._finish_work()
         self._closed = True
         atexit.unregister(self._at_exit)
-        for let_go in self.on_close:
-            let_go()
+        for release in self.on_close:
+            release()
         self.rpc.doing = _END
         if self.trace is not None:
             self.trace.write(self._job, self.topology, self.ledger, failed=failed)
@@ -479,7 +466,7 @@ class Session:
         self.close(failed=self._watch is not None and self._watch.failed)
 
     def _leave_to_parent(self) -> None:
-        """In a forked process: the rank is the parent, so nothing of it may be ended from here."""
+        """In a forked process: the rank is the parent, so this must not end anything of it."""
         if self._closed:
             return
         self._closed = True
@@ -513,22 +500,22 @@ def start_session(
     backend: str | None = None,
     topology: Topology | None = None,
 ) -> Session:
-    """Join the other ranks of the job and make the session the current one. Every rank must call it.
+    """Join the other ranks of the job and make the session the current one; collective.
 
-    Without torchrun it is a session of one rank, which touches no network. The process group is created
-    unless the caller has one already. In a process that torchrun started, glibc is told to keep freed memory
-    for the next step, unless the environment says something about the allocator.
+    Without torchrun it is a session of one rank, which uses no network. The process group is created unless
+    one exists. In a process that torchrun started, glibc is set to keep freed memory for the next step,
+    unless the environment configures the allocator.
 
     Args:
-        strategy: Name of the strategy; only kept here.
-        options: The strategy's options; only kept here.
+        strategy: Name of the strategy; only stored.
+        options: The strategy's options; only stored.
         timeout_s: How long a rank may be silent, here and in every collective; DGLX_TIMEOUT overrides it.
-        seed: Seed of everything random; equal on all ranks.
+        seed: Seed of all random numbers; equal on all ranks.
         backend: Of the process group; None: gloo, and nccl beside it where there is CUDA.
         topology: None: read from the environment.
 
     Raises:
-        ConfigError: the environment makes no sense, ranks disagree, or a session is open already.
+        ConfigError: the environment is invalid, ranks disagree, or a session is open already.
         PeerError: ranks are missing after the time-out; the message lists them.
     """
     if _CURRENT or _LATER:
@@ -543,20 +530,16 @@ def start_session(
         keep_memory()
     config = SessionConfig(strategy=strategy, options=options or {}, timeout_s=limit_s, seed=seed)
     if found.world_size == 1:
-        parts = _alone(found, limit_s, settings)
+        parts = _parts_of_one_rank(found, limit_s, settings)
     else:
-        parts = _joined(found, config, settings, correct_nodes=topology is None, backend=backend)
+        parts = _parts_of_ranks(found, config, settings, correct_nodes=topology is None, backend=backend)
     session = Session(config, parts)
     _CURRENT.append(session)
     return session
 
 
 def current_session() -> Session:
-    """Return the session that is open in this process; one that was to start later starts, collectively.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the open session of this process; starts a deferred one, collectively; ConfigError if none."""
     if not _CURRENT and _LATER:
         _LATER.pop()()
     if not _CURRENT:
@@ -565,24 +548,24 @@ def current_session() -> Session:
 
 
 def start_later(start: Callable[[], Session] | None) -> None:
-    """Start the session by ``start`` when :func:`current_session` is first asked for; None: not any more."""
+    """Defer ``start`` to the first call of :func:`current_session`; None: cancel."""
     _LATER[:] = [] if start is None else [start]
 
 
 def session_or(start: Callable[[], Session]) -> Session:
-    """Return the session that is open or was to start later, else what ``start`` opens; collective then."""
+    """Return the open or deferred session, else call ``start``, which is collective."""
     return current_session() if _CURRENT or _LATER else start()
 
 
 def session_if_open() -> Session | None:
-    """Return the session that is open, None where there is none yet."""
+    """Return the open session, None if there is none."""
     return _CURRENT[-1] if _CURRENT else None
 
 
-def _alone(topology: Topology, timeout_s: float, settings: Settings) -> _Parts:
+def _parts_of_one_rank(topology: Topology, timeout_s: float, settings: Settings) -> _SessionParts:
     trace = None if settings.trace is None else TraceWriter(settings.trace, topology.rank)
     ledger, job = Ledger(topology), secrets.token_hex(8)
-    return _Parts(
+    return _SessionParts(
         topology=topology,
         rpc=Rpc(0, ledger, timeout_s),
         ledger=ledger,
@@ -596,14 +579,14 @@ def _alone(topology: Topology, timeout_s: float, settings: Settings) -> _Parts:
     )
 
 
-def _joined(
+def _parts_of_ranks(
     topology: Topology,
     config: SessionConfig,
     settings: Settings,
     *,
     correct_nodes: bool,
     backend: str | None,
-) -> _Parts:
+) -> _SessionParts:
     if not launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
     rendezvous = read_rendezvous()
@@ -617,39 +600,39 @@ def _joined(
         "node": rendezvous.node,
         "key": public and public.decode(),
         "token": secrets.token_hex(32),
-        **must_be_alike(config.strategy, config.options, config.seed, settings.curve),
+        **agreement_facts(config.strategy, config.options, config.seed, settings.curve),
         "no_trace": no_trace,
     }
-    said: list[Any] = store.exchange("start", hello)
-    check_agreement(said)
+    hellos: list[Any] = store.exchange("start", hello)
+    check_agreement(hellos)
     if correct_nodes:
-        topology = with_nodes(topology, tuple(one["node"] for one in said))
+        topology = with_nodes(topology, tuple(one["node"] for one in hellos))
     credentials = Credentials(
-        secret=said[0]["token"].encode(),
+        secret=hellos[0]["token"].encode(),
         public_key=public,
         secret_key=secret,
-        accepted_keys=frozenset(one["key"].encode() for one in said if one["key"]),
+        accepted_keys=frozenset(one["key"].encode() for one in hellos if one["key"]),
     )
     ledger = Ledger(topology)
     rpc = Rpc(topology.rank, ledger, config.timeout_s, ServeConfig())
     with ExitStack() as undo:
         undo.callback(rpc.close)
         endpoint = rpc.listen(listening_address(rendezvous), credentials)
-        rpc.connect(_addresses(said, store.exchange("endpoint", endpoint)))
+        rpc.connect(_addresses(hellos, store.exchange("endpoint", endpoint)))
         owns_group = _make_group(raw, topology, config.timeout_s, backend)
         undo.pop_all()
     device = _device(rendezvous.local_rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # what "cuda" without a number then means to the user's code
-    # Made from the secret, but telling nothing of it: folder names are public on a machine.
+        torch.cuda.set_device(device)  # the meaning of "cuda" without a number in the user's code
+    # A hash, because folder names are public on a machine and must not reveal the secret.
     job = hashlib.sha256(credentials.secret).hexdigest()[:16]
-    return _Parts(
+    return _SessionParts(
         topology=topology,
         rpc=rpc,
         ledger=ledger,
         scratch=Scratch(job, topology.server),
         store=store,
-        hosts=tuple(one["host"] for one in said),
+        hosts=tuple(one["host"] for one in hellos),
         device=device,
         owns_group=owns_group,
         job=job,
@@ -657,7 +640,7 @@ def _joined(
     )
 
 
-def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddress]:
+def _addresses(hellos: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddress]:
     return {
         rank: PeerAddress(
             rank=rank,
@@ -665,7 +648,7 @@ def _addresses(said: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddre
             endpoint=endpoint,
             public_key=one["key"].encode() if one["key"] else None,
         )
-        for rank, (one, endpoint) in enumerate(zip(said, endpoints, strict=True))
+        for rank, (one, endpoint) in enumerate(zip(hellos, endpoints, strict=True))
     }
 
 
@@ -693,7 +676,7 @@ T = TypeVar("T", bound="Shared")
 
 
 class Shared:
-    """A deep copy of what refers to one of these refers to the same: a model may know its graph."""
+    """Objects that a deep copy shares with the original: a model may refer to its graph."""
 
     def __deepcopy__(self: T, memo: Mapping[int, object]) -> T:
         return self

@@ -1,4 +1,4 @@
-"""Control groups of the kernel that hold processes to a fraction of the cores; versions 1 and 2."""
+"""Resources of processes: glibc's allocator, and control groups (versions 1 and 2) that limit cores."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _NEVER = 2**31 - 1
 _DEFAULT_MMAP_MAX = 65536
 _LARGE = 1 << 20
-"""Bytes from which a tensor is mapped by itself, where memory is given back."""
+"""Bytes of a separately mapped tensor, while memory is returned."""
 
 
 def keep_memory() -> bool:
-    """Tell glibc to keep what is freed for the next allocation, in this process, from now on.
+    """Make glibc keep freed memory for the next allocation of this process; False with another C library.
 
-    By default a tensor of more than 32 MiB is mapped anew each time, and its pages are faulted in and cleared
-    again at every step: 37 % of the processor time of forward and backward of GraphSAGE 3 x 256 on
-    sampled blocks. The price is memory: a process keeps the most it needed, which was 12 % more there.
-
-    Returns:
-        Whether it was done; not with another C library.
+    By default each tensor of more than 32 MiB is mapped anew, and its pages are faulted in and cleared at
+    every step: 37 % of the processor time of forward and backward of GraphSAGE 3 x 256 on sampled blocks.
+    The cost is memory: a process keeps its peak, which was 12 % more there.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -44,14 +41,10 @@ def keep_memory() -> bool:
 
 
 def return_memory() -> bool:
-    """Tell glibc to give what is freed back to the system, in this process, from now on.
+    """Make glibc return freed memory of this process to the system; False with another C library.
 
-    The contrary of :func:`keep_memory`, for those who have less memory than time. What is kept lies in
-    pieces that fit nothing else: full-graph training of GraphSAGE held 1.4 to 1.6 times the memory that it
-    had in use at any time.
-
-    Returns:
-        Whether it was done; not with another C library.
+    The opposite of :func:`keep_memory`. Kept memory is fragmented: full-graph training of GraphSAGE held 1.4
+    to 1.6 times the memory that it used at any time.
     """
     try:
         library = ctypes.CDLL(None)
@@ -66,21 +59,17 @@ def return_memory() -> bool:
 
 
 # Short periods: a server that has used up its time pauses for less than this, which would otherwise look like
-# a slow network. The kernel takes no quota below 1 ms.
+# a slow network. The kernel accepts no quota below 1 ms.
 _PERIOD_US = 10_000
-_LEAST_QUOTA_US = 1_000
+_MIN_QUOTA_US = 1_000
 _REMOVE_S = 10.0
 
 
 def make(name: str, share: float) -> Path | None:
-    """Make a control group for processes that together get ``share`` cores' worth of time.
-
-    Returns:
-        Its folder; None where this machine lets none be made.
-    """
+    """Make a control group limited to ``share`` cores; return its folder, None where that is not possible."""
     for parent in _parents():
         folder = parent / name
-        _hand_down_cpu(parent)
+        _delegate_cpu(parent)
         try:
             folder.mkdir()
         except OSError:
@@ -88,37 +77,23 @@ def make(name: str, share: float) -> Path | None:
         try:
             set_quota(folder, share)
         except OSError:
-            # The controller is not handed down to here, or the group above has less.
+            # The controller is not delegated to this group, or the parent has a smaller quota.
             folder.rmdir()
             continue
         return folder
     return None
 
 
-def quota_of(folder: Path) -> float:
-    """Return the cores' worth of time that the group in ``folder`` gets at most; infinity: no limit."""
-    if (folder / "cpu.max").exists():
-        quota, period = (folder / "cpu.max").read_text().split()
-        return float("inf") if quota == "max" else int(quota) / int(period)
-    quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-    return quota_us / int((folder / "cpu.cfs_period_us").read_text()) if quota_us > 0 else float("inf")
-
-
-def find(name: str) -> list[Path]:
-    """Return the folders of groups called ``name``."""
-    return [parent / name for parent in _parents() if (parent / name).is_dir()]
-
-
-def matching(pattern: str) -> list[Path]:
-    """Return the folders of groups whose names match ``pattern``, as of a shell."""
+def find(pattern: str) -> list[Path]:
+    """Return the folders of groups whose names match ``pattern``, with the shell's wildcards."""
     return [folder for parent in _parents() for folder in sorted(parent.glob(pattern)) if folder.is_dir()]
 
 
 def remove(folder: Path) -> None:
-    """Remove a group whose processes have been killed; one that is gone is no error.
+    """Remove a group whose processes have been killed, if it exists.
 
     Raises:
-        LabError: processes are in it still after 10 s.
+        LabError: it still has processes after 10 s.
     """
     deadline = time.monotonic() + _REMOVE_S
     while True:
@@ -135,13 +110,9 @@ def remove(folder: Path) -> None:
 
 
 def set_quota(folder: Path, share: float) -> None:
-    """Hold the group in ``folder`` to ``share`` cores' worth of time.
-
-    Raises:
-        OSError: the kernel does not, or not for this group.
-    """
-    period = max(_PERIOD_US, round(_LEAST_QUOTA_US / share))
-    quota = max(_LEAST_QUOTA_US, round(period * share))
+    """Limit the group in ``folder`` to ``share`` cores; OSError when the kernel does not support it there."""
+    period = max(_PERIOD_US, round(_MIN_QUOTA_US / share))
+    quota = max(_MIN_QUOTA_US, round(period * share))
     if (folder / "cpu.cfs_quota_us").exists():
         (folder / "cpu.cfs_period_us").write_text(str(period))
         (folder / "cpu.cfs_quota_us").write_text(str(quota))
@@ -154,9 +125,7 @@ def set_quota(folder: Path, share: float) -> None:
 def parents(mounts: str, own: str) -> list[Path]:
     """Return folders below which a group may be made: this process's own group, then the topmost one.
 
-    Args:
-        mounts: As in ``/proc/self/mounts``.
-        own: As in ``/proc/self/cgroup``.
+    ``mounts`` and ``own`` have the formats of ``/proc/self/mounts`` and ``/proc/self/cgroup``.
     """
     paths: dict[str, str] = {}
     for line in own.splitlines():
@@ -176,8 +145,8 @@ def _parents() -> list[Path]:
     return parents(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
 
 
-def _hand_down_cpu(parent: Path) -> None:
-    # Version 2 gives children a controller only once their parent hands it down; init systems usually do.
+def _delegate_cpu(parent: Path) -> None:
+    # In version 2 children get a controller only if the parent delegates it; init systems usually do.
     with contextlib.suppress(OSError):
         if "cpu" not in (parent / "cgroup.subtree_control").read_text().split():
             (parent / "cgroup.subtree_control").write_text("+cpu")

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks: the only file of the package that reads the environment."""
+"""Topology of ranks and servers, launch settings, network addresses; the only reader of the environment."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import json
 import os
 import socket
 import struct
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from dglx_dist.errors import ConfigError
 
-_OF_DGL_PROCESSES = (
+_DGL_VARIABLES = (
     *("DGL_ROLE", "DGL_DIST_MODE", "DGL_IP_CONFIG", "DGL_NUM_SERVER", "DGL_NUM_CLIENT", "DGL_NUM_SAMPLER"),
     *("DGL_SERVER_ID", "DGL_GROUP_ID", "DGL_GRAPH_FORMAT", "DGL_KEEP_ALIVE", "DGL_DIST_MAX_TRY_TIMES"),
 )
@@ -48,21 +47,18 @@ class Topology:
 
     @property
     def server(self) -> int:
-        """Server of this rank."""
         return self.server_of_rank[self.rank]
 
     @property
     def num_servers(self) -> int:
-        """S."""
         return self.server_of_rank[-1] + 1
 
     @cached_property
     def local_rank(self) -> int:
-        """Position of this rank among the ranks of its server."""
+        """Index of this rank among the ranks of its server."""
         return self.ranks_of_server(self.server).index(self.rank)
 
     def ranks_of_server(self, server: int) -> tuple[int, ...]:
-        """Ranks of ``server``, ascending."""
         return tuple(rank for rank, other in enumerate(self.server_of_rank) if other == server)
 
     def same_server(self, a: int, b: int) -> bool:
@@ -72,14 +68,14 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks meet, and what the launcher said about machines."""
+    """Address of the rendezvous, and the launcher's facts about machines."""
 
     host: str
     port: int
     hosted_by_agent: bool
-    """Whether the launcher holds the store; else rank 0 does."""
+    """Whether the launcher hosts the store; else rank 0 does."""
     attempt: int
-    """How often the launcher has restarted the job; keeps the keys of attempts apart."""
+    """Number of restarts by the launcher; separates the keys of attempts."""
     job: str
     """The launcher's name of the job."""
     num_nodes: int
@@ -87,15 +83,14 @@ class Rendezvous:
     node: int
     """This machine among them."""
     local_rank: int
-    """Position of this rank on its machine: which accelerator it takes."""
+    """Index of this rank on its machine, which selects its accelerator."""
     interface: str | None
-    """Network interface to bind to, loopback where the launcher says that there is one machine; None: the one
-    that reaches ``host``."""
+    """Network interface to bind to, loopback with a single machine; None: the one that reaches ``host``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the environment says in place of an argument that was not given."""
+    """Settings from the environment, in place of missing arguments."""
 
     strategy: str | None = None
     """DGLX_STRATEGY."""
@@ -108,29 +103,28 @@ class Settings:
     omp_threads_set: bool = False
     """Whether OMP_NUM_THREADS is set at all."""
     allocator_set: bool = False
-    """Whether the user chose how memory is allocated: any MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
+    """Whether the user configured the allocator: any MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
     options: Mapping[str, object] = field(default_factory=dict)
     """DGLX_OPTIONS: of the strategy, a JSON object."""
     part_config: Path | None = None
-    """DGL_CONF_PATH: DGL's launcher names the partition by it."""
+    """DGL_CONF_PATH: the partition, from DGL's launcher."""
     dgl_processes: Mapping[str, str] = field(default_factory=dict)
-    """Which of the variables are set by which DGL's launcher tells its servers and clients of each other."""
+    """Variables by which DGL's launcher configures its servers and clients, where they are set."""
     trace: Path | None = None
-    """DGLX_TRACE: folder where every session leaves what it counted, see comm/trace.py."""
+    """DGLX_TRACE: folder to which every session writes its trace, see comm/trace.py."""
 
 
 def launched_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher set this process up as one of several ranks."""
     variables = os.environ if environment is None else environment
     return "RANK" in variables and "WORLD_SIZE" in variables
 
 
 def read_topology(environment: Mapping[str, str] | None = None) -> Topology:
-    """Read who this process is; without torchrun it is the only rank.
+    """Read this process's topology; without torchrun it is the only rank.
 
-    Machines are assumed to run equally many ranks; :func:`with_nodes` corrects that once the ranks
-    have told each other. ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that
-    many ranks, the last of which may be smaller.
+    Assumes equally many ranks per machine; :func:`with_nodes` corrects that when the ranks know each other.
+    ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks, the last of which may
+    be smaller.
 
     Raises:
         ConfigError: a variable is missing, is not a number or is out of range.
@@ -148,11 +142,7 @@ def read_topology(environment: Mapping[str, str] | None = None) -> Topology:
 def with_nodes(
     topology: Topology, node_of_rank: tuple[int, ...], environment: Mapping[str, str] | None = None
 ) -> Topology:
-    """Return ``topology`` with servers made from the real machine of each rank ((W,), contiguous).
-
-    Raises:
-        ConfigError: DGLX_RANKS_PER_SERVER is not a number of at least 1.
-    """
+    """Return ``topology`` with servers made from the real machine of each rank ((W,), contiguous)."""
     variables = os.environ if environment is None else environment
     per_server = read_settings(variables).ranks_per_server
     groups: list[tuple[int, int]] = []
@@ -164,7 +154,7 @@ def with_nodes(
 
 
 def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
-    """Read where the ranks meet; only meaningful when :func:`launched_by_torchrun`.
+    """Read the rendezvous; only meaningful when :func:`launched_by_torchrun`.
 
     Raises:
         ConfigError: a variable is missing, is not a number or is out of range.
@@ -193,11 +183,7 @@ def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Return a name of this start of torchrun and how often it restarted the ranks; ("", 0) without it.
-
-    Raises:
-        ConfigError: the number is none.
-    """
+    """Return a name of this start of torchrun and its number of restarts; ("", 0) without torchrun."""
     variables = os.environ if environment is None else environment
     # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
     parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
@@ -206,11 +192,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> tuple[str, int]
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the DGLX_ variables.
-
-    Raises:
-        ConfigError: one of them has a value that makes no sense; the message names it.
-    """
+    """Read the DGLX_ variables; ConfigError, which names the variable, for an invalid value."""
     variables = os.environ if environment is None else environment
     per_server = None
     if "DGLX_RANKS_PER_SERVER" in variables:
@@ -227,36 +209,30 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         ),
         options=_object(variables, "DGLX_OPTIONS"),
         part_config=Path(variables["DGL_CONF_PATH"]) if variables.get("DGL_CONF_PATH") else None,
-        dgl_processes={name: variables[name] for name in _OF_DGL_PROCESSES if name in variables},
+        dgl_processes={name: variables[name] for name in _DGL_VARIABLES if name in variables},
         trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
     )
 
 
 def tell_settings(strategy: str, options: Mapping[str, object]) -> None:
-    """Set DGLX_STRATEGY and DGLX_OPTIONS of this process, for a program that it will run."""
+    """Set DGLX_STRATEGY and DGLX_OPTIONS of this process, for a program that it runs."""
     os.environ.update({"DGLX_STRATEGY": strategy, "DGLX_OPTIONS": json.dumps(dict(options))})
 
 
 def bind_alike(rendezvous: Rendezvous) -> None:
-    """Have gloo and NCCL of this process bind to loopback, too, where ``rendezvous`` says so.
-
-    Each takes an outer interface else. What the user has set stays.
-    """
+    """Bind gloo and NCCL of this process to loopback if ``rendezvous`` does; keeps the user's own setting."""
     if rendezvous.interface == _LOOPBACK:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, _LOOPBACK)
 
 
 def silence_profiler() -> None:
-    """Keep torch's profiler of this process from saying on standard error that it starts and stops.
-
-    By the variable that ranks are started with (:func:`rank_environment`); what the user has set stays.
-    """
+    """Silence messages of torch's profiler on standard error, unless the user set the variable."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return a copy of the environment, for whoever starts ranks."""
+    """Return a copy of the environment, from which ranks are started."""
     return dict(os.environ)
 
 
@@ -322,16 +298,14 @@ def _flag(variables: Mapping[str, str], name: str) -> bool:
     )
 
 
-_ALLOCATOR = {
-    # A fresh large tensor is otherwise mapped, page-faulted in and given back to the system at every step,
-    # which costs up to a third of a training step on CPUs. allocator.keep_memory() does the same from within,
+_RANK_DEFAULTS = {
+    # Otherwise every large tensor is mapped, page-faulted in and returned to the system at every step,
+    # which costs up to a third of a training step on CPUs. system.keep_memory() does the same from within,
     # which is later than the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-}
-_TALK = {
-    # torch's profiler, by which option memory of cooperative tries a model out, else says on each rank that
-    # it starts and stops; no level below silences that.
+    # Otherwise torch's profiler, with which option memory of cooperative traces a model, reports its start
+    # and stop on each rank; no lower level silences that.
     "KINETO_LOG_LEVEL": "99",
 }
 
@@ -342,12 +316,12 @@ def rank_environment(
     """Return the whole environment for ``num_ranks`` ranks on this machine.
 
     Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores, and
-    silences torch's profiler; what the user has set already is left alone.
+    silences torch's profiler; keeps the user's own settings.
 
     Args:
         num_ranks: Ranks on this machine, at least 1.
-        ranks_per_server: Size of the virtual servers; None: as the environment says.
-        environment: What to start from; None: this process's own.
+        ranks_per_server: Size of the virtual servers; None: from the environment.
+        environment: To extend; None: this process's own.
 
     Raises:
         ConfigError: a number is below 1.
@@ -356,32 +330,10 @@ def rank_environment(
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
     start = inherited_environment() if environment is None else dict(environment)
     threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
-    found = {**_ALLOCATOR, **_TALK, "OMP_NUM_THREADS": str(threads), **start}
+    found = {**_RANK_DEFAULTS, "OMP_NUM_THREADS": str(threads), **start}
     if ranks_per_server is not None:
         found["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
     return found
-
-
-def torchrun_command(
-    script_args: Sequence[str], ranks: int, servers: int = 1
-) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment that start ``ranks`` ranks on this machine.
-
-    Args:
-        script_args: A script and its arguments, or ``-m``, a module and its arguments.
-        ranks: Processes.
-        servers: Virtual servers; the last may have fewer ranks.
-
-    Raises:
-        ConfigError: the ranks cannot be cut into so many servers.
-    """
-    per_server = -(-ranks // servers) if servers > 0 else 0
-    if ranks < 1 or servers < 1 or -(-ranks // per_server) != servers:
-        raise ConfigError(
-            f"{ranks} ranks cannot be cut into {servers} servers; make the ranks a multiple of the servers"
-        )
-    command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*command, *script_args], rank_environment(ranks, ranks_per_server=per_server)
 
 
 _SIOCGIFADDR = 0x8915
@@ -391,14 +343,13 @@ def listening_address(rendezvous: Rendezvous) -> str:
     """Return the numeric local address of the interface that ``GLOO_SOCKET_IFNAME`` or the rendezvous picks.
 
     Raises:
-        ConfigError: there is no such interface, or only a loopback address where ranks are on several
-            machines.
+        ConfigError: there is no such interface, or only loopback although there are several machines.
     """
     if rendezvous.interface:
         return interface_address(rendezvous.interface)
     address = _address_towards(rendezvous.host, rendezvous.port)
     if rendezvous.num_nodes > 1 and ipaddress.ip_address(address).is_loopback:
-        # The rendezvous runs on this machine and its name means loopback here; others use a real address.
+        # The rendezvous runs on this machine and its name is loopback here; others use a real address.
         address = _own_outer_address()
     return address
 
@@ -406,12 +357,8 @@ def listening_address(rendezvous: Rendezvous) -> str:
 def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
     """Return the IPv4 address of the interface ``name``, or else its IPv6 address.
 
-    Args:
-        name: Of the interface.
-        said_by: Where the user wrote it, for messages.
-
     Raises:
-        ConfigError: it does not exist or has no address.
+        ConfigError: it does not exist or has no address; the message names ``said_by``, the user's setting.
     """
     known = [interface for _, interface in socket.if_nameindex()]
     if name not in known:
@@ -425,13 +372,9 @@ def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
 
 
 def link_speed(address: str, cards: Path = Path("/sys/class/net")) -> float | None:
-    """Return how many bytes per second the network card with ``address`` carries.
+    """Return the bytes per second of the network card with the numeric local ``address``.
 
-    None where the kernel does not know, as for loopback and many virtual cards.
-
-    Args:
-        address: Numeric, of this machine.
-        cards: Where the kernel tells of its cards.
+    None where the kernel does not know, as for loopback and many virtual cards. ``cards`` is its folder.
     """
     for _, name in socket.if_nameindex():
         try:
@@ -439,12 +382,12 @@ def link_speed(address: str, cards: Path = Path("/sys/class/net")) -> float | No
                 megabits = int((cards / name / "speed").read_text())
                 return megabits * 1e6 / 8 if megabits > 0 else None
         except (ConfigError, OSError, ValueError):
-            continue  # A card without address, or one that does not tell its speed.
+            continue  # A card without address or without known speed.
     return None
 
 
 def endpoint_of(address: str, port: int | str) -> str:
-    """ZeroMQ's spelling of a TCP address."""
+    """Return a TCP address in ZeroMQ's form."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 

@@ -1,8 +1,8 @@
-"""What a rank leaves of a run for whoever measures it: its ledger, its epochs, its passes over the data.
+"""Traces of runs: a timeline of spans, per-rank records of a session, and trace files for a browser.
 
 With DGLX_TRACE=FOLDER in the environment every session writes ``FOLDER/rank-<r>.json`` when it ends, also
-when it failed; a second session of the same rank ``rank-<r>.1.json``, and so on: nothing is overwritten.
-Without it no session has a :class:`TraceWriter`. ``scripts/netlab/traces.py`` reads the folder.
+after a failure; a second session of the same rank ``rank-<r>.1.json``, and so on, without overwriting.
+Otherwise sessions have no :class:`TraceWriter`. ``scripts/netlab/traces.py`` reads the folder.
 """
 
 from __future__ import annotations
@@ -27,38 +27,34 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
 COMPUTE, NETWORK, LOADER = "compute", "network", "loader"
-"""Rows: what the training loop does; what is on its way; what the loader's threads do."""
+"""Rows: the training loop; data in transit; the loader's threads."""
 GRAPH_SERVER, WORKER, PARAMETER_SERVER = "graph server", "worker", "parameter server"
-"""Rows of training in intervals: moves of a graph server; tasks of its workers; updates of weights."""
+"""Rows of training in intervals: tasks of a graph server; tasks of its workers; updates of weights."""
 WAIT = "wait"
-"""How the name of a span begins in which a row stands still: it is no work, though it lies in the row."""
+"""Prefix of the names of spans in which a row waits, which is no work."""
 MAX_SPANS = 50_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One stretch of work."""
+    """A timed activity."""
 
     name: str
-    """What: "forward M", "pull", "wait for the pull", ..."""
+    """"forward M", "pull", "wait for the pull", ..."""
     row: str
-    """Where it is drawn: "compute", "network", "loader", "graph server", "worker", "parameter server"."""
+    """Of the drawing: "compute", "network", "loader", "graph server", "worker", "parameter server"."""
     begin_s: float
     """time.perf_counter() of this process."""
     end_s: float
     batch: int | None
-    """Number of the mini-batch, where it belongs to one; of the epoch, where all nodes are one batch."""
+    """Number of its mini-batch, if any; of the epoch, if all nodes are one batch."""
     interval: int | None = None
-    """Of the graph's nodes, over all graph servers, where it belongs to one."""
+    """Number of its interval of nodes, over all graph servers, if any."""
 
 
 @final
 class Timeline:
-    """Collects spans of this rank while it is on; any thread.
-
-    Args:
-        max_spans: How many are kept; later ones are counted in ``dropped`` alone.
-    """
+    """Collects up to ``max_spans`` spans of this rank while it is on, and counts the others; any thread."""
 
     def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self.on = False
@@ -68,7 +64,7 @@ class Timeline:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Forget what was collected, and collect from now on."""
+        """Drop all spans, and start collecting."""
         with self._lock:
             self.spans, self.dropped = [], 0
         self.on = True
@@ -77,7 +73,7 @@ class Timeline:
     def span(
         self, name: str, row: str, batch: int | None = None, interval: int | None = None
     ) -> Iterator[None]:
-        """Note how long the block takes, also when it raises; any thread."""
+        """Add the span of the block, also when it raises."""
         if not self.on:
             yield
             return
@@ -89,11 +85,10 @@ class Timeline:
             self.note(Span(name=name, row=row, begin_s=begin, end_s=end, batch=batch, interval=interval))
 
     def add(self, name: str, row: str, begin_s: float, end_s: float, batch: int | None = None) -> None:
-        """Note a stretch that was timed elsewhere; any thread."""
+        """Add a span that was timed by the caller."""
         self.note(Span(name=name, row=row, begin_s=begin_s, end_s=end_s, batch=batch))
 
     def note(self, span: Span) -> None:
-        """Keep ``span``, if it is on; any thread."""
         if not self.on:
             return
         with self._lock:
@@ -106,7 +101,7 @@ class Timeline:
 log = logging.getLogger(__name__)
 
 UNFINISHED = ".part"
-"""End of the name of a file whose session has not ended: it still runs, or was killed."""
+"""Suffix of a file whose session has not ended: it still runs, or was killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,22 +109,19 @@ class Pass:
     """One whole pass of a loader over its items."""
 
     loader: int
-    """0 for the first loader that the session made, and so on."""
+    """Number of the loader in its session, from 0."""
     steps: int
     seconds: float
-    """Wall clock from the first batch asked for to the last one used."""
+    """Wall clock from the request of the first batch to the end of the last one's use."""
     wait_s: float
-    """What of it the consumer waited for the loader."""
+    """Time of it in which the consumer waited for the loader."""
 
 
 @final
 class TraceWriter:
-    """Collects what one rank notes in one session; :meth:`write` once at the end.
+    """Collects one rank's records of one session; call :meth:`write` once at the end.
 
-    Args:
-        folder: Made if need be. The file is reserved there at once, so that one that cannot be written is
-            known before the work, not after it.
-        rank: Of this process.
+    Reserves the file in ``folder`` at once, so that a failure is known before the work.
 
     Raises:
         ConfigError: the folder cannot be made or written.
@@ -143,28 +135,22 @@ class TraceWriter:
         self._num_loaders = 0
 
     def new_loader(self) -> int:
-        """Return the number of a loader that was just made."""
+        """Return the number of a new loader."""
         self._num_loaders += 1
         return self._num_loaders - 1
 
     def note_pass(self, done: Pass) -> None:
-        """Keep one whole pass of a loader."""
         self._passes.append(done)
 
     def note_epoch(self, record: EpochRecord) -> None:
-        """Keep one epoch of training."""
         values = asdict(record)
-        # JSON has no word for a loss that is not a number.
+        # JSON has no NaN or infinity.
         self._epochs.append(values | {"loss": record.loss if math.isfinite(record.loss) else None})
 
     def write(self, job: str, topology: Topology, ledger: Ledger, *, failed: bool) -> None:
-        """Write the file; what goes wrong is logged, because the work that it tells of is done.
+        """Write the file; an error is only logged, because the traced work is done.
 
-        Args:
-            job: Equal on all ranks of a session, and on no other session.
-            topology: This rank's.
-            ledger: What this rank counted.
-            failed: Whether the session ended as one that failed.
+        ``job`` is unique for the session, and equal on its ranks; ``failed``: whether the session failed.
         """
         values = {
             "job": job,
@@ -186,7 +172,7 @@ class TraceWriter:
 
 
 def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]:
-    """Return the writer, None without ``folder``; or why there is none, which all ranks must hear."""
+    """Return the writer, None without ``folder``; or None and an error, which all ranks must get."""
     if folder is None:
         return None, ""
     try:
@@ -196,7 +182,7 @@ def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]
 
 
 def _reserved(folder: Path, rank: int) -> Path:
-    """Return the name of a new file of ``rank``, kept free by an empty file beside it."""
+    """Return the name of a new file of ``rank``, reserved by an empty file beside it."""
     number = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +191,7 @@ def _reserved(folder: Path, rank: int) -> Path:
             number += 1
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(_part_of(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-                # Looked at last: another session may have given its reserved file the final name meanwhile.
+                # Checked last: another session may have given its reserved file the final name meanwhile.
                 if not path.exists():
                     return path
                 _part_of(path).unlink()
@@ -227,30 +213,30 @@ _ROWS = (COMPUTE, GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK, LOADER)
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpans:
-    """What one rank did."""
+    """The spans of one rank."""
 
     rank: int
     host: str
     spans: tuple[Span, ...]
-    """By begin. In seconds of a clock that all ranks share; in a file of the time since the first span."""
+    """By begin. In seconds of a clock that all ranks share; in a file since the first span."""
     clock_error_s: float = 0.0
-    """How wrong the times of this rank may be beside rank 0's."""
+    """Largest error of these times relative to rank 0's."""
     dropped: int = 0
-    """Spans that were not kept, because there were too many."""
+    """Number of spans beyond the limit, which were dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFile:
-    """What a trace file says."""
+    """Content of a trace file."""
 
     ranks: tuple[RankSpans, ...]
     """By rank."""
     facts: Mapping[str, Any]
-    """Strategy, options, versions, what was recorded."""
+    """Strategy, options, versions, recorded epochs."""
 
 
 def check_replaceable(path: Path) -> None:
-    """Find out whether :func:`write_trace` may write ``path``; makes its folder if need be.
+    """Check that :func:`write_trace` may write ``path``; makes its folder if needed.
 
     Raises:
         StorageError: the folder cannot be made or written, or something other than a trace is at ``path``.
@@ -285,16 +271,12 @@ def remove_trace(path: Path) -> None:
 
 
 def write_trace(path: Path, trace: TraceFile) -> None:
-    """Write ``path``, under another name first; an earlier trace there is replaced.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write ``path`` atomically, replacing an earlier trace; StorageError if that fails."""
     zero = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
     partial = _partial(path)
     try:
         with partial.open("w", encoding="utf-8") as file:
-            # The head first, by which a trace is known without reading all of it.
+            # The head first, which identifies a trace without reading all of it.
             file.write(_HEAD + ", " + json.dumps(_facts(trace), default=str)[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
             file.write(",\n".join(json.dumps(event) for one in trace.ranks for event in _events(one, zero)))
@@ -352,20 +334,20 @@ def _facts(trace: TraceFile) -> dict[str, Any]:
 
 
 def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
-    def told(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
+    def metadata(name: str, thread: int, args: Mapping[str, object]) -> dict[str, Any]:
         return {"name": name, "ph": "M", "pid": one.rank, "tid": thread, "args": args}
 
-    yield told("process_name", 0, {"name": f"rank {one.rank} on {one.host}"})
-    yield told("process_sort_index", 0, {"sort_index": one.rank})
+    yield metadata("process_name", 0, {"name": f"rank {one.rank} on {one.host}"})
+    yield metadata("process_sort_index", 0, {"sort_index": one.rank})
     thread = 0
     rows = sorted({span.row for span in one.spans}, key=lambda row: (_place(row), row))
     for row in rows:
-        for number, lane in enumerate(deal_out(span for span in one.spans if span.row == row)):
+        for number, track in enumerate(assign_tracks(span for span in one.spans if span.row == row)):
             thread += 1
             name = row if number == 0 else f"{row} {number + 1}"
-            yield told("thread_name", thread, {"name": name})
-            yield told("thread_sort_index", thread, {"sort_index": thread})
-            for span in lane:
+            yield metadata("thread_name", thread, {"name": name})
+            yield metadata("thread_sort_index", thread, {"sort_index": thread})
+            for span in track:
                 yield _event(span, one.rank, thread, zero)
 
 
@@ -374,6 +356,7 @@ def _place(row: str) -> int:
 
 
 def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
+    args = {"batch": span.batch, "interval": span.interval}
     return {
         "name": span.name,
         "cat": span.row,
@@ -382,33 +365,26 @@ def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
         "dur": round(1e6 * (span.end_s - span.begin_s), 3),
         "pid": rank,
         "tid": thread,
-        "args": {name: value for name, value in _numbers(span).items() if value is not None},
+        "args": {name: value for name, value in args.items() if value is not None},
     }
 
 
-def _numbers(span: Span) -> dict[str, int | None]:
-    return {"batch": span.batch, "interval": span.interval}
-
-
-def deal_out(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
-    """Deal spans out to as few lists as it takes for those of one list to be nested or apart, by begin.
-
-    Without ``nested`` they are apart.
-    """
-    lanes: list[list[Span]] = []
+def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Span]]:
+    """Return the fewest lists of spans, by begin, in which spans are disjoint or (if allowed) nested."""
+    tracks: list[list[Span]] = []
     open_until: list[list[float]] = []
     for span in sorted(spans, key=lambda one: (one.begin_s, -one.end_s)):
-        for lane, ends in zip(lanes, open_until, strict=True):
+        for track, ends in zip(tracks, open_until, strict=True):
             while ends and ends[-1] <= span.begin_s:
                 ends.pop()
             if not ends or (nested and span.end_s <= ends[-1]):
-                lane.append(span)
+                track.append(span)
                 ends.append(span.end_s)
                 break
         else:
-            lanes.append([span])
+            tracks.append([span])
             open_until.append([span.end_s])
-    return lanes
+    return tracks
 
 
 def _span(event: Fields) -> Span:
@@ -445,7 +421,7 @@ def _rank(fields: Fields, spans: Mapping[int, Sequence[Span]]) -> RankSpans:
     )
 
 
-def moved(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
+def shifted_by(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
     """Return ``spans`` on another clock, by begin."""
     shifted = [replace(one, begin_s=one.begin_s + offset_s, end_s=one.end_s + offset_s) for one in spans]
     return tuple(sorted(shifted, key=lambda one: one.begin_s))

@@ -1,10 +1,9 @@
-"""How a message looks on the wire: a checked binary head, then raw buffers.
+"""Wire format of messages: a validated binary head, then raw buffers.
 
 Layout of the head, little-endian: the fixed part (:data:`_FIXED`), the operation name, the argument
 name, then per array its dtype code, number of dimensions, chunk size and shape, then the bytes of arrays
-up to :data:`INLINE_BYTES`. Larger ones follow in frames of their own, or in chunks. Nothing is ever
-evaluated, unpickled or used as a size before it was checked against the limits below and against the
-buffer it describes.
+up to :data:`INLINE_BYTES`. Larger ones follow in their own frames, or in chunks. Nothing is evaluated,
+unpickled or used as a size before it is checked against the limits below and against the buffer it describes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAX_ARRAYS = 256
 MAX_DIMENSIONS = 8
 MAX_ARRAY_BYTES = 1 << 36
 INLINE_BYTES = 1024
-"""Arrays up to this size travel in the head: one frame less each way."""
+"""Arrays up to this size are sent in the head, which saves a frame each way."""
 MAX_HEAD_BYTES = 64 * 1024 + MAX_ARRAYS * INLINE_BYTES
 
 _FIXED = struct.Struct("<4sBBHQQHH")
@@ -38,7 +37,7 @@ _ARRAY = struct.Struct("<BBxxI")
 """dtype code, number of dimensions, chunk size in bytes (0: the buffer is in this message)."""
 _SHAPES = [struct.Struct(f"<{dimensions}q") for dimensions in range(MAX_DIMENSIONS + 1)]
 
-# A code once given is never reused. uint16 also carries bfloat16, whose meaning the receiver knows.
+# A code is never reused. uint16 also carries bfloat16; the receiver knows which.
 _DTYPE_NAMES = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -48,11 +47,11 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class WireError(DglxError):
-    """A message does not follow the format: it is dropped, never interpreted."""
+    """A message violates the format: it is dropped, never interpreted."""
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """Kind of a message."""
 
     REQUEST = 1
     REPLY = 2
@@ -64,7 +63,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class ArraySpec(NamedTuple):
-    """Dtype and shape of one array, and how its bytes travel."""
+    """Dtype and shape of one array, and the form in which its bytes are sent."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -73,7 +72,6 @@ class ArraySpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the raw buffer."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -87,18 +85,18 @@ class Head(NamedTuple):
     name: str = ""
     arrays: tuple[ArraySpec, ...] = ()
     array: int = 0
-    """Chunks only: which array; travels in the place of the number of arrays."""
+    """Chunks only: index of the array; sent in place of the number of arrays."""
     offset: int = 0
     """Chunks only: first byte."""
     body: int = 0
-    """Set by :func:`decode`: where the bytes of the inline arrays begin."""
+    """Set by :func:`decode`: start of the bytes of the inline arrays."""
 
 
 def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
-    """Describe ``array``; it is cut when it is larger than ``chunk_bytes`` and not inline.
+    """Describe ``array``; it is cut if it is larger than ``chunk_bytes`` and not inline.
 
     Raises:
-        WireError: its dtype or number of dimensions has no place in the format.
+        WireError: the format does not support its dtype or number of dimensions.
     """
     dtype = array.dtype if array.dtype in _CODES else array.dtype.newbyteorder("<")
     if dtype not in _CODES:
@@ -111,17 +109,12 @@ def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
 
 
 def encode(head: Head, arrays: Sequence[ArraySpec] | None = None, inline: Sequence[memoryview] = ()) -> bytes:
-    """Return the bytes of ``head``.
-
-    Args:
-        head: What to encode.
-        arrays: Described in place of the head's own if they are given.
-        inline: Bytes of those up to INLINE_BYTES, in order.
+    """Return the bytes of ``head`` with ``arrays`` (None: its own) and the bytes of the inline ones.
 
     Raises:
         WireError: a name is too long or there are too many arrays.
     """
-    # An error text may hold what is no valid UTF-8; it must arrive all the same.
+    # An error text may be invalid UTF-8 and must arrive nevertheless.
     op, name = head.op.encode(errors="replace"), head.name.encode(errors="replace")
     if max(len(op), len(name)) > MAX_NAME_BYTES:
         raise WireError(f"a name of {max(len(op), len(name))} bytes is too long; at most {MAX_NAME_BYTES}")
@@ -138,11 +131,7 @@ def encode(head: Head, arrays: Sequence[ArraySpec] | None = None, inline: Sequen
 
 
 def decode(frame: Buffer) -> Head:
-    """Read a head, checking every field.
-
-    Raises:
-        WireError: anything is not as the format says.
-    """
+    """Decode a head, checking every field; WireError when it violates the format."""
     data = frame if isinstance(frame, bytes) else bytes(frame[: MAX_HEAD_BYTES + 1])
     if not _FIXED.size <= len(data) <= MAX_HEAD_BYTES:
         raise WireError(f"a head of {len(data)} bytes is outside [{_FIXED.size}, {MAX_HEAD_BYTES}]")
@@ -167,7 +156,7 @@ def decode(frame: Buffer) -> Head:
 
 
 def array_from(spec: ArraySpec, buffer: Buffer) -> Array:
-    """View ``buffer`` as the array that ``spec`` describes; its size must have been checked.
+    """View ``buffer``, whose size must have been checked, as the array that ``spec`` describes.
 
     Raises:
         WireError: NumPy has no such shape.
@@ -179,19 +168,15 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> Array:
 
 
 def empty_array(spec: ArraySpec) -> Array:
-    """Make room for the array that ``spec`` describes.
-
-    Raises:
-        WireError: there is not that much memory, or NumPy has no such shape.
-    """
+    """Allocate the array that ``spec`` describes; WireError when that fails."""
     try:
         return np.empty(spec.shape, dtype=spec.dtype)
     except (MemoryError, ValueError) as error:
-        raise WireError(f"no room for {spec.dtype} of shape {spec.shape}: {error}") from None
+        raise WireError(f"cannot allocate {spec.dtype} of shape {spec.shape}: {error}") from None
 
 
 def raw_bytes(array: Array) -> memoryview:
-    """Bytes of ``array`` in C order; no copy when it is contiguous and little-endian."""
+    """Return the bytes of ``array`` in C order; no copy when it is contiguous and little-endian."""
     if array.flags.c_contiguous and array.dtype in _CODES:
         return byte_view(array)
     return byte_view(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")))
@@ -204,7 +189,6 @@ def byte_view(array: Array) -> memoryview:
 
 
 def payload_bytes(arrays: Sequence[Array]) -> int:
-    """Sum of the raw sizes, which is what the ledger counts."""
     return sum([int(array.nbytes) for array in arrays])
 
 
@@ -234,7 +218,7 @@ def _array_specs(data: bytes, position: int, count: int) -> tuple[tuple[ArraySpe
             raise WireError(f"negative dimension in {shape}")
         spec = ArraySpec(_DTYPES[code], shape, chunk_bytes)
         size = spec.num_bytes
-        # math.prod of Python integers cannot overflow, so a hostile shape ends here.
+        # math.prod of Python integers cannot overflow, so a malicious shape fails here.
         if size > MAX_ARRAY_BYTES:
             raise WireError(f"{size} bytes for shape {shape} are more than {MAX_ARRAY_BYTES}")
         if size <= INLINE_BYTES:
@@ -249,23 +233,19 @@ MAX_PARTIAL_MESSAGES = 1024
 """Messages of one peer that may be incomplete at a time."""
 
 COPY_BYTES = 1 << 20
-"""Up to this size a whole buffer is copied into the message: pyzmq gives zero-copy buffers back through a
-thread of its own, which costs more than one such copy. Chunks come in numbers and are never copied."""
+"""Up to this size a whole buffer is copied into the message: pyzmq returns zero-copy buffers through another
+thread, which costs more than one such copy. Chunks are many and are never copied."""
 SMALL_BYTES = 16 * 1024
-"""Up to this size a received buffer is copied: it may lie anywhere in the buffer of the connection."""
+"""Up to this size a received buffer is copied: it may be unaligned in the buffer of the connection."""
 
 Frames: TypeAlias = list[bytes | memoryview]
 
 
 class NotAdmittedError(WireError):
-    """A message that is not wanted here, of which no more than the head was looked at.
-
-    Args:
-        head: Its head.
-    """
+    """A message that the receiver does not admit; only its ``head`` was read."""
 
     def __init__(self, head: Head) -> None:
-        super().__init__(f"{head.kind.name} {head.op!r} is not wanted here")
+        super().__init__(f"{head.kind.name} {head.op!r} is not admitted here")
         self.head = head
 
 
@@ -277,12 +257,9 @@ class Message(NamedTuple):
 
 
 def frames_of(head: Head, arrays: Sequence[Array], chunk_bytes: int) -> list[Frames]:
-    """Return the ZeroMQ messages that carry ``head`` and ``arrays``; large arrays follow in chunks.
+    """Return the ZeroMQ messages for ``head`` and ``arrays``; large arrays follow in chunks.
 
-    The frames are views of ``arrays``, which must not change until they are sent.
-
-    Raises:
-        WireError: an array has a dtype or shape that cannot be sent.
+    The frames are views of ``arrays``, which must not change until they are sent; raises as :func:`spec_of`.
     """
     specs: list[ArraySpec] = []
     first: Frames = []
@@ -306,7 +283,7 @@ def _chunks_of(request: int, array: int, buffer: memoryview, chunk_bytes: int) -
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Frames, *, copy_bytes: int = COPY_BYTES) -> None:
-    """Send one ZeroMQ message; buffers above ``copy_bytes`` are referred to until they are gone."""
+    """Send one ZeroMQ message; buffers above ``copy_bytes`` are referenced until they are sent."""
     last = len(frames) - 1
     for index, frame in enumerate(frames):
         more = zmq.SNDMORE if index < last else 0
@@ -318,13 +295,11 @@ def send_frames(socket: zmq.Socket[bytes], frames: Frames, *, copy_bytes: int = 
 
 @final
 class Assembler:
-    """Puts the messages of one peer together. Used by one thread.
-
-    Chunks are read straight into arrays made for them, whose sizes were checked first.
+    """Assembles the messages of one peer, on one thread; reads chunks directly into arrays of checked size.
 
     Args:
-        on_first: Called with the file descriptor of the connection when its first message comes.
-        admits: Whether a message that begins with such a head is wanted; None: all are.
+        on_first: Called with the file descriptor of the connection at its first message.
+        admits: Whether to read a message with such a head; None: all.
     """
 
     def __init__(
@@ -337,16 +312,15 @@ class Assembler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no message is incomplete."""
         return not self._partial
 
     def read(self, socket: zmq.Socket[bytes]) -> Message | None:
-        """Read one ZeroMQ message (after any routing frame); return a message once it is complete.
+        """Read one ZeroMQ message (after any routing frame); return a message when it is complete.
 
         Raises:
-            NotAdmittedError: it is not wanted; nothing but its head was read, and no room was made for it.
+            NotAdmittedError: it is not admitted; only its head was read, and no memory allocated.
             WireError: the message is malformed; all its frames have been consumed.
-            zmq.Again: nothing came within the socket's own time-out.
+            zmq.Again: nothing arrived within the socket's own time-out.
         """
         raw = socket.recv() if self._on_first is None else self._first_head(socket, self._on_first)
         try:
@@ -420,7 +394,7 @@ def _chunk_target(message: Message, chunk: Head) -> memoryview:
 def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec, size: int) -> Array:
     _require_frame(socket)
     if size <= SMALL_BYTES:
-        raw = bytearray(socket.recv())  # aligned, and holds no larger receive buffer alive
+        raw = bytearray(socket.recv())  # aligned, and keeps no larger receive buffer alive
         if len(raw) != size:
             raise WireError(f"a buffer of {len(raw)} bytes where {size} were announced")
         return array_from(spec, raw)
@@ -445,14 +419,10 @@ class Event(NamedTuple):
     number: int
     """One of ``zmq.EVENT_...``."""
     value: int
-    """What it means depends on the event: mostly a file descriptor or an error number."""
+    """Depends on the event: mostly a file descriptor or an error number."""
 
 
 def read_event(monitor: zmq.Socket[Any]) -> Event:
-    """Wait for the next event at the socket that ``get_monitor_socket`` returned, and read it.
-
-    Raises:
-        zmq.Again: nothing came within the socket's own time-out.
-    """
+    """Wait for the next event of a ``get_monitor_socket`` socket; zmq.Again after the socket's time-out."""
     head, _endpoint = monitor.recv_multipart()
     return Event(*_EVENT.unpack(head))

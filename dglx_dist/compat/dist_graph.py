@@ -28,8 +28,8 @@ from dglx_dist.compat.partition_book import (
 from dglx_dist.compat.wrappers import Forward
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_graph import DataView as InnerDataView
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
+from dglx_dist.graph.dist_tensor import DataView as InnerDataView
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.ids import Ids
 from dglx_dist.records import Array, EdgeType

@@ -257,7 +257,7 @@ def edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
 
 
 def _open_graphs() -> Sequence[DistGraph]:
-    last = opened_graph()
+    last = cast("DistGraph", opened_graph())
     graphs = _GRAPHS.of(current_session())
     return [*(g for g in graphs if g is not last), last]
 

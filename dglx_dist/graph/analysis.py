@@ -1,13 +1,9 @@
-"""How a server's neighbourhood grows with each hop, from the parts on disk: the price of preloading it.
-
-The dataset is streamed: memory is a few bytes per node, and a hop reads the in-edges of those nodes only that
-the hop before has found.
-"""
+"""Analyses of a whole graph: neighbourhood expansion of servers, and ids of reverse edges."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -19,34 +15,29 @@ from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType
 
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
-
-
-_TOGETHER = 64
-"""Servers whose marks fit a word."""
-_WORTH_TELLING = 1 << 24
-"""Edges from which on one wants to see how far it is."""
+_SERVERS_PER_PASS = 64
+"""Bits of a word."""
+_MIN_EDGES_FOR_PROGRESS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
-    """The closures of all servers, hop by hop: R_i^L, R_i^(L-1), ... of algorithms 3.1, for all own nodes."""
+    """K-hop in-neighbourhoods of all servers: sizes of R_i^L, R_i^(L-1), ... of algorithms 3.1."""
 
     nodes: Array
     """(K + 1, S) int64 nodes within h hops of a server's own, its own included; row 0 are its own."""
     edges: Array
-    """(K + 1, S) int64 in-edges of these: what a layer that computes them aggregates."""
+    """(K + 1, S) int64 in-edges of these, which a layer that computes them aggregates."""
 
     @property
     def hops(self) -> int:
-        """K."""
         return len(self.nodes) - 1
 
     @property
@@ -56,28 +47,31 @@ class Expansion:
 
     @property
     def foreign(self) -> Array:
-        """(K + 1, S) int64: nodes of other servers, whose features are preloaded for h layers."""
+        """(K + 1, S) int64: remote nodes, whose features are preloaded for h layers."""
         return np.asarray(self.nodes - self.nodes[0])
 
     @property
     def work(self) -> Array:
-        """(K + 1, S) float64: edges that a preloaded model of h layers aggregates, by those without replicas.
+        """(K + 1, S) float64: edges that a preloaded model of h layers aggregates, relative to no replicas.
 
-        Its layers compute the closures of 0 to h - 1 hops; 1 for no layers.
+        Its layers compute the neighbourhoods of 0 to h - 1 hops; 1 for no layers.
         """
         layers = np.arange(1, self.hops + 1)[:, np.newaxis]
         summed = self.edges[:-1].cumsum(axis=0) / (layers * np.maximum(self.edges[0], 1))
-        # A server without in-edges has no work to compare with.
+        # A server without in-edges has no work to divide by.
         summed[:, self.edges[0] == 0] = 1.0
         return np.concatenate([np.ones((1, self.nodes.shape[1])), summed])
 
 
 def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expansion:
-    """Return how the in-neighbourhoods of ``servers`` servers grow; any process alone.
+    """Return the sizes of the k-hop in-neighbourhoods of ``servers`` servers; any process alone.
+
+    The dataset is streamed: memory is a few bytes per node, and a hop reads only the in-edges of the nodes
+    that the previous hop found.
 
     Args:
         dataset: With all its parts on this machine; of one node and one edge type.
-        servers: Each has an equal number of consecutive parts, as far as it goes.
+        servers: Each has an equal number of consecutive parts, as even as possible.
         hops: K, at least 0.
 
     Raises:
@@ -89,13 +83,14 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
         raise ConfigError(f"hops={hops} must be at least 0 and servers={servers} at least 1")
     placement = Placement(dataset.manifest.num_parts, Topology(0, servers, tuple(range(servers))))
     bounds = placement.server_offsets(dataset.manifest.node_offsets[etype[2]])
-    passes = -(-servers // _TOGETHER)
+    passes = -(-servers // _SERVERS_PER_PASS)
     edges = dataset.manifest.num_edges(etype)
-    with progress("Following in-edges", edges * passes, enabled=edges * hops > _WORTH_TELLING) as advance:
+    is_long = edges * hops > _MIN_EDGES_FOR_PROGRESS
+    with progress("Following in-edges", edges * passes, enabled=is_long) as advance:
         found = []
-        for first in range(0, servers, _TOGETHER):
-            some = bounds[first : first + _TOGETHER + 1]
-            found.append(_Marks(dataset, etype, some).follow(hops))
+        for first in range(0, servers, _SERVERS_PER_PASS):
+            some = bounds[first : first + _SERVERS_PER_PASS + 1]
+            found.append(_NeighborhoodBits(dataset, etype, some).follow(hops))
             advance(edges)
     nodes, counted = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
     return Expansion(nodes=nodes, edges=counted)
@@ -111,8 +106,8 @@ def _only_etype(dataset: StoredDataset) -> EdgeType:
     return manifest.edge_types[0]
 
 
-class _Marks:
-    """Which servers need a node, a bit for each.
+class _NeighborhoodBits:
+    """For each node, one bit per server whose neighbourhood has it.
 
     Args:
         dataset: With all its parts.
@@ -129,10 +124,10 @@ class _Marks:
             for kind in (np.uint8, np.uint16, np.uint32, np.uint64)
             if np.iinfo(kind).bits >= self._servers
         )
-        self._marks: Array = np.zeros(int(self._offsets[-1]), dtype)
+        self._bits: Array = np.zeros(int(self._offsets[-1]), dtype)
         for server in range(self._servers):
-            self._marks[bounds[server] : bounds[server + 1]] = dtype(1 << server)
-        self._fresh: Array = self._marks.copy()
+            self._bits[bounds[server] : bounds[server + 1]] = dtype(1 << server)
+        self._new_bits: Array = self._bits.copy()
 
     def follow(self, hops: int) -> tuple[Array, Array]:
         """Return (K + 1, S) int64 nodes and in-edges within 0 to ``hops`` hops."""
@@ -140,37 +135,36 @@ class _Marks:
         for hop in range(hops + 1):
             if hop:
                 self._spread()
-            counts = np.zeros((2, _TOGETHER), np.int64)
+            counts = np.zeros((2, _SERVERS_PER_PASS), np.int64)
             for part in range(self._dataset.manifest.num_parts):
                 own = slice(int(self._offsets[part]), int(self._offsets[part + 1]))
-                _count(self._dataset.part(part).indptr(self._etype), self._marks[own], counts)
+                _count(self._dataset.part(part).indptr(self._etype), self._bits[own], counts)
             nodes.append(counts[0, : self._servers])
             edges.append(counts[1, : self._servers])
         return np.stack(nodes), np.stack(edges)
 
     def _spread(self) -> None:
-        """Mark the sources of all in-edges of nodes that were marked in the hop before."""
-        marks = self._marks.copy()
+        bits = self._bits.copy()
         for number in range(self._dataset.manifest.num_parts):
             part = self._dataset.part(number)
-            fresh = self._fresh[int(self._offsets[number]) : int(self._offsets[number + 1])]
-            _mark_sources(part.indptr(self._etype), part.indices(self._etype), fresh, marks)
-        self._fresh = marks & ~self._marks
-        self._marks = marks
+            new_bits = self._new_bits[int(self._offsets[number]) : int(self._offsets[number + 1])]
+            _set_bits_of_sources(part.indptr(self._etype), part.indices(self._etype), new_bits, bits)
+        self._new_bits = bits & ~self._bits
+        self._bits = bits
 
 
 @njit(cache=True, nogil=True)
-def _mark_sources(indptr: Array, indices: Array, fresh: Array, marks: Array) -> None:
-    for node in range(len(fresh)):
-        if fresh[node]:
+def _set_bits_of_sources(indptr: Array, indices: Array, new_bits: Array, bits: Array) -> None:
+    for node in range(len(new_bits)):
+        if new_bits[node]:
             for edge in range(indptr[node], indptr[node + 1]):
-                marks[indices[edge]] |= fresh[node]
+                bits[indices[edge]] |= new_bits[node]
 
 
 @njit(cache=True, nogil=True)
-def _count(indptr: Array, marks: Array, counts: Array) -> None:
-    for node in range(len(marks)):
-        bits = np.uint64(marks[node])
+def _count(indptr: Array, bits_of_node: Array, counts: Array) -> None:
+    for node in range(len(bits_of_node)):
+        bits = np.uint64(bits_of_node[node])
         server = 0
         while bits != np.uint64(0):
             if bits & np.uint64(1):
@@ -181,10 +175,10 @@ def _count(indptr: Array, marks: Array, counts: Array) -> None:
 
 
 Matching: TypeAlias = Literal["endpoints", "half", "position"]
-"""How reverse edges are found: by their ends, or by their place in the source's list of edges."""
+"""Matching of reverse edges: by their ends, or by their position in the source's list of edges."""
 
 NO_REVERSE = -1
-"""In place of a reverse edge where there is none."""
+"""Id of a missing reverse edge."""
 
 
 def reverse_edge_ids(
@@ -194,11 +188,10 @@ def reverse_edge_ids(
     reverse_etype: str | EdgeType | None = None,
     by: Matching = "endpoints",
 ) -> DistTensor:
-    """Return, for every edge, the id of its reverse. Every rank must call it.
+    """Return the id of the reverse of every edge; collective.
 
-    Partitioning gives edges new ids, so a list of reverse edges made for the source's ids is wrong here. Use
-    what this returns as ``reverse_eids``. The second call for the same compares what the ranks ask for, and
-    costs no more than that.
+    Partitioning gives edges new ids, so a list of reverse edges for the source's ids is wrong here. Use the
+    result as ``reverse_eids``. A second call with the same arguments only compares these between the ranks.
 
     * ``endpoints``: the reverse of u -> v is v -> u; of parallel edges the first in the source's list goes
       with the first, and so on. One rank of each server sorts all edges of both types once.
@@ -210,25 +203,25 @@ def reverse_edge_ids(
         g: The distributed graph.
         etype: Edge type; None when there is one.
         reverse_etype: Type of the reverse edges; None: the same.
-        by: How.
+        by: The matching.
 
     Returns:
-        (E,) int64 edge ids of ``reverse_etype``, -1 where there is none; it lies with the edges.
+        (E,) int64 edge ids of ``reverse_etype``, -1 where there is none, distributed like the edges.
 
     Raises:
-        ConfigError: on all ranks: ranks ask for different ones; the types do not join the same node types
-            the other way round; ``half`` with an odd number of edges or two types; ``position`` with one
+        ConfigError: on all ranks: their arguments differ; the types do not join the same node types in
+            opposite directions; ``half`` with an odd number of edges or two types; ``position`` with one
             type or different numbers of edges.
     """
 
-    def asked() -> tuple[EdgeType, EdgeType]:
-        kind = _only(g) if etype is None else g.to_canonical_etype(etype)
+    def checked() -> tuple[EdgeType, EdgeType]:
+        kind = _only_etype_of(g) if etype is None else g.to_canonical_etype(etype)
         back = kind if reverse_etype is None else g.to_canonical_etype(reverse_etype)
-        _check(g, kind, back, by)
+        _check_matching(g, kind, back, by)
         return kind, back
 
-    kind, back = together(g.session, asked, ConfigError)
-    _check_alike(g.session, [list(kind), list(back), by])
+    kind, back = together(g.session, checked, ConfigError)
+    _check_equal(g.session, [list(kind), list(back), by])
 
     def compute(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         first, last = (int(at) for at in policy.bounds[policy.part_id : policy.part_id + 2])
@@ -273,7 +266,6 @@ def _sorted(keys: Array, rank: Array) -> tuple[Array, Array]:
 
 
 def _by_endpoints(g: DistGraph, etype: EdgeType, back: EdgeType) -> Array:
-    """Return the (E,) reverse of every edge, found by their ends."""
     forward = _all_edges(g, etype)
     return match_reverse(forward, forward if back == etype else _all_edges(g, back))
 
@@ -292,7 +284,7 @@ def _id_at(g: DistGraph, etype: EdgeType) -> Array:
     return at
 
 
-def _only(g: DistGraph) -> EdgeType:
+def _only_etype_of(g: DistGraph) -> EdgeType:
     if len(g.canonical_etypes) != 1:
         raise ConfigError(
             f"the graph has the edge types {', '.join(g.etypes)}; say which with etype= (and reverse_etype=)"
@@ -300,17 +292,16 @@ def _only(g: DistGraph) -> EdgeType:
     return g.canonical_etypes[0]
 
 
-def _check_alike(session: Session, mine: list[object]) -> None:
-    """Look whether all ranks ask for the same; collective."""
-    for rank, other in enumerate(gather_json(mine, session)):
-        if other != mine:
+def _check_equal(session: Session, local: list[object]) -> None:
+    for rank, remote in enumerate(gather_json(local, session)):
+        if remote != local:
             raise ConfigError(
-                f"rank {session.topology.rank} asks for the reverse edges {mine} while rank {rank} asks for "
-                f"{other}; ask alike on all ranks"
+                f"rank {session.topology.rank} asks for the reverse edges {local} while rank {rank} asks for "
+                f"{remote}; ask alike on all ranks"
             )
 
 
-def _check(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:
+def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:
     if by not in ("endpoints", "half", "position"):
         raise ConfigError(f"by={by!r}; choose 'endpoints', 'half' or 'position'")
     if (back[0], back[2]) != (etype[2], etype[0]):

@@ -1,4 +1,4 @@
-"""``g.cache_rows``: which rows of other servers a server keeps, and filling its cache with them."""
+"""``g.cache_rows``: choice of the remote rows that a server caches, and filling of the cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numba import njit
@@ -15,6 +15,7 @@ from dglx_dist.comm.collectives import barrier, gather_json, sum_over_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import PHASE_ROW_CACHE, CachePlan, Column, check_cacheable, fill_cache
+from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids, to_tensor
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
@@ -23,22 +24,16 @@ from dglx_dist.graph.split import node_split
 from dglx_dist.graph.structure import CSCShard
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
-
 
 def count_sources(
     shards: Sequence[CSCShard], num_sources: int, nodes: tuple[int, int] | None = None
 ) -> Array:
-    """Return how many in-edges each source has in ``shards``.
+    """Return the (N,) int64 number of edges of each source in ``shards``.
 
     Args:
         shards: In-edges of consecutive destinations.
         num_sources: N of the source type.
-        nodes: (first, end) of the destinations to look at; None: all that are there.
-
-    Returns:
-        (N,) int64: out-degrees, when the shards hold all edges.
+        nodes: (first, end) of the destinations to count; None: all in the shards.
     """
     counts = np.zeros(num_sources, np.int64)
     for shard in shards:
@@ -59,17 +54,16 @@ def access_probability(
 ) -> dict[str, Array]:
     """Return the probability that a batch of a rank needs each node as an input (SALIENT++, section 3.2).
 
-    A seed is in a batch with p_0 = batch size / number of seeds, and a node u that is there draws k of its
-    deg(u) in-edges at each hop from then on, as in DGL's blocks. An edge v -> u is missed by the hops 1 to h
-    with
+    A seed is in a batch with p_0 = batch size / number of seeds, and a node u in the batch draws k of its
+    deg(u) in-edges at each later hop, as in DGL's blocks. Hops 1 to h miss an edge v -> u with probability
 
         m_h(v -> u) = 1 - q_{h-1}(u) + sum over j < h of (q_j - q_{j-1})(u) * (1 - min(1, k / deg(u)))^(h-j)
 
-    (k may differ from hop to hop), and v is there after hop h with
+    (k may differ from hop to hop), and v is in the batch after hop h with
 
         q_h(v) = 1 - (1 - p_0(v)) * product over the edges v -> u of m_h(v -> u),
 
-    edges, of all types, being taken as independent. For the nodes that join at the hop before, this is the
+    assuming independent edges of all types. For the nodes that join at the previous hop, this is the
     paper's p_h(v) = 1 - prod (1 - min(1, k / deg(u)) p_{h-1}(u)). O(edges) per hop.
 
     Args:
@@ -87,12 +81,12 @@ def access_probability(
     for ntype, ids in seeds.items():
         first[ntype][ids] = min(1.0, batch_size / total) if total else 0.0
     seen, joined = first, first
-    undrawn = {etype: np.zeros(num_nodes[etype[2]]) for etype in shards}
+    not_drawn = {etype: np.zeros(num_nodes[etype[2]]) for etype in shards}
     for hop in reversed(fanouts):
         log_missed = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
         for etype, shard in shards.items():
             source, _, destination = etype
-            frontier = _Frontier(seen[destination], joined[destination], undrawn[etype])
+            frontier = _Frontier(seen[destination], joined[destination], not_drawn[etype])
             _add_log_missed(
                 shard.indptr, shard.indices, shard.first_node, frontier, hop[etype], log_missed[source]
             )
@@ -106,19 +100,19 @@ class _Frontier(NamedTuple):
     """The destinations of an edge type before a hop, each (N,) float64."""
 
     seen: Array
-    """Probability to be there."""
+    """Probability of being in the batch."""
     joined: Array
-    """Probability to have come with the hop before."""
-    undrawn: Array
-    """Probability to be there for longer, with one given in-edge not drawn so far; updated by the hop."""
+    """Probability of having joined at the previous hop."""
+    not_drawn: Array
+    """Probability of having joined earlier, with one given in-edge not drawn so far; updated by the hop."""
 
 
 def most_wanted(scores: Array, own: tuple[int, int], budget: int) -> Array:
-    """Return the other servers' rows with the highest scores.
+    """Return the remote rows with the highest scores.
 
     Args:
-        scores: (N,) of how much each row is wanted; rows of score 0 are never returned.
-        own: (first, end) ids of the own server, which are left out.
+        scores: (N,); rows of score 0 are never returned.
+        own: (first, end) ids of the local server, which are left out.
         budget: Most rows to return.
 
     Returns:
@@ -136,7 +130,7 @@ def most_wanted(scores: Array, own: tuple[int, int], budget: int) -> Array:
 
 
 def expected_hit_rate(scores: Array, own: tuple[int, int], cached: Array) -> float | None:
-    """Return the share of the remote scores that ``cached`` rows have; None when nothing remote is wanted."""
+    """Return the share of ``cached`` rows in the remote scores; None when all of these are 0."""
     remote = float(scores[: own[0]].sum() + scores[own[1] :].sum())
     return float(scores[cached].sum()) / remote if remote > 0 else None
 
@@ -151,15 +145,15 @@ def _count(sources: Array, counts: Array) -> None:
 def _add_log_missed(
     indptr: Array, indices: Array, first_node: int, frontier: _Frontier, fanout: int, log_missed: Array
 ) -> None:
-    """Add to ``log_missed[v]`` the logarithm of the probability that no edge of v was drawn so far."""
+    """Add the log of the probability that no edge of v has been drawn so far to ``log_missed[v]``."""
     for row in range(len(indptr) - 1):
         node = first_node + row
         degree = indptr[row + 1] - indptr[row]
         if frontier.seen[node] > 0 and degree > 0:
             share = 1.0 if fanout < 0 or fanout >= degree else fanout / degree
-            frontier.undrawn[node] = (frontier.undrawn[node] + frontier.joined[node]) * (1.0 - share)
-            # Rounding may leave a hair below 0.
-            missed = max(0.0, 1.0 - frontier.seen[node] + frontier.undrawn[node])
+            frontier.not_drawn[node] = (frontier.not_drawn[node] + frontier.joined[node]) * (1.0 - share)
+            # Rounding may give slightly less than 0.
+            missed = max(0.0, 1.0 - frontier.seen[node] + frontier.not_drawn[node])
             log = np.log(missed)
             for edge in range(indptr[row], indptr[row + 1]):
                 log_missed[np.uint64(indices[np.uint64(edge)])] += log
@@ -176,7 +170,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What ``g.cache_rows`` was told."""
+    """Arguments of ``g.cache_rows``."""
 
     name: str
     ntype: str
@@ -187,7 +181,6 @@ class CacheRequest:
     batch_size: int | None
 
     def check(self) -> None:
-        """Raise ConfigError for a value that no graph could honour."""
         check_budget(self.policy, self.alpha)
         if self.policy == "vip":
             self._check_vip()
@@ -200,8 +193,8 @@ class CacheRequest:
         if self.fanouts is None or self.batch_size is None:
             missing = "fanouts" if self.fanouts is None else "batch_size"
             raise ConfigError(
-                f"policy='vip' works out how often batches need each row: give {missing}= as for the loader, "
-                "or use policy='halo', which needs to know neither"
+                f"policy='vip' computes how often batches need each row: give {missing}= as for the loader, "
+                "or use policy='halo', which needs neither"
             )
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size!r}; give a number of seeds of at least 1")
@@ -210,7 +203,7 @@ class CacheRequest:
 
 
 def check_budget(policy: str, alpha: float) -> None:
-    """Raise ConfigError for an unknown policy, or a fraction that is none."""
+    """Raise ConfigError for an unknown policy or an invalid fraction."""
     if policy not in POLICIES:
         raise ConfigError(f"policy={policy!r}; choose one of {', '.join(map(repr, POLICIES))}")
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
@@ -220,7 +213,7 @@ def check_budget(policy: str, alpha: float) -> None:
         )
 
 
-def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
+def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     """Choose, fetch and share rows of other servers; see :meth:`DistGraph.cache_rows`. Collective."""
     session, store = g.session, g.kvstore
     column = together(session, lambda: _column_of(g, request), ConfigError)
@@ -229,8 +222,8 @@ def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
     own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
     number = store.next_number()
     scores = _SCORES[request.policy](g, request, f"scores-{number}")
-    leads = topology.local_rank == 0
-    chosen = most_wanted(scores, own, int(request.alpha * (own[1] - own[0]))) if leads else NO_IDS
+    is_leader = topology.local_rank == 0
+    chosen = most_wanted(scores, own, int(request.alpha * (own[1] - own[0]))) if is_leader else NO_IDS
     cache = fill_cache(
         session,
         f"cache-{number}",
@@ -239,10 +232,10 @@ def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
         chosen,
         lambda ids: store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE),
     )
-    # Also where no row is worth it, so that all ranks agree on whether there is a cache.
+    # Also when no row has a score, so that all ranks agree on whether there is a cache.
     store.set_cache(column.name, cache if request.alpha > 0 else None)
-    expects = leads and request.policy == "vip"
-    rates = gather_json(expected_hit_rate(scores, own, chosen) if expects else None, session)
+    has_rate = is_leader and request.policy == "vip"
+    rates = gather_json(expected_hit_rate(scores, own, chosen) if has_rate else None, session)
     rate = rates[topology.ranks_of_server(topology.server)[0]]
     plan = CachePlan(
         policy=request.policy,
@@ -250,12 +243,12 @@ def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
         bytes=cache.num_bytes,
         expected_hit_rate=rate if isinstance(rate, float) else None,
     )
-    if leads:
+    if is_leader:
         log.info("server %d caches %s: %s", topology.server, column.name, plan)
     return plan
 
 
-def _column_of(g: DistGraph, request: CacheRequest) -> Column:
+def _column_of(g: OpenedGraph, request: CacheRequest) -> Column:
     request.check()
     policy = g.get_node_partition_policy(request.ntype)
     data = g.nodes[request.ntype].data
@@ -270,32 +263,32 @@ def _column_of(g: DistGraph, request: CacheRequest) -> Column:
 
 
 def _check_equal(session: Session, request: CacheRequest) -> None:
-    """Raise ConfigError on all ranks unless all were told the same."""
-    mine = [request.name, request.ntype, float(request.alpha), request.policy]
-    for rank, told in enumerate(gather_json(mine, session)):
-        if told != mine:
+    local = [request.name, request.ntype, float(request.alpha), request.policy]
+    for rank, remote in enumerate(gather_json(local, session)):
+        if remote != local:
             raise ConfigError(
-                f"rank {rank} caches {told}, rank {session.topology.rank} {mine}: call it alike"
+                f"rank {rank} caches {remote}, rank {session.topology.rank} {local}; call cache_rows with "
+                "the same arguments on all ranks"
             )
 
 
-def _degree_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
-    """How often each row is a source, in the whole graph; (0,) on ranks that do not lead a server."""
-    leads, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
+def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
+    """Return each row's number of out-edges in the whole graph; (0,) except on the first rank of a server."""
+    is_leader, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
     for etype in _from(g, request.ntype):
         structure = g.structure(etype)
         if structure.is_whole:
-            counts = count_sources(structure.shards, structure.num_sources) if leads else total
+            counts = count_sources(structure.shards, structure.num_sources) if is_leader else total
         else:
             # Each server counts the edges it holds, on one of its ranks.
-            held = count_sources(structure.shards if leads else (), structure.num_sources)
+            held = count_sources(structure.shards if is_leader else (), structure.num_sources)
             counts = sum_over_ranks(to_tensor(held), g.session, phase=PHASE_ROW_CACHE, in_place=True).numpy()
         total = counts if not len(total) else total + counts
     return total
 
 
-def _halo_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
-    """How many edges lead from each row to nodes of the own server."""
+def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
+    """Return each row's number of edges to nodes of the local server."""
     server, total = g.session.topology.server, np.zeros(g.num_nodes(request.ntype), np.int64)
     if g.session.topology.local_rank == 0:
         for etype in _from(g, request.ntype):
@@ -305,24 +298,24 @@ def _halo_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
     return total
 
 
-def vip_scores(g: DistGraph, request: CacheRequest, file_name: str) -> Array:
-    """How many of the server's ranks need each row for a step, on average; in memory that they share."""
-    mine = together(g.session, lambda: _access_of_rank(g, request), ConfigError)
+def vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
+    """Return how many of the server's ranks need each row per step, on average; in memory that they share."""
+    local = together(g.session, lambda: _access_of_rank(g, request), ConfigError)
     info = ColumnInfo(dtype="float64", row_shape=())
-    total = shared_rows(g.session, file_name, len(mine), info)
+    total = shared_rows(g.session, file_name, len(local), info)
     topology = g.session.topology
     for turn in range(max(len(topology.ranks_of_server(s)) for s in range(topology.num_servers))):
         if topology.local_rank == turn:
-            total += mine
+            total += local
         barrier(g.session, f"adding up what batches need ({turn})")
     return total
 
 
-def _access_of_rank(g: DistGraph, request: CacheRequest) -> Array:
+def _access_of_rank(g: OpenedGraph, request: CacheRequest) -> Array:
     whole = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_whole for structure in whole.values()):
         raise ConfigError(
-            "policy='vip' follows the batches over all edges, and this server holds only its own; use "
+            "policy='vip' needs all edges, and this server holds only its own; use "
             "policy='degree' or 'halo', or open the graph with structure='replicated'"
         )
     assert request.fanouts is not None
@@ -340,14 +333,13 @@ def _access_of_rank(g: DistGraph, request: CacheRequest) -> Array:
     )[request.ntype]
 
 
-def _seeds(g: DistGraph, request: CacheRequest) -> dict[str, Array]:
-    """The distinct nodes that this rank trains on."""
+def _seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
     counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     if request.seeds is not None:
         try:
             return {ntype: np.unique(ids) for ntype, ids in by_type(request.seeds, counts, "node").items()}
         except IndexError as error:
-            # Of another kind, so that the other ranks hear of it.
+            # A DglxError, so that the other ranks receive it.
             raise ConfigError(f"seeds: {error}") from error
     masked = [ntype for ntype in g.ntypes if TRAIN_MASK in g.nodes[ntype].data]
     if not masked:
@@ -356,10 +348,10 @@ def _seeds(g: DistGraph, request: CacheRequest) -> dict[str, Array]:
     return {ntype: node_split(g.nodes[ntype].data[TRAIN_MASK], book, ntype).numpy() for ntype in masked}
 
 
-def _from(g: DistGraph, ntype: str) -> list[EdgeType]:
+def _from(g: OpenedGraph, ntype: str) -> list[EdgeType]:
     return [etype for etype in g.canonical_etypes if etype[0] == ntype]
 
 
-Scores: TypeAlias = Callable[["DistGraph", CacheRequest, str], Array]
+Scores: TypeAlias = Callable[[OpenedGraph, CacheRequest, str], Array]
 
 _SCORES: Mapping[str, Scores] = {"vip": vip_scores, "degree": _degree_scores, "halo": _halo_scores}

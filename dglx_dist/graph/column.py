@@ -1,10 +1,11 @@
-"""The rows of one named tensor that lie on this server, and where the others are."""
+"""Columns (named tensors cut by rows): shards, pulling, the row cache, and masks."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, final
 
 import numpy as np
@@ -39,7 +40,7 @@ from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
 
 PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(rows of the own server (n, *row), (k,) int64 places in them) to values (k, *row)."""
+"""(rows of the local server (n, *row), (k,) int64 indices of rows) to values (k, *row)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +55,17 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One named tensor as this rank sees it."""
+    """One named tensor, as this rank sees it."""
 
     name: str
     info: ColumnInfo
     bounds: Array
     """(S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``."""
     shards: tuple[Shard, ...]
-    """The rows of the own server, in order of their ids."""
+    """The rows of the local server, in order of their ids."""
     writable: bool
     on_read: PullHandler | None = None
-    """Computes what is read, in place of copying; of a tensor in memory only."""
+    """Computes the rows that are read, in place of copying; only for a tensor in memory."""
 
     def __post_init__(self) -> None:
         dtype = numpy_dtype(self.info.dtype)
@@ -78,19 +79,17 @@ class Column:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all servers."""
         return int(self.bounds[-1])
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row."""
         return int(np.prod(self.info.row_shape, dtype=np.int64)) * numpy_dtype(self.info.dtype).itemsize
 
     def read(self, ids: Array, out: Array) -> None:
-        """Copy the rows of those (K,) int64 ``ids`` that lie here to their places in ``out`` (K, *row).
+        """Copy the rows of those (K,) int64 ``ids`` that lie here to their positions in ``out`` (K, *row).
 
         Raises:
-            ConfigError: the pull handler returned something that does not fit.
+            ConfigError: the pull handler returned another shape or dtype.
         """
         if self.on_read is not None:
             self._compute(self.on_read, ids, out)
@@ -99,7 +98,7 @@ class Column:
             gather_rows(shard.rows, shard.first, ids, out)
 
     def _compute(self, handler: PullHandler, ids: Array, out: Array) -> None:
-        (shard,) = self.shards  # of a tensor in memory there is one
+        (shard,) = self.shards  # a tensor in memory has one
         here = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
         if not len(here):
             return
@@ -113,7 +112,7 @@ class Column:
         out[here] = numpy_view(values.detach().contiguous())
 
     def write(self, ids: Array, rows: Array) -> None:
-        """Copy those of the (K, *row) ``rows`` here whose ids lie here; the last of repeated ids stays."""
+        """Overwrite the rows that lie here from (K, *row) ``rows``; the last of repeated ids stays."""
         for shard in self.shards:
             scatter_rows(rows, shard.rows, shard.first, ids)
 
@@ -122,7 +121,6 @@ class Column:
         check_ids(ids, self.num_rows, repr(self.name))
 
     def check_writable(self) -> None:
-        """Raise ConfigError when the tensor belongs to a dataset on disk."""
         if not self.writable:
             raise ConfigError(
                 f"{self.name!r} belongs to the dataset on disk, which is read-only; create a tensor to "
@@ -131,11 +129,7 @@ class Column:
 
 
 def shards_of(offsets: Array, parts: Mapping[int, Array]) -> tuple[Shard, ...]:
-    """Return the shards of ``parts`` (part -> its rows) whose ids start at ``offsets[part]``.
-
-    Raises:
-        ConfigError: a part has another number of rows than its ids.
-    """
+    """Return the shards of ``parts`` (part -> its rows) whose ids start at ``offsets[part]``."""
     shards = []
     for part in sorted(parts):
         count = int(offsets[part + 1] - offsets[part])
@@ -145,19 +139,15 @@ def shards_of(offsets: Array, parts: Mapping[int, Array]) -> tuple[Shard, ...]:
     return tuple(shards)
 
 
-PHASE = "masks"
-"""Under which the bytes are counted."""
-
-
 @final
 class NonzeroIndex:
-    """Answers for the own server and asks the others.
+    """Finds and counts nonzero rows: serves the local server's and asks the others.
 
     Args:
         session: The run; its ``rpc`` serves two operations named by ``label``.
-        placement: Which rank answers for a server.
-        column: Name to what is known of the tensor; raises ConfigError for an unknown one.
-        label: Tells the stores of one run apart.
+        placement: The rank that serves each server.
+        column: Name to column; raises ConfigError for an unknown one.
+        label: Distinguishes the stores of one run.
     """
 
     def __init__(
@@ -169,7 +159,6 @@ class NonzeroIndex:
         session.rpc.register(self._count, lambda name, _: [_counted(self._column(name))])
 
     def nonzero(self, name: str) -> Array:
-        """Return the ids of the rows that are not zero; see :meth:`KVStore.nonzero`."""
         column = self._column(name)
         if column.info.row_shape:
             raise ConfigError(
@@ -182,28 +171,27 @@ class NonzeroIndex:
         return np.concatenate(found)
 
     def count_nonzero(self, name: str) -> int:
-        """Return how many values are not zero; see :meth:`KVStore.count_nonzero`."""
         self._column(name)
         return sum(int(counted[0]) for counted in self._ask(self._count, name))
 
     def close(self) -> None:
-        """Answer nobody any more."""
         self._session.rpc.unregister(self._bits)
         self._session.rpc.unregister(self._count)
 
     def _ask(self, op: str, name: str) -> Sequence[Array]:
-        """Return what each server answers; one's own is asked last, so that the others work meanwhile."""
+        """Return the answers by server; the local one is asked last, so that the others work meanwhile."""
         servers = range(self._placement.topology.num_servers)
         own = self._placement.topology.server
+        submit = partial(self._session.rpc.submit, op=op, name=name, arrays=[], phase="masks")
         pending = {
-            server: self._session.rpc.submit(self._placement.serving_rank(server), op, name, [], phase=PHASE)
+            server: submit(self._placement.serving_rank(server))
             for server in sorted(servers, key=lambda server: server == own)
         }
         return [pending[server].result()[0] for server in servers]
 
 
 def _packed(column: Column) -> Array:
-    """Return one bit per row of the own server, the first row in the highest bit of the first byte."""
+    """Return one bit per row of the local server, the first row in the highest bit of the first byte."""
     return np.packbits(np.concatenate([_is_set(column, shard.rows) for shard in column.shards]))
 
 
@@ -213,13 +201,13 @@ def _counted(column: Column) -> Array:
 
 
 def _is_set(column: Column, rows: Array) -> Array:
-    # bfloat16 comes as bits, of which the highest is the sign: -0.0 is zero too.
+    # bfloat16 is held as bits, of which the highest is the sign: -0.0 is zero too.
     values = rows & 0x7FFF if column.info.dtype == "bfloat16" else rows
     return values if values.dtype == np.bool_ else values != 0
 
 
 PHASE_ROW_CACHE = "cache"
-"""Under which the ledger counts what filling takes."""
+"""Ledger phase of filling caches."""
 
 _SLOTS = ColumnInfo(dtype="int32", row_shape=())
 _IDS = ColumnInfo(dtype="int64", row_shape=())
@@ -227,12 +215,12 @@ _IDS = ColumnInfo(dtype="int64", row_shape=())
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowCache:
-    """Some rows of one column. Nothing in it changes any more."""
+    """Some rows of one column; immutable."""
 
     table: SlotTable
-    """From the id of a row to its slot."""
+    """Id of a row to its slot."""
     rows: Array
-    """(C, *row) as NumPy has the column's dtype; slot s is row s."""
+    """(C, *row) in NumPy's form of the column's dtype; slot s is row s."""
 
     @property
     def num_bytes(self) -> int:
@@ -242,15 +230,15 @@ class RowCache:
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """What a server caches of one column."""
+    """One server's cache of one column."""
 
     policy: str
     rows: int
     """Rows of other servers in this server's cache."""
     bytes: int
-    """Memory of the server for it: the rows, and the table that finds them."""
+    """The server's memory for the rows and the table that finds them."""
     expected_hit_rate: float | None
-    """Hits among remote rows that the policy's model promises; None where it has none."""
+    """Share of hits among remote rows that the policy's model predicts; None where it has none."""
 
 
 def fill_cache(
@@ -261,18 +249,18 @@ def fill_cache(
     ids: Array,
     pull: Callable[[Array], Tensor],
 ) -> RowCache:
-    """Fetch rows and share them in the server. Every rank must call it.
+    """Fetch rows into memory that the ranks of a server share; collective.
 
     Args:
         session: The run.
-        file_name: Start of names not in use in its ``scratch``; the same on the ranks of a server.
+        file_name: Prefix of unused names in its ``scratch``; the same on the ranks of a server.
         info: Of the column.
         num_ids: Rows of all servers.
-        ids: (C,) int64 distinct ids to keep; those of the first rank of each server count.
+        ids: (C,) int64 distinct ids to keep, on the first rank of each server; ignored on the others.
         pull: Fetches their (C, *row) rows; called on that rank.
 
     Raises:
-        ConfigError: on all ranks, when there is no room on one of them, or a server did not answer.
+        ConfigError: on all ranks, when memory is short on one of them, or a server does not answer.
     """
     leader = session.topology.ranks_of_server(session.topology.server)[0]
     count = int(gather_int64([len(ids)], session)[leader, 0])
@@ -294,14 +282,14 @@ def _filled(ids: Array, keys: Array) -> Callable[[tuple[int, ...], torch.dtype],
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCounts:
-    """Rows that this rank asked for, repeats included."""
+    """Rows that this rank requested, repeats included."""
 
     local: int = 0
-    """The own server owns them."""
+    """Of the local server."""
     hits: int = 0
-    """Another server's, and in the cache."""
+    """Of another server, in the cache."""
     misses: int = 0
-    """Another server's, and asked for there."""
+    """Of another server, and requested there."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -325,7 +313,7 @@ class Puller:
 
     Args:
         session: The run.
-        placement: Which rank answers for a server.
+        placement: The rank that serves each server.
         op: The operation that all ranks serve with :meth:`answer`.
     """
 
@@ -338,7 +326,6 @@ class Puller:
     def submit(
         self, column: Column, ids: Array, *, out: Tensor | None, distinct: bool, phase: str, layer: int
     ) -> PendingPull:
-        """Ask the owners for rows and return at once; see ``KVStore.submit_pull``."""
         column.check(ids)
         out = empty_rows(len(ids), column.info) if out is None else _checked(out, len(ids), column)
         cache = self._caches.get(column.name)
@@ -347,26 +334,21 @@ class Puller:
         plan, hits = plan_pull(ids, column.bounds, server, table, distinct=distinct)
         replies = []
         for call in requests_of(plan, self._placement, rows_per_message(column.row_bytes)):
-            asked = [plan.ids[call.first : call.last]]
+            requested = [plan.ids[call.first : call.last]]
             pending = self._session.rpc.submit(
-                call.rank, self._op, column.name, asked, phase=phase, layer=layer
+                call.rank, self._op, column.name, requested, phase=phase, layer=layer
             )
             replies.append((pending, call.first))
         self._count(column.name, len(ids), len(hits.places), len(plan.positions))
         return PendingPull(column, ids, out, plan, hits, cache, replies)
 
     def answer(self, column: Column, ids: Array) -> Sequence[Array]:
-        """Return the rows of (k,) ids of the own server: what another rank asked for."""
+        """Return the rows of (k,) ids of the local server, which another rank requested."""
         out = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
         column.read(ids, out)
         return [out]
 
     def set_cache(self, column: Column, cache: RowCache | None) -> None:
-        """Look into ``cache`` before other servers are asked for rows of ``column``; None: into none.
-
-        Raises:
-            ConfigError: the column can be written to, so that its copies would grow stale.
-        """
         check_cacheable(column)
         if cache is None:
             self._caches.pop(column.name, None)
@@ -374,30 +356,27 @@ class Puller:
             self._caches[column.name] = cache
 
     def forget(self, name: str) -> None:
-        """Drop what is kept for a tensor that is no more."""
         self._caches.pop(name, None)
         self._counts.pop(name, None)
 
     def has_cache(self) -> bool:
-        """Whether rows of any column are cached."""
         return bool(self._caches)
 
     def counts(self, name: str | None) -> CacheCounts:
-        """Return what this rank asked for so far: of one column, or of all those with a cache."""
         with self._counts_lock:
             if name is not None:
                 return self._counts.get(name, CacheCounts())
             return sum((self._counts.get(key, CacheCounts()) for key in self._caches), CacheCounts())
 
-    def _count(self, name: str, asked: int, hits: int, misses: int) -> None:
-        new = CacheCounts(local=asked - hits - misses, hits=hits, misses=misses)
+    def _count(self, name: str, requested: int, hits: int, misses: int) -> None:
+        new = CacheCounts(local=requested - hits - misses, hits=hits, misses=misses)
         with self._counts_lock:
             self._counts[name] = self._counts.get(name, CacheCounts()) + new
 
 
 @final
 class PendingPull:
-    """Rows under way. :meth:`result` belongs to the thread that submitted."""
+    """Rows in transit. :meth:`result` must be called on the thread that submitted."""
 
     def __init__(
         self,
@@ -415,11 +394,11 @@ class PendingPull:
         self._done = False
 
     def result(self) -> Tensor:
-        """Read the own server's rows, wait for the others, and return all (K, *row) in the order of the ids.
+        """Read the local rows, wait for the others, and return all (K, *row) in the order of the ids.
 
         Raises:
             PeerError: an owner is dead or silent.
-            RemoteError: an owner could not answer.
+            RemoteError: an owner cannot answer.
         """
         if not self._done:
             out = numpy_view(self._out)
@@ -437,7 +416,7 @@ def check_cacheable(column: Column) -> None:
     """Raise ConfigError when the column can be written to."""
     if column.writable:
         raise ConfigError(
-            f"{column.name!r} can be written to, and a cache would go on giving its old rows; only columns "
+            f"{column.name!r} can be written to, which would make cached rows stale; only columns "
             "of the dataset, which are read-only, can be cached"
         )
 

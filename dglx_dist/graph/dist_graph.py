@@ -1,13 +1,14 @@
-"""A partitioned graph as every rank sees it: all of it, wherever it lies."""
+"""``DistGraph``: a partitioned graph that every rank sees as a whole."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 import numpy as np
 import torch
@@ -21,14 +22,13 @@ from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.cache import CacheRequest, Fanouts, cache_rows
 from dglx_dist.graph.column import CachePlan
-from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DistTensor, unsupported
+from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DataView, DistTensor, TypedViews, unsupported
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
 from dglx_dist.graph.partition_policy import PartitionPolicy, own_policy, policy_of_length
-from dglx_dist.graph.row_kernels import torch_dtype
-from dglx_dist.graph.sampling import DrawRule, sampled_graph, serve_uniform
+from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -42,7 +42,7 @@ _IDS = ColumnInfo(dtype="int64", row_shape=())
 
 
 def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
-    """Return the partition book of a dataset on these servers, a partition being what a server holds."""
+    """Return the partition book of a dataset; a partition is what one server holds."""
     per_part = manifest.parameters.get(TRAINERS_PER_PART)
     return PartitionBook(
         {ntype: placement.server_offsets(offsets) for ntype, offsets in manifest.node_offsets.items()},
@@ -54,32 +54,14 @@ def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
 
 def node_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[str, PartitionPolicy]:
     """Return the policy of every node type of the dataset with that checksum."""
-    return {
-        ntype: PartitionPolicy(
-            kind="node",
-            type_name=ntype,
-            bounds=book.node_bounds(ntype),
-            partition_book=book,
-            store=store,
-            dataset=dataset,
-        )
-        for ntype in book.ntypes
-    }
+    make = partial(PartitionPolicy, kind="node", partition_book=book, store=store, dataset=dataset)
+    return {ntype: make(type_name=ntype, bounds=book.node_bounds(ntype)) for ntype in book.ntypes}
 
 
 def edge_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[EdgeType, PartitionPolicy]:
     """Return the policy of every edge type of the dataset with that checksum."""
-    return {
-        etype: PartitionPolicy(
-            kind="edge",
-            type_name=etype,
-            bounds=book.edge_bounds(etype),
-            partition_book=book,
-            store=store,
-            dataset=dataset,
-        )
-        for etype in book.canonical_etypes
-    }
+    make = partial(PartitionPolicy, kind="edge", partition_book=book, store=store, dataset=dataset)
+    return {etype: make(type_name=etype, bounds=book.edge_bounds(etype)) for etype in book.canonical_etypes}
 
 
 def add_columns(
@@ -88,35 +70,35 @@ def add_columns(
     nodes: Mapping[str, PartitionPolicy],
     edges: Mapping[EdgeType, PartitionPolicy],
 ) -> None:
-    """Add every tensor of the dataset to the store, memory-mapped, and the ids of the source hidden.
+    """Add every tensor of the dataset to the store, memory-mapped; ids of the source under hidden names.
 
     Raises:
-        StorageError: a file of the own server's parts is missing or damaged.
+        StorageError: a file of the local server's parts is missing or damaged.
     """
     manifest = dataset.manifest
     parts = {part: dataset.part(part) for part in placement.local_parts}
 
+    def rows(read: Callable[[StoredPart], Array]) -> dict[int, Array]:
+        return {part: read(stored) for part, stored in parts.items()}
+
     for ntype, policy in nodes.items():
-        offsets = manifest.node_offsets[ntype]
+        add, offsets = policy.store.add, manifest.node_offsets[ntype]
         for name, info in manifest.node_columns[ntype].items():
-            rows = {part: stored.node_data(ntype, name) for part, stored in parts.items()}
-            policy.store.add(policy.key(name), offsets, rows, info)
-        rows = {part: stored.original_node_ids(ntype) for part, stored in parts.items()}
-        policy.store.add(policy.hidden_key(ORIGINAL_IDS), offsets, rows, _IDS)
+            add(policy.key(name), offsets, rows(methodcaller("node_data", ntype, name)), info)
+        original = rows(methodcaller("original_node_ids", ntype))
+        add(policy.hidden_key(ORIGINAL_IDS), offsets, original, _IDS)
         if manifest.user_ids.get(ntype) == "int64":
-            rows = {part: _user_ids(stored, ntype) for part, stored in parts.items()}
-            policy.store.add(policy.hidden_key(USER_IDS), offsets, rows, _IDS)
+            add(policy.hidden_key(USER_IDS), offsets, rows(partial(_user_ids, ntype=ntype)), _IDS)
     for etype, policy in edges.items():
-        offsets = manifest.edge_offsets[etype]
+        add, offsets = policy.store.add, manifest.edge_offsets[etype]
         for name, info in manifest.edge_columns[etype].items():
-            rows = {part: stored.edge_data(etype, name) for part, stored in parts.items()}
-            policy.store.add(policy.key(name), offsets, rows, info)
-        rows = {part: stored.original_edge_ids(etype) for part, stored in parts.items()}
-        policy.store.add(policy.hidden_key(ORIGINAL_IDS), offsets, rows, _IDS)
+            add(policy.key(name), offsets, rows(methodcaller("edge_data", etype, name)), info)
+        original = rows(methodcaller("original_edge_ids", etype))
+        add(policy.hidden_key(ORIGINAL_IDS), offsets, original, _IDS)
 
 
 def text_ids(dataset: StoredDataset, ntype: str) -> Array:
-    """Return the (N,) unicode ids that the user knows the nodes by; read anew each time.
+    """Return the user's (N,) unicode ids of the nodes; reads the files at each call.
 
     Raises:
         StorageError: a part is not on this machine.
@@ -128,120 +110,14 @@ def text_ids(dataset: StoredDataset, ntype: str) -> Array:
 def _user_ids(part: StoredPart, ntype: str) -> Array:
     found = part.user_ids(ntype)
     if found is None:
-        raise StorageError(
-            f"the ids of {ntype!r} nodes that the manifest speaks of are missing; partition again"
-        )
+        raise StorageError(f"the ids of {ntype!r} nodes that the manifest lists are missing; partition again")
     return found
 
 
-K = TypeVar("K")
 T = TypeVar("T")
 
 
-@final
-class DataView(MutableMapping[str, DistTensor]):
-    """The named tensors that go with the nodes or edges of one type."""
-
-    def __init__(self, policy: PartitionPolicy) -> None:
-        self._policy = policy
-        self._own: dict[str, DistTensor] = {}
-
-    def __getitem__(self, name: str) -> DistTensor:
-        """Return the tensor called ``name``; never collective.
-
-        Raises:
-            KeyError: there is none; the message lists those that exist.
-        """
-        if name in self._own:
-            return self._own[name]
-        key = self._policy.key(name)
-        if not self._policy.store.has(key):
-            known = ", ".join(map(repr, self)) or "none"
-            raise KeyError(f"{self._policy.policy_str} has no tensor {name!r} (known: {known})")
-        info = self._policy.store.column(key).info
-        shape = (self._policy.get_size(), *info.row_shape)
-        return DistTensor(shape, torch_dtype(info.dtype), name, part_policy=self._policy)
-
-    def __setitem__(self, name: str, value: DistTensor) -> None:
-        """Make a tensor that exists known by ``name`` here; call it on every rank that will look it up.
-
-        Raises:
-            ConfigError: ``value`` is no DistTensor, or has another number of rows.
-        """
-        if not isinstance(value, DistTensor):
-            raise ConfigError(
-                f"{name!r} would be a {type(value).__name__} of this rank alone; make a DistTensor with "
-                "part_policy= and write the rows: t[ids] = rows"
-            )
-        if len(value) != self._policy.get_size():
-            raise ConfigError(
-                f"{self._policy.policy_str} has {self._policy.get_size()} rows, the tensor for {name!r} has "
-                f"{len(value)}"
-            )
-        self._own[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        """Forget ``name`` if it was set here, else free the tensor, which is collective."""
-        if name in self._own:
-            del self._own[name]
-        else:
-            self[name].delete()
-
-    def __iter__(self) -> Iterator[str]:
-        prefix = self._policy.key("")
-        stored = [name[len(prefix) :] for name in self._policy.store.names() if name.startswith(prefix)]
-        return iter(dict.fromkeys([*stored, *self._own]))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-@final
-@dataclass(frozen=True)
-class TypeView:
-    """What ``g.nodes[ntype]`` and ``g.edges[etype]`` are: ``.data`` holds the tensors."""
-
-    data: DataView
-
-
-@final
-class TypedViews(Generic[K]):
-    """``g.nodes`` and ``g.edges``.
-
-    Args:
-        view_of: Type to its tensors.
-        called: What to write for the ids that calling it gives in a DGLGraph.
-    """
-
-    def __init__(self, view_of: Callable[[K], DataView], called: str) -> None:
-        self._view_of, self._called = view_of, called
-
-    def __getitem__(self, key: K) -> TypeView:
-        """Return the view of one type.
-
-        Raises:
-            ConfigError: there is no such type.
-        """
-        return TypeView(self._view_of(key))
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Refuse what a DGLGraph answers with all its ids.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"a distributed graph does not list its ids: write {self._called}, or dx.node_split(mask) or "
-            "dx.edge_split(mask) for this rank's share. What changes a graph goes before dx.distribute"
-        )
-
-
-def only_of(types: Sequence[T], names: Sequence[str], what: str, remedy: str) -> T:
-    """Return the one type that there is.
-
-    Raises:
-        ConfigError: there are several; the message has their ``names`` and the ``remedy``.
-    """
+def _only_of(types: Sequence[T], names: Sequence[str], what: str, remedy: str) -> T:
     if len(types) == 1:
         return types[0]
     raise ConfigError(f"the graph has the {what} types {', '.join(names)}; use {remedy}")
@@ -249,13 +125,13 @@ def only_of(types: Sequence[T], names: Sequence[str], what: str, remedy: str) ->
 
 @final
 class DistGraph(Shared):
-    """A partitioned dataset, opened by all ranks together; afterwards any rank may use it alone, at any time.
+    """A partitioned dataset. Opening and closing it is collective; any rank may use it alone, at any time.
 
-    Ids are those of the dataset: contiguous per (type, part). :meth:`orig_ids` leads back to the source's.
-    It is not a DGLGraph, but DGL's samplers take it: they call :meth:`sample_neighbors`.
+    Ids are those of the dataset: contiguous per (type, part). :meth:`orig_ids` returns the source's.
+    It is not a DGLGraph, but DGL's samplers accept it: they call :meth:`sample_neighbors`.
 
     Args:
-        folder: What ``dglx partition`` wrote.
+        folder: Written by ``dglx partition``.
         part_config: DGL's own JSON file in its place, imported once into ``<name>.dglx`` beside it.
         structure: ``replicated``: every server maps the in-edges of the whole graph; ``partitioned``: those
             of its own parts, and asks for the others; ``auto``: replicated when all parts are on every
@@ -266,7 +142,7 @@ class DistGraph(Shared):
     Raises:
         ConfigError: no session; both or none of ``folder`` and ``part_config``; fewer parts than servers.
         StorageError: on all ranks, when the dataset cannot be opened on one of them.
-        DatasetError: on the rank that has checked it, an id is out of range; StorageError on the others.
+        DatasetError: an id is out of range, on the rank that checks the files; StorageError on the others.
     """
 
     def __init__(
@@ -287,7 +163,7 @@ class DistGraph(Shared):
         self.dataset: StoredDataset = open_together(path, self.session, verify)
         manifest = self.dataset.manifest
         self.placement = Placement(manifest.num_parts, self.session.topology)
-        # A name of its own for each open graph, so that a run may have several.
+        # Unique for each open graph, so that a run may have several.
         label = str(broadcast_json(secrets.token_hex(4), self.session))
         self.kvstore = KVStore(self.session, self.placement, label)
         self._book = book_of(self.placement, manifest)
@@ -299,12 +175,12 @@ class DistGraph(Shared):
         )
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
         for opened in self._structures.values():
-            serve_uniform(opened)
+            opened.serve(UNIFORM, draw_uniform)
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
         self._draws = count()
         self.on_close: list[Callable[[], None]] = []
-        """Called by :meth:`close`, once nobody uses the graph any more: what others made of it is let go."""
+        """Called by :meth:`close`, when no rank uses the graph any more, to release what depends on it."""
         OPENED.set(self.session, self)
         barrier(self.session, f"opening {self.name}")
 
@@ -313,28 +189,24 @@ class DistGraph(Shared):
 
     @property
     def name(self) -> str:
-        """Name of the dataset."""
         return self.dataset.manifest.name
 
     @property
     def device(self) -> torch.device:
-        """The CPU, where structure and tensors live."""
         return torch.device("cpu")
 
     def to(self, device: torch.device | str) -> DistGraph:
-        """Return itself for the CPU, where it stays; ConfigError for another device, to which batches go."""
+        """Return itself for the CPU, where it stays; ConfigError for another device."""
         if torch.device(device).type == "cpu":
             return self
         raise ConfigError(f"a distributed graph stays on the CPU; leave .to({device}) out, batches are moved")
 
     @property
     def idtype(self) -> torch.dtype:
-        """int64, the dtype of every id."""
         return torch.int64
 
     @property
     def ntypes(self) -> list[str]:
-        """Node types."""
         return list(self._node_policies)
 
     @property
@@ -368,11 +240,9 @@ class DistGraph(Shared):
         return TypedViews(lambda etype: self._edge_views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
 
     def num_nodes(self, ntype: str | None = None) -> int:
-        """Return the number of nodes of one type, or of all."""
         return self._book.num_nodes(ntype)
 
     def num_edges(self, etype: str | EdgeType | None = None) -> int:
-        """Return the number of edges of one type, or of all."""
         return self._book.num_edges(etype)
 
     number_of_nodes, number_of_edges = num_nodes, num_edges
@@ -381,7 +251,7 @@ class DistGraph(Shared):
         """Return the number of classes of the labels of one node type.
 
         Raises:
-            ConfigError: the dataset states none, or ``ntype`` is needed.
+            ConfigError: the dataset states none, or ``ntype`` is missing.
         """
         key = self._ntype_or_only(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
@@ -398,19 +268,17 @@ class DistGraph(Shared):
         return canonical_etype(etype, self.canonical_etypes)
 
     def get_partition_book(self) -> PartitionBook:
-        """Return who owns which ids; its partitions are the servers."""
+        """Return the ownership of ids; its partitions are the servers."""
         return self._book
 
     def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
-        """Return how tensors of the nodes of one type are laid over the servers."""
         return self._node_policies[self._known_ntype(ntype)]
 
     def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy:
-        """Return how tensors of the edges of one type are laid over the servers."""
         return self._edge_policies[self.to_canonical_etype(etype)]
 
     def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
-        """Return how rows that are neither nodes nor edges are laid over servers: :func:`own_policy`."""
+        """Return a policy for rows that are neither nodes nor edges, see :func:`own_policy`."""
         return own_policy(name, rows, self._book, self.kvstore)
 
     def policy_of_length(self, num_rows: int) -> PartitionPolicy:
@@ -429,7 +297,7 @@ class DistGraph(Shared):
         init_func: InitRows | None = None,
         part_policy: PartitionPolicy | None = None,
     ) -> DistTensor:
-        """Return a tensor in memory of nodes or edges of this graph, see :class:`DistTensor`; collective."""
+        """Return a tensor in memory for nodes or edges of this graph, see :class:`DistTensor`; collective."""
         return DistTensor(shape, dtype, name, init_func, part_policy, graph=self)
 
     def cache_rows(
@@ -443,55 +311,43 @@ class DistGraph(Shared):
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
     ) -> CachePlan:
-        """Keep copies of other servers' rows, once per server; no result changes. Every rank must call it.
+        """Keep copies of other servers' rows, once per server; no result changes. Collective.
 
         A second call replaces the first one's rows; ``alpha=0`` drops them. One server keeps nothing.
 
         Args:
             name: Of node data of the dataset, which is read-only.
-            alpha: Most rows to keep, as a fraction of the own server's rows.
+            alpha: Most rows to keep, as a fraction of the local server's rows.
             policy: ``vip``: the probability that a batch needs the row (SALIENT++); ``degree``: how often it
-                is a source; ``halo``: sources of own nodes, by the number of those edges.
+                is a source; ``halo``: sources of local nodes, by the number of those edges.
             ntype: Node type; None: the only one.
             seeds: For vip: this rank's training nodes; None: its share of ``train_mask``.
             fanouts, batch_size: For vip: as the loader's.
 
         Raises:
-            ConfigError: on all ranks, when one was told what cannot be honoured, or has no room.
+            ConfigError: on all ranks, when an argument is invalid on one, or memory is short there.
         """
         known = together(self.session, lambda: self._ntype_or_only(ntype, "cache_rows(ntype=)"), ConfigError)
         return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
-        """Return the in-edges of one type as samplers read them."""
+        """Return the in-edges of one type, as samplers read them."""
         return self._structures[self._etype_or_only(etype, "an edge type")]
 
     def in_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 numbers of in-edges of ``nodes``, or of all.
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Return the (K,) int64 numbers of in-edges of ``nodes``, or of all."""
         structure = self.structure(etype)
         ids = as_ids_or_all(nodes, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
         return to_tensor(structure.in_degrees(ids))
 
     def out_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 numbers of out-edges of ``nodes``, or of all; first reads every edge.
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Return the (K,) int64 numbers of out-edges of ``nodes``, or of all; first reads every edge."""
         structure = self.structure(etype)
         ids = as_ids_or_all(nodes, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return to_tensor(structure.out_degrees(ids))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
-        """Return (sources, destinations), (K,) int64 each.
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Return (sources, destinations), (K,) int64 each; IndexError when an id is out of range."""
         structure = self.structure(etype)
         ids = as_ids(edges, structure.num_edges, f"the edges of type {structure.etype}")
         sources, destinations = structure.find_edges(ids)
@@ -508,16 +364,16 @@ class DistGraph(Shared):
         etype_sorted: bool = True,
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
-        """Draw in-edges of nodes. Returns a graph of all nodes with the drawn edges, as DGL does.
+        """Return a graph of all nodes with drawn in-edges of ``seed_nodes``, as DGL does.
 
         Args:
             seed_nodes: (K,) ids, or a dict of them by node type.
             fanout: Edges per node and edge type, -1 for all, or a dict by edge type.
-            edge_dir: ``in``; out-edges lie with their destinations and cannot be drawn.
+            edge_dir: ``in``; out-edges are stored with their destinations and cannot be drawn.
             prob: Name of an edge tensor of weights, or of a mask of the edges that may be drawn.
             exclude_edges: Ids of edges that are never drawn, or a dict of them by edge type.
             replace: Whether an edge may be drawn more than once.
-            etype_sorted: As DGL has it; of no effect.
+            etype_sorted: Accepted for DGL, without effect.
             output_device: Where the result goes; None: the CPU.
 
         Raises:
@@ -534,31 +390,21 @@ class DistGraph(Shared):
         return graph if output_device is None else graph.to(output_device)
 
     def local_nodes(self, ntype: str | None = None) -> Tensor:
-        """Return the ids of the nodes of this rank's server, ascending."""
+        """Return the ids of the local server's nodes, ascending."""
         return self._book.partid2nids(self._book.partid, self._ntype_or_only(ntype, "local_nodes(ntype)"))
 
     def orig_ids(self, ids: Ids, ntype: str | None = None) -> Tensor:
-        """Return the (K,) int64 ids that nodes had in the source of the dataset.
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Return the (K,) int64 ids of the nodes in the source of the dataset."""
         policy = self._node_policies[self._ntype_or_only(ntype, "orig_ids(ids, ntype)")]
         return self._hidden(policy, ORIGINAL_IDS, ids)
 
     def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 positions that edges had in the source's list.
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Return the (K,) int64 positions of the edges in the source's list."""
         policy = self._edge_policies[self._etype_or_only(etype, "orig_edge_ids(ids, etype)")]
         return self._hidden(policy, ORIGINAL_IDS, ids)
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
-        """Return the (K,) ids that the user knows nodes by: int64, or unicode text.
-
-        Where the source had none of its own, these are :meth:`orig_ids`.
+        """Return the user's own (K,) ids of nodes, int64 or unicode text; without any, :meth:`orig_ids`.
 
         Raises:
             IndexError: an id is out of range.
@@ -571,16 +417,15 @@ class DistGraph(Shared):
         return self._hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
 
     def rank(self) -> int:
-        """Return the rank of this process."""
         return self.session.topology.rank
 
     def barrier(self) -> None:
-        """Wait until every rank is here; what was written before, in any way, is seen by all afterwards."""
+        """Wait for every rank; what any rank wrote before, in any way, is then seen by all."""
         together(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
-        """Stop answering for this graph, once its own writes are done; every rank must call it."""
+        """Stop serving this graph, once its own writes are done; collective."""
         together(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
         for action in self.on_close:
@@ -597,10 +442,10 @@ class DistGraph(Shared):
         return ntype
 
     def _ntype_or_only(self, ntype: str | None, remedy: str) -> str:
-        return self._known_ntype(ntype or only_of(self.ntypes, self.ntypes, "node", remedy))
+        return self._known_ntype(ntype or _only_of(self.ntypes, self.ntypes, "node", remedy))
 
     def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
-        return self.to_canonical_etype(etype or only_of(self.canonical_etypes, self.etypes, "edge", remedy))
+        return self.to_canonical_etype(etype or _only_of(self.canonical_etypes, self.etypes, "edge", remedy))
 
     def _hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:
         asked = as_ids(ids, policy.get_size(), policy.policy_str)

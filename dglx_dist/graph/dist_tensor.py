@@ -1,14 +1,14 @@
-"""A tensor whose rows lie on the servers, read and written like one that does not."""
+"""``DistTensor``: a tensor whose rows lie on the servers, read and written like a local one."""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, cast, final
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast, final
 
 import numpy as np
 import torch
@@ -17,21 +17,21 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, gather_json
 from dglx_dist.comm.session import Session, SessionField, Shared, current_session
 from dglx_dist.data.storage.columns import numpy_dtype
+from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import together
-from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.partition_book import PartitionBook, RowOwners
 from dglx_dist.graph.partition_policy import PartitionPolicy
 from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
-from dglx_dist.records import Array, ColumnInfo
+from dglx_dist.graph.structure import Structure
+from dglx_dist.records import Array, ColumnInfo, EdgeType
 
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
-
+K = TypeVar("K")
 
 GRAPH_REMEDY = (
     "its nodes and edges lie on the servers. What changes a graph goes before dx.distribute; batches come "
@@ -44,10 +44,10 @@ TENSOR_REMEDY = (
 
 
 def unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
-    """Return a ``__getattr__`` that refuses every name: ``what`` has it not, and here is the ``remedy``."""
+    """Return a ``__getattr__`` that raises AttributeError with a ``remedy`` for every name."""
 
     def refuse(_: Any, name: str) -> NoReturn:
-        # Python's own protocols ask for such names, and show no one the text.
+        # Python's own protocols probe such names and never show the text.
         raise AttributeError(name if name.startswith("__") else f"{what} has no {name!r}: {remedy}")
 
     return refuse
@@ -63,11 +63,11 @@ class WantedTensor:
     policy: PartitionPolicy
 
     def facts(self) -> list[object]:
-        """What all ranks must say alike."""
+        """Return what must be equal on all ranks."""
         return [self.key, list(self.shape), self.info.dtype, self.policy.bounds.tolist()]
 
     def check_attach(self, name: str, column: Column, attach: bool) -> None:
-        """Raise ConfigError when the existing tensor ``column`` is another one, or may not be taken."""
+        """Raise ConfigError unless the tensor may attach to the existing ``column``."""
         if not attach:
             raise ConfigError(f"there is a tensor {name!r} already; choose another name")
         shape = (column.num_rows, *column.info.row_shape)
@@ -84,12 +84,12 @@ class WantedTensor:
 
 
 def wanted_tensor(
-    shape: Sequence[int], dtype: torch.dtype, name: str, place: PartitionPolicy | DistGraph, is_gdata: bool
+    shape: Sequence[int], dtype: torch.dtype, name: str, place: PartitionPolicy | OpenedGraph, is_gdata: bool
 ) -> WantedTensor:
-    """Say what a rank asks for; ``place`` is a policy, or the graph to look for one that fits.
+    """Describe a tensor; ``place`` is a policy, or the graph in which to find one of that length.
 
     Raises:
-        ConfigError: the shape is none, fits no type or several, or the dtype cannot be stored.
+        ConfigError: the shape is invalid, fits no type or several, or the dtype cannot be stored.
     """
     sizes = _whole_sizes(shape)
     policy = place if isinstance(place, PartitionPolicy) else place.policy_of_length(sizes[0])
@@ -113,35 +113,30 @@ def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def agreed(session: Session, wanted: WantedTensor | None, problem: str) -> WantedTensor:
-    """Return ``wanted`` when all ranks want the same. Every rank must call it.
-
-    Args:
-        session: The run.
-        wanted: None when this rank has a problem.
-        problem: What is wrong on this rank, or "".
+    """Return ``wanted`` (None: this rank has a ``problem``) when all ranks want the same; collective.
 
     Raises:
         ConfigError: on all ranks, when one has a problem or they differ.
     """
-    mine = None if wanted is None else wanted.facts()
-    said = gather_json([mine, problem], session)
-    for rank, (other, text) in enumerate(cast("list[tuple[object, str]]", said)):
+    local = None if wanted is None else wanted.facts()
+    gathered = gather_json([local, problem], session)
+    for rank, (remote, text) in enumerate(cast("list[tuple[object, str]]", gathered)):
         if text:
             raise ConfigError(text if rank == session.topology.rank else f"rank {rank}: {text}")
-        if mine is not None and other != mine:
+        if local is not None and remote != local:
             raise ConfigError(
-                f"rank {session.topology.rank} creates the tensor {mine} while rank {rank} creates "
-                f"{other}; creating one is collective: all ranks must do it alike"
+                f"rank {session.topology.rank} creates the tensor {local} while rank {rank} creates "
+                f"{remote}; creating one is collective: all ranks must create the same"
             )
     assert wanted is not None, "a rank without a tensor has a problem"
     return wanted
 
 
 def create(wanted: WantedTensor, init: InitRows | None) -> None:
-    """Make the rows and name them in the store. Every rank must call it, with the same.
+    """Allocate the rows and add them to the store; collective.
 
     Raises:
-        ConfigError: on all ranks, when there is no room on one, or ``init`` raised there.
+        ConfigError: on all ranks, when memory is short on one, or ``init`` raised there.
     """
     policy, store = wanted.policy, wanted.policy.store
     file_name = f"{store.label}-tensor-{store.next_number()}"
@@ -154,10 +149,10 @@ def create(wanted: WantedTensor, init: InitRows | None) -> None:
 
 
 def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) -> None:
-    """Write a tensor into ``folder``, which holds it wholly or as before. Every rank must call it.
+    """Write a tensor into ``folder``, which then holds all of it or its former content; collective.
 
-    Every rank writes the rows it owns as one file; when all are there, rank 0 writes the index and gives the
-    folder its name. What is pushed meanwhile may be saved or not.
+    Every rank writes the rows it owns as one file; rank 0 then writes the index and renames the folder.
+    Pushes made meanwhile may be saved or not.
 
     Args:
         folder: Seen by all ranks under this name; what was saved there before is replaced.
@@ -167,7 +162,7 @@ def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) 
 
     Raises:
         StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
-            something else than a saved tensor; what was there is unchanged.
+            something other than a saved tensor; what was there is unchanged.
     """
     store = policy.store
 
@@ -186,17 +181,14 @@ def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) 
 
 
 def load_rows(folder: str | Path, name: str | None, policy: PartitionPolicy, key: str) -> None:
-    """Fill a tensor from what :func:`save_rows` wrote on any number of ranks. Every rank must call it.
+    """Fill a tensor from what :func:`save_rows` wrote on any number of ranks; collective.
 
-    Args:
-        folder: Seen by all ranks.
-        name: Of the tensor in the folder; None: the only one there.
-        policy: How the rows of the tensor to fill are laid over the servers.
-        key: Its name in the store.
+    ``name`` is the tensor's in the folder (None: the only one there); ``policy`` and ``key`` are those of the
+    tensor to fill.
 
     Raises:
         StorageError: on all ranks, when one finds the folder missing or damaged, or the tensor is of another
-            shape, dtype or dataset. Nothing was changed then.
+            shape, dtype or dataset; nothing has changed.
         ConfigError: the tensor belongs to the dataset on disk.
     """
     store = policy.store
@@ -229,7 +221,7 @@ def _owned(policy: PartitionPolicy) -> tuple[int, int]:
 
 
 def _rows_of(column: Column, first: int, last: int) -> Array:
-    """Return the rows ``first`` to ``last - 1`` of the own server; a copy only when they lie in pieces."""
+    """Return the rows ``first`` to ``last - 1`` of the local server; a copy only if they span shards."""
     for shard in column.shards:
         if shard.first <= first and last <= shard.first + len(shard.rows):
             return shard.rows[first - shard.first : last - shard.first]
@@ -253,46 +245,45 @@ def _check_same(
             f"{folder} holds {saved.name!r} as {saved.info.dtype} of shape {saved.shape}, and the tensor to "
             f"fill is {column.info.dtype} of shape {shape}; create one like it"
         )
-    told = cast("dict[str, object]", facts)
-    for what, mine in (("policy", policy.policy_str), ("dataset", policy.dataset)):
-        # Rows of nobody's nodes or edges mean the same with any dataset, under any name.
-        if policy.dataset and told.get(what) != mine:
+    written = cast("dict[str, object]", facts)
+    for what, expected in (("policy", policy.policy_str), ("dataset", policy.dataset)):
+        # Rows that are neither nodes nor edges mean the same with any dataset, under any name.
+        if policy.dataset and written.get(what) != expected:
             raise StorageError(
-                f"{folder} holds {saved.name!r} of the {what} {told.get(what)!r}, and the tensor to fill "
-                f"goes with {mine!r}; rows are numbered otherwise there; load it with its own dataset"
+                f"{folder} holds {saved.name!r} of the {what} {written.get(what)!r}, and the tensor to fill "
+                f"goes with {expected!r}, which numbers rows differently; load it with its own dataset"
             )
 
 
-OPENED: SessionField[DistGraph | None] = SessionField(lambda: None)
+OPENED: SessionField[OpenedGraph | None] = SessionField(lambda: None)
 """The graph opened last."""
-"""Where the session keeps the graph opened last."""
 
 
 @final
 class DistTensor(Shared):
     """A tensor cut by rows over the servers, in shared memory or of the dataset on disk.
 
-    Creating one is collective; when the name is known already it attaches to what exists, which is not.
-    Reading and writing any rows is open to any rank alone, from any thread, at any time; between one
-    rank's write and another's read of the same rows, the program must order them (``g.barrier()``).
+    Creating one is collective; with a name that exists it attaches to that tensor, which is not collective.
+    Any rank may read and write any rows alone, from any thread, at any time; the program must order one
+    rank's write and another's read of the same rows (``g.barrier()``).
 
     Args:
-        shape: Of the whole; its first size tells, without ``part_policy``, which nodes or edges it goes with.
+        shape: Of the whole; without ``part_policy`` its first size selects the nodes or edges it goes with.
         dtype: Torch's.
-        name: On all ranks the same; None: nobody else can attach to it.
-        init_func: (shape, dtype) of the own server's rows to their first values; zeros when None. Called on
+        name: The same on all ranks; None: no later creation can attach to it.
+        init_func: (shape, dtype) of the local server's rows to their first values; zeros when None. Called on
             one rank of each server.
         part_policy: ``g.get_node_partition_policy(ntype)``, ``g.get_edge_partition_policy(etype)``, or
             ``g.new_policy(name, rows)`` for rows that are neither.
-        persistent: As DGL has it, and of no effect: DGL frees a tensor with its object unless this is True,
-            which no rank can do alone. Here tensors live until :meth:`delete`, the end of a ``with`` block of
-            theirs, or the end of the session, and their memory is then free however the ranks end.
+        persistent: Accepted for DGL, without effect: DGL frees a tensor with its object unless this is True,
+            which no rank can do alone. Here tensors live until :meth:`delete`, the end of their ``with``
+            block, or the end of the session, and their memory is then free however the ranks end.
         is_gdata: Whether ``g.nodes[...].data`` shows it.
         attach: Whether an existing tensor of this name may be taken.
         graph: None: the graph opened last.
 
     Raises:
-        ConfigError: on all ranks: ranks disagree, there is no room, the shape fits no type or several, or
+        ConfigError: on all ranks: ranks disagree, memory is short, the shape fits no type or several, or
             the name is taken by a tensor of another shape or dtype or ``attach`` is False.
     """
 
@@ -307,11 +298,11 @@ class DistTensor(Shared):
         is_gdata: bool = True,
         attach: bool = True,
         *,
-        graph: DistGraph | None = None,
+        graph: OpenedGraph | None = None,
     ) -> None:
         policy = part_policy if isinstance(part_policy, PartitionPolicy) else None
         store = policy.store if policy is not None else (graph or opened_graph()).kvstore
-        # Numbered before anything can go wrong on one rank alone.
+        # Numbered before anything can fail on one rank alone.
         self._name = f"unnamed-{store.next_number()}" if name is None else name
         self.persistent = persistent
         self._device = torch.device("cpu")
@@ -325,7 +316,7 @@ class DistTensor(Shared):
             wanted = wanted_tensor(shape, dtype, self._name, policy or graph or opened_graph(), is_gdata)
         except ConfigError as error:
             if any(key.endswith(f"~{self._name}") for key in store.names()):
-                raise  # attaching is no affair of the other ranks
+                raise  # attaching is not collective
             problem = str(error)
         if wanted is None or not store.has(wanted.key):
             wanted = agreed(store.session, wanted, problem)
@@ -343,62 +334,52 @@ class DistTensor(Shared):
         __getattr__ = unsupported("a DistTensor", TENSOR_REMEDY)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Return all rows for NumPy, which else would ask for one after the other."""
+        """Return all rows; without this method NumPy would read them one by one."""
         return np.asarray(self.to_local().numpy(), dtype=dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: object) -> NoReturn:
-        """Refuse to be given to a function of torch.
-
-        Raises:
-            TypeError: always, with what to give instead.
-        """
+        """Raise TypeError: no function of torch takes a DistTensor."""
         raise TypeError(f"torch's {func.__name__} takes no DistTensor: {TENSOR_REMEDY}")
 
     @property
     def name(self) -> str:
-        """The name given at creation."""
         return self._name
 
     @property
     def tensor_name(self) -> str:
-        """As :attr:`name`, which is what DGL calls it."""
+        """DGL's word for :attr:`name`."""
         return self._name
 
     @property
     def kvstore_key(self) -> str:
-        """Under which the KVStore knows it."""
+        """Its name in the KVStore."""
         return self._key
 
     @property
     def kvstore(self) -> KVStore:
-        """The store that holds it."""
         return self.part_policy.store
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
         column = self._column
         return (column.num_rows, *column.info.row_shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Torch's dtype."""
         return torch_dtype(self._column.info.dtype)
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """The first row of the own server and the one after its last."""
+        """The first row of the local server and the one after its last."""
         bounds, server = self.part_policy.bounds, self.part_policy.part_id
         return int(bounds[server]), int(bounds[server + 1])
 
     def __len__(self) -> int:
-        """Rows of all servers."""
         return self._column.num_rows
 
     def __repr__(self) -> str:
@@ -411,8 +392,8 @@ class DistTensor(Shared):
             index: (K,) integers (any width, torch, NumPy or list), a bool mask over all rows, a slice.
 
         Raises:
-            IndexError: an id is out of range (the first and its position are named), or ``index`` is
-                not of these kinds.
+            IndexError: an id is out of range (the message names the first and its position), or ``index``
+                is of another kind.
             PeerError: an owner is dead or silent.
         """
         ids = as_ids(index, len(self), repr(self._name))
@@ -424,7 +405,7 @@ class DistTensor(Shared):
         return rows[0] if isinstance(index, int | np.integer) else rows
 
     def __setitem__(self, index: Ids, values: Tensor) -> None:
-        """Overwrite rows and wait until their owners have them; as :meth:`push`."""
+        """Overwrite rows and wait until their owners have them, as :meth:`push`."""
         self.push(index, values)
 
     def push(self, index: Ids, values: Tensor, *, accumulate: bool = False, wait: bool = True) -> None:
@@ -432,16 +413,16 @@ class DistTensor(Shared):
 
         Args:
             index: As for reading. Of repeated ids the last value stays, or all are added.
-            values: (K, *row), or what can be broadcast to it. Floating-point values are rounded to the
-                tensor's dtype; into integers or bool only values go that they can hold.
-            accumulate: Add to what is there; see :meth:`KVStore.push`.
-            wait: Until every later read of any rank sees it. Else :meth:`fence` or ``g.barrier()`` does.
+            values: (K, *row), or broadcastable to it. Floating-point values are rounded to the tensor's
+                dtype; integer and bool tensors take only values that they can hold.
+            accumulate: Add to the present rows; see :meth:`KVStore.push`.
+            wait: Until every later read of any rank sees it. Else :meth:`fence` or ``g.barrier()`` waits.
 
         Raises:
             ConfigError: the tensor belongs to the dataset, or ``values`` does not fit.
             IndexError: an id is out of range.
             PeerError: an owner is dead or silent.
-            RemoteError: an owner could not write.
+            RemoteError: an owner cannot write.
         """
         ids = as_ids(index, len(self), repr(self._name))
         try:
@@ -459,42 +440,35 @@ class DistTensor(Shared):
         self.kvstore.push(self._key, ids, rows, accumulate=accumulate, wait=wait)
 
     def fence(self, timeout_s: float | None = None) -> None:
-        """Wait for what this rank pushed with ``wait=False``; see :meth:`KVStore.fence`."""
+        """Wait for this rank's pushes with ``wait=False``; see :meth:`KVStore.fence`."""
         self.kvstore.fence(timeout_s)
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return a new tensor of the bitwise or of both, such as the union of two masks. Collective.
-
-        Raises:
-            ConfigError: on all ranks: they differ in shape, dtype or policy, or hold fractions.
-        """
+        """Return :func:`union` of both; collective."""
         if not isinstance(other, DistTensor):
             return NotImplemented
         return union(self, other)
 
     def count_nonzero(self) -> int:
-        """Return how many values of the whole are not zero; any rank alone, few bytes."""
+        """Return the number of nonzero values of the whole; any rank alone, few bytes."""
         return self.kvstore.count_nonzero(self._key)
 
     def to(self, device: torch.device | str | None = None) -> DistTensor:
-        """Return this tensor with reads that land on ``device``; the rows stay where they are."""
+        """Return this tensor with reads that go to ``device``; the rows stay where they are."""
         moved = copy.copy(self)
         moved._device = torch.device("cpu" if device is None else device)
         return moved
 
     def save(self, folder: str | Path) -> None:
-        """Write the tensor into a folder that all ranks see; collective. See :func:`save_rows`."""
+        """Write the tensor into a folder that all ranks see, as :func:`save_rows`; collective."""
         save_rows(folder, self._name, self.part_policy, self._key)
 
     def load(self, folder: str | Path, name: str | None = None) -> None:
-        """Fill the tensor from a folder, whatever number of ranks saved it; collective.
-
-        See :func:`load_rows`, also for what is refused; ``name``: which tensor there, when there are several.
-        """
+        """Fill the tensor from a folder, as :func:`load_rows`; collective."""
         load_rows(folder, name, self.part_policy, self._key)
 
     def __enter__(self) -> DistTensor:
-        """Return itself; the end of the block frees the tensor, so every rank must come there."""
+        """Return itself; the end of the block frees the tensor, so every rank must reach it."""
         return self
 
     def __exit__(
@@ -502,12 +476,12 @@ class DistTensor(Shared):
     ) -> None:
         if error is None:
             self.delete()
-        # Else the other ranks may never come to the end of the block: nobody is waited for.
+        # After an error the other ranks may never reach the end of the block, so this does not wait for them.
         elif self.kvstore.has(self._key):
             self.kvstore.remove(self._key)
 
     def local_rows(self) -> Tensor:
-        """Return the own server's rows, (n, *row); of a tensor in memory, the memory its ranks share."""
+        """Return the local server's rows, (n, *row); of a tensor in memory, the memory its ranks share."""
         column = self._column
         if column.writable:
             return tensor_view(column.shards[0].rows, column.info)
@@ -522,15 +496,13 @@ class DistTensor(Shared):
         """Free the tensor; every rank must call it, and no rank may use it afterwards.
 
         Raises:
-            RemoteError: on all ranks, once, when a push that was not waited for failed; the tensor is
-                still there.
+            RemoteError: on all ranks, once, when a push with ``wait=False`` failed; the tensor still exists.
         """
         together(self.kvstore.session, self.kvstore.fence, RemoteError)
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)
 
     def _converted(self, values: Tensor) -> Tensor:
-        """Return ``values`` in the tensor's dtype, which must be able to hold them."""
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):
             raise ConfigError(f"{self._name!r} holds {self.dtype}; convert the {values.dtype} values first")
         converted = values.to(self.dtype)
@@ -543,7 +515,7 @@ class DistTensor(Shared):
 
     @property
     def device(self) -> torch.device:
-        """Where reads land when the index does not say."""
+        """Device of what is read, unless the index is on another one."""
         return self._device
 
     @property
@@ -552,10 +524,10 @@ class DistTensor(Shared):
 
 
 def union(one: DistTensor, other: DistTensor) -> DistTensor:
-    """Return a new tensor of the bitwise or of both. Every rank must call it.
+    """Return a new tensor of the bitwise or of both, such as the union of two masks; collective.
 
     Raises:
-        ConfigError: on all ranks: they differ in shape, dtype or policy, or hold fractions.
+        ConfigError: on all ranks: they differ in shape, dtype or policy, or are floating-point.
     """
     facts = [(tensor.shape, tensor.dtype, tensor.part_policy.policy_str) for tensor in (one, other)]
     if facts[0] != facts[1] or one.kvstore is not other.kvstore or one.dtype.is_floating_point:
@@ -572,7 +544,116 @@ def union(one: DistTensor, other: DistTensor) -> DistTensor:
     return joined
 
 
-def opened_graph() -> DistGraph:
+@final
+class DataView(MutableMapping[str, DistTensor]):
+    """The named tensors of the nodes or edges of one type."""
+
+    def __init__(self, policy: PartitionPolicy) -> None:
+        self._policy = policy
+        self._own: dict[str, DistTensor] = {}
+
+    def __getitem__(self, name: str) -> DistTensor:
+        """Return the tensor called ``name``; KeyError, which lists those that exist, if there is none."""
+        if name in self._own:
+            return self._own[name]
+        key = self._policy.key(name)
+        if not self._policy.store.has(key):
+            known = ", ".join(map(repr, self)) or "none"
+            raise KeyError(f"{self._policy.policy_str} has no tensor {name!r} (known: {known})")
+        info = self._policy.store.column(key).info
+        shape = (self._policy.get_size(), *info.row_shape)
+        return DistTensor(shape, torch_dtype(info.dtype), name, part_policy=self._policy)
+
+    def __setitem__(self, name: str, value: DistTensor) -> None:
+        """Name an existing tensor on this rank; call it on every rank that will look it up.
+
+        Raises:
+            ConfigError: ``value`` is no DistTensor, or has another number of rows.
+        """
+        if not isinstance(value, DistTensor):
+            raise ConfigError(
+                f"{name!r} would be a {type(value).__name__} of this rank alone; make a DistTensor with "
+                "part_policy= and write the rows: t[ids] = rows"
+            )
+        if len(value) != self._policy.get_size():
+            raise ConfigError(
+                f"{self._policy.policy_str} has {self._policy.get_size()} rows, the tensor for {name!r} has "
+                f"{len(value)}"
+            )
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        """Forget ``name`` if it was set on this rank, else free the tensor, which is collective."""
+        if name in self._own:
+            del self._own[name]
+        else:
+            self[name].delete()
+
+    def __iter__(self) -> Iterator[str]:
+        prefix = self._policy.key("")
+        stored = [name[len(prefix) :] for name in self._policy.store.names() if name.startswith(prefix)]
+        return iter(dict.fromkeys([*stored, *self._own]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@final
+@dataclass(frozen=True)
+class TypeView:
+    """``g.nodes[ntype]`` or ``g.edges[etype]``."""
+
+    data: DataView
+
+
+@final
+class TypedViews(Generic[K]):
+    """``g.nodes`` and ``g.edges``.
+
+    Args:
+        view_of: Type to its tensors; raises ConfigError for an unknown one.
+        remedy: What to write for the ids that calling it returns in a DGLGraph.
+    """
+
+    def __init__(self, view_of: Callable[[K], DataView], remedy: str) -> None:
+        self._view_of, self._remedy = view_of, remedy
+
+    def __getitem__(self, key: K) -> TypeView:
+        return TypeView(self._view_of(key))
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise ConfigError, where a DGLGraph returns all ids."""
+        raise ConfigError(
+            f"a distributed graph does not list its ids: write {self._remedy}, or dx.node_split(mask) or "
+            "dx.edge_split(mask) for this rank's share. What changes a graph goes before dx.distribute"
+        )
+
+
+class OpenedGraph(Protocol):
+    """The interface of :class:`DistGraph` for modules that it imports."""
+
+    session: Session
+    dataset: StoredDataset
+    kvstore: KVStore
+
+    @property
+    def ntypes(self) -> list[str]: ...
+    @property
+    def canonical_etypes(self) -> list[EdgeType]: ...
+    @property
+    def nodes(self) -> TypedViews[str]: ...
+    @property
+    def edges(self) -> TypedViews[str | EdgeType]: ...
+    def num_nodes(self, ntype: str | None = None) -> int: ...
+    def num_edges(self, etype: str | EdgeType | None = None) -> int: ...
+    def structure(self, etype: str | EdgeType | None = None) -> Structure: ...
+    def get_partition_book(self) -> PartitionBook: ...
+    def get_node_partition_policy(self, ntype: str) -> PartitionPolicy: ...
+    def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy: ...
+    def policy_of_length(self, num_rows: int) -> PartitionPolicy: ...
+
+
+def opened_graph() -> OpenedGraph:
     """Return the graph opened last in the current session.
 
     Raises:

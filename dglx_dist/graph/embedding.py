@@ -1,10 +1,10 @@
-"""Trainable rows that lie on the servers: pulled for a mini-batch, updated by ``dglx_dist.optim``."""
+"""``DistEmbedding``: trainable rows on the servers, pulled per mini-batch, updated by ``dglx_dist.optim``."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
+from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import together
@@ -27,22 +27,18 @@ from dglx_dist.graph.sparse_gradient import RowGradient, summed
 from dglx_dist.keyed_random import full_word, item_key
 from dglx_dist.records import Array, StepShare
 
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
-
-
 _CHUNK_BYTES = 1 << 24
-"""Rows made at a time where they have to be converted."""
+"""Rows generated at a time if they need conversion."""
 
 
 def fill_uniform(rows: Tensor, first: int, seed: int, name: str) -> None:
-    """Fill rows with draws uniform in [-1, 1), the same for a row wherever and by whomever it is made.
+    """Fill rows with draws uniform in [-1, 1) that depend only on seed, name and row id.
 
     Args:
         rows: (n, d) floating point, contiguous, on the CPU; overwritten.
         first: Id of the first row.
         seed: Of the run.
-        name: Tells the streams of several tensors apart.
+        name: Selects the tensor's random stream.
     """
     stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
     if rows.dtype in (torch.float32, torch.float64):
@@ -62,14 +58,14 @@ def _fill(rows: Array, first: int, stream: np.uint64) -> None:
     for row in range(count):
         key = item_key(stream, first + row)
         for column in range(columns):
-            # 24 bits, so that float32 and float64 rows start alike and 1 is never reached.
+            # 24 bits, so that float32 and float64 rows start equal and 1 is never reached.
             rows[row, column] = np.float64(full_word(key, column) >> np.uint64(40)) * 2.0**-23 - 1.0
 
 
 PHASE = "embeddings"
-"""Under which pulled rows are counted."""
+"""Ledger phase of pulled rows."""
 
-_COMPUTED_IN = {
+_COMPUTE_DTYPE = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
     torch.bfloat16: torch.float32,
@@ -81,20 +77,20 @@ _COMPUTED_IN = {
 class DistEmbedding(Shared):
     """One trainable row for each node or edge of a type, cut over the servers (DistDGL, section 5.4).
 
-    Calling it pulls the rows of a mini-batch; ``backward`` leaves their gradients here, and ``step()`` of an
-    optimiser of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows. What is never
-    stepped, or called without gradients (``torch.no_grad()``), leaves nothing behind but, after ``backward``,
-    one gradient row for each distinct id.
+    Calling it pulls the rows of a mini-batch; ``backward`` stores their gradients here, and ``step()`` of an
+    optimiser of :mod:`dglx_dist.graph.optim` sends them to the ranks that own the rows. Without ``step()``
+    at most one gradient row for each distinct id is kept after ``backward``; calls without gradients
+    (``torch.no_grad()``) keep nothing.
 
-    Making one is collective; when the name is known already it attaches to what exists. Calling it is open to
-    any rank alone. Between ``step()`` and a call of another rank nothing needs to be ordered in synchronous
-    mode, for ``step()`` returns when all ranks have applied it.
+    Creating one is collective; with a name that exists it attaches to that tensor. Any rank may call it
+    alone. In synchronous mode no barrier is needed between ``step()`` and a call of another rank, because
+    ``step()`` returns when all ranks have applied it.
 
     Args:
         num_embeddings: Rows: the number of nodes or edges of a type.
         embedding_dim: Columns, d.
-        name: The same on all ranks; shown by ``g.nodes[...].data``. None: nobody else can attach to it.
-        init_func: (shape, dtype) of the own server's rows to their first values, called on one rank of each
+        name: The same on all ranks; shown by ``g.nodes[...].data``. None: no later creation can attach to it.
+        init_func: (shape, dtype) of the local server's rows to their first values, called on one rank of each
             server. None: uniform in [-1, 1), keyed by the session's seed, the name and the row's id, hence
             the same for any number of ranks and servers.
         part_policy: ``g.get_node_partition_policy(ntype)`` or another; needed when several types have
@@ -104,7 +100,7 @@ class DistEmbedding(Shared):
         graph: None: the graph opened last.
 
     Raises:
-        ConfigError: on all ranks: a wrong dtype, number of rows or dimension, or no room for the rows.
+        ConfigError: on all ranks: a wrong dtype, number of rows or dimension, or too little memory.
     """
 
     def __init__(
@@ -116,7 +112,7 @@ class DistEmbedding(Shared):
         part_policy: PartitionPolicy | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        graph: DistGraph | None = None,
+        graph: OpenedGraph | None = None,
     ) -> None:
         store = part_policy.store if part_policy is not None else (graph or opened_graph()).kvstore
 
@@ -125,56 +121,52 @@ class DistEmbedding(Shared):
             return part_policy or (graph or opened_graph()).policy_of_length(num_embeddings)
 
         if any(key.endswith(f"~{name}") for key in store.names()):
-            policy = checked()  # attaching is no affair of the other ranks
+            policy = checked()  # attaching is not collective
         else:
             policy = together(store.session, checked, ConfigError)
         self.dataset = _dataset_of(policy, graph)
-        """Checksum of the dataset whose ids the rows have; "" when its graph is not known any more."""
-        self._weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func)
-        self._gradients: list[RowGradient] = []
-        self._kept_rows = 0
-        self.optm_state: tuple[DistTensor, ...] = ()
-        """The optimiser's tensors, once there is one."""
-
-    @property
-    def weight(self) -> DistTensor:
+        """Checksum of the dataset that numbers the rows; "" when its graph is closed."""
+        self.weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func)
         """The rows, (num_embeddings, embedding_dim)."""
-        return self._weight
+        self._gradients: list[RowGradient] = []
+        self._num_kept_rows = 0
+        self.optm_state: tuple[DistTensor, ...] = ()
+        """The optimiser's tensors; empty without optimiser."""
 
     @property
     def name(self) -> str:
         """The name given at creation."""
-        return self._weight.name
+        return self.weight.name
 
     @property
     def data_name(self) -> str:
-        """As :attr:`name`; DGL has both."""
-        return self._weight.name
+        """DGL's other word for :attr:`name`."""
+        return self.weight.name
 
     @property
     def num_embeddings(self) -> int:
         """Rows of all servers."""
-        return self._weight.shape[0]
+        return self.weight.shape[0]
 
     @property
     def embedding_dim(self) -> int:
         """Columns."""
-        return self._weight.shape[1]
+        return self.weight.shape[1]
 
     @property
     def part_policy(self) -> PartitionPolicy:
-        """How the rows are laid over the servers."""
-        return self._weight.part_policy
+        """Distribution of the rows over the servers."""
+        return self.weight.part_policy
 
     @property
     def kvstore(self) -> KVStore:
         """The store that holds the rows."""
-        return self._weight.kvstore
+        return self.weight.kvstore
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of what a call returns, of gradients and of optimiser states."""
-        return _COMPUTED_IN[self._weight.dtype]
+        """The dtype of returned rows, gradients and optimiser states."""
+        return _COMPUTE_DTYPE[self.weight.dtype]
 
     def __repr__(self) -> str:
         return (
@@ -182,7 +174,7 @@ class DistEmbedding(Shared):
         )
 
     def __call__(self, ids: Ids, device: torch.device | str | None = None) -> Tensor:
-        """Return the rows of ``ids``; with gradients enabled, ``backward`` will leave theirs here.
+        """Return the rows of ``ids``; with gradients enabled, ``backward`` stores theirs here.
 
         Each distinct row is pulled once. Not collective.
 
@@ -194,7 +186,7 @@ class DistEmbedding(Shared):
             (K, d) of :attr:`compute_dtype`.
 
         Raises:
-            IndexError: an id is out of range (the first and its position are named).
+            IndexError: an id is out of range; the message has the first one and its position.
             PeerError: an owner is dead or silent.
         """
         index = as_ids(ids, self.num_embeddings, repr(self.name))
@@ -210,22 +202,22 @@ class DistEmbedding(Shared):
         return leaf if places is None else F.embedding(places, leaf)
 
     def reset_trace(self) -> None:
-        """Forget the gradients that ``backward`` left so far (as DGL names it; see also ``zero_grad()``)."""
+        """Drop all gradients (DGL's name; see also ``zero_grad()`` of the optimisers)."""
         self._gradients = []
-        self._kept_rows = 0
+        self._num_kept_rows = 0
 
     def take_gradients(self) -> list[RowGradient]:
-        """Return the gradients that ``backward`` left so far, in that order, and forget them."""
-        taken = self._gradients
+        """Return and drop all gradients, in the order of the backward passes."""
+        gradients = self._gradients
         self.reset_trace()
-        return taken
+        return gradients
 
     def _pull(self, ids: Array, device: torch.device, *, distinct: bool = False) -> Tensor:
-        rows = self.kvstore.pull(self._weight.kvstore_key, ids, distinct=distinct, phase=PHASE)
+        rows = self.kvstore.pull(self.weight.kvstore_key, ids, distinct=distinct, phase=PHASE)
         return rows.to(device=device, dtype=self.compute_dtype)
 
     def _recorder(self, ids: Array, share: StepShare | None) -> Callable[[Tensor], None]:
-        """Return what takes the gradient out of the leaf: nothing here keeps a leaf or its graph alive."""
+        """Return the hook that moves the gradient out of the leaf; it keeps no leaf or graph alive."""
 
         def record(leaf: Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
@@ -236,18 +228,18 @@ class DistEmbedding(Shared):
 
     def _keep(self, gradient: RowGradient) -> None:
         self._gradients.append(gradient)
-        self._kept_rows += len(gradient.ids)
+        self._num_kept_rows += len(gradient.ids)
         # A program that never steps would otherwise fill the memory: past this size most ids are repeated.
-        if len(self._gradients) > 1 and self._kept_rows > 2 * self.num_embeddings:
+        if len(self._gradients) > 1 and self._num_kept_rows > 2 * self.num_embeddings:
             self._gradients = _summed_by_share(self._gradients)
-            self._kept_rows = sum(len(kept.ids) for kept in self._gradients)
+            self._num_kept_rows = sum(len(kept.ids) for kept in self._gradients)
 
 
 def _check(embedding_dim: int, dtype: torch.dtype) -> None:
-    if dtype not in _COMPUTED_IN:
+    if dtype not in _COMPUTE_DTYPE:
         raise ConfigError(
             f"a DistEmbedding cannot train {dtype} rows; use one of "
-            f"{', '.join(str(known) for known in _COMPUTED_IN)}"
+            f"{', '.join(str(known) for known in _COMPUTE_DTYPE)}"
         )
     if not isinstance(embedding_dim, int) or embedding_dim < 1:
         raise ConfigError(f"embedding_dim is {embedding_dim!r}; give a whole number of at least 1")
@@ -273,13 +265,13 @@ def _make_rows(
     return weight
 
 
-def _dataset_of(policy: PartitionPolicy, graph: DistGraph | None) -> str:
+def _dataset_of(policy: PartitionPolicy, graph: OpenedGraph | None) -> str:
     graph = graph or opened_graph()
     return graph.dataset.manifest.checksum if graph.kvstore is policy.store else ""
 
 
 def _fill_owned(weight: DistTensor, session: Session) -> None:
-    """Give the rows their first values, each rank those it owns: no second copy of them is ever made."""
+    """Write initial values, each rank those of the rows it owns, without a second copy."""
     first, last = RowOwners(weight.part_policy.bounds, session.topology).range_of(session.topology.rank)
     start = weight.local_range[0]
     fill_uniform(weight.local_rows()[first - start : last - start], first, session.seed, weight.name)
@@ -287,7 +279,6 @@ def _fill_owned(weight: DistTensor, session: Session) -> None:
 
 
 def _summed_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
-    """Sum the gradients of equal share, which will have equal weights, into one each."""
     kept = []
     for share in dict.fromkeys(gradient.share for gradient in gradients):
         total = summed([(gradient, 1.0) for gradient in gradients if gradient.share == share])
@@ -301,4 +292,4 @@ def _device_of(ids: Ids) -> torch.device:
 
 
 def _on_gradient(leaf: Tensor, action: Callable[[Tensor], None]) -> None:
-    leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -1,4 +1,4 @@
-"""Whatever a user may index rows with, as one int64 array of ids that exist."""
+"""Conversion of row indices of any kind to checked int64 ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ids: TypeAlias = Tensor | Array | Sequence[int] | int | slice
 
 
 def as_array(values: Tensor | Array | Sequence[int] | int) -> Array:
-    """Return ``values`` as a NumPy array, without a copy where there can be none."""
+    """Return ``values`` as a NumPy array, without a copy where possible."""
     if isinstance(values, Tensor):
         return values.detach().cpu().numpy()
     return np.asarray(values)
@@ -27,15 +27,15 @@ def as_ids(index: Ids, count: int, what: str) -> Array:
     """Return the ids that ``index`` names.
 
     Args:
-        index: What the user wrote between the brackets.
-        count: How many rows there are.
+        index: The user's index.
+        count: Number of rows.
         what: Name of the rows, for messages.
 
     Returns:
         (K,) int64, C-contiguous, each in [0, ``count``).
 
     Raises:
-        IndexError: an id is out of range (the message has the first one and its position), a mask is of
+        IndexError: an id is out of range (the message has the first one and its position), a mask has
             another length, or ``index`` is not one-dimensional or not of integers.
     """
     if isinstance(index, slice):

@@ -1,4 +1,4 @@
-"""Rows of distributed tensors, read and written by any rank alone (DistDGL's KVStore)."""
+"""``KVStore``: one-sided pull and push of the rows of distributed tensors (DistDGL's KVStore)."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.records import Array, ColumnInfo
 
 MAX_BYTES = 64 << 20
-"""Of all calls not yet answered; who adds to them beyond that waits."""
+"""Of all unanswered calls; beyond it :meth:`AsyncPushQueue.put` waits."""
 
-UNDER_WAY = 8
+MAX_IN_FLIGHT = 8
 """Calls sent before the first of them is answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """One request; the arrays belong to it alone."""
+    """One request, with arrays that nothing else uses."""
 
     rank: int
     op: str
@@ -62,16 +62,13 @@ class Send:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it holds until it is answered."""
+        """Memory that is held until the request is answered."""
         return sum(array.nbytes for array in self.arrays)
 
 
 @final
 class AsyncPushQueue:
-    """Requests that leave in the order they are put, and what went wrong with them.
-
-    :meth:`put` and :meth:`fence` are for any thread. The thread that sends starts with the first request.
-    """
+    """Requests that a thread sends in order, and their errors. :meth:`put` and :meth:`fence`: any thread."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -85,12 +82,12 @@ class AsyncPushQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, sends: Sequence[Send]) -> None:
-        """Let requests leave; waits only while more than ``MAX_BYTES`` are unanswered.
+        """Queue requests; waits only while more than ``MAX_BYTES`` are unanswered.
 
         Raises:
-            PeerError: nothing was answered within the session's time-out; the ranks asked are named.
+            PeerError: no answer came within the session's time-out; the message names the ranks.
         """
-        # Under one lock, or the thread may take the first and wait for its answer before the rest leaves.
+        # Under one lock, or the thread may take the first and wait for its answer before the rest is sent.
         with self._changed:
             for send in sends:
                 self._wait_until(lambda: self._bytes < MAX_BYTES, self._session.timeout_s, "a push")
@@ -104,25 +101,25 @@ class AsyncPushQueue:
                 self._changed.notify_all()
 
     def fence(self, timeout_s: float | None = None) -> None:
-        """Wait until every request put before is answered; an error of one of them is raised here, once.
+        """Wait until every earlier request is answered, and raise their first error, once.
 
         Raises:
-            PeerError: ``timeout_s`` (None: the session's) passed; those who have not answered are named.
-            DglxError: a request failed; how many more did is in a note.
+            PeerError: ``timeout_s`` (None: the session's) passed; the message names the silent ranks.
+            DglxError: a request failed; a note has the number of further failures.
         """
         limit_s = self._session.timeout_s if timeout_s is None else timeout_s
         with self._changed:
             wanted = self._num_put
-            # Answers are taken in the order of the requests, so that a count tells which are there.
+            # Answers are taken in the order of the requests, so a count identifies the answered ones.
             self._wait_until(lambda: self._num_answered >= wanted, limit_s, "fence()")
             errors, self._errors = self._errors, []
         if errors:
             if len(errors) > 1:
-                errors[0].add_note(f"{len(errors) - 1} more pushes that were not waited for failed too")
+                errors[0].add_note(f"{len(errors) - 1} more pushes with wait=False failed too")
             raise errors[0]
 
     def close(self) -> None:
-        """End the thread once all requests have left; :meth:`fence` belongs before it."""
+        """End the thread once all requests are sent; :meth:`fence` belongs before it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -139,13 +136,13 @@ class AsyncPushQueue:
             )
 
     def _work(self) -> None:
-        """Send and take answers, on one thread, as calls must be; end when closed."""
-        under_way: deque[tuple[Send, Pending | None]] = deque()
-        while (send := self._next(wait=not under_way)) is not None or under_way:
+        # A call must be answered on the thread that made it, so this one does both.
+        in_flight: deque[tuple[Send, Pending | None]] = deque()
+        while (send := self._next(wait=not in_flight)) is not None or in_flight:
             if send is not None:
-                under_way.append((send, self._submit(send)))
-            if send is None or len(under_way) >= UNDER_WAY:
-                self._finish(*under_way.popleft())
+                in_flight.append((send, self._submit(send)))
+            if send is None or len(in_flight) >= MAX_IN_FLIGHT:
+                self._finish(*in_flight.popleft())
 
     def _next(self, *, wait: bool) -> Send | None:
         with self._changed:
@@ -181,12 +178,12 @@ class AsyncPushQueue:
 
 
 PushHandler: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
-"""(rows of the own server (n, *row), (k,) int64 rows of them, values (k, *row)): change the rows in place."""
+"""(rows of the local server (n, *row), (k,) int64 indices, values (k, *row)): changes rows in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushOrder:
-    """How to push, beside what."""
+    """Options of a push."""
 
     accumulate: bool = False
     wait: bool = True
@@ -197,7 +194,7 @@ class PushOrder:
 @dataclass(frozen=True)
 class _PerTensor:
     lock: threading.Lock
-    """Held while the own rows are added to."""
+    """Held while this rank's rows are updated."""
     owners: RowOwners
 
 
@@ -207,9 +204,9 @@ class Pusher:
 
     Args:
         session: The run; its ``rpc`` serves three operations named by ``label``.
-        placement: Which rank answers for a server.
-        column: Name to what is known of the tensor; raises ConfigError for an unknown one.
-        label: Tells the stores of one run apart.
+        placement: The rank that serves each server.
+        column: Name to column; raises ConfigError for an unknown one.
+        label: Distinguishes the stores of one run.
     """
 
     def __init__(
@@ -218,14 +215,13 @@ class Pusher:
         self._session, self._placement, self._column = session, placement, column
         self._write, self._add, self._handle = (f"{label}.{op}" for op in ("push", "add", "handle"))
         self._handlers: dict[str, PushHandler] = {}
-        self._kept: dict[str, _PerTensor] = {}
+        self._tensors: dict[str, _PerTensor] = {}
         self._async_pushes = AsyncPushQueue(session)
         session.rpc.register(self._write, self._serve_write)
         session.rpc.register(self._add, self._serve_add)
         session.rpc.register(self._handle, self._serve_handle)
 
     def push(self, name: str, ids: Array, rows: Array, order: PushOrder) -> None:
-        """Write rows; see :meth:`KVStore.push`."""
         column = self.checked(name, ids, rows)
         rows = np.ascontiguousarray(rows)
         if name in self._handlers or order.accumulate:
@@ -235,11 +231,9 @@ class Pusher:
         self._deliver(sends, order)
 
     def fence(self, timeout_s: float | None = None) -> None:
-        """Wait for the pushes that were not waited for; see :meth:`KVStore.fence`."""
         self._async_pushes.fence(timeout_s)
 
     def set_handler(self, name: str, handler: PushHandler | None) -> None:
-        """Let ``handler`` do what is pushed to a tensor from now on; None: write or add again."""
         self._column(name).check_writable()
         if handler is None:
             self._handlers.pop(name, None)
@@ -247,18 +241,15 @@ class Pusher:
             self._handlers[name] = handler
 
     def forget(self, name: str) -> None:
-        """Forget what belongs to a tensor that is removed."""
         self._handlers.pop(name, None)
-        self._kept.pop(name, None)
+        self._tensors.pop(name, None)
 
     def close(self) -> None:
-        """Answer nobody any more; a fence and a barrier belong before it."""
         self._async_pushes.close()
         for op in (self._write, self._add, self._handle):
             self._session.rpc.unregister(op)
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        """Overwrite rows of the own server; see :meth:`KVStore.write_local`."""
         column = self.checked(name, ids, rows)
         server = self._placement.topology.server
         self._check_range(column, ids, int(column.bounds[server]), int(column.bounds[server + 1]))
@@ -284,7 +275,7 @@ class Pusher:
         return column
 
     def _to_servers(self, column: Column, ids: Array, rows: Array, order: PushOrder) -> list[Send]:
-        """Write the own server's rows, and return what the others are to write: of repeated ids the last."""
+        """Write the local server's rows; return the requests to the others, with the last of repeated ids."""
         plan = plan_remote(ids, column.bounds, self._placement.topology.server)
         last_places = plan.positions[plan.starts[1:] - 1]
         sends = [
@@ -302,16 +293,16 @@ class Pusher:
         return sends
 
     def _to_owners(self, column: Column, ids: Array, rows: Array, order: PushOrder) -> list[Send]:
-        """Return what each owner rank is to do, this rank too."""
+        """Return the requests to the owner ranks, this rank included."""
         starts = self._per_tensor(column).owners.starts
         if order.accumulate:
             check_summable(column.name, column.info)
-            # One rank more, which owns nothing and is taken for our own: so every row is to be sent.
+            # Ranks in the place of servers, and one more as the local one that owns nothing: all are remote.
             plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
             values, sorted_ids, cuts = sum_repeated(rows, plan, column.info), plan.ids, plan.server_starts
         else:
             # Owners have ascending ranges, so this groups by owner too. Requests may overtake each other, so
-            # all rows of one id go in one.
+            # one request has all rows of an id.
             by_id = np.argsort(ids, kind="stable")
             values, sorted_ids = take_rows(rows, by_id), ids[by_id]
             cuts = np.searchsorted(sorted_ids, starts)
@@ -333,15 +324,15 @@ class Pusher:
 
     def _deliver(self, sends: list[Send], order: PushOrder) -> None:
         rpc, own = self._session.rpc, self._placement.topology.rank
-        away = [send for send in sends if send.rank != own]
+        remote = [send for send in sends if send.rank != own]
         pending = []
         if order.wait:
             pending = [
                 rpc.submit(one.rank, one.op, one.name, one.arrays, phase=one.phase, layer=one.layer)
-                for one in away
+                for one in remote
             ]
         else:
-            self._async_pushes.put(away)
+            self._async_pushes.put(remote)
         for one in sends:
             if one.rank == own:
                 rpc.call(own, one.op, one.name, one.arrays, phase=one.phase)
@@ -374,13 +365,12 @@ class Pusher:
             self._handlers[name](
                 tensor_view(shard.rows, column.info),
                 to_tensor(ids - shard.first),
-                # The arrays of a message cannot be written, which a handler need not know.
+                # A copy, since the arrays of a message are read-only and a handler may write.
                 tensor_view(rows.copy(), column.info),
             )
         return []
 
     def _own(self, name: str, ids: Array, rows: Array) -> Column:
-        """Return the column when this rank owns all of ``ids``."""
         column = self.checked(name, ids, rows)
         owned = self._per_tensor(column).owners.range_of(self._placement.topology.rank)
         self._check_range(column, ids, *owned)
@@ -396,20 +386,19 @@ class Pusher:
             )
 
     def lock_of(self, column: Column) -> threading.Lock:
-        """Return what is held here while own rows of ``column`` are changed in place."""
         return self._per_tensor(column).lock
 
     def _per_tensor(self, column: Column) -> _PerTensor:
-        found = self._kept.get(column.name)
+        found = self._tensors.get(column.name)
         if found is None:
             owners = RowOwners(column.bounds, self._placement.topology)
-            # One step, so that of two threads both get the same lock.
-            found = self._kept.setdefault(column.name, _PerTensor(threading.Lock(), owners))
+            # setdefault is atomic, so two threads get the same lock.
+            found = self._tensors.setdefault(column.name, _PerTensor(threading.Lock(), owners))
         return found
 
 
 def _runs(rank: int, ids: Array, first: int, last: int, step: int, *, has_repeats: bool) -> Iterator[Request]:
-    """Cut ``ids[first:last]`` after about ``step``; ids with repeats ascend, and equal ones stay together."""
+    """Cut ``ids[first:last]`` into about ``step`` ids each; repeated ids (ascending) stay together."""
     while first < last:
         end = min(first + step, last)
         if has_repeats:
@@ -422,14 +411,14 @@ def _runs(rank: int, ids: Array, first: int, last: int, step: int, *, has_repeat
 class KVStore:
     """Named tensors cut by rows over the servers.
 
-    Rows of the own server are read from memory that its ranks share, all others by one-sided calls to one
+    Rows of the local server are read from memory that its ranks share, all others by one-sided calls to one
     rank of the server that owns them. A rank may pull or push alone, from any thread, at any time; only
-    registering handlers is collective. A name must have been added on all ranks before one asks for it.
+    registering handlers is collective. A name must exist on all ranks before one uses it.
 
     Args:
         session: The run; its ``rpc`` must not serve another store of the same ``label``.
-        placement: Which server holds what.
-        label: Tells the stores of one run apart; the same on all ranks.
+        placement: The parts of each server.
+        label: Distinguishes the stores of one run; the same on all ranks.
     """
 
     def __init__(self, session: Session, placement: Placement, label: str = "kv") -> None:
@@ -442,16 +431,16 @@ class KVStore:
         self._puller = Puller(session, placement, self._pull_op)
         session.rpc.register(self._pull_op, self._serve_pull)
         self._pusher = Pusher(session, placement, self.column, label)
-        self._marks = NonzeroIndex(session, placement, self.column, label)
+        self._nonzero = NonzeroIndex(session, placement, self.column, label)
         session.before_close.append(self.fence)
 
     def add(self, name: str, offsets: Array, shards: Mapping[int, Array], info: ColumnInfo) -> None:
-        """Make a read-only tensor known by ``name``.
+        """Add a read-only tensor.
 
         Args:
             name: Of the tensor.
             offsets: (P + 1,) int64; part p owns the rows ``offsets[p]:offsets[p + 1]``.
-            shards: Part to its rows (n, *row), for every part of the own server.
+            shards: Part to its rows (n, *row), for every part of the local server.
             info: Dtype and row shape.
 
         Raises:
@@ -463,47 +452,38 @@ class KVStore:
         )
 
     def add_column(self, column: Column) -> None:
-        """Make ``column`` known by its name.
-
-        Raises:
-            ConfigError: the name is taken.
-        """
+        """Add ``column``; ConfigError when its name is taken."""
         if column.name in self._columns:
             raise ConfigError(f"there is a tensor {column.name!r} already; choose another name")
         self._columns[column.name] = column
 
     def remove(self, name: str) -> None:
-        """Forget a tensor. Nobody may ask for its rows any more: a barrier belongs before it."""
+        """Forget a tensor; a barrier before it must ensure that no rank uses its rows any more."""
         self._columns.pop(self.column(name).name)
         self._puller.forget(name)
         self._pusher.forget(name)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of that name is known."""
         return name in self._columns
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all tensors, in the order they were added."""
+        """Return the names of all tensors, in the order of their addition."""
         return tuple(self._columns)
 
     def next_number(self) -> int:
-        """Return 0, 1, 2, ...; the same on all ranks when only collective operations ask."""
+        """Return 0, 1, 2, ...; the same on all ranks when only collective operations call it."""
         return next(self._numbers)
 
     def close(self) -> None:
-        """Answer nobody any more: a :meth:`fence` and a barrier belong before it."""
+        """Stop serving; a :meth:`fence` and a barrier belong before it."""
         if self.fence in self.session.before_close:
             self.session.before_close.remove(self.fence)
         self.session.rpc.unregister(self._pull_op)
         self._pusher.close()
-        self._marks.close()
+        self._nonzero.close()
 
     def column(self, name: str) -> Column:
-        """Return what is known of a tensor.
-
-        Raises:
-            ConfigError: there is none of that name; the message lists those that exist.
-        """
+        """Return the column called ``name``; ConfigError, which lists those that exist, if there is none."""
         if name not in self._columns:
             raise ConfigError(
                 f"there is no tensor {name!r} (known: {', '.join(map(repr, self._columns)) or 'none'})"
@@ -511,7 +491,7 @@ class KVStore:
         return self._columns[name]
 
     def shards(self, name: str) -> list[tuple[int, Array]]:
-        """Return (id of its first row, rows) of each piece in this server's memory, in order; no copy."""
+        """Return (id of its first row, rows) of each shard in this server's memory, in order; no copy."""
         return [(shard.first, shard.rows) for shard in self.column(name).shards]
 
     def pull(
@@ -524,7 +504,7 @@ class KVStore:
         phase: str = "features",
         layer: int = 0,
     ) -> Tensor:
-        """Fetch rows by global id; as :meth:`submit_pull`, and waits."""
+        """Fetch rows by global id: :meth:`submit_pull`, and wait."""
         return self.submit_pull(name, ids, out=out, distinct=distinct, phase=phase, layer=layer).result()
 
     def submit_pull(
@@ -537,19 +517,17 @@ class KVStore:
         phase: str = "features",
         layer: int = 0,
     ) -> PendingPull:
-        """Ask the owners for rows and return at once, before the rows of the own server are read.
+        """Ask the owners for rows and return at once, before the rows of the local server are read.
 
         Sends 8 bytes per distinct remote id that is not cached and receives one row for each; rows of the
-        own server and of its cache cost nothing. Not collective.
+        local server and of its cache cost nothing. Not collective.
 
         Args:
             name: Of the tensor.
             ids: (K,) int64, any order, repeats allowed.
             out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or None for a new one.
-            distinct: The caller knows that no id is repeated, as in a mini-batch; looking for repeats is
-                then spared.
-            phase: Under which the bytes are counted.
-            layer: Likewise.
+            distinct: The caller guarantees that no id is repeated, as in a mini-batch, which saves a search.
+            phase, layer: For the ledger.
 
         Raises:
             ConfigError: there is no such tensor, or ``out`` does not fit.
@@ -560,9 +538,9 @@ class KVStore:
         )
 
     def set_cache(self, name: str, cache: RowCache | None) -> None:
-        """Look into ``cache`` before other servers are asked for rows of ``name``; None: into none.
+        """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.
 
-        Not collective, and results are the same with any cache; ``g.cache_rows`` fills one on every server.
+        Results are the same with any cache; ``g.cache_rows`` fills one on every server.
 
         Raises:
             ConfigError: there is no such tensor, or it can be written to.
@@ -570,7 +548,7 @@ class KVStore:
         self._puller.set_cache(self.column(name), cache)
 
     def cache_counts(self, name: str | None = None) -> CacheCounts:
-        """Return how many rows this rank asked for: of one tensor, or of all those with a cache."""
+        """Return the rows that this rank requested: of one tensor, or of all those with a cache."""
         return self._puller.counts(None if name is None else self.column(name).name)
 
     @property
@@ -589,79 +567,72 @@ class KVStore:
         phase: str = "push",
         layer: int = 0,
     ) -> None:
-        """Overwrite rows wherever they are, or add to them. Not collective.
+        """Overwrite rows of any server, or add to them. Not collective.
 
         * Overwriting: of repeated ids the last row stays. Sends 8 bytes and one row per distinct id of
           another server.
-        * ``accumulate``: the rows of repeated ids are summed in the order given, and the sums are added by
-          the one rank that owns each row (``RowOwners``). Sends 8 bytes and one row per distinct id that
-          another rank owns; that of this server's other ranks counts as inside. float16 and bfloat16 are
-          summed, and added, in float32 and rounded after each of both.
+        * ``accumulate``: the rows of repeated ids are summed in the order given, and the one rank that owns
+          each row (``RowOwners``) adds the sum. Sends 8 bytes and one row per distinct id that another rank
+          owns; what goes to ranks of this server counts as inside. float16 and bfloat16 are summed, and
+          added, in float32 and rounded after each of both.
 
-        Pushes of one rank that are not waited for may overtake each other; a :meth:`fence` orders them. An
-        overwrite of a row while another rank overwrites it or adds to it must be ordered by the program: it
+        Pushes of one rank with ``wait=False`` may overtake each other; a :meth:`fence` orders them. The
+        program must order an overwrite and any other push of the same row by another rank: the overwrite
         may be lost, or mixed.
 
         Args:
             name: Of the tensor.
             ids: (K,) int64, any order.
-            rows: (K, *row) of the column's dtype as NumPy has it.
-            accumulate: Add to what is there.
-            wait: Return when the rows are there, seen by every later pull of any rank. Else return at once,
-                with ``rows`` free to be used again; :meth:`fence` waits, and raises what went wrong.
-            phase: Under which the bytes are counted.
-            layer: Likewise.
+            rows: (K, *row) of the column's dtype in NumPy.
+            accumulate: Add to the present rows.
+            wait: Return when every later pull of any rank sees the rows. Else return at once, with ``rows``
+                free to be used again; :meth:`fence` waits, and raises errors.
+            phase, layer: For the ledger.
 
         Raises:
             ConfigError: there is no such tensor, it is read-only, or the rows do not fit or have no sum.
-            IndexError: an id is out of range. Nothing was written then, nor after a ConfigError.
-            PeerError: an owner is dead or silent; with ``wait=False`` only when too much is under way.
-            RemoteError: an owner could not write, or a push handler raised.
+            IndexError: an id is out of range. After both errors nothing has been written.
+            PeerError: an owner is dead or silent; with ``wait=False`` only when too much is unanswered.
+            RemoteError: an owner cannot write, or a push handler raised.
         """
         order = PushOrder(accumulate=accumulate, wait=wait, phase=phase, layer=layer)
         self._pusher.push(name, ids, rows, order)
 
     def fence(self, timeout_s: float | None = None) -> None:
-        """Wait until all pushes of this rank with ``wait=False`` are seen by every later pull of any rank.
+        """Wait until every later pull of any rank sees this rank's pushes with ``wait=False``.
 
-        Not collective. What went wrong with one of them is raised here, once; also when the graph or the
-        session is closed.
+        Not collective. Raises the first error of these pushes, once; so does closing the graph or session.
 
         Args:
             timeout_s: None: the session's.
 
         Raises:
-            PeerError: the time passed, and the ranks that have not answered are named; or one is dead.
-            RemoteError: an owner could not write.
+            PeerError: the time passed (the message names the silent ranks), or an owner is dead.
+            RemoteError: an owner cannot write.
         """
         self._pusher.fence(timeout_s)
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        """Overwrite rows of the own server; its other ranks see them at once.
+        """Overwrite rows of the local server; its other ranks see them at once.
 
         Raises:
             ConfigError: as :meth:`push`.
-            IndexError: an id is not of the own server.
+            IndexError: an id is not of the local server.
         """
         self._pusher.write_local(name, ids, rows)
 
     def owner_lock(self, name: str) -> threading.Lock:
-        """Return the lock that this rank holds while it changes rows that it owns by what they were.
-
-        Raises:
-            ConfigError: there is no such tensor.
-        """
+        """Return the lock that this rank holds while it updates rows that it owns from their old values."""
         return self._pusher.lock_of(self.column(name))
 
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
-        """Let ``handler`` do what is pushed to a tensor, in place of overwriting or adding. Collective.
+        """Let ``handler`` apply pushes to a tensor, in place of overwriting or adding. Collective.
 
         ``handler(rows, local_ids, values)`` runs on the rank that owns the pushed rows, never twice at a
-        time for one tensor, on a thread of its own: ``rows`` (n, *row) is the memory of the own server's
-        rows, ``local_ids`` (k,) int64 are places in it, ``values`` (k, *row) what was pushed. It must not
-        push or pull. The rows of a repeated id come together, in the order in which they were pushed (8
-        bytes and a row each); with ``accumulate=True`` once, as their sum. No code travels: each rank
-        registers its own.
+        time for one tensor, on a thread of its own: ``rows`` (n, *row) is the memory of the local server's
+        rows, ``local_ids`` (k,) int64 are indices into it, ``values`` (k, *row) are the pushed rows. It must
+        not push or pull. The rows of a repeated id come together, in the order of the push (8 bytes and a
+        row each); with ``accumulate=True`` once, as their sum. No code is sent: each rank registers its own.
 
         Args:
             name: Of a writable tensor.
@@ -673,10 +644,10 @@ class KVStore:
         self._agree(name, handler, "push", partial(self._pusher.set_handler, name, handler))
 
     def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
-        """Let ``handler`` compute what is pulled from a tensor. Collective.
+        """Let ``handler`` compute the rows that are pulled from a tensor. Collective.
 
         ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. It runs on the rank that
-        is asked, for rows of the own server on the one that asks, from any thread; the rest as
+        is asked, for rows of the local server on the one that asks, from any thread; otherwise as
         :meth:`register_push_handler`.
 
         Raises:
@@ -689,7 +660,7 @@ class KVStore:
         self._agree(name, handler, "pull", change)
 
     def nonzero(self, name: str) -> Array:
-        """Return the (n,) int64 ids of the rows of a one-dimensional tensor that are not zero, ascending.
+        """Return the (n,) int64 ids of the nonzero rows of a one-dimensional tensor, ascending.
 
         Receives one bit for each row of the other servers. Not collective.
 
@@ -697,19 +668,19 @@ class KVStore:
             ConfigError: there is no such tensor, or it has more dimensions.
             PeerError: a server is dead or silent.
         """
-        return self._marks.nonzero(name)
+        return self._nonzero.nonzero(name)
 
     def count_nonzero(self, name: str) -> int:
-        """Return how many values of a tensor are not zero; 8 bytes from each other server. Not collective.
+        """Return the number of nonzero values of a tensor; 8 bytes from each other server. Not collective.
 
         Raises:
             ConfigError: there is no such tensor.
             PeerError: a server is dead or silent.
         """
-        return self._marks.count_nonzero(name)
+        return self._nonzero.count_nonzero(name)
 
     def _agree(self, name: str, handler: object, kind: str, change: Callable[[], None]) -> None:
-        """Make a change on all ranks or on none, and return when it is made everywhere."""
+        """Make a change on all ranks or on none, and return when all have made it."""
 
         def check() -> None:
             self.column(name).check_writable()

@@ -1,4 +1,4 @@
-"""Opening a dataset together: once per machine before the rest, and an error on one rank is one on all."""
+"""Collective opening of a dataset; one rank per machine checks the files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
     Raises:
         StorageError: on all ranks, when it cannot be opened on one, or the ranks see different datasets.
-        DatasetError: on the rank that checks, an id is out of range; StorageError on the others.
+        DatasetError: an id is out of range, on the rank that checks; StorageError on the others.
         ConfigError: ``verify`` is not one of its three values.
     """
     first = is_first_on_machine(session)
     checked = together(session, lambda: open_dataset(folder, verify=verify) if first else None)
-    # Whoever comes after the check of the machine need not read the files once more.
+    # After the check of this machine the other ranks need not read all files again.
     again: Verify = "never" if verify == "full" else verify
     dataset = together(session, lambda: checked or open_dataset(folder, verify=again))
     for rank, checksum in enumerate(gather_json(dataset.manifest.checksum, session)):
@@ -48,14 +48,14 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def imported(part_config: Path, session: Session) -> Path:
-    """Return the folder of our dataset beside DGL's files, imported now if any is newer. Collective.
+    """Return the folder of our dataset beside DGL's files, imported now if any of these is newer. Collective.
 
     Raises:
         StorageError: on all ranks, when DGL's files cannot be read.
     """
     folder = part_config.absolute().with_suffix(".dglx")
 
-    def bring_in() -> None:
+    def import_if_newer() -> None:
         manifest = folder / MANIFEST
         if not manifest.exists() or manifest.stat().st_mtime < _newest(part_config):
             log.info("importing %s into %s", part_config, folder)
@@ -63,15 +63,14 @@ def imported(part_config: Path, session: Session) -> Path:
 
     if not part_config.exists():
         together(session, lambda: _missing(part_config))
-    # Rank 0 goes first: on a shared file system the other machines then find it done.
-    together(session, lambda: bring_in() if session.topology.rank == 0 else None)
-    together(session, lambda: bring_in() if is_first_on_machine(session) else None)
+    # Rank 0 goes first: on a shared file system the other machines then find the result.
+    together(session, lambda: import_if_newer() if session.topology.rank == 0 else None)
+    together(session, lambda: import_if_newer() if is_first_on_machine(session) else None)
     return folder
 
 
 def _newest(part_config: Path) -> float:
-    """Return when the last of DGL's files that are on this machine was written."""
-    # Scripts write columns into a part and leave its JSON file as it was.
+    # Scripts write columns into a part and leave the JSON file unchanged.
     of_parts = part_config.parent.glob("part*/*.dgl")
     return max(path.stat().st_mtime for path in (part_config, *of_parts))
 
@@ -83,7 +82,7 @@ def open_structures(
 
     Raises:
         ConfigError: ``mode`` is none of the three.
-        StorageError: on all ranks, when a file is damaged or the structure cannot be put together on one.
+        StorageError: on all ranks, when a file is damaged or the structure cannot be assembled on one.
     """
     if mode not in ("auto", "replicated", "partitioned"):
         raise ConfigError(f"structure is {mode!r}; choose 'auto', 'replicated' or 'partitioned'")

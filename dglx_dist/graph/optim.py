@@ -1,6 +1,6 @@
 """Optimisers of :class:`~dglx_dist.graph.embedding.DistEmbedding`; public as ``dglx_dist.optim``.
 
-Their formulas are torch's: in mode "sync" the rows are, step by step, those of
+Their formulas are torch's: in mode "sync" the rows equal, step by step, those of
 ``torch.nn.Embedding(sparse=True)`` trained in one process on the batches of all ranks together.
 """
 
@@ -20,7 +20,7 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.opening import together
 from dglx_dist.graph.shared_memory import check_memory
-from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighed_sum
+from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighted_sum
 from dglx_dist.graph.sparse_gradient_exchange import (
     MAX_PARAMETERS,
     AsyncExchange,
@@ -36,18 +36,18 @@ Mode: TypeAlias = Literal["sync", "async"]
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """How gradients of all ranks come together.
+    """Combination of the gradients of all ranks.
 
     Raises:
-        ConfigError: a value is none of those that exist.
+        ConfigError: a value is invalid.
     """
 
     mode: Mode = "sync"
-    """"sync": as one process would, in every step. "async": owners apply what comes when it comes."""
+    """"sync": every step equals that of one process. "async": owners apply gradients as they arrive."""
     staleness: int = 1
     """Only for "async": most own steps that may not be applied yet when ``step()`` returns."""
     reduction: Reduction = "mean"
-    """What the loss is over a rank's own targets."""
+    """Of the loss over a rank's own targets."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("sync", "async"):
@@ -59,54 +59,53 @@ class UpdateOptions:
 
 
 class SparseOptimizer:
-    """Updates the rows of embeddings that the backward passes since the last step came by, and no others.
+    """Updates the rows of embeddings that have gradients since the last step, and no others.
 
-    Every rank makes it alike (collective). A row is updated by the rank that owns it, from the sum over all
-    ranks of the gradients weighed as those of the model are (algorithms 0.1): the share of a call is the
-    ``session.step_share`` at that time. Rows that no rank came by, and their state, are not touched. Of
-    several optimisers of one embedding, the first to step takes the gradients.
+    Creating it is collective, with the same arguments. The owner of a row updates it from the sum over all
+    ranks of the gradients, weighted like those of the model (algorithms 0.1): the share of a call is the
+    ``session.step_share`` at that time. Rows without gradients, and their state, stay unchanged. Of several
+    optimisers of one embedding, the first to step takes the gradients.
 
     Args:
         params: The embeddings.
-        told: Makes the formula, and says how ranks come together; called where an error is one on all ranks.
+        configure: Returns the formula and the options; called where an error is raised on all ranks.
 
     Raises:
         ConfigError: on all ranks: ``params`` are no distinct DistEmbeddings of one graph, the ranks differ,
-            or there is no room for the state.
+            or memory for the state is short.
     """
 
     def __init__(
-        self, params: Sequence[DistEmbedding], told: Callable[[], tuple[UpdateRule, UpdateOptions]]
+        self, params: Sequence[DistEmbedding], configure: Callable[[], tuple[UpdateRule, UpdateOptions]]
     ) -> None:
-        self._session = _session_of(params)
-        self.params, (rule, options) = together(
-            self._session, lambda: (_checked(params), told()), ConfigError
+        self.session = _session_of(params)
+        self.params, (self._rule, self.options) = together(
+            self.session, lambda: (_checked(params), configure()), ConfigError
         )
-        self.options = options
-        self._rule = rule
         store = self.params[0].kvstore
-        self._check_alike()
+        self._check_equal()
         number = store.next_number()
         for param in self.params:
             check_memory(
-                self._session,
+                self.session,
                 param.part_policy.bounds,
-                len(rule.state_names) * param.compute_dtype.itemsize * param.embedding_dim,
+                len(self._rule.state_names) * param.compute_dtype.itemsize * param.embedding_dim,
                 f"the state of {type(self).__name__} for {param.name!r}",
                 "use SparseSGD, which has none, or more servers on more machines",
             )
-        self._tables = [self._table(param, number) for param in self.params]
+        self.tables = [self._table(param, number) for param in self.params]
+        """The rows of each embedding that this rank owns."""
         op = f"{store.label}.sparse-{number}"
         self._exchange: Exchange = (
-            SyncExchange(self._session, op, self._tables)
-            if options.mode == "sync"
-            else AsyncExchange(self._session, op, self._tables, options.staleness)
+            SyncExchange(self.session, op, self.tables)
+            if self.options.mode == "sync"
+            else AsyncExchange(self.session, op, self.tables, self.options.staleness)
         )
-        barrier(self._session, f"making {type(self).__name__}")
+        barrier(self.session, f"making {type(self).__name__}")
 
     @property
     def lr(self) -> float:
-        """The learning rate; set it alike on all ranks."""
+        """The learning rate; set it to the same value on all ranks."""
         return self._rule.lr
 
     @lr.setter
@@ -118,36 +117,26 @@ class SparseOptimizer:
         """The formula's settings without the learning rate."""
         return self._rule.settings()
 
-    @property
-    def tables(self) -> Sequence[OwnedRows]:
-        """The rows of each embedding that this rank owns."""
-        return self._tables
-
-    @property
-    def session(self) -> Session:
-        """The run."""
-        return self._session
-
     def step(self) -> None:
-        """Apply the gradients that ``backward`` left since the last step, and forget them.
+        """Apply the gradients since the last step, and drop them.
 
-        In mode "sync" every rank must call it, also one that touched nothing, and it returns when all owners
+        In mode "sync" every rank must call it, also one without gradients, and it returns when all owners
         have applied the step. In mode "async" a rank may call it alone.
 
-        Sends 8 bytes and one row of the dtype that is computed in for each distinct row of another rank.
+        Sends 8 bytes and one row of the compute dtype for each distinct row of another rank.
 
         Raises:
-            ConfigError: on all ranks, when on one an embedding was called in a step whose number of targets
-                nobody told, and the loss is a mean.
-            PeerError: a rank is dead, or did not call it within the time-out; it is named.
+            ConfigError: on all ranks, when on one an embedding was called in a step with an unknown number of
+                targets, and the loss is a mean.
+            PeerError: a rank is dead, or did not call it within the time-out; the message names it.
         """
         taken = [param.take_gradients() for param in self.params]
         used = [bool(gradients) for gradients in taken]
-        world_size = self._session.topology.world_size
+        world_size = self.session.topology.world_size
         sums: list[RowSum | None] = []
         problem: DglxError | None = None
         try:
-            sums = [weighed_sum(gradients, self.options.reduction, world_size) for gradients in taken]
+            sums = [weighted_sum(gradients, self.options.reduction, world_size) for gradients in taken]
         except ConfigError as error:
             problem = error
         self._exchange.step(sums, used, str(problem or ""))
@@ -155,18 +144,18 @@ class SparseOptimizer:
             raise problem
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that ``backward`` left since the last step; calls before it still count.
+        """Drop the gradients since the last step; a later ``backward`` of an earlier call still counts.
 
         Args:
-            set_to_none: As torch has it; of no effect.
+            set_to_none: Accepted for torch, without effect.
         """
         for param in self.params:
             param.reset_trace()
 
     def flush(self) -> None:
-        """Wait until the gradients of all ranks are applied: before evaluating or saving, in mode "async".
+        """Wait until the gradients of all ranks are applied, as needed before evaluation in mode "async".
 
-        Every rank must call it. In mode "sync" nothing is ever left.
+        Collective.
 
         Raises:
             PeerError: a rank is dead or did not call it within the time-out.
@@ -174,7 +163,6 @@ class SparseOptimizer:
         self._exchange.flush()
 
     def staleness_report(self) -> StalenessReport:
-        """Return how late this rank's gradients were applied so far."""
         return self._exchange.report()
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -184,25 +172,25 @@ class SparseOptimizer:
         "states": {state name: (k, d)}}}}``
         """
         states = {}
-        for table in self._tables:
+        for table in self.tables:
             ids = torch.arange(table.first, table.last)
             states[table.embedding.name] = {
                 "ids": ids,
                 "steps": table.steps,
                 "states": {state.name: state[ids] for state in table.states},
             }
-        params = {"lr": self.lr, **self.settings, "world_size": self._session.topology.world_size}
+        params = {"lr": self.lr, **self.settings, "world_size": self.session.topology.world_size}
         return {"params": params, "emb_states": states}
 
     def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`local_state_dict` gave on some rank; its rows may be of any rank's.
+        """Load what :meth:`local_state_dict` returned on some rank, with rows of any rank.
 
-        Call it on all ranks, and a barrier afterwards. Only ``lr`` of the settings is taken.
+        Call it on all ranks, and a barrier afterwards. Of the settings it loads only ``lr``.
 
         Raises:
-            ConfigError: it is of other embeddings or of another kind of optimiser. Nothing was changed then.
+            ConfigError: it is of other embeddings or of another kind of optimiser; nothing has changed.
         """
-        tables = {table.embedding.name: table for table in self._tables}
+        tables = {table.embedding.name: table for table in self.tables}
         for name, entry in state["emb_states"].items():
             known = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
             if known != sorted(entry["states"]):
@@ -218,62 +206,61 @@ class SparseOptimizer:
 
     @property
     def saved_state(self) -> SparseState:
-        """What :meth:`save` writes and :meth:`load` reads."""
         return SparseState(
             kind=type(self).__name__,
             lr=self.lr,
             settings=self.settings,
             dataset=self.params[0].dataset,
-            tables=self._tables,
+            tables=self.tables,
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write the embeddings and the optimiser's state as ``folder``; every rank must call it.
+        """Write the embeddings and the optimiser's state as ``folder``; collective.
 
-        Each rank writes the rows it owns. The folder must be one that all ranks see; it appears whole or not
-        at all, in the place of what it was before.
+        Each rank writes the rows it owns. All ranks must see the folder; it replaces an earlier one whole or
+        not at all.
 
         Raises:
             StorageError: on all ranks, when one cannot write.
         """
         self.flush()
-        target = together(self._session, lambda: Path(folder))
-        save_state(self.saved_state, target, self._session)
+        target = together(self.session, lambda: Path(folder))
+        save_state(self.saved_state, target, self.session)
 
     def load(self, folder: str | Path) -> None:
-        """Go on with what :meth:`save` wrote, on any number of ranks and servers; every rank must call it.
+        """Load what :meth:`save` wrote on any number of ranks and servers; collective.
 
         Raises:
             StorageError: on all ranks, when on one it is missing, damaged, or of another dataset, optimiser
-                or embeddings. Nothing was changed then.
+                or embeddings; nothing has changed.
         """
         self.flush()
         state = self.saved_state
-        together(self._session, lambda: check_state(state, Path(folder)))
-        self.lr = read_state(state, Path(folder), self._session)
+        together(self.session, lambda: check_state(state, Path(folder)))
+        self.lr = read_state(state, Path(folder), self.session)
 
     def close(self) -> None:
-        """Free the state and answer nobody any more; every rank must call it. The embeddings stay."""
+        """Free the state and stop serving; collective. The embeddings stay."""
         self.flush()
-        barrier(self._session, f"closing {type(self).__name__}")
+        barrier(self.session, f"closing {type(self).__name__}")
         self._exchange.close()
-        for table in self._tables:
+        for table in self.tables:
             for state in table.states:
                 state.delete()
 
-    def _check_alike(self) -> None:
-        mine = [
+    def _check_equal(self) -> None:
+        local = [
             type(self).__name__,
             self.lr,
             self._rule.settings(),
             [self.options.mode, self.options.staleness, self.options.reduction],
             [[param.name, list(param.weight.shape), str(param.weight.dtype)] for param in self.params],
         ]
-        for rank, other in enumerate(gather_json(mine, self._session)):
-            if other != mine:
+        for rank, remote in enumerate(gather_json(local, self.session)):
+            if remote != local:
                 raise ConfigError(
-                    f"rank {self._session.topology.rank} makes the optimiser {mine} while rank {rank} makes "
-                    f"{other}; build it alike on all ranks"
+                    f"rank {self.session.topology.rank} makes the optimiser {local} while rank {rank} makes "
+                    f"{remote}; build it alike on all ranks"
                 )
 
     def _table(self, param: DistEmbedding, number: int) -> OwnedRows:
@@ -281,7 +268,7 @@ class SparseOptimizer:
             DistTensor(
                 param.weight.shape,
                 param.compute_dtype,
-                f"{param.name}_{name}" + (f"-{number}" if _taken(param, name) else ""),
+                f"{param.name}_{name}" + (f"-{number}" if _is_taken(param, name) else ""),
                 part_policy=param.part_policy,
                 is_gdata=False,
             )
@@ -291,13 +278,13 @@ class SparseOptimizer:
         return OwnedRows(param, states, self._rule)
 
 
-def _taken(param: DistEmbedding, name: str) -> bool:
+def _is_taken(param: DistEmbedding, name: str) -> bool:
     policy = param.part_policy
     return policy.store.has(policy.hidden_key(f"{param.name}_{name}"))
 
 
 def _session_of(params: object) -> Session:
-    """Return the session of the embeddings' graph; the current one where there are none to ask."""
+    """Return the session of the embeddings' graph; the current one without embeddings."""
     for param in params if isinstance(params, list | tuple) else (params,):
         if isinstance(param, DistEmbedding):
             return param.kvstore.session
@@ -331,9 +318,7 @@ class SparseSGD(SparseOptimizer):
     Args:
         params: The embeddings.
         lr: The learning rate.
-        mode: "sync" or "async", see :class:`~dglx_dist.graph.optim.UpdateOptions`.
-        staleness: For "async".
-        reduction: What the loss is over a rank's own targets: "mean" or "sum".
+        mode, staleness, reduction: See :class:`~dglx_dist.graph.optim.UpdateOptions`.
 
     Raises:
         ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
@@ -348,10 +333,9 @@ class SparseSGD(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        def told() -> tuple[SgdRule, UpdateOptions]:
-            return SgdRule(lr), UpdateOptions(mode=mode, staleness=staleness, reduction=reduction)
-
-        super().__init__(params, told)
+        super().__init__(
+            params, lambda: (SgdRule(lr), UpdateOptions(mode=mode, staleness=staleness, reduction=reduction))
+        )
 
 
 @final
@@ -362,9 +346,7 @@ class SparseAdagrad(SparseOptimizer):
         params: The embeddings.
         lr: The learning rate.
         eps: Added to the root of the sum of squares.
-        mode: As for :class:`SparseSGD`.
-        staleness: Likewise.
-        reduction: Likewise.
+        mode, staleness, reduction: As for :class:`SparseSGD`.
 
     Raises:
         ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
@@ -380,26 +362,27 @@ class SparseAdagrad(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        def told() -> tuple[AdagradRule, UpdateOptions]:
-            return AdagradRule(lr, eps), UpdateOptions(mode=mode, staleness=staleness, reduction=reduction)
-
-        super().__init__(params, told)
+        super().__init__(
+            params,
+            lambda: (
+                AdagradRule(lr, eps),
+                UpdateOptions(mode=mode, staleness=staleness, reduction=reduction),
+            ),
+        )
 
 
 @final
 class SparseAdam(SparseOptimizer):
     """``torch.optim.SparseAdam`` for embeddings; keeps two rows of moments beside each row.
 
-    In mode "async" the step that corrects the moments is the number of pushes that the owner has applied.
+    In mode "async" the step of the bias correction is the number of pushes that the owner has applied.
 
     Args:
         params: The embeddings.
         lr: The learning rate.
-        betas: How fast the moments forget.
+        betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
-        mode: As for :class:`SparseSGD`.
-        staleness: Likewise.
-        reduction: Likewise.
+        mode, staleness, reduction: As for :class:`SparseSGD`.
 
     Raises:
         ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
@@ -416,9 +399,10 @@ class SparseAdam(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        def told() -> tuple[AdamRule, UpdateOptions]:
-            return AdamRule(lr, betas, eps), UpdateOptions(
-                mode=mode, staleness=staleness, reduction=reduction
-            )
-
-        super().__init__(params, told)
+        super().__init__(
+            params,
+            lambda: (
+                AdamRule(lr, betas, eps),
+                UpdateOptions(mode=mode, staleness=staleness, reduction=reduction),
+            ),
+        )

@@ -1,4 +1,4 @@
-"""How the rows of a tensor are laid over the servers."""
+"""Partition policies: the distribution of a tensor's rows over the servers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dglx_dist.records import Array, EdgeType
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionPolicy:
-    """Rows that go with the nodes or edges of one type (as DGL's policies of that name), or with neither."""
+    """Distribution of rows that belong to nodes or edges of one type (as DGL's policies), or to neither."""
 
     kind: Literal["node", "edge", "own"]
     type_name: str | EdgeType
-    """Of nodes or edges; of a user's own policy the name that the user gave it."""
+    """Of nodes or edges; of an own policy the user's name."""
     bounds: Array
     """(S + 1,) int64; server s owns the rows ``bounds[s]:bounds[s + 1]``."""
     partition_book: PartitionBook
@@ -32,12 +32,11 @@ class PartitionPolicy:
 
     @property
     def policy_str(self) -> str:
-        """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as DGL writes it; ``own~<name>``."""
+        """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as in DGL; ``own~<name>``."""
         return f"{self.kind}~{type_text(self.type_name)}"
 
     @property
     def part_id(self) -> int:
-        """The partition of this rank."""
         return self.partition_book.partid
 
     def get_size(self) -> int:
@@ -45,33 +44,29 @@ class PartitionPolicy:
         return int(self.bounds[-1])
 
     def get_part_size(self) -> int:
-        """Return the number of rows of the own server."""
+        """Return the number of rows of the local server."""
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
     def to_partid(self, ids: Tensor) -> Tensor:
-        """Return the partition of each row.
-
-        Raises:
-            IndexError: an id is out of range.
-        """
+        """Return the partition of each row; IndexError when an id is out of range."""
         rows = as_ids(ids, self.get_size(), self.policy_str)
         return to_tensor(np.searchsorted(self.bounds, rows, side="right") - 1)
 
     def to_local(self, ids: Tensor) -> Tensor:
-        """Return the ids counted from the first row of the own server, which must own them."""
+        """Return the ids relative to the first row of the local server, which must own them."""
         return ids - int(self.bounds[self.part_id])
 
     def key(self, name: str) -> str:
-        """Return the name under which the store knows the tensor that users call ``name``."""
+        """Return the store's name of the tensor that users call ``name``."""
         return f"{self.policy_str}~{name}"
 
     def hidden_key(self, name: str) -> str:
-        """Return a name for the store that ``g.nodes[...].data`` does not show."""
+        """Return a name in the store that ``g.nodes[...].data`` does not show."""
         return f"hidden~{self.policy_str}~{name}"
 
 
 def type_text(type_name: str | EdgeType) -> str:
-    """Return a node type as it is, an edge type joined by colons."""
+    """Return a node type unchanged, an edge type joined by colons."""
     return type_name if isinstance(type_name, str) else ":".join(type_name)
 
 
@@ -93,23 +88,21 @@ def policy_of_length(policies: Sequence[PartitionPolicy], num_rows: int) -> Part
 
 
 def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store: KVStore) -> PartitionPolicy:
-    """Return how rows that are neither nodes nor edges, such as relations, are laid over the servers.
-
-    Not collective: policies made alike are alike. ``g.new_policy`` calls it.
+    """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
 
     Args:
         name: Part of the names of its tensors.
-        rows: How many there are, cut evenly over the S servers (also fewer than servers, or 0); or (S + 1,)
+        rows: Their number, cut evenly over the S servers (also fewer than servers, or 0); or (S + 1,)
             bounds: server s has the rows ``rows[s]:rows[s + 1]``.
         book: Of the graph.
         store: Of the graph.
 
     Raises:
-        ConfigError: ``~`` in the name, a negative number, or bounds that do not start at 0, fall, or are not
-            S + 1.
+        ConfigError: ``~`` in the name, a negative number, or bounds that do not start at 0, decrease, or are
+            not S + 1.
     """
     if "~" in name:
-        raise ConfigError(f"the policy {name!r} has a '~', which stands between it and its tensors' names")
+        raise ConfigError(f"the policy {name!r} has a '~', which separates it from its tensors' names")
     servers = store.placement.topology.num_servers
     if isinstance(rows, int | np.integer):
         if rows < 0:

@@ -1,7 +1,7 @@
-"""Compiled copying of rows between arrays of any dtype, without the interpreter lock.
+"""Compiled kernels on rows of any dtype, without the interpreter lock: copies, cache lookup, plans, sums.
 
-Rows are moved as machine words: an array of N rows is seen as (N, words) unsigned integers of the
-widest size that divides a row and suits the alignment of both sides, so one kernel serves all dtypes.
+Rows are copied as machine words: an array of N rows is viewed as (N, words) unsigned integers of the
+widest size that divides a row and fits the alignment of both sides, so one kernel serves all dtypes.
 """
 
 from __future__ import annotations
@@ -26,22 +26,14 @@ _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a column's ``name``.
-
-    Raises:
-        ConfigError: no column has such a dtype.
-    """
+    """Return torch's dtype for a column's dtype; ConfigError when no column can have it."""
     if name not in _TORCH:
         raise ConfigError(f"a column cannot have dtype {name!r}; use one of {', '.join(_TORCH)}")
     return _TORCH[name]
 
 
 def column_info(dtype: torch.dtype | str, row_shape: tuple[int, ...]) -> ColumnInfo:
-    """Describe a column of ``dtype``, given as torch's or by name.
-
-    Raises:
-        ConfigError: no column can have that dtype.
-    """
+    """Describe a column of ``dtype``, torch's or a name; ConfigError when no column can have it."""
     name = str(dtype).removeprefix("torch.")
     torch_dtype(name)
     return ColumnInfo(dtype=name, row_shape=row_shape)
@@ -53,14 +45,14 @@ def empty_rows(count: int, info: ColumnInfo) -> Tensor:
 
 
 def numpy_view(rows: Tensor) -> Array:
-    """See a contiguous CPU tensor as an array, bfloat16 as uint16, without a copy."""
+    """View a contiguous CPU tensor as an array, bfloat16 as uint16."""
     if rows.dtype == torch.bfloat16:
         return rows.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return rows.numpy()
 
 
 def tensor_view(rows: Array, info: ColumnInfo) -> Tensor:
-    """See an array, as a column holds it, as a tensor of the column's dtype, without a copy."""
+    """View a column's array as a tensor of the column's dtype."""
     if info.dtype == "bfloat16":
         return torch.from_numpy(rows.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(rows)
@@ -71,27 +63,27 @@ _LINE_BYTES = 64
 
 @njit(nogil=True, inline="always")
 def read_ahead(rows: Array, row: int) -> None:
-    """Ask for row ``row`` of (n, d) ``rows`` to read it; returns at once and changes nothing."""
+    """Prefetch row ``row`` of (n, d) ``rows`` for reading."""
     step = max(1, _LINE_BYTES // rows.itemsize)
     for column in range(0, rows.shape[1], step):
-        _ask_to_read(rows, row, column)
+        _prefetch_to_read(rows, row, column)
 
 
 @njit(nogil=True, inline="always")
 def change_ahead(rows: Array, row: int) -> None:
-    """As :func:`read_ahead`, to change it: no other processor keeps the row."""
+    """Prefetch row ``row`` of (n, d) ``rows`` for writing: no other processor keeps it."""
     step = max(1, _LINE_BYTES // rows.itemsize)
     for column in range(0, rows.shape[1], step):
-        _ask_to_change(rows, row, column)
+        _prefetch_to_write(rows, row, column)
 
 
 @intrinsic
-def _ask_to_read(_context: Any, rows: Any, row: Any, column: Any) -> Any:
+def _prefetch_to_read(_context: Any, rows: Any, row: Any, column: Any) -> Any:
     return _prefetch(rows, 0)
 
 
 @intrinsic
-def _ask_to_change(_context: Any, rows: Any, row: Any, column: Any) -> Any:
+def _prefetch_to_write(_context: Any, rows: Any, row: Any, column: Any) -> Any:
     return _prefetch(rows, 1)
 
 
@@ -104,9 +96,9 @@ def _prefetch(rows: Any, for_writing: int) -> Any:
         place = cgutils.get_item_pointer(context, builder, kind, array, list(arguments[1:]))
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         made = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        ask = cgutils.get_or_insert_function(builder.module, made, "llvm.prefetch.p0i8")
-        how, soon_again, of_data = (ir.Constant(word, value) for value in (for_writing, 3, 1))
-        builder.call(ask, [builder.bitcast(place, byte), how, soon_again, of_data])
+        prefetch = cgutils.get_or_insert_function(builder.module, made, "llvm.prefetch.p0i8")
+        mode, locality, data_cache = (ir.Constant(word, value) for value in (for_writing, 3, 1))
+        builder.call(prefetch, [builder.bitcast(place, byte), mode, locality, data_cache])
         return context.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp), make
@@ -115,15 +107,11 @@ def _prefetch(rows: Any, for_writing: int) -> Any:
 _WORDS: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("u8", "u4", "u2", "u1"))
 
 _AHEAD = 8
-"""So many rows before a row is copied the processor is asked for it: rows lie anywhere in memory."""
+"""Rows between the prefetched one and the copied one: rows lie anywhere in memory."""
 
 
 def as_words(*arrays: Array) -> tuple[Array, ...]:
-    """See C-contiguous arrays with rows of equal size as (rows, words) arrays of one unsigned dtype, no copy.
-
-    Args:
-        arrays: (n, *row) each, with the same bytes per row.
-    """
+    """View C-contiguous (n, *row) arrays with rows of equal size as (n, words) of one unsigned dtype."""
     row_bytes = row_size(arrays[0])
     word = next(
         word
@@ -140,12 +128,12 @@ def row_size(array: Array) -> int:
 
 
 def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
-    """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row ``source`` has; leave the others.
+    """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row is in ``source``.
 
     Args:
         source: (n, *row), C-contiguous: the rows with ids ``first`` to ``first + n - 1``.
         first: Id of the first row of ``source``.
-        ids: (K,) int64; ids of other shards are passed over.
+        ids: (K,) int64; ids of other shards are skipped.
         out: (K, *row), same dtype, C-contiguous and writable.
     """
     if len(ids) == 0 or len(source) == 0 or row_size(source) == 0:
@@ -155,15 +143,12 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
 
 
 def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
-    """Copy the rows of a C-contiguous ``source`` at ``places`` ((K,) int64); faster than indexing.
+    """Copy rows to ``out`` and return it; faster than indexing.
 
     Args:
-        source: (n, *row).
-        places: In [0, n).
-        out: (K, *row), same dtype, C-contiguous and writable; None: fresh memory.
-
-    Returns:
-        ``out``, or what took its place.
+        source: (n, *row), C-contiguous.
+        places: (K,) int64 in [0, n).
+        out: (K, *row), same dtype, C-contiguous and writable; None: new memory.
     """
     if out is None:
         out = np.empty((len(places), *source.shape[1:]), source.dtype)
@@ -172,9 +157,9 @@ def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
 
 
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
-    """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row ``target`` has.
+    """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row is in ``target``.
 
-    The last of several values for one row stays.
+    Of several values for one row the last stays.
 
     Args:
         rows: (K, *row), C-contiguous.
@@ -204,13 +189,12 @@ def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
 
 
 def spread_rows(rows: Array, out: Array, starts: Array, positions: Array, first_slot: int) -> None:
-    """Copy row k of ``rows`` to each of its places in ``out``.
+    """Copy row k of ``rows`` to each of its positions in ``out``.
 
     Args:
         rows: (k, *row) the rows of the slots ``first_slot`` to ``first_slot + k - 1``; need not be aligned.
         out: (K, *row), C-contiguous and writable.
-        starts: (slots + 1,) int64; the places of slot s are ``positions[starts[s]:starts[s + 1]]``.
-        positions: (places,) int64 in [0, K).
+        starts, positions: As in :class:`RemotePlan`.
         first_slot: Slot of ``rows[0]``.
     """
     if len(rows) == 0 or row_size(rows) == 0:
@@ -233,7 +217,7 @@ def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
     count, words = source.shape
     last = ids.shape[0] - 1
     for k in range(ids.shape[0]):
-        # Unsigned, so that an id below `first` is a huge one: one comparison for both ends.
+        # Unsigned, so that an id below `first` becomes a huge one: one comparison checks both ends.
         coming = np.uint64(ids[min(k + _AHEAD, last)] - first)
         if coming < np.uint64(count):
             read_ahead(source, coming)
@@ -289,30 +273,29 @@ def _first_outside(ids: Array, count: int) -> int:
 
 
 DIRECT_LIMIT = 1 << 26
-"""Most ids for which a table has an entry per id (4 bytes each, 256 MiB a server); beyond, it is hashed."""
+"""Most ids for which a table has an entry per id (4 bytes each, 256 MiB per server); above, it is hashed."""
 
 _LEAST_BITS = 4
 
 
 class SlotTable(NamedTuple):
-    """Where cached rows lie, as compiled code reads it; made by :func:`slot_table`."""
+    """Slots of cached rows by id, a direct or a hash table; filled by :func:`fill_table`."""
 
     slots: Array
-    """(N,) int32, -1 for ids that are not cached; or beside ``keys`` the slot of each of them."""
+    """(N,) int32, -1 for ids that are not cached; in a hash table the slot of each of ``keys``."""
     keys: Array
-    """() when ``slots`` has an entry per id; else a power of two of int64 ids, -1 where there is none."""
+    """() in a direct table; else a power of two of int64 ids, -1 in free places."""
 
 
 def no_slots() -> SlotTable:
-    """Return the table of a column of which no row is cached."""
     return SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 def table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
-    """Return the lengths of ``slots`` and ``keys`` for ``count`` cached ones of ``num_ids`` ids.
+    """Return the lengths of ``slots`` and ``keys`` for ``count`` cached of ``num_ids`` ids.
 
-    A hash table is at most half full: 24 to 48 bytes per cached row. The direct table takes 4 bytes for each
-    of all ids and is used while it is the smaller one, or ``num_ids`` at most ``direct_limit``.
+    A hash table is at most half full: 24 to 48 bytes per cached row. A direct table takes 4 bytes per id and
+    is chosen if it is smaller, or ``num_ids`` is at most ``direct_limit``.
     """
     bits = _LEAST_BITS
     while (1 << bits) < 2 * count:
@@ -323,7 +306,7 @@ def table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> t
 
 
 def fill_table(table: SlotTable, ids: Array) -> None:
-    """Give the (C,) int64 distinct ``ids`` the slots 0 to C - 1 in arrays as :func:`table_sizes` says."""
+    """Assign the slots 0 to C - 1 to (C,) int64 distinct ``ids``; sizes are from :func:`table_sizes`."""
     table.slots[:] = -1
     if len(table.keys) == 0:
         table.slots[ids] = np.arange(len(ids), dtype=np.int32)
@@ -366,53 +349,44 @@ def _insert(table: SlotTable, ids: Array) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RemotePlan:
-    """The remote part of K asked ids, without repeats, grouped by server.
-
-    A slot is a distinct remote id. Slots of one server are neighbours.
-    """
+    """The remote part of K requested ids, grouped by server; a slot is a distinct remote id."""
 
     ids: Array
-    """(slots,) int64 distinct remote ids, grouped by server, inside one in order of appearance."""
+    """(slots,) int64 distinct remote ids, grouped by server, within one in order of appearance."""
     server_starts: Array
-    """(S + 1,) int64; the slots of server s are ``[s]:[s + 1]``, none for one's own."""
+    """(S + 1,) int64; the slots of server s are ``[s]:[s + 1]``, none for the local one."""
     starts: Array
-    """(slots + 1,) int64; slot s is asked for at ``positions[starts[s]:starts[s + 1]]``."""
+    """(slots + 1,) int64; slot s is requested at ``positions[starts[s]:starts[s + 1]]``."""
     positions: Array
-    """(remote places,) int64 positions in the asked ids."""
+    """(remote places,) int64 positions in the requested ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hits:
-    """The asked ids that are another server's, and cached here."""
+    """The requested ids of other servers that are cached here."""
 
     places: Array
-    """(hits,) int64 positions in the asked ids, ascending."""
+    """(hits,) int64 positions in the requested ids, ascending."""
     slots: Array
     """(hits,) int64 rows of the cache."""
 
 
 def plan_remote(ids: Array, bounds: Array, own_server: int) -> RemotePlan:
-    """Split off the remote ids of ``ids``, each once.
-
-    Args:
-        ids: (K,) int64 in [0, ``bounds[-1]``), any order, repeats allowed.
-        bounds: (S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``.
-        own_server: The server whose rows are not remote.
-    """
+    """Return the plan of :func:`plan_pull` without a cache."""
     return plan_pull(ids, bounds, own_server, no_slots())[0]
 
 
 def plan_pull(
     ids: Array, bounds: Array, own_server: int, cached: SlotTable, *, distinct: bool = False
 ) -> tuple[RemotePlan, Hits]:
-    """Split ``ids`` into those of the own server, those that are cached, and those to ask for.
+    """Split ``ids`` into those of the local server, those that are cached, and those to request.
 
     Args:
         ids: (K,) int64 in [0, ``bounds[-1]``), any order, repeats allowed unless ``distinct``.
         bounds: (S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``.
         own_server: The server whose rows are not remote.
-        cached: Which remote rows are here.
-        distinct: Nothing is repeated, so that there is nothing to look for.
+        cached: Table of the cached remote rows.
+        distinct: No id is repeated, which saves the search for repeats.
     """
     *remote, places, slots = _plan(ids, bounds, own_server, cached, distinct)
     plan = RemotePlan(**dict(zip(_FIELDS, remote, strict=True)))
@@ -420,7 +394,7 @@ def plan_pull(
 
 
 def number_distinct(ids: Array) -> tuple[Array, Array]:
-    """Return the distinct of (K,) int64 ``ids`` in order of appearance, and (K,) int64 the place of each."""
+    """Return the distinct (K,) int64 ``ids`` in order of appearance, and the (K,) int64 index of each."""
     place_of = np.empty(len(ids), np.int64)
     return _distinct(ids, np.arange(len(ids)), place_of), place_of
 
@@ -459,10 +433,10 @@ def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: b
 
 @njit(cache=True, nogil=True)
 def _split(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
-    """Return the places of the ids to ask for, and places and slots of the cached ones."""
+    """Return the places of the ids to request, and places and slots of the cached ones."""
     remote = _count_outside(ids, low, high)
     places = np.empty(remote, np.int64)
-    # Without a cache there are no hits, and no room is needed for them.
+    # Without a cache there are no hits.
     most_hits = remote if len(cached.slots) else 0
     hit_places = np.empty(most_hits, np.int64)
     hit_slots = np.empty(most_hits, np.int64)
@@ -483,7 +457,7 @@ def _split(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, A
 
 @njit(cache=True, nogil=True)
 def _grouped(distinct: Array, bounds: Array) -> tuple[Array, Array, Array]:
-    """Return the ids grouped by server, where each server's start, and the new place of each id."""
+    """Return the ids grouped by server, the start of each server, and the new place of each id."""
     servers = len(bounds) - 1
     server_of = np.empty(len(distinct), np.int64)
     server_starts = np.zeros(servers + 1, np.int64)
@@ -525,7 +499,7 @@ def _distinct(ids: Array, places: Array, slot_of_place: Array) -> Any:
     count = 0
     for place in range(len(places)):
         key = ids[places[place]]
-        # Fibonacci hashing: consecutive ids, which are common, land far apart.
+        # Fibonacci hashing separates consecutive ids, which are common.
         at = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> shift
         while slots[at] >= 0 and distinct[slots[at]] != key:
             at = (at + np.uint64(1)) & mask
@@ -538,11 +512,10 @@ def _distinct(ids: Array, places: Array, slot_of_place: Array) -> Any:
 
 
 HALF = ("float16", "bfloat16")
-"""Dtypes whose rows are added in float32 and rounded once, to the nearest even."""
+"""Dtypes whose rows are added in float32 and rounded once, to nearest even."""
 
 
 def check_summable(name: str, info: ColumnInfo) -> None:
-    """Raise ConfigError when rows of that dtype have no sum."""
     if info.dtype == "bool":
         raise ConfigError(f"{name!r} holds bool, which cannot be added; push it without accumulate=True")
 
@@ -574,7 +547,7 @@ def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInf
     Args:
         target: (n, *row), C-contiguous and writable: the rows with ids ``first`` to ``first + n - 1``.
         first: Id of the first row of ``target``.
-        ids: (K,) int64, distinct; those of other shards are passed over.
+        ids: (K,) int64, distinct; those of other shards are skipped.
         rows: (K, *row) in the same dtype.
         info: Dtype and row shape.
     """
@@ -592,7 +565,7 @@ def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInf
 
 
 def _widened(rows: Array, info: ColumnInfo) -> Array:
-    """See rows as numbers that can be added: half precision as float32."""
+    """Convert rows of half precision to float32, in which they are added."""
     return tensor_view(rows, info).float().numpy() if info.dtype in HALF else rows
 
 

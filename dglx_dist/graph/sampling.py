@@ -1,4 +1,4 @@
-"""``DistGraph.sample_neighbors``: drawn in-edges as a DGLGraph, for any sampler that DGL has."""
+"""``DistGraph.sample_neighbors``: drawn in-edges as a DGLGraph, for any of DGL's samplers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, InEdges, Structure
@@ -20,22 +21,20 @@ from dglx_dist.records import Array, EdgeType
 if TYPE_CHECKING:
     import dgl
 
-    from dglx_dist.graph.dist_graph import DistGraph
-
 
 def draw_parameters(fanout: int, replace: bool, seed: int) -> str:
-    """Return what :func:`draw_uniform` needs to know, as text."""
+    """Return the parameters of :func:`draw_uniform`, as text."""
     return f"{fanout} {int(replace)} {seed}"
 
 
 def draw_uniform(shard: CSCShard, nodes: Array, parameters: str, exclude: Array = NO_EDGES) -> InEdges:
-    """Draw in-edges of ``nodes`` ((k,) int64 global ids in the shard), all of a node alike.
+    """Draw in-edges of ``nodes`` ((k,) int64 global ids in the shard), all of a node with equal probability.
 
     Args:
         shard: Piece of the structure.
         nodes: Whose in-edges.
-        parameters: Of :func:`draw_parameters`. A fan-out of -1 takes all; without replacement at most as
-            many as there are, with it none where there are none.
+        parameters: Of :func:`draw_parameters`. A fan-out of -1 takes all; a draw without replacement takes
+            at most all of a node, one with replacement none of a node without in-edges.
         exclude: (X,) int64 ascending ids of edges that are not drawn.
     """
     fanout, replace, seed = (int(text) for text in parameters.split())
@@ -48,7 +47,7 @@ def draw_uniform(shard: CSCShard, nodes: Array, parameters: str, exclude: Array 
 def draw_weighted(
     nodes: Array, edges: InEdges, weights: Array, fanout: int, replace: bool, seed: int
 ) -> InEdges:
-    """Draw among given in-edges, each as likely as its weight says; edges of weight 0 are never drawn.
+    """Draw among given in-edges, with probability proportional to weight; weight 0 is never drawn.
 
     Args:
         nodes: (K,) int64, of which ``edges`` are the in-edges.
@@ -73,26 +72,21 @@ UNIFORM = "draw_uniform"
 
 @dataclass(frozen=True, kw_only=True)
 class DrawRule:
-    """How the in-edges of a call are drawn."""
+    """Parameters of a draw."""
 
     replace: bool
     prob: str | None
-    """Name of the edge tensor that holds weights, or a mask."""
+    """Name of an edge tensor of weights, or of a mask."""
     seed: int
 
 
-def serve_uniform(structure: Structure) -> None:
-    """Let ``structure`` answer uniform draws; every rank must call it."""
-    structure.serve(UNIFORM, draw_uniform)
-
-
 def draw_in_edges(
-    g: DistGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
+    g: OpenedGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
 ) -> InEdges:
     """Return drawn in-edges, at most ``fanout`` (-1: all) of each of the (K,) int64 ``nodes``.
 
-    None of the (X,) int64 edge ids in ``exclude`` is drawn. Uniform draws are made where the nodes live;
-    with weights or excluded edges all in-edges come here first.
+    None of the (X,) int64 edge ids in ``exclude`` is drawn. The owner of a node makes uniform draws; with
+    weights or excluded edges this rank fetches all in-edges and draws itself.
 
     Raises:
         ConfigError: the edges have no tensor ``rule.prob``, or it is not one value per edge.
@@ -115,7 +109,7 @@ def as_dgl_graph(
 
     Args:
         num_nodes: node type -> N.
-        drawn: edge type -> ((K,) destinations asked for, their drawn in-edges), for every edge type.
+        drawn: edge type -> ((K,) requested destinations, their drawn in-edges), for every edge type.
     """
     import dgl  # only here: the rest of the room works without it
 
@@ -131,13 +125,13 @@ def as_dgl_graph(
 
 
 def sampled_graph(
-    g: DistGraph,
+    g: OpenedGraph,
     seed_nodes: Ids | Mapping[str, Ids],
     fanout: int | Mapping[Any, int],
     exclude_edges: Ids | Mapping[Any, Ids] | None,
     rule: DrawRule,
 ) -> dgl.DGLGraph:
-    """Return the graph of all nodes with in-edges drawn by ``rule``; see ``DistGraph.sample_neighbors``."""
+    """Return all nodes with in-edges drawn by ``rule``; see ``DistGraph.sample_neighbors``."""
     counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     edge_counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
     seeds = by_type(seed_nodes, counts, "node")
@@ -155,7 +149,7 @@ def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) 
 
     Args:
         given: Ids, or a dict of them by type; an edge type may be named by its relation.
-        counts: Every type, with the number of its ids.
+        counts: Number of ids of every type.
         what: ``node`` or ``edge``, for messages.
 
     Raises:
@@ -188,7 +182,6 @@ def fanout_by_type(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]
 
 
 def _known(key: object, types: Collection[K], what: str) -> K:
-    """Return the one of ``types`` that ``key`` is, or is the relation of."""
     found = [one for one in types if key == one or (what == "edge" and key == cast("EdgeType", one)[1])]
     if len(found) != 1:
         problem = "several types are" if found else "there is no type"
@@ -200,8 +193,7 @@ def _list(types: Iterable[object]) -> str:
     return ", ".join(map(str, types))
 
 
-def _weights_key(g: DistGraph, etype: EdgeType, name: str) -> str:
-    """Return under which the store knows what ``g.edges[etype].data`` calls ``name``."""
+def _weights_key(g: OpenedGraph, etype: EdgeType, name: str) -> str:
     data = g.edges[etype].data
     return data[name].kvstore_key if name in data else g.get_edge_partition_policy(etype).key(name)
 

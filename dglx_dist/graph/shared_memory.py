@@ -1,4 +1,4 @@
-"""Rows in memory that the ranks of one server share, in a file that has no name any more."""
+"""Rows in memory shared by a server's ranks: allocation, checks of free memory, and saving to a folder."""
 
 from __future__ import annotations
 
@@ -28,24 +28,20 @@ from dglx_dist.records import Array, ColumnInfo
 
 
 def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, remedy: str) -> None:
-    """Refuse on all ranks what does not fit on one machine. Every rank must call it.
+    """Raise ConfigError on all ranks when rows exceed the free memory of a machine; collective.
 
     Args:
         session: The run; rows lie in its ``scratch``.
         bounds: (S + 1,) int64; server s will have the rows ``bounds[s]:bounds[s + 1]``.
-        row_bytes: Of one row, with everything that goes with it.
-        what: For the message.
-        remedy: What to do when it does not fit.
-
-    Raises:
-        ConfigError: on all ranks, when the rows of a machine's servers need more than is free there.
+        row_bytes: Of one row, with all that belongs to it.
+        what, remedy: For the message.
     """
 
     def check() -> None:
         topology, host = session.topology, session.hosts[session.topology.rank]
         here = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
         rows = sum(int(bounds[server + 1] - bounds[server]) for server in here)
-        # Apart from the memory itself, its file system (/dev/shm) has a limit of its own.
+        # The memory's file system (/dev/shm) has its own limit.
         free = min(psutil.virtual_memory().available, shutil.disk_usage(session.scratch).free)
         if rows * row_bytes > free:
             raise ConfigError(
@@ -57,21 +53,21 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
 
 
 WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
-"""Write this rank's rows into a folder; calls no collective."""
+"""Writes this rank's rows into a folder; calls no collective."""
 
 
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write rows of all ranks as ``target``, which holds all of them or what it held. All ranks call it.
+    """Write rows of all ranks as ``target``, which then holds all of them or its former content; collective.
 
     Args:
         session: The run.
         target: Seen by all ranks under this name; rows that were saved there before are replaced.
         write_own: See :data:`WriteOwn`.
-        facts: What the index keeps of the whole; those of rank 0 count.
+        facts: Stored in the index; rank 0's.
 
     Raises:
         StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
-            something else than saved rows; what was there is unchanged.
+            something other than saved rows; its content is unchanged.
     """
     is_first = session.topology.rank == 0
     temporary = target.with_name(f".{target.name}.writing{PARTIAL_SUFFIX}")
@@ -79,13 +75,13 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
     def make() -> None:
         with named_failures(target):
             check_replaceable(target)
-            # Left by a save that was killed.
+            # A save that was killed may have left it.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
 
     def finish() -> None:
         with named_failures(target):
-            # Once more: much may have been put there meanwhile.
+            # Checked again, since files may have been added meanwhile.
             check_replaceable(target)
             if not publish(temporary, target):
                 replace_folder(temporary, target)
@@ -96,13 +92,13 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
         together(session, lambda: finish() if is_first else None)
     except DglxError:
         if is_first:
-            # What is half written would keep a full disk full.
+            # An incomplete copy would keep a full disk full.
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Let every rank write its rows into an empty folder, then rank 0 the index. Every rank must call it.
+    """Write the rows of every rank into an empty folder, then the index on rank 0; collective.
 
     Raises:
         StorageError: on all ranks, when one cannot write or does not see the folder.
@@ -132,27 +128,27 @@ def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapp
 
 
 InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""(shape of the own server's rows, dtype) to their first values; called on one rank of each server."""
+"""(shape of the local server's rows, dtype) to their first values; called on one rank of each server."""
 
 
 def shared_rows(
     session: Session, file_name: str, count: int, info: ColumnInfo, init: InitRows | None = None
 ) -> Array:
-    """Return writable rows that all ranks of the own server see. Every rank must call it.
+    """Return writable rows that the ranks of the local server share; collective.
 
     Args:
         session: The run; the memory lies in its ``scratch``.
-        file_name: Not in use; the same on the ranks of a server.
-        count: Rows of the own server; may be 0.
+        file_name: Unused; the same on the ranks of a server.
+        count: Rows of the local server; may be 0.
         info: Dtype and row shape.
         init: First values; zeros when None.
 
     Returns:
-        (``count``, *row); bfloat16 as uint16. The memory lives as long as a rank holds the array.
+        (``count``, *row); bfloat16 as uint16. The memory is free when no rank holds the array any more.
 
     Raises:
-        ConfigError: on all ranks, when on one of them there is no room, or ``init`` raised or returned
-            something else.
+        ConfigError: on all ranks, when memory is short on one, or ``init`` raised or returned another shape
+            or dtype.
     """
     path = session.scratch / file_name
     problem = ""
@@ -165,17 +161,17 @@ def shared_rows(
     rows = _map(path, count, info)
     barrier(session, f"opening {file_name}")
     if session.topology.local_rank == 0:
-        # Without a name it is freed when the last rank lets go of it, however that rank ends.
+        # Without a name it is freed when the last rank drops it, however that rank ends.
         path.unlink()
     return rows
 
 
 def _make(path: Path, count: int, info: ColumnInfo, init: InitRows | None) -> str:
-    """Create and fill the file; return what went wrong, for all ranks to hear."""
+    """Create and fill the file; return an error for all ranks, or ""."""
     num_bytes = max(1, count * math.prod(info.row_shape) * numpy_dtype(info.dtype).itemsize)
     try:
         with path.open("xb") as file:
-            # Reserved now: a full memory file system would otherwise end the process at the first write.
+            # Reserved now: a full memory file system would otherwise kill the process at the first write.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         if init is not None:
             rows = _map(path, count, info)

@@ -1,4 +1,4 @@
-"""Gradients of some rows: as ``backward`` leaves them, weighed, and summed before they are sent."""
+"""Gradients of some rows: records, weighted sums, and the kernels that apply them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dglx_dist.graph.row_kernels import change_ahead
 from dglx_dist.records import Array, StepShare
 
 NEVER, ONCE, OFTEN = -1, -2, -3
-"""How often a row was met, where it has no slot."""
+"""Number of occurrences of a row without a slot."""
 
 AHEAD = 4
-"""Rows between the one that is asked for and the one that is updated."""
+"""Rows between the prefetched one and the updated one."""
 
 
 class Gradient(NamedTuple):
@@ -69,7 +69,7 @@ def group_by_owner(ids: Array, starts: Array) -> tuple[Array, Array]:
 
 
 @njit(cache=True, nogil=True)
-def take_weighed(source: Array, weight: float, places: Array, out: Array) -> None:
+def take_weighted(source: Array, weight: float, places: Array, out: Array) -> None:
     """Write ``weight * source[places[k]]`` to ``out[k]``, (k, d)."""
     factor = source.dtype.type(weight)
     for k in range(len(places)):
@@ -80,7 +80,7 @@ def take_weighed(source: Array, weight: float, places: Array, out: Array) -> Non
 
 @njit(cache=True, nogil=True)
 def count_rows(ids: Array, first: int, slot_of: Array) -> int:
-    """Mark the rows ``ids - first`` as met once, or more than once; return how many are now met twice.
+    """Count an occurrence of the rows ``ids - first``; return how many now occur the second time.
 
     Args:
         ids: (k,) int64 distinct, each in [``first``, ``first`` + n).
@@ -102,14 +102,14 @@ def count_rows(ids: Array, first: int, slot_of: Array) -> int:
 def split_rows(
     ids: Array, first: int, gradient: Gradient, slot_of: Array, touched: Array, sums: Array, count: int
 ) -> tuple[Array, Array, int]:
-    """Set apart the rows that no other rank has; add the others to sums kept in slots.
+    """Separate the rows that no other rank has; add the others to sums in slots.
 
     Args:
         ids: (k,) int64 distinct.
         first: Id of row 0.
         gradient: Of ``ids``.
-        slot_of: (n,) int32, as :func:`count_rows` of all ranks' ids left it; a repeated row met here for the
-            first time gets the next slot, 0 or more.
+        slot_of: (n,) int32, from :func:`count_rows` of all ranks' ids; the first occurrence of a repeated row
+            gets the next slot, 0 or more.
         touched: (capacity,) int64, the row of each slot; changed.
         sums: (capacity, d); changed.
         count: Slots in use.
@@ -118,14 +118,14 @@ def split_rows(
         (m,) int64 rows that are not repeated, the (m,) places of their gradients, and the slots in use now.
     """
     rows, places = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
-    alone = 0
+    num_single = 0
     factor = sums.dtype.type(gradient.weight)
     for k in range(len(ids)):
         row, place = ids[k] - first, gradient.places[k]
         slot = slot_of[row]
         if slot == ONCE:
-            rows[alone], places[alone] = row, place
-            alone += 1
+            rows[num_single], places[num_single] = row, place
+            num_single += 1
         elif slot == OFTEN:
             slot_of[row] = count
             touched[count] = row
@@ -135,12 +135,12 @@ def split_rows(
         else:
             for column in range(sums.shape[1]):
                 sums[slot, column] += factor * gradient.rows[place, column]
-    return rows[:alone], places[:alone], count
+    return rows[:num_single], places[:num_single], count
 
 
 @njit(cache=True, nogil=True)
 def forget_rows(ids: Array, first: int, slot_of: Array) -> None:
-    """Mark the rows ``ids - first`` as never met."""
+    """Reset the rows ``ids - first`` to NEVER."""
     for k in range(len(ids)):
         slot_of[ids[k] - first] = NEVER
 
@@ -151,7 +151,7 @@ def update_sgd(weight: Array, at: Array, gradient: Gradient, rate: float) -> Non
 
     Args:
         weight: (n, d); changed.
-        at: (k,) int64 distinct, the row of ``weight`` that goes with each place of ``gradient``.
+        at: (k,) int64 distinct, the row of ``weight`` for each place of ``gradient``.
         gradient: k rows.
         rate: The learning rate.
     """
@@ -164,7 +164,7 @@ def update_sgd(weight: Array, at: Array, gradient: Gradient, rate: float) -> Non
             weight[row, column] -= step * (factor * gradient.rows[place, column])
 
 
-# Without this error model every division is checked for 0 and none is vectorised; eps is in each of them.
+# Without this error model every division is checked for 0 and none is vectorised; each divisor includes eps.
 @njit(cache=True, nogil=True, error_model="numpy")
 def update_adagrad(
     weight: Array, at: Array, total: Array, touched: Array, gradient: Gradient, rate: float, eps: float
@@ -226,19 +226,19 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowGradient:
-    """What one backward pass left for the rows of one call."""
+    """The gradient of the rows of one call, from one backward pass."""
 
     ids: Array
     """(k,) int64, distinct."""
     rows: Array
-    """(k, d) float32 or float64. Never changed: autograd may have given the same memory to another tensor."""
+    """(k, d) float32 or float64. Read-only: autograd may share the memory with another tensor."""
     share: StepShare | None
-    """Of the step, as it was at the time of the call."""
+    """Of the step, at the time of the call."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSum:
-    """What one rank adds to a parameter's gradient in a step: ``weight * rows``."""
+    """One rank's contribution to a parameter's gradient in a step: ``weight * rows``."""
 
     ids: Array
     """(k,) int64, distinct."""
@@ -249,24 +249,24 @@ class RowSum:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parcel:
-    """The part of a :class:`RowSum` that one owner gets: ``weight * rows[places]``."""
+    """The part of a :class:`RowSum` for one owner: ``weight * rows[places]``."""
 
     ids: Array
     """(k,) int64, distinct."""
     rows: Array
     """(n, d) float32 or float64."""
     places: Array
-    """(k,) int64 in [0, n): which row belongs to each id."""
+    """(k,) int64 in [0, n): the row of each id."""
     weight: float = 1.0
 
 
 def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) -> float:
-    """Return what a rank's gradient is multiplied by before the sum over ranks (algorithms 0.1).
+    """Return the factor of a rank's gradient in the sum over ranks (algorithms 0.1).
 
     n_local / n_global for a mean, 1 for a sum; 0 on a rank without targets, whatever its loss is.
 
     Raises:
-        ConfigError: the loss is a mean, there are several ranks, and nobody said over how many targets.
+        ConfigError: the loss is a mean, there are several ranks, and the number of targets is unknown.
     """
     if share is not None and share.num_local == 0:
         return 0.0
@@ -278,50 +278,44 @@ def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) ->
         return 1.0
     raise ConfigError(
         "an embedding was called outside of a step whose number of targets is known, so this rank's mean "
-        "loss cannot be weighed; take its ids from dglx_dist.DataLoader, set session.step_share = dglx_dist."
-        "strategies.share.count_targets(len(targets), session) before the call, or use reduction='sum'"
+        "loss cannot be weighted; take its ids from dglx_dist.DataLoader, set session.step_share = dglx_dist."
+        "strategies.base.count_targets(len(targets), session) before the call, or use reduction='sum'"
     )
 
 
-def weighed_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_size: int) -> RowSum | None:
-    """Return what this rank adds to the gradient of a step; None where no weight is above 0.
+def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_size: int) -> RowSum | None:
+    """Return this rank's contribution to the gradient of a step; None where no weight is above 0.
 
-    Args:
-        gradients: In the order of the backward passes.
-        reduction: What the loss is over this rank's targets.
-        world_size: Ranks of the run.
-
-    Raises:
-        ConfigError: as :func:`weight_of`.
+    ``gradients`` are in the order of the backward passes; raises as :func:`weight_of`.
     """
-    weighed = [(gradient, weight_of(gradient.share, reduction, world_size)) for gradient in gradients]
+    weighted = [(gradient, weight_of(gradient.share, reduction, world_size)) for gradient in gradients]
     # Left out, not multiplied: the mean over no targets is not a number.
-    return summed([(gradient, weight) for gradient, weight in weighed if weight > 0.0])
+    return summed([(gradient, weight) for gradient, weight in weighted if weight > 0.0])
 
 
-def summed(weighed: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
+def summed(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
     """Return the sum of weight times gradient, each row once; None for none.
 
     Args:
-        weighed: In the order in which they are added; of a single one, the rows are shared.
+        weighted: In the order of addition; a single one shares its rows with the result.
     """
-    if not weighed:
+    if not weighted:
         return None
-    if len(weighed) == 1:
-        gradient, weight = weighed[0]
+    if len(weighted) == 1:
+        gradient, weight = weighted[0]
         return RowSum(ids=gradient.ids, rows=gradient.rows, weight=weight)
-    ids, places = np.unique(np.concatenate([gradient.ids for gradient, _ in weighed]), return_inverse=True)
-    rows = np.zeros((len(ids), weighed[0][0].rows.shape[1]), dtype=weighed[0][0].rows.dtype)
+    ids, places = np.unique(np.concatenate([gradient.ids for gradient, _ in weighted]), return_inverse=True)
+    rows = np.zeros((len(ids), weighted[0][0].rows.shape[1]), dtype=weighted[0][0].rows.dtype)
     first = 0
-    for gradient, weight in weighed:
+    for gradient, weight in weighted:
         last = first + len(gradient.ids)
         add_rows(gradient.rows, weight, places.reshape(-1)[first:last], rows)
         first = last
     return RowSum(ids=ids, rows=rows)
 
 
-def weighed_copy(parcel: Parcel) -> Parcel:
-    """Return the same with one row for each id, in order, and weight 1: as it can be sent."""
+def weighted_copy(parcel: Parcel) -> Parcel:
+    """Return the same with one row for each id, in order, and weight 1: the form that is sent."""
     rows = np.empty((len(parcel.ids), parcel.rows.shape[1]), dtype=parcel.rows.dtype)
-    take_weighed(parcel.rows, parcel.weight, parcel.places, rows)
+    take_weighted(parcel.rows, parcel.weight, parcel.places, rows)
     return Parcel(ids=parcel.ids, rows=rows, places=np.arange(len(rows)))

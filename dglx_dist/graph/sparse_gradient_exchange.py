@@ -1,4 +1,4 @@
-"""How gradients of rows reach their owners: all ranks in step, or each at its own pace."""
+"""Exchange of row gradients with the owners of the rows, synchronous or asynchronous."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dglx_dist.comm.collectives import barrier, gather_int64, peers_named, raise
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_gradient import Parcel, RowSum, group_by_owner, weighed_copy
+from dglx_dist.graph.sparse_gradient import Parcel, RowSum, group_by_owner, weighted_copy
 from dglx_dist.graph.sparse_update import OwnedRows
 from dglx_dist.records import Array
 
 MAX_PARAMETERS = 100
-"""Of one optimiser: each takes two of the arrays that a message can have."""
+"""Of one optimiser: each takes two arrays of a message."""
 _MAX_PROBLEM = 2000
 
 
@@ -35,29 +35,25 @@ class StepMessage:
     step: int
     """1, 2, ..."""
     used: tuple[bool, ...]
-    """Of each parameter, whether the sender's backward passes came by it, with any rows or none."""
+    """Of each parameter, whether it is part of the sender's backward passes, with any rows or none."""
     parcels: tuple[Parcel, ...]
-    """Of each parameter; empty when there was a problem. What is sent has one row for each id, in order,
-    and weight 1; what a rank keeps for itself may lie anywhere."""
+    """Of each parameter; empty when there is a problem. A parcel that is sent has one row for each id, in
+    order, and weight 1; the rank's own may refer to any rows."""
     problem: str = ""
-    """Why the sender cannot take this step, for all ranks to hear."""
+    """Why the sender cannot take this step, reported to all ranks."""
 
     def name(self) -> str:
-        """Return what is sent as the name of the call: it is no payload."""
+        """Return what is sent as the name of the call, which is no payload."""
         used = "".join("1" if used else "0" for used in self.used)
         return f"{self.sender} {self.step} {used} {self.problem[:_MAX_PROBLEM]}"
 
     def arrays(self) -> list[Array]:
-        """Return what is sent as payload: 8 bytes and one row for each distinct row, of each parameter."""
+        """Return the payload: 8 bytes and one row for each distinct row of each parameter."""
         return [array for parcel in self.parcels for array in (parcel.ids, parcel.rows)]
 
 
 def read_message(name: str, arrays: Sequence[Array], num_parameters: int) -> StepMessage:
-    """Read what :meth:`StepMessage.name` and :meth:`StepMessage.arrays` gave.
-
-    Raises:
-        ConfigError: it is not of an optimiser of ``num_parameters`` parameters.
-    """
+    """Decode a message; ConfigError when it is not of an optimiser of ``num_parameters`` parameters."""
     sender, step, used, problem = name.split(" ", 3)
     expected = 0 if problem else 2 * num_parameters
     if len(used) != num_parameters or len(arrays) != expected:
@@ -79,16 +75,12 @@ def read_message(name: str, arrays: Sequence[Array], num_parameters: int) -> Ste
 
 
 _CHECK_EVERY_S = 1.0
-"""How often a waiting rank asks whether those it waits for are still there."""
+"""Period at which a waiting rank probes those it waits for."""
 
 
 @final
 class Inbox:
-    """Messages by step and sender.
-
-    Args:
-        session: Who sends.
-    """
+    """Received messages by step and sender."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -96,7 +88,6 @@ class Inbox:
         self._changed = threading.Condition()
 
     def put(self, message: StepMessage) -> None:
-        """Add a message; any thread."""
         with self._changed:
             self._arrived.setdefault(message.step, {})[message.sender] = message
             self._changed.notify_all()
@@ -105,7 +96,7 @@ class Inbox:
         """Wait for the messages of all ranks for ``step``, and return them by rank.
 
         Raises:
-            PeerError: a rank is dead, or did not send within the session's time-out; it is named.
+            PeerError: a rank is dead, or did not send within the session's time-out; the message names it.
         """
         ranks = range(self._session.topology.world_size)
         deadline = time.monotonic() + self._session.timeout_s
@@ -117,7 +108,7 @@ class Inbox:
         return [messages[rank] for rank in ranks]
 
     def _missing(self, step: int, timeout_s: float) -> list[int]:
-        """Wait until all are there, or for ``timeout_s``; return the ranks that are missing."""
+        """Wait until all have arrived, or for ``timeout_s``; return the missing ranks."""
 
         def missing() -> list[int]:
             ranks = range(self._session.topology.world_size)
@@ -139,31 +130,28 @@ class Inbox:
         )
 
 
-PHASE = "sparse_gradients"
-
-
 @dataclass(frozen=True, kw_only=True)
 class StalenessReport:
-    """How late the updates of this rank's own gradients were, in steps."""
+    """Delay of the updates by this rank's own gradients, in steps."""
 
     steps: int
     """Steps of this rank."""
     largest_lag: int
     """Most own steps, the last included, that some owner had not applied when ``step()`` returned."""
     mean_lag: float
-    """Their mean over the steps."""
+    """Mean of these over the steps."""
     waits: int
-    """Steps that had to wait because the bound was reached."""
+    """Steps that waited because the bound was reached."""
     waited_s: float
     """Seconds of those waits."""
 
 
 class Exchange(ABC):
-    """Sends gradients to owners, and applies those that come here.
+    """Sends gradients to owners, and applies those that arrive.
 
     Args:
         session: The run.
-        op: Name of the remote call, the same on all ranks and of nobody else.
+        op: Unique name of the remote call, the same on all ranks.
         tables: The parameters, the same on all ranks.
     """
 
@@ -173,7 +161,7 @@ class Exchange(ABC):
         session.rpc.register(op, self._receive)
 
     def send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
-        """Count a step, send each other owner its share, and then take in one's own."""
+        """Count a step, send each remote owner its share, and then accept the local one."""
         self._step += 1
         topology = self._session.topology
         shares = [() if problem else self._cut(number, rows) for number, rows in enumerate(sums)]
@@ -187,13 +175,13 @@ class Exchange(ABC):
             )
             for rank in range(topology.world_size)
         ]
-        submit = partial(self._session.rpc.submit, op=self._op, phase=PHASE)
+        submit = partial(self._session.rpc.submit, op=self._op, phase="sparse_gradients")
         own = topology.rank
         sent = [
             submit(rank, name=messages[rank].name(), arrays=messages[rank].arrays())
             for rank in (*range(own + 1, topology.world_size), *range(own))
         ]
-        # Not through the handler, as one's own rows stay where they are.
+        # Not through the handler: local rows are neither copied nor checked.
         self.accept(messages[own])
         return sent
 
@@ -202,14 +190,14 @@ class Exchange(ABC):
         """Have a step applied.
 
         Args:
-            sums: Of each parameter, this rank's weighed gradient; None for none.
-            used: Of each parameter, whether a backward pass came by it.
+            sums: Of each parameter, this rank's weighted gradient; None for none.
+            used: Of each parameter, whether it is part of a backward pass.
             problem: Why this rank cannot take the step.
 
         Raises:
             ConfigError: another rank has a problem.
-            PeerError: a rank is dead, silent or elsewhere.
-            RemoteError: an owner could not apply it.
+            PeerError: a rank is dead, silent or in another collective.
+            RemoteError: an owner cannot apply it.
         """
 
     @abstractmethod
@@ -222,26 +210,26 @@ class Exchange(ABC):
 
     @abstractmethod
     def accept(self, message: StepMessage) -> None:
-        """Take in what a rank sent; any thread."""
+        """Take in a message of a rank; any thread."""
 
     def close(self) -> None:
-        """Take in nothing any more: a barrier belongs before it."""
+        """Stop serving; a barrier belongs before it."""
         self._session.rpc.unregister(self._op)
 
     def _cut(self, number: int, total: RowSum | None) -> tuple[Parcel, ...]:
-        """Return the share of each owner: those of others weighed, one's own where it lies."""
+        """Return the share of each owner: a weighted copy for the others, a view for this rank."""
         table = self._tables[number]
-        total = total or table.nothing
+        total = total or table.no_rows
         places, first = group_by_owner(total.ids, table.owners.starts)
         parcels = []
         for rank, (start, end) in enumerate(pairwise(first.tolist())):
-            mine = Parcel(
+            parcel = Parcel(
                 ids=total.ids[places[start:end]],
                 rows=total.rows,
                 places=places[start:end],
                 weight=total.weight,
             )
-            parcels.append(mine if rank == self._session.topology.rank else weighed_copy(mine))
+            parcels.append(parcel if rank == self._session.topology.rank else weighted_copy(parcel))
         return tuple(parcels)
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
@@ -261,7 +249,6 @@ class SyncExchange(Exchange):
         super().__init__(session, op, tables)
 
     def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
-        """See :meth:`Exchange.step`; returns when every owner has applied it."""
         sent = self.send(sums, used, problem)
         messages = self._inbox.take(self._step, f"step {self._step} of {self._op}")
         for call in sent:
@@ -278,20 +265,18 @@ class SyncExchange(Exchange):
         gather_int64([self._step], self._session)
 
     def flush(self) -> None:
-        """See :meth:`Exchange.flush`: nothing is ever left."""
+        pass
 
     def report(self) -> StalenessReport:
-        """See :meth:`Exchange.report`: there is none."""
         return StalenessReport(steps=self._step, largest_lag=0, mean_lag=0.0, waits=0, waited_s=0.0)
 
     def accept(self, message: StepMessage) -> None:
-        """See :meth:`Exchange.accept`."""
         self._inbox.put(message)
 
 
 @final
 class AsyncExchange(Exchange):
-    """Owners apply gradients when they come; a rank waits only when too many of its own are on their way.
+    """Owners apply gradients as they arrive; a rank waits only when too many of its own are in flight.
 
     Args:
         staleness: Most own steps that some owner may not have applied when ``step`` returns.
@@ -299,35 +284,32 @@ class AsyncExchange(Exchange):
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int) -> None:
         self._staleness = staleness
-        self._under_way: deque[list[Pending]] = deque()
+        self._in_flight: deque[list[Pending]] = deque()
         self._lag_sum = 0
         self._largest, self._waits, self._waited_s = 0, 0, 0.0
         super().__init__(session, op, tables)
 
     def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
-        """See :meth:`Exchange.step`; waits for nobody unless the bound is reached."""
         if problem:
             return
-        self._under_way.append(self.send(sums, used))
-        while self._under_way and all(call.ready() for call in self._under_way[0]):
+        self._in_flight.append(self.send(sums, used))
+        while self._in_flight and all(call.ready() for call in self._in_flight[0]):
             self._finish_oldest()
-        if len(self._under_way) > self._staleness:
+        if len(self._in_flight) > self._staleness:
             started = time.perf_counter()
-            while len(self._under_way) > self._staleness:
+            while len(self._in_flight) > self._staleness:
                 self._finish_oldest()
             self._waits += 1
             self._waited_s += time.perf_counter() - started
-        self._largest = max(self._largest, len(self._under_way))
-        self._lag_sum += len(self._under_way)
+        self._largest = max(self._largest, len(self._in_flight))
+        self._lag_sum += len(self._in_flight)
 
     def flush(self) -> None:
-        """See :meth:`Exchange.flush`."""
-        while self._under_way:
+        while self._in_flight:
             self._finish_oldest()
         barrier(self._session, f"flush of {self._op}")
 
     def report(self) -> StalenessReport:
-        """See :meth:`Exchange.report`."""
         return StalenessReport(
             steps=self._step,
             largest_lag=self._largest,
@@ -337,12 +319,11 @@ class AsyncExchange(Exchange):
         )
 
     def accept(self, message: StepMessage) -> None:
-        """See :meth:`Exchange.accept`."""
         for table, used, parcel in zip(self._tables, message.used, message.parcels, strict=True):
             if used:
                 table.apply([parcel])
 
     def _finish_oldest(self) -> None:
         with peers_named(self._session, f"pushes of {self._op}"):
-            for call in self._under_way.popleft():
+            for call in self._in_flight.popleft():
                 call.result()

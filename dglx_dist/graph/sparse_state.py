@@ -1,4 +1,4 @@
-"""Embeddings and their optimiser's state in a folder: each rank writes its rows, any number reads them."""
+"""Saved embeddings and optimiser states: each rank writes its rows, any number of ranks reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dglx_dist.graph.sparse_update import OwnedRows
 
 @dataclass(frozen=True, kw_only=True)
 class SparseState:
-    """What is saved: the same on all ranks but for ``steps`` in mode "async"."""
+    """The saved state, equal on all ranks except for ``steps`` in mode "async"."""
 
     kind: str
     """Name of the optimiser's class."""
@@ -55,7 +55,7 @@ class SparseState:
                 folder,
                 name,
                 table.first,
-                numpy_view(_own(table, tensor)),
+                numpy_view(_owned_rows(table, tensor)),
                 info=column_info(tensor.dtype, tensor.shape[1:]),
             )
             for name, table, tensor in self.tensors()
@@ -63,41 +63,36 @@ class SparseState:
 
 
 def save_state(state: SparseState, folder: Path, session: Session) -> None:
-    """Write ``state`` as ``folder``, in the place of what was saved there; every rank must call it.
+    """Write ``state`` as ``folder``, replacing what was saved there; collective.
 
     Raises:
-        StorageError: on all ranks, when one cannot write, or ``folder`` holds something else than saved
-            rows; what was in it before is unchanged.
+        StorageError: on all ranks, when one cannot write, or ``folder`` holds something other than saved
+            rows; its former content is unchanged.
     """
     save_folder(session, folder, state.write_own, _facts(state, session))
 
 
 def write_state(state: SparseState, folder: Path, session: Session) -> None:
-    """Write ``state`` into an empty folder that all ranks see; every rank must call it.
-
-    Raises:
-        StorageError: on all ranks, when one cannot write.
-    """
+    """Write ``state`` into an empty folder that all ranks see; collective. Raises as :func:`save_state`."""
     fill_folder(session, folder, state.write_own, _facts(state, session))
 
 
 def check_state(state: SparseState, folder: Path) -> None:
-    """Look whether ``folder`` holds what ``state`` has, and whether this rank's rows are intact.
+    """Raise StorageError unless ``folder`` holds the state's tensors, with this rank's rows intact.
 
-    Raises:
-        StorageError: it does not; the message names the first difference. Or a file is missing or damaged.
+    The message names the first difference, or the missing or damaged file.
     """
     index = read_index(folder)
     facts = index.facts
-    mine = {"kind": state.kind, "dataset": state.dataset, "settings": dict(state.settings)}
-    for what, value in mine.items():
+    expected = {"kind": state.kind, "dataset": state.dataset, "settings": dict(state.settings)}
+    for what, value in expected.items():
         if facts.get(what) != value:
-            cure = "use the dataset and the optimiser that it was saved with"
+            remedy = "use the dataset and the optimiser that it was saved with"
             if what == "dataset":
-                cure = "use the dataset that it was saved with (dx.distribute cuts another one for "
-                cure += "another number of servers, unless parts= is given)"
+                remedy = "use the dataset that it was saved with (dx.distribute cuts another one for "
+                remedy += "another number of servers, unless parts= is given)"
             raise StorageError(
-                f"{folder} was saved with {what} {facts.get(what)!r}, this run has {value!r}; {cure}"
+                f"{folder} was saved with {what} {facts.get(what)!r}, this run has {value!r}; {remedy}"
             )
     saved = cast("list[object]", facts.get("embeddings"))
     if saved != state.embeddings():
@@ -115,12 +110,9 @@ def check_state(state: SparseState, folder: Path) -> None:
 
 
 def read_state(state: SparseState, folder: Path, session: Session) -> float:
-    """Overwrite this rank's rows and steps by those of ``folder``; every rank must call it.
+    """Overwrite this rank's rows and steps by those of ``folder``; return the saved learning rate.
 
-    Call :func:`check_state` on all ranks before.
-
-    Returns:
-        The saved learning rate.
+    Collective; call :func:`check_state` on all ranks before.
 
     Raises:
         StorageError: a file cannot be read any more.
@@ -129,7 +121,7 @@ def read_state(state: SparseState, folder: Path, session: Session) -> float:
     def read_own() -> Mapping[str, object]:
         index = read_index(folder)
         for name, table, tensor in state.tensors():
-            out = numpy_view(_own(table, tensor))
+            out = numpy_view(_owned_rows(table, tensor))
             read_rows(folder, index.tensor(name, folder), table.first, table.last, out)
         return index.facts
 
@@ -141,7 +133,7 @@ def read_state(state: SparseState, folder: Path, session: Session) -> float:
 
 
 def _facts(state: SparseState, session: Session) -> dict[str, object]:
-    """Return what the index says of the whole; collective."""
+    """Return the content of the index; collective."""
     steps = gather_int64([table.steps for table in state.tables], session).max(axis=0)
     return {
         "kind": state.kind,
@@ -153,6 +145,6 @@ def _facts(state: SparseState, session: Session) -> dict[str, object]:
     }
 
 
-def _own(table: OwnedRows, tensor: DistTensor) -> Any:
+def _owned_rows(table: OwnedRows, tensor: DistTensor) -> Any:
     start = tensor.local_range[0]
     return tensor.local_rows()[table.first - start : table.last - start]

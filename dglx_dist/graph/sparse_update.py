@@ -1,4 +1,4 @@
-"""How a row changes by its gradient: the formulas of torch's optimisers, applied to some rows."""
+"""Update rules of torch's optimisers, applied to the rows that a rank owns."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from dglx_dist.records import Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Touched:
-    """Rows to be updated and what they are updated with."""
+    """Rows to be updated, their states and gradients."""
 
     weight: Array
-    """(n, d) of the dtype that is computed in; changed."""
+    """(n, d) of the compute dtype; changed."""
     at: Array
     """(k,) int64 distinct rows of ``weight``."""
     states: tuple[Array, ...]
@@ -54,11 +54,11 @@ class UpdateRule(ABC):
         lr: The learning rate; may be changed between steps.
 
     Raises:
-        ConfigError: a setting makes no sense.
+        ConfigError: a setting is invalid.
     """
 
     state_names: ClassVar[tuple[str, ...]]
-    """Of the tensors that it keeps beside the rows."""
+    """Of the tensors that are kept beside the rows."""
 
     def __init__(self, lr: float) -> None:
         self.lr = lr
@@ -83,7 +83,7 @@ class UpdateRule(ABC):
         """Update ``rows`` in place.
 
         Args:
-            rows: Which, and by what.
+            rows: The rows, with their gradient.
             step: 1, 2, ...: steps of the whole parameter so far, this one included.
         """
 
@@ -95,11 +95,9 @@ class SgdRule(UpdateRule):
     state_names = ()
 
     def settings(self) -> dict[str, float]:
-        """See :meth:`UpdateRule.settings`."""
         return {}
 
     def update(self, rows: Touched, step: int) -> None:
-        """See :meth:`UpdateRule.update`."""
         update_sgd(rows.weight, rows.at, rows.gradient, self.lr)
 
 
@@ -114,29 +112,27 @@ class AdagradRule(UpdateRule):
         self._eps = _positive(eps)
 
     def settings(self) -> dict[str, float]:
-        """See :meth:`UpdateRule.settings`."""
         return {"eps": self._eps}
 
     def update(self, rows: Touched, step: int) -> None:
-        """See :meth:`UpdateRule.update`."""
         (total,) = rows.states
         update_adagrad(rows.weight, rows.at, total, rows.touched, rows.gradient, self.lr, self._eps)
 
 
 @final
 class AdamRule(UpdateRule):
-    """Adam with moments that change only where a row is touched, and one step count for all rows.
+    """Adam with moments that change only in touched rows, and one step count for all rows.
 
     Args:
         lr: The learning rate.
-        betas: How fast the moments forget.
+        betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
-        corrected: Whether ``eps`` is added to the root as it is after the correction for the first steps, as
-            ``torch.optim.Adam`` and DGL do, or before it, as ``torch.optim.SparseAdam`` does. The two differ
-            where gradients are not much larger than ``eps / sqrt(1 - beta2)``.
+        corrected: Whether ``eps`` is added to the root after bias correction, as ``torch.optim.Adam`` and DGL
+            do, or before it, as ``torch.optim.SparseAdam`` does. The two differ where gradients are not much
+            larger than ``eps / sqrt(1 - beta2)``.
 
     Raises:
-        ConfigError: a setting makes no sense.
+        ConfigError: a setting is invalid.
     """
 
     state_names = ("mean", "square")
@@ -150,11 +146,9 @@ class AdamRule(UpdateRule):
         self._eps = _positive(eps)
 
     def settings(self) -> dict[str, float]:
-        """See :meth:`UpdateRule.settings`."""
         return {"beta1": self._betas[0], "beta2": self._betas[1], "eps": self._eps}
 
     def update(self, rows: Touched, step: int) -> None:
-        """See :meth:`UpdateRule.update`."""
         mean, square = rows.states
         beta1, beta2 = self._betas
         correction = math.sqrt(1.0 - beta2**step)
@@ -170,17 +164,14 @@ def _positive(eps: float) -> float:
     return eps
 
 
-_NO_ROWS = np.empty(0, dtype=np.int64)
-
-
 @final
 class OwnedRows:
-    """One embedding at this rank, its owner for some rows.
+    """The rows of one embedding that this rank owns.
 
     Args:
-        embedding: Whose rows.
-        states: The tensors of ``rule``, laid out like the rows.
-        rule: How rows are updated.
+        embedding: With all rows.
+        states: The tensors of ``rule``, distributed like the rows.
+        rule: Updates the rows.
     """
 
     def __init__(self, embedding: DistEmbedding, states: Sequence[DistTensor], rule: UpdateRule) -> None:
@@ -189,23 +180,24 @@ class OwnedRows:
         self.owners = RowOwners(policy.bounds, topology)
         self.first, self.last = self.owners.range_of(topology.rank)
         self.steps = 0
-        """Updates of the parameter so far, counted also where no row of this rank was touched."""
+        """Updates of the parameter so far, also those without a row of this rank."""
         self.lock = embedding.kvstore.owner_lock(embedding.weight.kvstore_key)
-        """Held while rows are updated; also other optimisers of these rows hold it, and pushes that add."""
+        """Held while rows are updated, also by other optimisers of these rows and by pushes that add."""
         start = embedding.weight.local_range[0]
-        mine = slice(self.first - start, self.last - start)
-        self._rows = embedding.weight.local_rows()[mine]
-        self._state_rows = tuple(numpy_view(state.local_rows()[mine]) for state in states)
-        self._sums = _Sums(self.first, self.last, embedding)
-        self.nothing = RowSum(
-            ids=_NO_ROWS, rows=np.empty((0, embedding.embedding_dim), dtype=self._sums.dtype)
+        owned = slice(self.first - start, self.last - start)
+        self._rows = embedding.weight.local_rows()[owned]
+        self._state_rows = tuple(numpy_view(state.local_rows()[owned]) for state in states)
+        self._accumulator = _RowAccumulator(self.first, self.last, embedding)
+        self.no_rows = RowSum(
+            ids=np.empty(0, np.int64),
+            rows=np.empty((0, embedding.embedding_dim), dtype=self._accumulator.dtype),
         )
         """The gradient of a rank that touched no row."""
 
     def check(self, parcel: Parcel) -> None:
-        """Raise ConfigError unless ``parcel``, which came from another rank, is for rows of this one."""
+        """Raise ConfigError unless ``parcel``, from another rank, is for rows of this one."""
         ids, rows = parcel.ids, parcel.rows
-        dtype = self._sums.dtype
+        dtype = self._accumulator.dtype
         if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != dtype:
             raise ConfigError(f"gradients must be int64 ids and {dtype} rows, not {ids.dtype}, {rows.dtype}")
         if rows.shape != (len(ids), self.embedding.embedding_dim):
@@ -217,13 +209,10 @@ class OwnedRows:
             )
 
     def apply(self, parcels: Sequence[Parcel]) -> None:
-        """Sum ``parcels`` in their order and update the rows they touch, once each.
-
-        Any thread; one at a time goes on.
-        """
+        """Sum ``parcels`` in their order and update each row they touch once; any thread."""
         with self.lock:
             self.steps += 1
-            for rows, gradient in self._sums.of([parcel for parcel in parcels if len(parcel.ids)]):
+            for rows, gradient in self._accumulator.sum([parcel for parcel in parcels if len(parcel.ids)]):
                 self._update(rows, gradient)
 
     def _update(self, touched: Array, gradient: Gradient) -> None:
@@ -242,8 +231,8 @@ class OwnedRows:
 
 
 @final
-class _Sums:
-    """Sums of rows by id; rows that only one parcel has are left where they are."""
+class _RowAccumulator:
+    """Sums of rows by id; rows that are in only one parcel are not copied."""
 
     def __init__(self, first: int, last: int, embedding: DistEmbedding) -> None:
         self._first, self._count = first, last - first
@@ -251,8 +240,8 @@ class _Sums:
         self._dim = embedding.embedding_dim
         self.dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
 
-    def of(self, parcels: Sequence[Parcel]) -> list[tuple[Array, Gradient]]:
-        """Return ((k,) int64 rows counted from the first, their gradient), no row twice."""
+    def sum(self, parcels: Sequence[Parcel]) -> list[tuple[Array, Gradient]]:
+        """Return ((k,) int64 rows relative to the first, their gradient), each row once."""
         first = self._first
         gradients = [Gradient(parcel.rows, parcel.places, parcel.weight) for parcel in parcels]
         if len(parcels) < 2:
@@ -265,8 +254,8 @@ class _Sums:
         sums = np.empty((repeated, self._dim), dtype=self.dtype)
         found, count = [], 0
         for some, own in zip(ids, gradients, strict=True):
-            alone, places, count = split_rows(some, first, own, slot_of, touched, sums, count)
-            found.append((alone, Gradient(own.rows, places, own.weight)))
+            single, places, count = split_rows(some, first, own, slot_of, touched, sums, count)
+            found.append((single, Gradient(own.rows, places, own.weight)))
         for some in ids:
             forget_rows(some, first, slot_of)
         return [*found, (touched, Gradient(sums, np.arange(count), 1.0))]

@@ -1,4 +1,4 @@
-"""The in-edges of one edge type as samplers read them: whole on every server, or cut over the servers."""
+"""In-edges of one edge type: replicated on every server, or partitioned over the servers."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ that may not be drawn) to their drawn in-edges."""
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Answered in-edges of some distinct nodes, and where among the asked ones these stand."""
+    """In-edges of some distinct nodes, and the positions of these among the requested ones."""
 
     edges: InEdges
     starts: Array
-    """(nodes + 1,) int64; node i of ``edges`` stands at ``positions[starts[i]:starts[i + 1]]``."""
+    """(nodes + 1,) int64; node i of ``edges`` is at ``positions[starts[i]:starts[i + 1]]``."""
     positions: Array
     """(places,) int64."""
 
 
 def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
-    """Return the in-edges of ``count`` asked nodes, each answered by exactly one of ``pieces``."""
+    """Return the in-edges of ``count`` requested nodes, each of which is in exactly one of ``pieces``."""
     sizes = np.zeros(count, dtype=np.int64)
     for piece in pieces:
         _sizes(piece.edges.indptr, piece.starts, piece.positions, sizes)
@@ -93,22 +93,18 @@ def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
 
 
 def from_wire(nodes: Array, arrays: Sequence[Array]) -> InEdges:
-    """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes`` that were asked for.
-
-    Raises:
-        ValueError: the destinations are not some of ``nodes`` in their order.
-    """
+    """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``; ValueError when it holds other nodes."""
     sources, destinations, edge_ids = arrays
     indptr = np.empty(len(nodes) + 1, dtype=np.int64)
     if _runs(nodes, destinations, indptr) != len(destinations):
-        raise ValueError("the answer has edges of nodes that were not asked for, or in another order")
+        raise ValueError("the answer has edges of nodes that were not requested, or in another order")
     return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
     """Return every in-edge of ``nodes`` ((k,) int64 global ids in the shard), ascending by edge id.
 
-    Nothing is excluded: callers that do not want some of them drop these themselves.
+    Nothing is excluded: callers drop unwanted edges themselves.
     """
     local = nodes - shard.first_node
     first, counts = shard.indptr[local], shard.indptr[local + 1] - shard.indptr[local]
@@ -145,108 +141,44 @@ def _runs(nodes: Array, destinations: Array, indptr: Array) -> int:
     return edge
 
 
-@final
-class LocalShards:
-    """What both structures do with the shards in memory.
+class Structure(ABC):
+    """In-edges of one edge type over global ids. Nothing here is collective but :meth:`serve`.
 
     Args:
-        shards: Pieces of the structure, in order of the ids.
+        etype: The edge type.
         num_sources: Nodes of the source type.
+        shards: The structure in this server's memory, in order of the ids.
     """
 
-    def __init__(self, shards: tuple[CSCShard, ...], num_sources: int) -> None:
-        self._shards = shards
-        self._num_sources = num_sources
-        self._draws: dict[str, Draw] = {"in_edges": all_in_edges}
-        self._out_degrees: Array | None = None
-
-    def serve(self, op: str, draw: Draw) -> None:
-        """See :meth:`Structure.serve`."""
-        if op in self._draws:
-            raise ConfigError(f"{op!r} is served already; choose another name")
-        self._draws[op] = draw
-
-    def serves(self, op: str) -> bool:
-        """See :meth:`Structure.serves`."""
-        return op in self._draws
-
-    def draw_of(self, op: str) -> Draw:
-        """Return the function that answers ``op``.
-
-        Raises:
-            ConfigError: ``op`` is not served.
-        """
-        if op not in self._draws:
-            raise ConfigError(f"{op!r} is not served (known: {', '.join(self._draws)}); call serve() first")
-        return self._draws[op]
-
-    def pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
-        """Return the drawn in-edges of those of the (K,) int64 ``nodes`` that are here, shard by shard."""
-        pieces = []
-        for shard in self._shards:
-            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
-            if len(places):
-                edges = draw(shard, nodes[places], parameters, exclude)
-                pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
-        return pieces
-
-    def in_degrees(self, nodes: Array) -> Sequence[Array]:
-        """Return [(K,) int64 in-edges of each of ``nodes``], 0 for those that are not here."""
-        out = np.zeros(len(nodes), dtype=np.int64)
-        for shard in self._shards:
-            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
-            local = nodes[places] - shard.first_node
-            out[places] = shard.indptr[local + 1] - shard.indptr[local]
-        return [out]
-
-    def out_degrees(self, nodes: Array) -> Sequence[Array]:
-        """Return [(K,) int64 out-edges of each of ``nodes`` that end here]."""
-        if self._out_degrees is None:
-            # Counted once, when first asked for: it reads every edge.
-            total = np.zeros(self._num_sources, dtype=np.int64)
-            for shard in self._shards:
-                total += np.bincount(shard.indices, minlength=self._num_sources)
-            self._out_degrees = total
-        return [self._out_degrees[nodes]]
-
-    def find_edges(self, edge_ids: Array) -> Sequence[Array]:
-        """Return [sources, destinations], (K,) int64 each, 0 for edges that are not here."""
-        sources = np.zeros(len(edge_ids), dtype=np.int64)
-        destinations = np.zeros(len(edge_ids), dtype=np.int64)
-        for shard in self._shards:
-            places = np.flatnonzero((edge_ids >= shard.first_edge) & (edge_ids < shard.last_edge))
-            local = edge_ids[places] - shard.first_edge
-            sources[places] = shard.indices[local]
-            destinations[places] = shard.first_node + np.searchsorted(shard.indptr, local, side="right") - 1
-        return [sources, destinations]
-
-
-class Structure(ABC):
-    """In-edges of one edge type over global ids. Nothing here is collective but :meth:`serve`."""
-
-    etype: EdgeType
-    num_sources: int
     num_destinations: int
     num_edges: int
-    shards: tuple[CSCShard, ...]
-    """What lies in this server's memory, in order of the ids; read-only."""
+
+    def __init__(self, etype: EdgeType, num_sources: int, shards: tuple[CSCShard, ...]) -> None:
+        self.etype = etype
+        self.num_sources = num_sources
+        self.shards = shards
+        """Read-only."""
+        self._draws: dict[str, Draw] = {"in_edges": all_in_edges}
+        self._local_out_degrees: Array | None = None
 
     @property
     @abstractmethod
     def is_whole(self) -> bool:
         """Whether every edge is in :attr:`shards`, which then has one element."""
 
-    @abstractmethod
     def serve(self, op: str, draw: Draw) -> None:
         """Let :meth:`submit` answer ``op`` with ``draw``. All ranks must call it, with the same function.
 
         Raises:
             ConfigError: ``op`` is taken.
         """
+        if op in self._draws:
+            raise ConfigError(f"{op!r} is served already; choose another name")
+        self._draws[op] = draw
 
-    @abstractmethod
     def serves(self, op: str) -> bool:
-        """Whether :meth:`serve` was called with ``op``; on all ranks the same."""
+        """Whether :meth:`serve` was called with ``op``; the same on all ranks."""
+        return op in self._draws
 
     @abstractmethod
     def submit(
@@ -265,11 +197,11 @@ class Structure(ABC):
         ``phase``; every request also has 8 per excluded edge of the server that is asked.
 
         Args:
-            op: A name given to :meth:`serve`; ``in_edges`` (all of them) is always there.
+            op: A name given to :meth:`serve`, or ``in_edges`` for all of them.
             nodes: (K,) int64 global destination ids, each existing, any order, repeats allowed.
-            parameters: Handed to the draw function as it is.
-            exclude: (X,) int64 ascending ids of edges that the draw function shall leave out.
-            layer, phase: Under which the bytes are counted.
+            parameters: Passed to the draw function.
+            exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
+            layer, phase: For the ledger.
 
         Raises:
             ConfigError: ``op`` is not served.
@@ -285,12 +217,12 @@ class Structure(ABC):
         layer: int = 0,
         phase: str = "sampling",
     ) -> InEdges:
-        """Return in-edges of the (K,) int64 ``nodes``; as :meth:`submit`, and waits."""
+        """Return in-edges of the (K,) int64 ``nodes``; :meth:`submit`, and wait."""
         return self.submit(op, nodes, parameters, exclude=exclude, layer=layer, phase=phase).result()
 
     @abstractmethod
     def close(self) -> None:
-        """Answer other ranks no more: a barrier belongs before it."""
+        """Stop answering other ranks: a barrier belongs before it."""
 
     @abstractmethod
     def in_degrees(self, nodes: Array) -> Array:
@@ -309,9 +241,54 @@ class Structure(ABC):
     def submit_find_edges(self, edge_ids: Array) -> Answered:
         """Ask for the sources and destinations of existing edges, and return at once."""
 
+    def _draw_of(self, op: str) -> Draw:
+        if op not in self._draws:
+            raise ConfigError(f"{op!r} is not served (known: {', '.join(self._draws)}); call serve() first")
+        return self._draws[op]
+
+    def _pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
+        """Return the drawn in-edges of those ``nodes`` that are here, shard by shard."""
+        pieces = []
+        for shard in self.shards:
+            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
+            if len(places):
+                edges = draw(shard, nodes[places], parameters, exclude)
+                pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
+        return pieces
+
+    def _count_in_edges(self, nodes: Array) -> Sequence[Array]:
+        """Return [(K,) int64 in-edges of each node], 0 for those that are not here."""
+        out = np.zeros(len(nodes), dtype=np.int64)
+        for shard in self.shards:
+            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
+            local = nodes[places] - shard.first_node
+            out[places] = shard.indptr[local + 1] - shard.indptr[local]
+        return [out]
+
+    def _count_out_edges(self, nodes: Array) -> Sequence[Array]:
+        """Return [(K,) int64 out-edges of each node that end here]."""
+        if self._local_out_degrees is None:
+            # Counted once, when first asked for: it reads every edge.
+            total = np.zeros(self.num_sources, dtype=np.int64)
+            for shard in self.shards:
+                total += np.bincount(shard.indices, minlength=self.num_sources)
+            self._local_out_degrees = total
+        return [self._local_out_degrees[nodes]]
+
+    def _find_edges(self, edge_ids: Array) -> Sequence[Array]:
+        """Return [sources, destinations], (K,) int64 each, 0 for edges that are not here."""
+        sources = np.zeros(len(edge_ids), dtype=np.int64)
+        destinations = np.zeros(len(edge_ids), dtype=np.int64)
+        for shard in self.shards:
+            places = np.flatnonzero((edge_ids >= shard.first_edge) & (edge_ids < shard.last_edge))
+            local = edge_ids[places] - shard.first_edge
+            sources[places] = shard.indices[local]
+            destinations[places] = shard.first_node + np.searchsorted(shard.indptr, local, side="right") - 1
+        return [sources, destinations]
+
 
 class PendingInEdges:
-    """In-edges under way. :meth:`result` belongs to the thread that submitted."""
+    """In-edges in transit. :meth:`result` must be called on the thread that submitted."""
 
     def __init__(
         self,
@@ -326,11 +303,11 @@ class PendingInEdges:
         self._calls = calls
 
     def result(self) -> InEdges:
-        """Draw for the own server's nodes, wait for the others, and return all in the order of the nodes.
+        """Draw for the local server's nodes, wait for the others, and return all in the order of the nodes.
 
         Raises:
             PeerError: an owner is dead or silent.
-            RemoteError: an owner could not answer.
+            RemoteError: an owner cannot answer.
         """
         pieces = self._local()
         for pending, call in self._calls:
@@ -347,27 +324,16 @@ class ReplicatedStructure(Structure):
     """The whole structure in this server's memory: positions are edge ids, and nothing is sent."""
 
     def __init__(self, etype: EdgeType, num_sources: int, indptr: Array, indices: Array) -> None:
-        self.etype = etype
-        self.num_sources = num_sources
+        shard = CSCShard(indptr=indptr, indices=indices, first_node=0, first_edge=0)
+        super().__init__(etype, num_sources, (shard,))
         self.num_destinations = len(indptr) - 1
         self.num_edges = len(indices)
         self.indptr = indptr
         self.indices = indices
-        self.shards = (CSCShard(indptr=indptr, indices=indices, first_node=0, first_edge=0),)
-        self._local = LocalShards(self.shards, num_sources)
 
     @property
     def is_whole(self) -> bool:
-        """True."""
         return True
-
-    def serve(self, op: str, draw: Draw) -> None:
-        """See :meth:`Structure.serve`."""
-        self._local.serve(op, draw)
-
-    def serves(self, op: str) -> bool:
-        """See :meth:`Structure.serves`."""
-        return self._local.serves(op)
 
     def submit(
         self,
@@ -379,37 +345,33 @@ class ReplicatedStructure(Structure):
         layer: int = 0,
         phase: str = "sampling",
     ) -> PendingInEdges:
-        """See :meth:`Structure.submit`."""
-        draw = self._local.draw_of(op)
-        return PendingInEdges(nodes, lambda: self._local.pieces(draw, nodes, parameters, exclude))
+        draw = self._draw_of(op)
+        return PendingInEdges(nodes, lambda: self._pieces(draw, nodes, parameters, exclude))
 
     def close(self) -> None:
-        """Nothing to do: nobody is answered."""
+        pass
 
     def in_degrees(self, nodes: Array) -> Array:
-        """See :meth:`Structure.in_degrees`."""
-        return self._local.in_degrees(nodes)[0]
+        return self._count_in_edges(nodes)[0]
 
     def out_degrees(self, nodes: Array) -> Array:
-        """See :meth:`Structure.out_degrees`."""
-        return self._local.out_degrees(nodes)[0]
+        return self._count_out_edges(nodes)[0]
 
     def submit_find_edges(self, edge_ids: Array) -> Answered:
-        """See :meth:`Structure.submit_find_edges`."""
-        return lambda: list(self._local.find_edges(edge_ids))
+        return lambda: list(self._find_edges(edge_ids))
 
 
 @final
 class PartitionedStructure(Structure):
-    """The own server's parts in memory, the others asked for by one-sided calls.
+    """The local server's parts in memory; the others are asked by one-sided calls.
 
     Args:
         session: The run.
-        placement: Which rank answers for a server.
-        label: Tells the structures of one run apart; the same on all ranks.
+        placement: The rank that serves each server.
+        label: Distinguishes the structures of one run; the same on all ranks.
         etype: The edge type.
         num_sources: Nodes of the source type.
-        shards: The own server's parts, in order.
+        shards: The local server's parts, in order.
         bounds: ((S + 1,), (S + 1,)) int64 id ranges of the servers: destinations and edges.
     """
 
@@ -423,37 +385,25 @@ class PartitionedStructure(Structure):
         shards: tuple[CSCShard, ...],
         bounds: tuple[Array, Array],
     ) -> None:
-        self.etype = etype
-        self.num_sources = num_sources
+        super().__init__(etype, num_sources, shards)
         self._node_bounds, self._edge_bounds = bounds
         self.num_destinations, self.num_edges = int(bounds[0][-1]), int(bounds[1][-1])
-        self.shards = shards
         self._session = session
         self._placement = placement
         self._label = f"{label}.{':'.join(etype)}"
-        self._local = LocalShards(shards, num_sources)
         self._ops: list[str] = []
         self._serve_draw("in_edges")
-        for op, compute in (
-            ("in_degrees", self._local.in_degrees),
-            ("out_degrees", self._local.out_degrees),
-            ("find_edges", self._local.find_edges),
-        ):
-            self._serve_compute(op, compute)
+        self._serve_compute("in_degrees", self._count_in_edges)
+        self._serve_compute("out_degrees", self._count_out_edges)
+        self._serve_compute("find_edges", self._find_edges)
 
     @property
     def is_whole(self) -> bool:
-        """False."""
         return False
 
     def serve(self, op: str, draw: Draw) -> None:
-        """See :meth:`Structure.serve`."""
-        self._local.serve(op, draw)
+        super().serve(op, draw)
         self._serve_draw(op)
-
-    def serves(self, op: str) -> bool:
-        """See :meth:`Structure.serves`."""
-        return self._local.serves(op)
 
     def submit(
         self,
@@ -465,8 +415,7 @@ class PartitionedStructure(Structure):
         layer: int = 0,
         phase: str = "sampling",
     ) -> PendingInEdges:
-        """See :meth:`Structure.submit`."""
-        draw = self._local.draw_of(op)
+        draw = self._draw_of(op)
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
         calls = [
             (
@@ -482,28 +431,24 @@ class PartitionedStructure(Structure):
             )
             for call in requests_of(plan, self._placement)
         ]
-        return PendingInEdges(
-            nodes, lambda: self._local.pieces(draw, nodes, parameters, exclude), plan, calls
-        )
+        return PendingInEdges(nodes, lambda: self._pieces(draw, nodes, parameters, exclude), plan, calls)
 
     def _excluded_at(self, rank: int, exclude: Array) -> list[Array]:
-        """Return the excluded edges that lie with the server of ``rank``: no array when there are none."""
+        """Return the excluded edges of the server of ``rank``: no array when there are none."""
         server = self._placement.topology.server_of_rank[rank]
         first, last = np.searchsorted(exclude, self._edge_bounds[server : server + 2])
         return [exclude[first:last]] if last > first else []
 
     def close(self) -> None:
-        """See :meth:`Structure.close`."""
         for op in self._ops:
             self._session.rpc.unregister(op)
         self._ops.clear()
 
     def in_degrees(self, nodes: Array) -> Array:
-        """See :meth:`Structure.in_degrees`; asks the owners."""
-        return self._submit("in_degrees", nodes, self._node_bounds, self._local.in_degrees)()[0]
+        return self._submit("in_degrees", nodes, self._node_bounds, self._count_in_edges)()[0]
 
     def out_degrees(self, nodes: Array) -> Array:
-        """See :meth:`Structure.out_degrees`; asks every server: out-edges lie with their destinations."""
+        # Asks every server: out-edges are stored with their destinations.
         topology = self._placement.topology
         calls = [
             self._session.rpc.submit(
@@ -512,12 +457,11 @@ class PartitionedStructure(Structure):
             for server in range(topology.num_servers)
             if server != topology.server
         ]
-        total = self._local.out_degrees(nodes)[0]
+        total = self._count_out_edges(nodes)[0]
         return sum((call.result()[0] for call in calls), total)
 
     def submit_find_edges(self, edge_ids: Array) -> Answered:
-        """See :meth:`Structure.submit_find_edges`; asks the owners."""
-        return self._submit("find_edges", edge_ids, self._edge_bounds, self._local.find_edges)
+        return self._submit("find_edges", edge_ids, self._edge_bounds, self._find_edges)
 
     def _submit(
         self, op: str, ids: Array, bounds: Array, compute: Callable[[Array], Sequence[Array]]
@@ -528,7 +472,7 @@ class PartitionedStructure(Structure):
         return f"{self._label}.{op}"
 
     def _serve_draw(self, op: str) -> None:
-        draw = self._local.draw_of(op)
+        draw = self._draw_of(op)
 
         def answer(parameters: str, arrays: Sequence[Array]) -> list[Array]:
             nodes, exclude = arrays[0], arrays[1] if len(arrays) > 1 else NO_EDGES
@@ -536,9 +480,7 @@ class PartitionedStructure(Structure):
             first, last = self._node_bounds[own], self._node_bounds[own + 1]
             if len(nodes) and (nodes.min() < first or nodes.max() >= last):
                 raise IndexError(f"server {own} owns the nodes {first} to {last - 1} of {self.etype[2]!r}")
-            return to_wire(
-                nodes, join_pieces(len(nodes), self._local.pieces(draw, nodes, parameters, exclude))
-            )
+            return to_wire(nodes, join_pieces(len(nodes), self._pieces(draw, nodes, parameters, exclude)))
 
         self._register(op, answer)
 

@@ -26,7 +26,7 @@ from dglx_dist.comm.trace import (
     RankSpans,
     Span,
     TraceFile,
-    deal_out,
+    assign_tracks,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.choose import Regions
@@ -390,7 +390,7 @@ def pipeline_text(trace: TraceFile) -> str:
 def _pipeline_rows(rank: RankSpans, shown: tuple[float, float]) -> list[tuple[str, list[Span]]]:
     found: list[tuple[str, list[Span]]] = []
     for row in (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK):
-        for number, spans in enumerate(deal_out(_within(rank.spans, row, shown), nested=False)):
+        for number, spans in enumerate(assign_tracks(_within(rank.spans, row, shown), nested=False)):
             if row == WORKER:
                 name = f"rank {rank.rank}, worker {number + 1}"
             else:
@@ -511,7 +511,7 @@ def draw_schedule(
         for rank in trace.ranks
         for row in (COMPUTE, NETWORK, LOADER)
         for number, spans in enumerate(
-            deal_out(_within(rank.spans, row, shown), nested=row == COMPUTE) or [[]]
+            assign_tracks(_within(rank.spans, row, shown), nested=row == COMPUTE) or [[]]
         )
     ]
 

@@ -21,8 +21,8 @@ from dglx_dist.comm.trace import (
     Span,
     TraceFile,
     check_replaceable,
-    moved,
     remove_trace,
+    shifted_by,
     write_trace,
 )
 from dglx_dist.errors import StorageError
@@ -133,7 +133,7 @@ class _Recorder:
         return RankSpans(
             rank=rank,
             host=self._session.hosts[rank],
-            spans=moved(tuple(timeline.spans), self._clock.offset_s),
+            spans=shifted_by(tuple(timeline.spans), self._clock.offset_s),
             clock_error_s=self._clock.error_s,
             dropped=timeline.dropped,
         )

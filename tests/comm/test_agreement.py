@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.comm.session import check_agreement, must_be_alike
+from dglx_dist.comm.session import agreement_facts, check_agreement
 from dglx_dist.errors import ConfigError
 
 
 def told(strategy: str = "push_pull", seed: int = 0, curve: bool = False, **options: Any) -> dict[str, Any]:
-    return {"no_trace": "", **must_be_alike(strategy, options, seed, curve)}
+    return {"no_trace": "", **agreement_facts(strategy, options, seed, curve)}
 
 
 def test_order_machines_and_objects_do_not_matter() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.comm import system as cgroups
+from tests.helpers.cgroups import quota_of
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def group() -> Path:
 
 def test_a_group_holds_processes_to_its_share(group: Path) -> None:
     try:
-        assert cgroups.quota_of(group) == 0.5
+        assert quota_of(group) == 0.5
         done = subprocess.run(
             ["sh", "-c", f"echo 0 > {group}/cgroup.procs && cat /proc/self/cgroup"],
             capture_output=True,
@@ -63,16 +64,7 @@ def test_periods_are_short_and_no_quota_is_below_a_millisecond(
     cgroups.set_quota(folder, share)
     written = " ".join((folder / name).read_text() for name in names)
     assert written == f"{quota_us} {period_us}"
-    assert cgroups.quota_of(folder) == pytest.approx(share)
-
-
-def test_no_limit_is_infinite(tmp_path: Path) -> None:
-    folder = _as_files(tmp_path / "one", V1)
-    (folder / "cpu.cfs_quota_us").write_text("-1")
-    assert cgroups.quota_of(folder) == float("inf")
-    folder = _as_files(tmp_path / "two", V2)
-    (folder / "cpu.max").write_text("max 100000\n")
-    assert cgroups.quota_of(folder) == float("inf")
+    assert quota_of(folder) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(

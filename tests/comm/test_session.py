@@ -18,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 def test_one_process_needs_no_launcher() -> None:
     with start_session(strategy="x", seed=3) as session:
         assert (session.topology.world_size, session.seed, session.strategy) == (1, 3, "x")
-        assert session.rpc.what_they_do([0], 1.0) == {0: ""}
+        assert session.rpc.peer_status([0], 1.0) == {0: ""}
         folder = session.scratch
         assert folder.is_dir()
     assert not folder.exists()

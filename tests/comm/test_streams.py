@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dglx_dist.comm.peer_streams import admit, open_streams, show
+from dglx_dist.comm.endpoints import admit, open_streams, show
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
 from tests.helpers.ranks import run_ranks

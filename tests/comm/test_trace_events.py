@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.comm.trace import check_replaceable, deal_out, read_trace, remove_trace, write_trace
+from dglx_dist.comm.trace import assign_tracks, check_replaceable, read_trace, remove_trace, write_trace
 from dglx_dist.errors import StorageError
 from tests.report.traces import span, trace_of
 
@@ -55,7 +55,7 @@ def test_spans_on_one_row_are_nested_or_apart() -> None:
     spans = [
         span(str(n), "network", *ends) for n, ends in enumerate([(0, 4), (1, 2), (2, 4), (3, 5), (4, 6)])
     ]
-    lanes = [[one.name for one in lane] for lane in deal_out(spans)]
+    lanes = [[one.name for one in lane] for lane in assign_tracks(spans)]
     assert lanes == [["0", "1", "2", "4"], ["3"]]
 
 

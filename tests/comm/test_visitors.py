@@ -7,10 +7,10 @@ import pytest
 import zmq
 
 from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.endpoints import ClientAccess, open_client_access
 from dglx_dist.comm.rpc import Client, ServeConfig
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.wire import ArraySpec, Assembler, Head, Kind, NotAdmittedError, encode
-from dglx_dist.comm.worker_access import ClientAccess, open_client_access
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 
 

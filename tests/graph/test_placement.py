@@ -31,7 +31,6 @@ def test_five_parts_on_two_servers() -> None:
     assert list(placement.local_parts) == [3, 4]
     offsets = np.array([0, 10, 10, 30, 31, 40])
     assert placement.server_offsets(offsets).tolist() == [0, 30, 40]
-    assert placement.node_range(1, offsets) == (30, 40)
 
 
 def test_fewer_parts_than_servers_is_refused_with_the_command() -> None:

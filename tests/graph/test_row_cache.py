@@ -183,7 +183,7 @@ def test_what_cannot_be_cached_is_refused_on_all_ranks(small_dataset: Path) -> N
             assert part in text
     assert "alpha=-0.5" in first[-2]
     assert first[-2].startswith("rank 1")
-    assert "call it alike" in first[-1]
+    assert "same arguments on all ranks" in first[-1]
 
 
 def test_one_server_has_nothing_to_cache(small_dataset: Path) -> None:

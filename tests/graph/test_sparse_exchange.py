@@ -20,7 +20,6 @@ from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.graph.sparse_gradient_exchange import PHASE
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
@@ -52,7 +51,11 @@ def count_bytes(folder: Path) -> tuple[list[tuple[int, int]], list[int]]:
         if rank == 0:
             two(ids).sum().backward()
         optimizer.step()
-        sent = {row.destination: row.num_bytes for row in session.ledger.since(before) if row.phase == PHASE}
+        sent = {
+            row.destination: row.num_bytes
+            for row in session.ledger.since(before)
+            if row.phase == "sparse_gradients"
+        }
         owners = RowOwners(one.part_policy.bounds, session.topology)
         distinct = np.unique(torch.cat([ids, ids + 1]).numpy())
         rows = np.bincount(owners.rank_of(distinct), minlength=world)
@@ -182,7 +185,7 @@ def push_to_a_slow_owner(folder: Path) -> Any:
             barrier(session, "two steps done")
             seen = float(embedding.weight.local_rows()[-1])
             # Only when the pushing rank says that it waits.
-            while "pushes of" not in str(session.rpc.what_they_do([0], 5.0)[0]):
+            while "pushes of" not in str(session.rpc.peer_status([0], 5.0)[0]):
                 pass
             slow.open.set()
         else:

@@ -10,7 +10,7 @@ from dglx_dist.graph.sparse_gradient import (
     forget_rows,
     group_by_owner,
     split_rows,
-    take_weighed,
+    take_weighted,
 )
 
 
@@ -25,7 +25,7 @@ def test_positions_are_grouped_by_owner_in_their_order_and_an_owner_may_have_no_
 
 def test_taken_rows_follow_the_places_and_are_weighed() -> None:
     out = np.empty((2, 1))
-    take_weighed(np.array([[1.0], [2.0], [3.0]]), 0.5, np.array([2, 0]), out)
+    take_weighted(np.array([[1.0], [2.0], [3.0]]), 0.5, np.array([2, 0]), out)
     assert out.tolist() == [[1.5], [0.5]]
 
 

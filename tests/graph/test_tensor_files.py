@@ -167,7 +167,7 @@ def test_rows_of_another_dataset_or_type_are_refused(graph: DistGraph, tmp_path:
     other = Assignment(num_parts=3, part_of=part_of, method="hand", seed=0)
     write_dataset(build(), other, tmp_path / "other")
     elsewhere = DistGraph(tmp_path / "other")
-    with pytest.raises(StorageError, match=r"of the dataset .* rows are numbered otherwise there"):
+    with pytest.raises(StorageError, match=r"of the dataset .* which numbers rows differently"):
         elsewhere.new_tensor((NUM_NODES,), torch.int64, "h").load(tmp_path / "h")
     own = DistTensor((NUM_NODES,), torch.int64, "own", part_policy=graph.new_policy("rows", NUM_NODES))
     own.save(tmp_path / "own")

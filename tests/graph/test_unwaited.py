@@ -11,7 +11,7 @@ import pytest
 
 from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph import kvstore as async_pushes
-from dglx_dist.graph.kvstore import UNDER_WAY, AsyncPushQueue, Send
+from dglx_dist.graph.kvstore import MAX_IN_FLIGHT, AsyncPushQueue, Send
 
 
 class FakeRpc:
@@ -59,13 +59,13 @@ def test_a_fence_with_nothing_under_way_returns(queue: AsyncPushQueue) -> None:
 
 
 def test_requests_leave_in_order_before_the_first_is_answered(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    queue.put([send(number) for number in range(UNDER_WAY + 3)])
-    for _ in range(UNDER_WAY):
+    queue.put([send(number) for number in range(MAX_IN_FLIGHT + 3)])
+    for _ in range(MAX_IN_FLIGHT):
         assert rpc.left.acquire(timeout=20)
-    assert rpc.sent == list(range(UNDER_WAY))
+    assert rpc.sent == list(range(MAX_IN_FLIGHT))
     rpc.gate.set()
     queue.fence()
-    assert rpc.sent == list(range(UNDER_WAY + 3))
+    assert rpc.sent == list(range(MAX_IN_FLIGHT + 3))
 
 
 def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
@@ -81,7 +81,7 @@ def test_errors_are_raised_at_the_fence_once_and_counted(queue: AsyncPushQueue, 
     queue.put([send(1), send(-2), send(3), send(-4), send(-5)])
     with pytest.raises(RemoteError, match="failed at -2") as caught:
         queue.fence()
-    assert caught.value.__notes__ == ["2 more pushes that were not waited for failed too"]
+    assert caught.value.__notes__ == ["2 more pushes with wait=False failed too"]
     queue.fence()
     queue.put([send(6)])
     queue.fence()

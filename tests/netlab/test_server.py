@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import LabError
 from scripts.netlab.links import CARD
 from scripts.netlab.namespaces import NamespaceLab
 from scripts.netlab.pids import Process
 from scripts.netlab.server import NamespaceServer, cgroup_name
+from tests.helpers.cgroups import quota_of
 from tests.netlab.servers import lab_of, output, python
 
 pytestmark = pytest.mark.usefixtures("needs_lab")
@@ -68,7 +68,7 @@ def test_processes_are_held_to_their_cores_and_quota() -> None:
                 assert server.cpu_held_by == "nothing"
                 continue
             assert server.cpu_held_by == "affinity and quota"
-            assert cgroups.quota_of(Path(server.facts.cgroup)) == pytest.approx(0.25)
+            assert quota_of(Path(server.facts.cgroup)) == pytest.approx(0.25)
             assert cgroup_name(lab.name, server.number) in output(server, "cat", "/proc/self/cgroup")
 
 

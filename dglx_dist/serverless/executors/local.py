@@ -77,7 +77,7 @@ def limit_cpu(pid: int, share: float) -> Path | None:
 
 def remove_stale_groups() -> None:
     """Remove the groups without processes that killed graph servers left."""
-    for folder in cgroups.matching(f"{_PREFIX}-*"):
+    for folder in cgroups.find(f"{_PREFIX}-*"):
         with contextlib.suppress(OSError):  # it has processes
             folder.rmdir()
 

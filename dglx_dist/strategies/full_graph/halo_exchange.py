@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_json, peers_named
-from dglx_dist.comm.peer_streams import Streams, open_streams
+from dglx_dist.comm.endpoints import Streams, open_streams
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import NETWORK
 from dglx_dist.errors import ConfigError, PeerError

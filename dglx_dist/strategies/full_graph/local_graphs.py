@@ -29,7 +29,8 @@ from dglx_dist.strategies.full_graph.loader import PHASE
 from dglx_dist.strategies.full_graph.plan_builder import check_graph, make_plans
 
 if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DataView, DistGraph
+    from dglx_dist.graph.dist_graph import DistGraph
+    from dglx_dist.graph.dist_tensor import DataView
 
 
 @final

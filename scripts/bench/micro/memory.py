@@ -31,14 +31,14 @@ import torch.nn.functional as F
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.system import return_memory
-from dglx_dist.comm.topology import launched_by_torchrun, torchrun_command
+from dglx_dist.comm.topology import launched_by_torchrun
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.models import build_model
-from scripts.bench.micro.starter import parser
+from scripts.bench.micro.starter import parser, torchrun_command
 
 CLASSES, SMALL = 10, 2000
 _ARENA_MAX = -8

@@ -30,11 +30,11 @@ from torch import Tensor
 
 import dglx_dist as dx
 from dglx_dist.comm.collectives import gather_int64, sum_over_ranks
-from dglx_dist.comm.topology import torchrun_command
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.models import build_model
+from scripts.bench.micro.starter import torchrun_command
 
 CONSTRAINTS = ("nodes", "degree", "train")
 SETTINGS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

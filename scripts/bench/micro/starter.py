@@ -9,13 +9,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dglx_dist.comm.topology import launched_by_torchrun, torchrun_command
+from dglx_dist.comm.topology import launched_by_torchrun, rank_environment
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import ConfigError
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -77,3 +78,25 @@ def median_seconds(work: Callable[[], object], rounds: int) -> float:
         work()
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[2:])
+
+
+def torchrun_command(
+    script_args: Sequence[str], ranks: int, servers: int = 1
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment that start ``ranks`` ranks on this machine.
+
+    Args:
+        script_args: A script and its arguments, or ``-m``, a module and its arguments.
+        ranks: Processes.
+        servers: Virtual servers; the last may have fewer ranks.
+
+    Raises:
+        ConfigError: the ranks cannot be cut into so many servers.
+    """
+    per_server = -(-ranks // servers) if servers > 0 else 0
+    if ranks < 1 or servers < 1 or -(-ranks // per_server) != servers:
+        raise ConfigError(
+            f"{ranks} ranks cannot be cut into {servers} servers; make the ranks a multiple of the servers"
+        )
+    command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*command, *script_args], rank_environment(ranks, ranks_per_server=per_server)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dglx_dist.comm.worker_access import ClientAccess
+from dglx_dist.comm.endpoints import ClientAccess
 from dglx_dist.errors import RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless.tasks import Address, Secrets

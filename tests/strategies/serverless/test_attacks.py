@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zmq
 
+from dglx_dist.comm.endpoints import ClientAccess, open_client_access
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.wire import Head, Kind, encode
-from dglx_dist.comm.worker_access import ClientAccess, open_client_access
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_service import Places

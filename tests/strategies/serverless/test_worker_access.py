@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.endpoints import ClientAccess, open_client_access
 from dglx_dist.comm.session import Session, start_session
-from dglx_dist.comm.worker_access import ClientAccess, open_client_access
 from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement

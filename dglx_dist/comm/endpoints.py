@@ -1,8 +1,12 @@
-"""One TCP connection between every two ranks, for large messages that both ends expect.
+"""Endpoints beside one-sided calls: a TCP connection per pair of ranks, and access for external clients.
 
-Ranks tell each other over one-sided calls where they listen and a secret for the two of them, so whoever
-connects is of this job (see auth.py) and the secret itself never passes the connection. What travels later
+The connections carry large messages that both ends expect. Ranks exchange addresses and a secret per pair by
+one-sided calls, which authenticates a connection (see auth.py) without sending the secret over it. Data on it
 is not encrypted, as in collectives.
+
+External clients, such as stateless workers, have their own secret, port and handlers. Their secret may
+be stored where the job's must not, as in the events of a functions service: it gives no access to the ranks'
+port, and their port serves only what was registered for clients (see :meth:`Rpc.register`).
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import final
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from dglx_dist.comm.collectives import barrier
-from dglx_dist.comm.rpc import Handler
+from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.rpc import Handler, PeerAddress
 from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.topology import interface_address, read_settings
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 
@@ -30,11 +37,12 @@ log = logging.getLogger(__name__)
 _OFFER = "streams.offer"
 _OPENING = "opening of connections between ranks"
 _STREAMS: SessionField[Streams | None] = SessionField(lambda: None)
+_CLIENT_ACCESS: SessionField[ClientAccess | None] = SessionField(lambda: None)
 _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
 _NONCE_BYTES = _SECRET_BYTES = _PROOF_BYTES = 32
 _HANDSHAKE_S = 5.0
-"""How long a stranger who says nothing may keep others waiting."""
+"""How long an unauthenticated connection may block the next one."""
 _CHECK_EVERY_S = 1.0
 
 
@@ -50,39 +58,35 @@ class Streams:
         self._sockets = dict(sockets)
 
     def to(self, rank: int) -> socket.socket:
-        """Return the connection to ``rank``.
-
-        Raises:
-            PeerError: there is none: it is the own rank, or the session is closed.
-        """
+        """Return the connection to ``rank``; PeerError for this rank, or in a closed session."""
         if rank not in self._sockets:
             raise PeerError(f"there is no connection to rank {rank}: it is this rank, or the session is over")
         return self._sockets[rank]
 
     def close(self) -> None:
-        """Close all; may be called twice. Waits for nobody."""
+        """Close all; may be called twice. Does not wait."""
         while self._sockets:
             self._sockets.popitem()[1].close()
 
 
 def open_streams(session: Session) -> Streams:
-    """Return the connections of this rank; made the first time, when every rank must call it, then kept.
+    """Return the connections of this rank; the first call is collective, later ones return the same.
 
     Raises:
-        PeerError: a rank is dead or did not connect within the time-out; it is named.
+        PeerError: a rank is dead or did not connect within the time-out; the message names it.
     """
-    kept = _STREAMS.of(session)
-    if kept is not None:
-        return kept
+    streams = _STREAMS.of(session)
+    if streams is not None:
+        return streams
     streams = Streams(_connect_all(session) if session.topology.world_size > 1 else {})
     _STREAMS.set(session, streams)
-    # Also where it failed: peers that wait for this rank's rows are told by the end of the connection.
+    # Also after a failure: the end of the connection stops peers that wait for this rank's rows.
     session.on_close.append(streams.close)
     return streams
 
 
 def _connect_all(session: Session) -> dict[int, socket.socket]:
-    """Connect to every lower rank and accept every higher one: rank 0 waits for nobody first."""
+    """Connect to every lower rank and accept every higher one."""
     rank, world_size = session.topology.rank, session.topology.world_size
     address = session.rpc.address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -99,7 +103,7 @@ def _connect_all(session: Session) -> dict[int, socket.socket]:
         while missing := [peer for peer in offers if peer not in connected]:
             peer, accepted = _accept(session, listener, offers, missing)
             connected[peer] = closing.enter_context(accepted)
-        # Nobody may withdraw the offer before all have it, nor fail alone.
+        # No rank may withdraw its offer before all have it, nor fail alone.
         barrier(session, _OPENING)
         closing.pop_all()
     for one in connected.values():
@@ -110,7 +114,6 @@ def _connect_all(session: Session) -> dict[int, socket.socket]:
 
 
 def _offerer(address: str, port: int, offers: Mapping[int, bytes]) -> Handler:
-    """Return what answers a rank with where to connect and the secret of the two."""
     where = np.frombuffer(address.encode(), dtype=np.uint8)
 
     def offer(name: str, _arrays: Sequence[Array]) -> list[Array]:
@@ -148,7 +151,7 @@ def _unreachable(session: Session, peer: int, where: str, error: OSError) -> str
 def _accept(
     session: Session, listener: socket.socket, offers: Mapping[int, bytes], missing: Sequence[int]
 ) -> tuple[int, socket.socket]:
-    """Return the next connection that one of ``missing`` makes; strangers are refused and logged."""
+    """Return the next connection of one of ``missing``; others are refused and logged."""
     started = time.monotonic()
     listener.settimeout(_CHECK_EVERY_S)
     while time.monotonic() - started < session.timeout_s:
@@ -173,34 +176,33 @@ def _accept(
 
 
 def show(connection: socket.socket, rank: int, secret: bytes) -> None:
-    """Prove to the listening end that this is ``rank``, and that the other one knows ``secret`` too.
+    """Prove to the listening end that this is ``rank``, and check that the other end knows ``secret``.
 
     Raises:
-        OSError: the other end does not know it, or has gone.
+        OSError: the other end does not know it, or is closed.
     """
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(_HELLO.pack(_MAGIC, rank, mine))
+    local = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_HELLO.pack(_MAGIC, rank, local))
     answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
-    theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(secret, b"listens", mine, theirs)):
+    remote, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(secret, b"listens", local, remote)):
         raise ConnectionRefusedError("it does not know this job's secret")
-    connection.sendall(_proof(secret, b"connects", mine, theirs))
+    connection.sendall(_proof(secret, b"connects", local, remote))
 
 
 def admit(connection: socket.socket, offers: Mapping[int, bytes]) -> int:
-    """Return which of the ranks in ``offers`` is at the other end.
+    """Authenticate the other end as one of the ranks in ``offers``, and return it.
 
     Raises:
-        OSError: none of them, or it said nothing in time.
+        OSError: it is none of them, or sent nothing in time.
     """
-    magic, rank, theirs = _HELLO.unpack(_read(connection, _HELLO.size))
+    magic, rank, remote = _HELLO.unpack(_read(connection, _HELLO.size))
     if magic != _MAGIC or rank not in offers:
         raise ConnectionRefusedError("it does not speak this job's protocol")
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(mine + _proof(offers[rank], b"listens", theirs, mine))
-    if not hmac.compare_digest(
-        _read(connection, _PROOF_BYTES), _proof(offers[rank], b"connects", theirs, mine)
-    ):
+    local = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(local + _proof(offers[rank], b"listens", remote, local))
+    proof = _read(connection, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(offers[rank], b"connects", remote, local)):
         raise ConnectionRefusedError("it does not know this job's secret")
     return int(rank)
 
@@ -217,3 +219,80 @@ def _read(connection: socket.socket, size: int) -> bytes:
             raise ConnectionResetError("it closed the connection")
         read += piece
     return read
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ClientAccess:
+    """Addresses and credentials for external clients."""
+
+    addresses: Mapping[int, PeerAddress]
+    """Client endpoints by rank."""
+    credentials: Credentials
+    """For clients of this rank: a secret of the job for clients only, and with ``DGLX_CURVE`` a key pair that
+    only the client endpoints accept."""
+
+
+def open_client_access(session: Session, interface: str = "") -> ClientAccess:
+    """Return the access for external clients; the first call is collective, later ones return the same.
+
+    Args:
+        session: The run.
+        interface: Network interface on which a session of one rank listens; "": clients are on this machine.
+            Several ranks listen where they listen to each other.
+
+    Raises:
+        ConfigError: there is no such interface.
+        PeerError: a rank did not take part.
+    """
+    kept = _CLIENT_ACCESS.of(session)
+    if kept is not None:
+        return kept
+    address = session.rpc.address or (
+        interface_address(interface, "option interface") if interface else "127.0.0.1"
+    )
+    encrypted = read_settings().curve
+    server_keys, client_keys = _make_keys(encrypted=encrypted), _make_keys(encrypted=encrypted)
+    # Rank 0's secret counts; with key pairs it gives no access, else it is distributed like the job's own.
+    offers: list[Any] = gather_json(
+        [secrets.token_hex(32), _decoded(server_keys.public), _decoded(client_keys.public)], session
+    )
+    secret = offers[0][0].encode()
+    accepted = frozenset(client.encode() for _, _, client in offers if client)
+    endpoint = session.rpc.listen_to_clients(
+        address,
+        Credentials(
+            secret=secret,
+            public_key=server_keys.public,
+            secret_key=server_keys.secret,
+            accepted_keys=accepted,
+        ),
+    )
+    endpoints = gather_json(endpoint, session)
+    access = ClientAccess(
+        addresses={
+            rank: PeerAddress(
+                rank=rank,
+                host=session.hosts[rank],
+                endpoint=str(endpoints[rank]),
+                public_key=None if key is None else key.encode(),
+            )
+            for rank, (_, key, _) in enumerate(offers)
+        },
+        credentials=Credentials(secret=secret, public_key=client_keys.public, secret_key=client_keys.secret),
+    )
+    _CLIENT_ACCESS.set(session, access)
+    return access
+
+
+class _Keys(NamedTuple):
+    public: bytes | None
+    secret: bytes | None
+
+
+def _make_keys(*, encrypted: bool) -> _Keys:
+    return _Keys(*make_credentials_keys()) if encrypted else _Keys(None, None)
+
+
+def _decoded(key: bytes | None) -> str | None:
+    return None if key is None else key.decode()

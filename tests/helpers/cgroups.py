@@ -1,0 +1,14 @@
+"""Reads what the kernel grants a control group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def quota_of(folder: Path) -> float:
+    """Return the cores' worth of time that the group in ``folder`` gets at most."""
+    if (folder / "cpu.max").exists():
+        quota, period = (folder / "cpu.max").read_text().split()
+    else:
+        quota, period = ((folder / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+    return int(quota) / int(period)
